@@ -1,0 +1,37 @@
+# make check   prove every op on this machine        make lint    style and types
+# make test    run the test suite                    make bench   time every op beside its rivals
+#
+# Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: check test lint bench tables clean
+
+check: $(READY)
+	$(BIN)/isobit check --json check.json
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m isobit.bench.tables --check README.md
+
+bench: $(READY)
+	$(BIN)/isobit bench --results results
+
+tables: $(READY)
+	$(BIN)/python -m isobit.bench.tables README.md
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv check.json

@@ -1,0 +1,21 @@
+"""isobit: kernels for RL post-training whose bits do not depend on the batch."""
+
+from isobit.contract import ContractError
+from isobit.op import OPS, Explanation, UnsupportedError, known_op
+from isobit.ops.logp import logp
+
+__version__ = "0.1.0"
+
+
+def explain(op: str, *args: object, **kwargs: object) -> Explanation:
+    """Which backend serves this call of `op`, under which numerics class, and why not the others.
+
+    Example:
+        >>> import torch, isobit
+        >>> print(isobit.explain("logp", torch.zeros(2, 8), torch.tensor([0, 1])).backend)
+        reference
+    """
+    return known_op(op).explain(*args, **kwargs)
+
+
+__all__ = ["OPS", "ContractError", "Explanation", "UnsupportedError", "explain", "logp"]

@@ -1,0 +1,101 @@
+"""A benchmark's results as a person reads them.
+
+A report is what the JSON file holds: `{"stamp": {...}, "notes": [...], "rows": [...]}`, with the keys `ROW`
+in every row. `notes` say which rival is missing and why, so that no table is shorter without saying so.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+
+#: Keys of a row. Other tools read them.
+ROW = (
+    "op", "case", "direction", "impl", "ms", "ms_q25", "ms_q75", "host_us", "peak_mb", "extra_mb",
+    "floor_ms", "tflops", "tbps", "max_abs", "method",
+)  # fmt: skip
+
+COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")
+
+CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing about speed on a GPU."
+
+
+def format_report(report: Report) -> str:
+    """The table, what is missing from it, where it comes from and what it is worth."""
+    return f"{format_table(report['rows'])}\n\n{_footer(report)}"
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Plain text, one block a case and direction, columns aligned over all of them."""
+    lines = [COLUMNS, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+
+    def aligned(line: Sequence[str]) -> str:
+        rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        return "  ".join(("  " + line[0].ljust(widths[0]), *rest))
+
+    blocks = []
+    for title, group in _grouped(rows):
+        blocks.append("\n".join([title, aligned(COLUMNS), *(aligned(_cells(row)) for row in group)]))
+    return "\n\n".join(blocks)
+
+
+def show(report: Report) -> None:
+    """Print a report: with rich on a terminal where it is installed, as plain text otherwise."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        print(format_report(report))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or a pipe: rich would fold the columns to a width nobody has
+        print(format_report(report))
+        return
+    for title, group in _grouped(report["rows"]):
+        table = Table(title=title, title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "impl" else "right", no_wrap=True)
+        for row in group:
+            table.add_row(*_cells(row), style="bold" if row["impl"].startswith("isobit") else None)
+        console.print(table)
+    console.print(_footer(report), markup=False)
+
+
+def format_stamp(stamp: dict[str, Any]) -> str:
+    """One line: machine, versions, rates, source."""
+    versions = f"torch {stamp['torch']}, Triton {stamp['triton']}, Python {stamp['python']}"
+    rates = f"copy {stamp['copy_tbps']:.3g} TB/s, bf16 product {stamp['best_tflops']:.3g} TFLOP/s"
+    source = f"commit {stamp['commit']}, source {stamp['source_sha']}, {stamp['date'][:10]}"
+    checked = "" if stamp.get("checked", True) else "; NOT CHECKED"
+    return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}; {source}{checked}"
+
+
+def _footer(report: Report) -> str:
+    lines = [*report["notes"], format_stamp(report["stamp"])]
+    if any(row["method"] == "wall" for row in report["rows"]):
+        lines.append(CPU_WARNING)
+    return "\n".join(lines)
+
+
+def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows by case and direction, in the order they were timed."""
+
+    def title(row: Row) -> str:
+        return f"{row['op']} {row['case']} {row['direction']}: floor {row['floor_ms']:.4g} ms"
+
+    return [(text, list(group)) for text, group in groupby(rows, key=title)]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(key: str, form: str) -> str:
+        return "-" if row[key] is None else format(row[key], form)
+
+    ms = f"{row['ms']:.4g} ({row['ms_q25']:.4g}-{row['ms_q75']:.4g})"
+    ratio = f"{row['ms'] / row['floor_ms']:.2f}"
+    return (
+        row["impl"], ms, ratio, number("tbps", ".3g"), number("extra_mb", ".2f"), number("host_us", ".0f"),
+        number("max_abs", ".1e"), row["method"],
+    )  # fmt: skip

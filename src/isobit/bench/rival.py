@@ -1,0 +1,50 @@
+"""What users would pick instead of an op: a line in the benchmark, never an oracle."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Case
+
+DIRECTIONS = ("fwd", "bwd", "fwd_bwd")
+
+
+def _unchanged(args: Args) -> Args:
+    return args
+
+
+def _always(case: Case, device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One rival of an op.
+
+    `function(args)` returns the op's first output. `prepare` turns the op's arguments into what the rival
+    wants, before anything is timed; gradients are taken with respect to what it returns. `available`
+    returns None, or the reason why the rival cannot be timed on this case and device. A `compiled`
+    rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of another.
+    """
+
+    name: str
+    function: Callable[[Args], Tensor]
+    directions: tuple[str, ...] = DIRECTIONS
+    prepare: Callable[[Args], Args] = _unchanged
+    available: Callable[[Case, torch.device], str | None] = _always
+    compiled: bool = False
+
+
+def cannot_import(module: str) -> str | None:
+    """None when the module imports, else the reason: what breaks on import must not break the bench."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.split(".")[0]
+        return "not installed" if error.name == package else f"{package} cannot be imported: {error}"
+    except Exception as error:  # packages probe devices at import, and raise what they like
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,277 @@
+"""The only timer.
+
+Implementations of one case are timed in turns, so that clocks that drift hit all of them alike. On a GPU a
+sample is the replay of a CUDA graph of several calls: host time, which is often longer than the kernels, is
+not in it (`host_us` says what it is). The calls rotate over copies of the inputs that together exceed the L2
+cache several times, so every call finds it cold. What cannot be captured is timed with events, behind a
+sleep long enough for the host to get ahead. Elsewhere a sample is the wall time of one call.
+
+A number of megabytes is 2**20 bytes here.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+
+#: The rotation of inputs exceeds the L2 cache this many times, if this many copies are enough for it.
+L2_TIMES, MAX_COPIES = 4, 256
+#: Calls of one event-timed sample: their launches must fit the queue that the sleep holds back.
+MAX_EVENT_CALLS = 16
+#: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
+GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of a case.
+
+    `build` returns its calls, one per copy of the inputs; it runs on the stream that is timed. `judge` is
+    shown one result and returns its error. If it is not `required`, whatever it raises only loses its row.
+    """
+
+    name: str
+    build: Callable[[], Sequence[Call]]
+    judge: Callable[[Any], float | None] = lambda result: None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one contender: milliseconds per call, microseconds of host, megabytes."""
+
+    ms: float
+    ms_q25: float
+    ms_q75: float
+    method: str  # "graph" | "event" | "wall"
+    host_us: float | None
+    peak_mb: float | None
+    extra_mb: float | None
+    max_abs: float | None
+
+
+@dataclass
+class _Lane:
+    """A contender that is warm: what issues one sample of `count` calls, and what is known of it already."""
+
+    calls: Sequence[Call]
+    max_abs: float | None
+    count: int = 1
+    method: str = "wall"
+    host_us: float | None = None
+    peak: int | None = None
+    extra: int | None = None
+    backlog_us: float = 0.0
+    sample: Call = lambda: None
+    ms: list[float] = field(default_factory=list)
+
+    def timing(self) -> Timing:
+        q25, median, q75 = statistics.quantiles(self.ms, n=4, method="inclusive")
+        peak, extra = (None if x is None else x / MB for x in (self.peak, self.extra))
+        return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.max_abs)
+
+
+def measure(
+    contenders: Iterable[Contender], device: torch.device, calls: int = 1, repetitions: int | None = None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time contenders in turns, samples of at least `calls` calls each.
+
+    Returns timings by name, and the reason by name for each contender that could not run.
+    """
+    if device.type != "cuda":
+        return _measure(contenders, device, calls, repetitions or 5)
+    torch.cuda.synchronize(device)
+    # One side stream for everything: a backward runs on the stream of its forward, and both are captured.
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = _measure(contenders, device, calls, repetitions or 30)
+        torch.cuda.synchronize(device)
+    tidy(device)
+    return found
+
+
+def _measure(
+    contenders: Iterable[Contender], device: torch.device, calls: int, repetitions: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    lanes: dict[str, _Lane] = {}
+    failures: dict[str, str] = {}
+    for contender in contenders:
+        try:
+            lanes[contender.name] = _warm(contender, device)
+        except Exception as error:
+            if contender.required:
+                raise
+            lines = str(error).strip().splitlines()
+            failures[contender.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        tidy(device)
+    if device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+        for lane in lanes.values():
+            pool = _make_sample(lane, calls, pool)
+        _sample_with_events(list(lanes.values()), device, repetitions)
+    else:
+        for lane in lanes.values():
+            lane.sample = _in_turn(lane.calls, 1)
+        _sample_with_clock(list(lanes.values()), device, repetitions)
+    return {name: lane.timing() for name, lane in lanes.items()}, failures
+
+
+def _warm(contender: Contender, device: torch.device) -> _Lane:
+    """Build and run a contender until it is warm; look at its result, its memory and its host time."""
+    calls = contender.build()
+    for _ in range(3 if device.type == "cuda" else 1):
+        calls[0]()
+    if device.type != "cuda":
+        return _Lane(calls, contender.judge(calls[0]()))
+    tidy(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = calls[0]()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    lane = _Lane(calls, contender.judge(result), peak=peak, extra=peak - _bytes_kept(result))
+    del result
+    lane.host_us = _host_us(calls, device)
+    return lane
+
+
+def _bytes_kept(result: Any) -> int:
+    """Bytes of the tensors that a call returned; views of one storage count once."""
+    tensors = [t for t in result if isinstance(t, Tensor)] if isinstance(result, tuple) else []
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _host_us(calls: Sequence[Call], device: torch.device) -> float:
+    """Median time until an eager call returns, the device still busy with the ones before."""
+    turns, seconds = cycle(calls), []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        for _ in range(20):
+            call = next(turns)
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+    torch.cuda.synchronize(device)
+    return statistics.median(seconds) * 1e6
+
+
+def _make_sample(lane: _Lane, calls: int, pool: Any) -> Any:
+    """Capture the lane's calls, whole rotations of them, or fall back to events. Graphs share one memory
+    pool: only one replays at a time and nobody reads their results. Returns the pool for the next lane."""
+    rotation = len(lane.calls)
+    lane.count = rotation * math.ceil(calls / rotation)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+            _in_turn(lane.calls, lane.count)()
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception:  # a sync, an allocation, a launch elsewhere: each ends a capture in its way
+        torch.cuda.synchronize()
+        lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS)
+        lane.sample = _in_turn(lane.calls, lane.count)
+        lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
+        return torch.cuda.graph_pool_handle()  # the allocator takes the broken capture's pool for busy
+    lane.method, lane.sample, lane.backlog_us = "graph", graph.replay, GRAPH_BACKLOG_US
+    return pool
+
+
+def _in_turn(calls: Sequence[Call], count: int) -> Call:
+    """A function that makes the next `count` calls of the rotation."""
+    turns = cycle(calls)
+
+    def sample() -> None:
+        for _ in range(count):
+            next(turns)()
+
+    return sample
+
+
+def _sample_with_events(lanes: Sequence[_Lane], device: torch.device, repetitions: int) -> None:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in lanes]
+    for _ in range(repetitions):
+        for lane, (start, end) in zip(lanes, events, strict=True):
+            torch.cuda._sleep(int(lane.backlog_us * CYCLES_PER_US))
+            start.record()
+            lane.sample()
+            end.record()
+        torch.cuda.synchronize(device)
+        for lane, (start, end) in zip(lanes, events, strict=True):
+            lane.ms.append(start.elapsed_time(end) / lane.count)
+
+
+def _sample_with_clock(lanes: Sequence[_Lane], device: torch.device, repetitions: int) -> None:
+    for _ in range(repetitions):
+        for lane in lanes:
+            begin = time.perf_counter()
+            lane.sample()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            lane.ms.append((time.perf_counter() - begin) * 1e3)
+
+
+def tidy(device: torch.device) -> None:
+    """Give back what nobody holds, so that memory counts do not depend on what ran before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def copies_for(nbytes: int, device: torch.device) -> int:
+    """Copies of inputs of this size that a cold L2 cache needs."""
+    if device.type != "cuda":
+        return 1
+    wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MAX_COPIES, math.ceil(wanted / max(1, nbytes)))
+
+
+def copy_contender(nbytes: int, device: torch.device) -> Contender:
+    """A kernel that reads one half of `nbytes` and writes the other: the floor that can be reached."""
+
+    def build() -> list[Call]:
+        elements = max(1, nbytes // 8)
+        return [_copy_call(elements, device) for _ in range(copies_for(nbytes, device))]
+
+    return Contender("copy", build, required=True)
+
+
+def _copy_call(elements: int, device: torch.device) -> Call:
+    source = torch.empty(elements, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+
+    def call() -> None:
+        # Not copy_: captured in a graph that is a node for the copy engine, a third slower than a kernel
+        # (2.8 against 4.3 TB/s on an H200).
+        torch.neg(source, out=target)
+
+    return call
+
+
+def machine_rates(device: torch.device, repetitions: int | None = None) -> tuple[float, float]:
+    """(bytes/s of a large copy, read and write counted; FLOP/s of a large bf16 product), here and now."""
+    gpu = device.type == "cuda"
+    nbytes, side = (4 << 30, 8192) if gpu else (32 << 20, 256)
+
+    def product() -> list[Call]:
+        a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def call() -> None:
+            torch.mm(a, b, out=out)
+
+        return [call]
+
+    contenders = [copy_contender(nbytes, device), Contender("product", product, required=True)]
+    timings, _ = measure(contenders, device, calls=4, repetitions=repetitions)
+    return nbytes / timings["copy"].ms * 1e3, 2 * side**3 / timings["product"].ms * 1e3

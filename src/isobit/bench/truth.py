@@ -1,0 +1,64 @@
+"""The error of what is timed: a fast wrong answer must show in its own row."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args
+from isobit.op import Op
+
+#: Rows that are compared: few enough that fp64 never needs more memory than the case itself.
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The formula in fp64 on some rows of a case: first output and gradients, one line per row."""
+
+    rows: Tensor
+    total_rows: int
+    output: Tensor
+    gradients: tuple[Tensor, ...]
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+        """Largest error of the output (fwd) or of the gradients, in the rows that are known."""
+        pairs = [(result[0], self.output)]
+        if direction != "fwd":
+            pairs = list(zip(result[-len(self.gradients) :], self.gradients, strict=True))
+        errors = [
+            (ours.detach().reshape(self.total_rows, -1)[self.rows].double() - truth).abs().max()
+            for ours, truth in pairs
+        ]
+        return float(torch.stack(errors).max())  # NaN if there is one
+
+
+def cotangent_like(output: Tensor) -> Tensor:
+    """The same random numbers for every implementation, whatever shape it gives its output."""
+    numbers = torch.randn(output.numel(), generator=torch.Generator().manual_seed(1))
+    return numbers.reshape(output.shape).to(output)
+
+
+def truth_of(op: Op, args: Args) -> Truth | None:
+    """None for an op whose results are not row by row: a part of them cannot be judged alone."""
+    row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
+    inputs = op.proof.grad_inputs
+    if op.contract.outputs[0].dims[:1] != ("*",) or not set(inputs) <= set(row_dims):
+        return None
+    first = next(args[name] for name in row_dims)
+    lead = first.dim() - len(next(iter(row_dims.values()))) + 1
+    total = math.prod(first.shape[:lead])
+    rows = torch.linspace(0, total - 1, min(total, ROWS), dtype=torch.float64, device=first.device).long()
+    exact = dict(args)
+    for name, value in args.items():
+        if isinstance(value, Tensor):
+            if name in row_dims:
+                value = value.reshape(total, *value.shape[lead:])[rows]
+            exact[name] = value.double() if value.is_floating_point() else value
+    leaves = [exact[name].requires_grad_() for name in inputs]
+    output = op.proof.formula(exact)[0]
+    cotangent = cotangent_like(output.new_empty(total, *output.shape[1:]))[rows]
+    gradients = torch.autograd.grad(output, leaves, cotangent) if leaves else ()
+    flat = tuple(g.reshape(len(rows), -1) for g in gradients)
+    return Truth(rows, total, output.detach().reshape(len(rows), -1), flat)

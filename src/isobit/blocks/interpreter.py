@@ -1,0 +1,27 @@
+"""Where Triton's CPU interpreter computes something else than a GPU, and what kernels do about it there.
+
+`INTERPRETED` is fixed when kernels are decorated, as Triton itself fixes it; on a GPU none of this exists.
+"""
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+INTERPRETED = tl.constexpr(isinstance(_probe, InterpretedFunction))
+
+
+@triton.jit
+def narrow(x, ptr):
+    """fp32 x, ready to be stored at ptr. The interpreter truncates to bf16 where hardware rounds to nearest
+    even (Triton 3.6 to 3.9), so round here first: what is left for it to cut off is zero."""
+    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(ptr.dtype.element_ty)

@@ -1,0 +1,70 @@
+"""How a launcher reaches its kernel, and how the same launcher compiles without a GPU.
+
+A launcher takes `launch`, by default `run`. `isobit check` passes a `Recorder` instead, with tensors
+on the meta device: it keeps what would have been launched, ready to be compiled for any target. So
+the ahead-of-time signatures are those of real calls and are written nowhere else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import dtype_name
+
+Launch = Callable[..., None]
+
+
+def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch on the device of the first argument, on that device's current stream."""
+    device = args[0].device
+    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+        kernel[grid](*args, **options)
+    else:
+        with torch.get_device_module(device.type).device(device):
+            kernel[grid](*args, **options)
+
+
+@dataclass
+class Recorder:
+    """Keeps launches instead of making them."""
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        self.launches.append((kernel, args, options))
+
+    def sources(self) -> list[tuple[str, Any, dict[str, Any]]]:
+        """(kernel name, source to compile, compile options) of every recorded launch."""
+        from triton.compiler import ASTSource
+
+        found = []
+        for kernel, args, options in self.launches:
+            names = kernel.arg_names
+            values = dict(zip(names, args, strict=False))
+            values |= {k: v for k, v in options.items() if k in names}
+            signature, constants, attrs = {}, {}, {}
+            for i, name in enumerate(names):
+                kind = _triton_type(values[name])
+                if kind == "constexpr" or kernel.params[i].is_constexpr:
+                    signature[name], constants[name] = "constexpr", values[name]
+                    continue
+                signature[name] = kind
+                if kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0):
+                    attrs[(i,)] = [["tt.divisibility", 16]]
+            source = ASTSource(kernel, signature, constants, attrs)
+            found.append((kernel.__name__, source, {k: v for k, v in options.items() if k not in names}))
+        return found
+
+
+def _triton_type(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "constexpr"
+    if isinstance(value, Tensor):
+        name = dtype_name(value.dtype)
+        return "*" + name.replace("uint", "u").replace("int", "i")
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"

@@ -1,0 +1,60 @@
+"""Host side of row-wise kernels: how tensors with any leading shape are walked row by row."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def row_strides(
+    lead: Sequence[int], tensors: Sequence[Tensor | None]
+) -> tuple[int, list[Tensor | None], list[int]]:
+    """Walk tensors that share the leading shape `lead` as [outer, inner] rows.
+
+    Returns `inner`, the tensors, and for each its (outer, inner) strides, flattened into one list.
+    One or two leading dimensions never copy, whatever their strides (`logits[:, :-1]` is walked in
+    place). With three or more, a tensor is copied only if no cut into two walks all of them.
+    """
+    rank = len(lead)
+    if rank == 2:
+        return lead[1], list(tensors), _flat([None if t is None else t.stride()[:2] for t in tensors])
+    if rank == 1:
+        n = lead[0]
+        return (
+            n,
+            list(tensors),
+            _flat([None if t is None else (n * t.stride(0), t.stride(0)) for t in tensors]),
+        )
+    if rank == 0:
+        return 1, list(tensors), [0] * (2 * len(tensors))
+    for cut in range(rank, -1, -1):
+        found = [t if t is None else _two_strides(lead, t.stride(), cut) for t in tensors]
+        if all(f is not None or t is None for f, t in zip(found, tensors, strict=True)):
+            inner = 1
+            for size in lead[cut:]:
+                inner *= size
+            return inner, list(tensors), _flat(found)
+    return row_strides(lead, [t if t is None else t.contiguous() for t in tensors])
+
+
+def _two_strides(lead: Sequence[int], strides: Sequence[int], cut: int) -> tuple[int, int] | None:
+    outer = _one_stride(lead[:cut], strides[:cut])
+    inner = _one_stride(lead[cut:], strides[cut : len(lead)])
+    return None if outer is None or inner is None else (outer, inner)
+
+
+def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The stride of these dimensions walked as one, None if there is none."""
+    step, expected = 0, None
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if expected is None:
+            step = stride
+        elif stride != expected:
+            return None
+        expected = stride * size
+    return step
+
+
+def _flat(pairs: Sequence[Sequence[int] | None]) -> list[int]:
+    return [s for pair in pairs for s in (pair or (0, 0))]

@@ -1,0 +1,155 @@
+"""Row reductions whose bits are decided by this text, not by the compiler's register layout.
+
+A row of V columns is cut into *splits*, a split into *steps* of UNROLL x BLOCK columns. Lane j of BLOCK
+lanes takes columns j, j + BLOCK, j + 2 BLOCK, ... of its split in ascending order and keeps an online
+log-sum-exp of them, brought to a new maximum once a step. At the end of a split its lanes are added by a
+pairwise tree, and at the end of the row the splits are, by the same tree.
+
+Everything inside a lane is elementwise, and a tree adds two numbers at a time. So neither the vector width
+of a load (which the compiler derives from pointer alignment) nor the number of warps can reorder a sum.
+One program may walk a whole row, or one program each split: the bits are the same. The order is named
+`lse/triton-1`; `exp2` and `log2` are the device's own.
+
+Rows that start inside a 16-byte word (an odd V) are read in whole words all the same. The BLOCK lanes then
+hold the columns rotated by the row's offset from the word: the first few lanes find theirs one tile later,
+and the lanes are rotated back before the tree. A lane's sum is the same sum.
+
+State of a sum: m, the largest logit seen (raw units); s = sum of 2^u; t = sum of u 2^u (for the entropy),
+where u = (z - m) * scale and scale = log2(e) / temperature.
+
+Kernels that use these pieces must be compiled with `enable_fp_fusion=False`: whether a product and a sum
+contract into one rounding must not depend on the kernel they are inlined into.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offset(row, inner, outer_stride, inner_stride):
+    """Element offset of a row of a [outer, inner, ...] view with free strides."""
+    outer = row // inner
+    return outer * outer_stride + (row - outer * inner) * inner_stride
+
+
+@triton.jit
+def finite_or_zero(m):
+    """A reference that can be subtracted: an empty sum has m = -inf, and -inf - -inf is NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def rescale(m, s, t, ref, scale):
+    """Express sums kept relative to m relative to ref >= m instead."""
+    d = (m - ref) * scale
+    r = tl.exp2(d)
+    # d is -inf for an empty sum, whose t is 0: keep -inf * 0 out of it.
+    return s * r, tl.where(r > 0, r * (t + d * s), 0.0)
+
+
+@triton.jit
+def tree_sum(x, LOG: tl.constexpr):
+    """Sum of 2**LOG numbers: neighbours are added, again and again."""
+    for i in tl.static_range(LOG):
+        # An axis of two: one commutative addition, whatever threads hold the two.
+        x = tl.sum(tl.reshape(x, [1 << (LOG - 1 - i), 2]), axis=1)
+    return tl.max(x, axis=0)  # one element is left: make it a scalar
+
+
+@triton.jit
+def fold(m, s, t, scale, LOG: tl.constexpr):
+    """Add 2**LOG sums into one."""
+    top = tl.max(m, axis=0)
+    s, t = rescale(m, s, t, finite_or_zero(top), scale)
+    return top, tree_sum(s, LOG), tree_sum(t, LOG)
+
+
+@triton.jit
+def split_sums(
+    z_ptr, start, split, V, scale, ENTROPY: tl.constexpr, WORD: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """(m, s, t) of one split of the row that starts at element `start` of `z_ptr`.
+
+    WORD is the number of elements in 16 bytes when rows may start or end inside such a word; 1 when none
+    does (or when z_ptr itself does, so that no word of a row is aligned).
+    """
+    BLOCK: tl.constexpr = 1 << LOG_BLOCK
+    STEP: tl.constexpr = UNROLL << LOG_BLOCK
+    shift = 0  # elements between the word that the row starts in and the row
+    if WORD > 1:
+        shift = (start % WORD).to(tl.int32)
+    words = z_ptr + start // WORD * WORD
+    lo = split * (STEP * STEPS)
+    hi = tl.minimum(lo + STEP * STEPS, V)
+    whole = lo + (hi - lo) // STEP * STEP
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    t = tl.zeros([BLOCK], tl.float32)
+    for first in range(lo, whole, STEP):
+        z = load_step(words, first, hi, shift, False, WORD, BLOCK, UNROLL)
+        m, s, t = add_step(m, s, t, z, scale, ENTROPY, UNROLL)
+    if whole < hi:
+        z = load_step(words, whole, hi, shift, True, WORD, BLOCK, UNROLL)
+        m, s, t = add_step(m, s, t, z, scale, ENTROPY, UNROLL)
+    if WORD > 1:
+        back = (tl.arange(0, BLOCK) + shift) % BLOCK
+        m, s = tl.gather(m, back, axis=0), tl.gather(s, back, axis=0)
+        if ENTROPY:
+            t = tl.gather(t, back, axis=0)
+    return fold(m, s, t, scale, LOG_BLOCK)
+
+
+@triton.jit
+def load_step(
+    words, first, hi, shift,
+    TAIL: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on.
+
+    Masks are the same for all elements of a word, so that words are read whole: a word that the row shares
+    with a neighbour may be read, one without a column of the row never is.
+    """
+    lane = tl.arange(0, BLOCK)
+    low = float("-inf")
+    tiles = ()
+    for i in tl.static_range(UNROLL):
+        at = first + i * BLOCK
+        if TAIL:
+            x = tl.load(words + at + lane, mask=at + lane // WORD * WORD < hi + shift, other=low)
+        else:
+            x = tl.load(words + at + lane)
+        tiles = tiles + (x.to(tl.float32),)
+    if WORD > 1:
+        # Lanes before `shift` have their columns one tile later.
+        at = first + UNROLL * BLOCK
+        mask = lane // WORD * WORD < shift
+        if TAIL:
+            mask = mask & (at + lane // WORD * WORD < hi + shift)
+        tiles = tiles + (tl.load(words + at + lane, mask=mask, other=low).to(tl.float32),)
+        col = first + (lane - shift + BLOCK) % BLOCK
+        z = ()
+        for i in tl.static_range(UNROLL):
+            x = tl.where(lane < shift, tiles[i + 1], tiles[i])
+            if TAIL:
+                x = tl.where(col + i * BLOCK < hi, x, low)
+            z = z + (x,)
+        tiles = z
+    return tiles
+
+
+@triton.jit
+def add_step(m, s, t, z, scale, ENTROPY: tl.constexpr, UNROLL: tl.constexpr):
+    """Add UNROLL tiles to the lanes' sums, with one rescaling for all of them."""
+    top = m
+    for i in tl.static_range(UNROLL):
+        top = tl.maximum(top, z[i])
+    ref = finite_or_zero(top)
+    s, t = rescale(m, s, t, ref, scale)
+    for i in tl.static_range(UNROLL):
+        u = (z[i] - ref) * scale
+        e = tl.exp2(u)
+        s = s + e
+        if ENTROPY:
+            t = t + e * tl.maximum(u, -1000.0)  # 2^-1000 is 0 in fp32, and 0 * -inf would be NaN
+    return top, s, t

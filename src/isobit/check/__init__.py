@@ -1,0 +1,1 @@
+"""Laws, not hand-written tests: everything here is derived from the declarations in OPS."""

@@ -1,0 +1,161 @@
+"""Elementwise comparison with the truth, bounded by what plain PyTorch achieves; and of bits."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import dtype_name
+
+
+@dataclass
+class OutputCheck:
+    """One output (`0`, `1`, ...) or gradient (`gradient:<name>`) held against what it should be.
+
+    `atol` and `rtol` describe the slack at the worst element: it is rtol times that element's scale.
+    """
+
+    output: str
+    shape: list[int]
+    dtype: str
+    truth_dtype: str
+    atol: float
+    rtol: float
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    worst_index: list[int]
+    passed: bool
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        """NaN and infinities as strings: JSON has no numbers for them."""
+        return {
+            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
+        }
+
+
+def failure(output: str, message: str) -> OutputCheck:
+    """A check that failed before there were numbers to compare."""
+    nan = float("nan")
+    return OutputCheck(output, [], "", "", nan, nan, nan, nan, nan, [], False, message)
+
+
+@cache
+def _tolerances() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("tolerances.json").read_text())
+
+
+def slack_ulps(op_class: str, direction: str, dtype: torch.dtype, arch: str) -> float:
+    """The tolerance of an op class and dtype, with the architecture's override if there is one."""
+    table = _tolerances()
+    override = table["arch"].get(arch, {}).get(op_class, {}).get(direction, {})
+    name = dtype_name(dtype)
+    return float(override.get(name, table["classes"][op_class][direction][name]))
+
+
+def against_truth(
+    output: str, ours: Tensor, torch_result: Tensor, truth: Tensor, scale: Tensor, ulps: float, eps: float
+) -> OutputCheck:
+    """|ours - truth| <= |torch - truth| + ulps * eps * scale at every element.
+
+    NaN must meet NaN and an infinity the same infinity; anywhere else a non-finite value fails.
+    """
+    ours64, torch64 = ours.double(), torch_result.double()
+    error, torch_error = _distance(ours64, truth), _distance(torch64, truth)
+    # Where plain torch itself overflows or loses the value, it excuses nothing.
+    allowed = torch.where(torch_error.isfinite(), torch_error, 0.0) + ulps * eps * scale
+    excess = error - allowed
+    excess = torch.where(excess.isnan(), float("inf"), excess)
+    shape = list(ours.shape)
+    if ours.numel() == 0:
+        return OutputCheck(
+            output,
+            shape,
+            dtype_name(ours.dtype),
+            dtype_name(truth.dtype),
+            0,
+            ulps * eps,
+            0,
+            0,
+            0,
+            [],
+            True,
+            "",
+        )
+    flat = int((excess / scale.clamp_min(torch.finfo(torch.float64).tiny)).argmax())
+    worst = [int(i) for i in torch.unravel_index(torch.tensor(flat), ours.shape)]
+    at = tuple(worst)
+    finite = error[error.isfinite()]
+    relative = error / truth.abs().clamp_min(1e-12)
+    relative = relative[relative.isfinite()]
+    passed = bool((excess <= 0).all())
+    message = f"worst at {worst}: ours {ours64[at].item():.9g}, torch {torch64[at].item():.9g}, truth {truth[at].item():.9g}"
+    return OutputCheck(
+        output=output,
+        shape=shape,
+        dtype=dtype_name(ours.dtype),
+        truth_dtype=dtype_name(truth.dtype),
+        atol=float(ulps * eps * scale[at]),
+        rtol=ulps * eps,
+        max_abs=float(error.max()) if len(finite) == error.numel() else float("inf"),
+        mean_abs=float(finite.mean()) if len(finite) else float("nan"),
+        max_rel=float(relative.max()) if len(relative) else float("nan"),
+        worst_index=worst,
+        passed=passed,
+        message=message
+        if passed
+        else f"{int((excess > 0).sum())} of {ours.numel()} beyond the bound; {message}",
+    )
+
+
+def _distance(x: Tensor, truth: Tensor) -> Tensor:
+    same = (x == truth) | (x.isnan() & truth.isnan())
+    return torch.where(same, 0.0, (x - truth).abs())
+
+
+def same_bits(output: str, ours: Tensor, other: Tensor, what: str) -> OutputCheck:
+    """Raw bits equal (NaN payloads and signed zeros included)."""
+    check = OutputCheck(
+        output,
+        list(ours.shape),
+        dtype_name(ours.dtype),
+        dtype_name(other.dtype),
+        0,
+        0,
+        0,
+        0,
+        0,
+        [],
+        True,
+        what,
+    )
+    if ours.shape != other.shape or ours.dtype != other.dtype:
+        check.passed, check.message = (
+            False,
+            f"{what}: {list(ours.shape)} {ours.dtype} against {list(other.shape)} {other.dtype}",
+        )
+        return check
+    differ = differing(ours, other)
+    if bool(differ.any()):
+        first = [int(i) for i in differ.nonzero()[0]]
+        at = tuple(first)
+        gap = (ours.double() - other.double()).abs()
+        check.passed, check.worst_index = False, first
+        check.max_abs, check.mean_abs = float(gap.nan_to_num(float("inf")).max()), float(gap.nanmean())
+        check.message = (
+            f"{what}: {int(differ.sum())} of {ours.numel()} differ, first at {first}: "
+            f"{ours[at].item():.9g} against {other[at].item():.9g}"
+        )
+    return check
+
+
+def differing(x: Tensor, y: Tensor) -> Tensor:
+    """Where the raw bits of two tensors of one dtype differ."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.contiguous().view(integer) != y.contiguous().view(integer)

@@ -1,0 +1,93 @@
+"""The report of a check: totals, a table for people, JSON for machines (schema in docs/results.md)."""
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED, Cell
+from isobit.op import OPS
+from isobit.stamp import stamp
+
+SCHEMA = 1
+
+
+def to_json(cells: list[Cell], device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """suite -> candidates (op and backend) -> cases (law and inputs) -> outputs, with totals at each level."""
+    candidates = []
+    for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
+        mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
+        numerics = next(b.numerics for b in OPS[op].backends if b.name == backend)
+        outputs = [o for c in mine for o in c.outputs]
+        candidates.append(
+            {
+                "op": op,
+                "candidate": backend,
+                "numerics": numerics,
+                **totals(mine),
+                "total_outputs": len(outputs),
+                "passed_outputs": sum(o["passed"] for o in outputs),
+                "cases": [asdict(c) for c in mine],
+            }
+        )
+    found = stamp(device)
+    if commit:
+        found["commit"] = commit
+    return {
+        "schema": SCHEMA,
+        "suite": "isobit check",
+        "stamp": found,
+        **totals(cells),
+        "candidates": candidates,
+    }
+
+
+def totals(cells: list[Cell]) -> dict[str, Any]:
+    count = Counter(c.status for c in cells)
+    ran = count[OK] + count[FAIL]
+    return {
+        "total": len(cells),
+        "ok": count[OK],
+        "fail": count[FAIL],
+        "unsupported": count[UNSUPPORTED],
+        "pass_rate": count[OK] / ran if ran else 0.0,
+        "passed": count[FAIL] == 0 and count[OK] > 0,
+    }
+
+
+def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
+    """(op, backend, law) -> the worst status of its cases: what tests hold the expected matrix against."""
+    order = [OK, UNSUPPORTED, FAIL]
+    found: dict[tuple[str, str, str], str] = {}
+    for c in cells:
+        key = (c.op, c.backend, c.law)
+        found[key] = max(found.get(key, OK), c.status, key=order.index)
+    return found
+
+
+def table(cells: list[Cell]) -> str:
+    """op and backend down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported."""
+    seen = {c.law for c in cells}
+    laws = [law for law in LAWS if law in seen]
+    rows = [["op", "backend", *laws]]
+    for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
+        row = [op, backend]
+        for law in laws:
+            mine = [c for c in cells if (c.op, c.backend, c.law) == (op, backend, law)]
+            fails, oks = sum(c.status == FAIL for c in mine), sum(c.status == OK for c in mine)
+            row.append(f"{fails} FAIL of {len(mine)}" if fails else f"{oks} ok" if oks else "-")
+        rows.append(row)
+    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(v.ljust(w) for v, w in zip(r, widths, strict=True)).rstrip() for r in rows)
+
+
+def notes(cells: list[Cell]) -> list[str]:
+    """What did not run and why, then every failure with the command that repeats it."""
+    lines = sorted(
+        {f"- {c.op} {c.backend} {c.law}: UNSUPPORTED, {c.reason}" for c in cells if c.status == UNSUPPORTED}
+    )
+    for c in cells:
+        if c.status == FAIL:
+            lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]", f"     {c.reason}", f"     {c.command}"]
+    return lines

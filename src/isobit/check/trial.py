@@ -1,0 +1,130 @@
+"""One op on one backend, device and case: run it and hold what comes back to its form."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.compare import differing
+from isobit.check.proof import Args, Case, InputOptions, Proof
+from isobit.contract import dtype_name
+from isobit.op import Op
+
+
+class Unsupported(Exception):
+    """This law cannot apply to this backend here; the message says why."""
+
+
+class LawBroken(Exception):
+    """A promise that does not come down to comparing numbers was broken."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One op on one backend, device and case."""
+
+    op: Op
+    backend: str
+    device: torch.device
+    case: Case
+    arch: str
+    inputs: InputOptions = field(default_factory=InputOptions)
+    gradient: bool = True
+    grad_mode: str = "random"
+    grad_seed: int = 123
+    given: tuple[Tensor, ...] | None = None  # cotangents to use instead of drawing them
+
+    @property
+    def proof(self) -> Proof:
+        return self.op.proof
+
+    @property
+    def numerics(self) -> str:
+        return self.op._by_name(self.backend).numerics
+
+    def args(self, case: Case | None = None) -> Args:
+        return self.proof.make(case or self.case, self.device, self.inputs)
+
+    def forward(self, args: Args, validate: bool | None = None) -> tuple[Tensor, ...]:
+        """Outputs for private copies of the arguments, which must come back as they went."""
+        mine = cloned(args)
+        outputs = self.proof.call(mine, self.backend, validate)
+        self._well_formed(args, outputs)
+        self._untouched(args, mine)
+        return tuple(o.detach() for o in outputs)
+
+    def backward(
+        self, args: Args, validate: bool | None = None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """(outputs, gradients by argument name) with this trial's cotangents."""
+        mine = cloned(args)
+        for name in self.proof.grad_inputs:
+            mine[name].requires_grad_()
+        outputs = self.proof.call(mine, self.backend, validate)
+        self._well_formed(args, outputs)
+        if not any(o.requires_grad for o in outputs):
+            raise LawBroken("outputs do not require grad though an input does")
+        wanted = [mine[name] for name in self.proof.grad_inputs]
+        found = torch.autograd.grad(outputs, wanted, self.cotangents(outputs), allow_unused=True)
+        grads = {}
+        for name, leaf, grad in zip(self.proof.grad_inputs, wanted, found, strict=True):
+            if grad is None:
+                raise LawBroken(f"no gradient for {name}")
+            if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
+                raise LawBroken(f"gradient of {name} is {list(grad.shape)} {grad.dtype}")
+            grads[name] = grad
+        self._untouched(args, mine)
+        return tuple(o.detach() for o in outputs), grads
+
+    def cotangents(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Random by element, so that no wrong factor can hide; drawn on the CPU, so that they depend on
+        nothing but the seed and the position."""
+        if self.given is not None:
+            return list(self.given)
+        gen = torch.Generator().manual_seed(self.grad_seed)
+        found = []
+        for o in outputs:
+            g = torch.ones(o.shape) if self.grad_mode == "ones" else torch.randn(o.shape, generator=gen)
+            found.append(g.to(o.device, o.dtype))
+        return found
+
+    def _well_formed(self, args: Args, outputs: Any) -> None:
+        names = self.proof.outputs
+        if not isinstance(outputs, tuple) or len(outputs) != len(names):
+            got = len(outputs) if isinstance(outputs, (tuple, list)) else type(outputs).__name__
+            raise LawBroken(f"{len(names)} outputs expected ({', '.join(names)}), got {got}")
+        expected = self.proof.formula(meta(args))
+        for name, o, e in zip(names, outputs, expected, strict=True):
+            if not isinstance(o, Tensor):
+                raise LawBroken(f"output {name} is {type(o).__name__}, not a tensor")
+            if o.shape != e.shape or o.dtype != e.dtype:
+                raise LawBroken(
+                    f"output {name} is {list(o.shape)} {dtype_name(o.dtype)}, "
+                    f"should be {list(e.shape)} {dtype_name(e.dtype)}"
+                )
+
+    def _untouched(self, args: Args, used: Args) -> None:
+        for name, value in args.items():
+            if isinstance(value, Tensor) and bool(differing(value, used[name].detach()).any()):
+                raise LawBroken(f"wrote into its input {name}")
+
+
+def cloned(args: Args) -> Args:
+    """Private copies that keep values, strides and alignment: of the storage, not only of the view."""
+
+    def copy(t: Tensor) -> Tensor:
+        storage = t.untyped_storage().clone()
+        return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            storage, t.storage_offset(), t.shape, t.stride()
+        )
+
+    return {k: copy(v) if isinstance(v, Tensor) else v for k, v in args.items()}
+
+
+def meta(args: Args) -> Args:
+    return {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in args.items()}
+
+
+def in_fp64(args: Args) -> Args:
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in args.items()}

@@ -1,0 +1,226 @@
+"""The `isobit` command: check, bench, info."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"the isobit command needs {missing.name}: pip install 'isobit[cli]'") from None
+
+import isobit
+from isobit.arch import arch_key, default_device, triton_cannot_run
+from isobit.bench.cases import parse_case
+from isobit.bench.report import show
+from isobit.bench.rival import DIRECTIONS
+from isobit.bench.runner import CheckFailed
+from isobit.bench.runner import run as timed
+from isobit.check import report
+from isobit.check.proof import DTYPES, InputOptions
+from isobit.check.runner import FAIL, LAWS, Cell, Request, default_backend, run
+from isobit.contract import ContractError
+from isobit.op import OPS
+from isobit.stamp import gpu_name, results_folder, stamp
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Prove and time kernels whose bits do not depend on the batch.",
+)
+
+
+def main() -> None:
+    """Run the command; contract errors are messages, not tracebacks."""
+    try:
+        app()
+    except ContractError as error:
+        sys.exit(f"isobit: {error}")
+
+
+def _device(text: str) -> torch.device:
+    if text == "auto":
+        return default_device()
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ContractError(f"device {text!r} is not usable here: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _dtypes(names: list[str]) -> tuple[torch.dtype, ...]:
+    for name in names:
+        if name not in DTYPES:
+            raise ContractError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return tuple(DTYPES[name] for name in names)
+
+
+def _dims(pairs: list[str], batch: int | None, seq: int | None, vocab: int | None) -> dict[str, int] | None:
+    dims = {name: size for name, size in (("B", batch), ("T", seq)) if size is not None}
+    for pair in pairs:
+        name, _, size = pair.partition("=")
+        if not size.lstrip("-").isdigit():
+            raise ContractError(f"--dim {pair}: write it as NAME=SIZE, for example V=50257")
+        dims[name] = int(size)
+    if vocab is not None:
+        dims["V"] = vocab
+    return dims or None
+
+
+def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in known:
+            raise ContractError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    return tuple(names)
+
+
+Names = Optional[list[str]]  # noqa: UP045  typer reads annotations at run time on Python 3.10 too
+PUBLIC = sorted(name for name, op in OPS.items() if op.proof is not None)
+
+
+@app.command()
+def check(
+    op: Annotated[Names, typer.Option(help="op to check; repeatable; all by default")] = None,
+    backend: Annotated[
+        Names, typer.Option(help="backend; repeatable; all that can exist here by default")
+    ] = None,
+    law: Annotated[Names, typer.Option(help=f"law; repeatable: {', '.join(LAWS)}")] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="only the ahead-of-time compilation law")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    dtype: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DTYPES)}")] = None,
+    arch_key: Annotated[Optional[str], typer.Option(help="tolerance override to use, e.g. sm_90")] = None,  # noqa: UP045
+    case: Annotated[Optional[str], typer.Option(help="only the declared case of this name")] = None,  # noqa: UP045
+    batch: Annotated[Optional[int], typer.Option(help="B of a case of your own")] = None,  # noqa: UP045
+    seq: Annotated[Optional[int], typer.Option(help="T of a case of your own")] = None,  # noqa: UP045
+    vocab: Annotated[Optional[int], typer.Option(help="V of a case of your own")] = None,  # noqa: UP045
+    dim: Annotated[
+        Names, typer.Option(help="any dimension of a case of your own, NAME=SIZE; repeatable")
+    ] = None,
+    input_mode: Annotated[str, typer.Option(help="edge, random or constant")] = "edge",
+    constant_value: Annotated[float, typer.Option(help="value of constant inputs")] = 0.25,
+    token_value: Annotated[Optional[int], typer.Option(help="token id of every row, modulo V")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(help="seed of the inputs")] = 123,
+    gradient: Annotated[bool, typer.Option("--gradient/--no-gradient", help="check gradients")] = True,
+    grad_mode: Annotated[str, typer.Option(help="cotangents: random or ones")] = "random",
+    grad_seed: Annotated[int, typer.Option(help="seed of the cotangents")] = 123,
+    json_path: Annotated[
+        Optional[Path], typer.Option("--json", help="write the report here, - for standard output")
+    ] = None,  # noqa: UP045
+    results: Annotated[Optional[Path], typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,  # noqa: UP045
+    commit: Annotated[Optional[str], typer.Option(help="commit for the stamp where there is no git")] = None,  # noqa: UP045
+    stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
+) -> None:
+    """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
+    _known("input mode", [input_mode], ["edge", "random", "constant"])
+    _known("gradient mode", [grad_mode], ["random", "ones"])
+    request = Request(
+        ops=_known("op", op or [], PUBLIC),
+        backends=tuple(backend or ()),
+        laws=("compile",) if compile else _known("law", law or [], list(LAWS)),
+        dtypes=_dtypes(dtype or []),
+        device=_device(device),
+        arch=arch_key,
+        dims=_dims(dim or [], batch, seq, vocab),
+        case=case,
+        data=input_mode,
+        inputs=InputOptions(seed, constant_value, token_value),
+        gradient=gradient,
+        grad_mode=grad_mode,
+        grad_seed=grad_seed,
+    )
+    if stream:  # cells as JSON lines, for the process that asked for an interpreter
+        done = run(request, lambda cell: print(json.dumps(vars(cell)), flush=True))
+        raise typer.Exit(int(any(c.status == FAIL for c in done)))
+    start = time.perf_counter()
+    to_stdout = json_path is not None and str(json_path) == "-"
+    say = (lambda text: None) if to_stdout else print
+    say(f"isobit {isobit.__version__} check on {request.device} ({gpu_name(request.device)})")
+
+    def progress(cell: Cell) -> None:
+        say(f"  {cell.status:12s}{cell.op} {cell.backend} {cell.law} [{cell.case}] {cell.seconds:.1f}s")
+
+    cells = run(request, progress)
+    found = report.to_json(cells, request.device, commit)
+    if to_stdout:
+        print(json.dumps(found, indent=1))
+    elif json_path is not None:
+        json_path.write_text(json.dumps(found, indent=1) + "\n")
+    if results is not None:
+        _write_results(results, cells, request.device, commit)
+    say("\n" + report.table(cells) + "\n")
+    for line in report.notes(cells):
+        say(line)
+    verdict = "all laws hold" if found["passed"] else f"{found['fail']} cells FAIL"
+    say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
+        f"{time.perf_counter() - start:.0f} s: {verdict}")  # fmt: skip
+    raise typer.Exit(int(not found["passed"]))
+
+
+def _write_results(folder: Path, cells: list[Cell], device: torch.device, commit: str | None) -> None:
+    for name in dict.fromkeys(c.op for c in cells):
+        path = folder / results_folder(device) / f"check_{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mine = [c for c in cells if c.op == name]
+        path.write_text(json.dumps(report.to_json(mine, device, commit), indent=1) + "\n")
+        print(f"wrote {path}")
+
+
+@app.command()
+def bench(
+    op: Annotated[Names, typer.Option(help="op to time; repeatable; all by default")] = None,
+    case: Annotated[
+        Names, typer.Option(help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; repeatable")
+    ] = None,
+    direction: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DIRECTIONS)}")] = None,
+    impl: Annotated[
+        Names, typer.Option(help="time only this one (isobit, a rival, copy); repeatable")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    backend: Annotated[Optional[str], typer.Option(help="time this backend too, as isobit:<backend>")] = None,  # noqa: UP045
+    skip_check: Annotated[
+        bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
+    ] = False,
+    results: Annotated[Optional[Path], typer.Option(help="write <results>/<gpu>/<op>.json")] = None,  # noqa: UP045
+) -> None:
+    """Time every op beside its rivals and the floor, after checking it: a red op is not timed."""
+    for name in _known("op", op or [], PUBLIC) or PUBLIC:
+        try:
+            found = timed(
+                name,
+                [parse_case(text, OPS[name]) for text in case or []] or None,
+                direction or DIRECTIONS,
+                _device(device),
+                backend,
+                results,
+                skip_check,
+                impl or None,
+            )
+        except CheckFailed as error:
+            sys.exit(f"isobit: {error}")
+        print()
+        show(found)
+
+
+@app.command()
+def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto") -> None:
+    """Versions, device, and for every op the backend that would serve and why others would not."""
+    where = _device(device)
+    for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_key(where)}.items():
+        print(f"{key:12s}{value}")
+    print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}\n")
+    for name in PUBLIC:
+        print(f"{name}: {default_backend(OPS[name], where)}")
+        op: Any = OPS[name]
+        for dtype in (torch.bfloat16, torch.float64):
+            case = op.proof.cases[1]
+            args = op.proof.make(type(case)({**case.dims}, dtype), where, InputOptions())
+            print("  " + str(op.explain(**args)).replace("\n", "\n  "))

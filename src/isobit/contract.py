@@ -1,0 +1,232 @@
+"""Shapes and dtypes as annotations, and the error that says which rule was broken.
+
+    def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...)
+
+reads: `logits` is floating point, any leading shape `*`, then V contiguous columns; `token_ids` is
+int32 or int64 with the same leading shape. A dimension that appears twice must have one size. From
+these annotations come the checks and their messages, the `torch.library` schema and the fake
+outputs, so none of them can drift from the signature.
+"""
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+
+import torch
+from torch import Tensor
+
+BF16, F16, F32_, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INTS = (torch.int32, torch.int64)
+
+#: Short names of dtypes, used in messages, cases, results and on the command line.
+DTYPE_NAMES = {
+    BF16: "bf16",
+    F16: "fp16",
+    F32_: "fp32",
+    F64: "fp64",
+    torch.bool: "bool",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+
+
+class ContractError(ValueError):
+    """An argument breaks the contract of an op. Raised before anything is launched."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one tensor must be: a kind (the allowed dtypes) and named dimensions."""
+
+    kind: str
+    dtypes: tuple[torch.dtype, ...]
+    dims: tuple[str, ...]
+    like: str | None = None  # an output with the shape and dtype of this argument
+    when: str | None = None  # an output that is empty, [0], unless this argument is true
+
+    @property
+    def contiguous_last(self) -> bool:
+        """A tensor with a named last dimension is read along it, so it must be contiguous there."""
+        return bool(self.dims) and self.dims[-1] != "*"
+
+
+class _Annotation:
+    """`Float[Tensor, "* V"]` is `Annotated[Tensor, Spec(...)]`, built at run time."""
+
+    def __init__(self, kind: str, *dtypes: torch.dtype):
+        self.kind, self.dtypes = kind, dtypes
+
+    def __getitem__(self, item: tuple[type, str]) -> Any:
+        base, text = item
+        if self.kind == "Like":
+            return Annotated[base, Spec(self.kind, (), (), like=text)]
+        dims, _, when = text.partition(" if ")
+        return Annotated[base, Spec(self.kind, self.dtypes, tuple(dims.split()), when=when or None)]
+
+
+if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
+    Float = F32 = Int = Mask = Like = Annotated
+else:
+    Float = _Annotation("floating point", BF16, F16, F32_, F64)
+    F32 = _Annotation("fp32", F32_, F64)  # fp64 only from fp64 inputs: the reference at full precision
+    Int = _Annotation("int32 or int64", *INTS)
+    Mask = _Annotation(
+        "bool or integer", torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
+    )
+    Like = _Annotation("Like")
+
+_SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of an op: a tensor with a spec, or a scalar with a Python type."""
+
+    name: str
+    spec: Spec | None
+    scalar: type | None
+    optional: bool
+    default: Any
+
+    @property
+    def schema(self) -> str:
+        base = "Tensor" if self.spec else _SCALARS[self.scalar]  # type: ignore[index]
+        return f"{base}{'?' if self.optional else ''} {self.name}"
+
+
+def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in (Union, types.UnionType):
+        rest = [a for a in get_args(hint) if a is not type(None)]
+        if len(rest) == 1:
+            return rest[0], True
+    return hint, False
+
+
+def _spec_of(hint: Any) -> Spec | None:
+    return hint.__metadata__[0] if get_origin(hint) is Annotated else None
+
+
+def describe(value: Any) -> str:
+    """`[3, 7] bf16` for a tensor, the value itself for anything else."""
+    if isinstance(value, Tensor):
+        return f"[{', '.join(map(str, value.shape))}] {dtype_name(value.dtype)}"
+    return repr(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+class Contract:
+    """The contract of one op, read once from the signature of the function that declares it."""
+
+    def __init__(self, name: str, fn: Any):
+        self.name = name
+        self.params: list[Param] = []
+        for p in inspect.signature(fn).parameters.values():
+            hint, optional = _unwrap_optional(p.annotation)
+            spec = _spec_of(hint)
+            default = None if p.default is p.empty else p.default
+            self.params.append(Param(p.name, spec, None if spec else hint, optional, default))
+        returns = inspect.signature(fn).return_annotation
+        hints = get_args(returns) if get_origin(returns) is tuple else (returns,)
+        self.outputs: list[Spec] = [s for s in map(_spec_of, hints) if s is not None]
+        self.names = [p.name for p in self.params]
+        self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
+        self._tensors = [(i, p.name, p.spec, p.optional) for i, p in enumerate(self.params) if p.spec]
+
+    def schema(self) -> str:
+        returns = ", ".join("Tensor" for _ in self.outputs)
+        result = f"({returns})" if len(self.outputs) > 1 else returns
+        return f"{self.name}({', '.join(p.schema for p in self.params)}) -> {result}"
+
+    def error(self, arg: str, value: Any, rule: str) -> ContractError:
+        return ContractError(f"{self.name}({arg}: {describe(value)}): {rule}")
+
+    def check_types(self, values: tuple[Any, ...]) -> None:
+        """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject
+        with a message about its own internals."""
+        for p, v in zip(self.params, values, strict=True):
+            if v is None:
+                if not p.optional:
+                    raise self.error(p.name, v, "is required")
+            elif p.spec is not None:
+                if not isinstance(v, Tensor):
+                    raise self.error(p.name, v, f"must be a tensor, not {type(v).__name__}")
+            elif p.scalar is float:
+                if not isinstance(v, (int, float)) or isinstance(v, bool):
+                    raise self.error(p.name, v, f"must be a number, not {type(v).__name__}")
+            elif type(v) is not p.scalar and not isinstance(v, p.scalar):  # type: ignore[arg-type]
+                raise self.error(p.name, v, f"must be {p.scalar.__name__}, not {type(v).__name__}")  # type: ignore[union-attr]
+
+    def check(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
+        dims: dict[str, Any] = {}
+        first_device: torch.device | None = None
+        for i, name, spec, optional in self._tensors:
+            t = values[i]
+            if t is None and optional:
+                continue
+            if t.dtype not in spec.dtypes:
+                raise self.error(name, t, f"dtype must be {self._dtype_rule(spec)}")
+            if first_device is None:
+                first_device, first_name = t.device, name
+            elif t.device != first_device:
+                raise self.error(name, t, f"is on {t.device} but {first_name} is on {first_device}")
+            self._bind(name, t, spec.dims, dims)
+            if spec.contiguous_last and t.shape[-1] > 1 and t.stride(-1) != 1:
+                rule = f"last dimension must be contiguous, its stride is {t.stride(-1)}"
+                raise self.error(name, t, f"{rule}; call .contiguous() on it")
+        return dims
+
+    @staticmethod
+    def _dtype_rule(spec: Spec) -> str:
+        names = [dtype_name(d) for d in spec.dtypes]
+        return f"{spec.kind} ({', '.join(names)})"
+
+    def _bind(self, name: str, t: Tensor, wanted: tuple[str, ...], dims: dict[str, Any]) -> None:
+        shape = t.shape
+        star = wanted.index("*") if "*" in wanted else None
+        named = len(wanted) - (star is not None)
+        if len(shape) < named or (star is None and len(shape) != named):
+            least = "at least " if star is not None else ""
+            rule = f"needs {least}{named} dimension(s) [{', '.join(wanted)}], has {len(shape)}"
+            raise self.error(name, t, rule)
+        after = 0 if star is None else len(wanted) - star - 1
+        for k, dim in enumerate(wanted):
+            if dim == "*":
+                size: Any = shape[k : len(shape) - after]
+            else:
+                size = shape[k if star is None or k < star else k - len(wanted)]
+            if dim.isdigit():
+                if size != int(dim):
+                    raise self.error(name, t, f"dimension {k} must be {dim}, is {size}")
+                continue
+            known = dims.setdefault(dim, (size, name))
+            if known[0] != size:
+                what = "leading shape" if dim == "*" else dim
+                got, want = (list(x) if dim == "*" else x for x in (size, known[0]))
+                raise self.error(name, t, f"{what}={got} but {what}={want} from {known[1]}")
+
+    def empty_outputs(self, values: tuple[Any, ...], dims: dict[str, Any]) -> list[Tensor]:
+        """Outputs with the promised shapes and dtypes, uninitialised. fp32 becomes fp64 when the first
+        tensor is fp64: the reference keeps full precision then."""
+        first = values[self._tensors[0][0]]
+        outs = []
+        for spec in self.outputs:
+            dtype = F64 if first.dtype == F64 else F32_
+            if spec.like is not None:
+                src = values[self.names.index(spec.like)]
+                shape, dtype = list(src.shape), src.dtype
+            elif spec.when is not None and not values[self.names.index(spec.when)]:
+                shape = [0]
+            else:
+                shape = []
+                for d in spec.dims:
+                    shape += list(dims[d][0]) if d == "*" else [int(d) if d.isdigit() else dims[d][0]]
+            outs.append(torch.empty(shape, dtype=dtype, device=first.device))
+        return outs

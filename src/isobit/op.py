@@ -1,0 +1,333 @@
+"""One declaration per op: validate, choose a backend, run; and everything PyTorch wants around that.
+
+    @op("logp")
+    def forward(logits: Float[Tensor, "* V"], ..., validate: bool | None = None,
+                backend: str | None = None) -> tuple[F32[Tensor, "*"], ...]: ...
+
+    @forward.backend("triton", numerics="lse/triton-1", when=cannot_serve)
+    def _(**args): ...
+
+The signature is the contract (`isobit.contract`). It becomes a `torch.library` op, so that
+`torch.compile`, `opcheck`, CUDA graphs and autocast work; its body checks the contract, picks the
+first backend that can serve and calls it. Autograd is written once per op, above the backends, in
+terms of a second op for the backward. `validate` and `backend` are read here and never reach a
+backend.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import Contract, ContractError
+
+#: Every op by name, filled by the declarations as they are imported.
+OPS: dict[str, "Op"] = {}
+
+_LIBRARY = torch.library.Library("isobit", "FRAGMENT")
+
+#: Numerics class of a backend that promises accuracy but no bits.
+NONE = "none"
+
+
+class UnsupportedError(ContractError):
+    """A backend that was asked for by name cannot serve this call; the message is its reason."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call.
+
+    `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
+    kernels, so there it serves only when asked for by name.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    numerics: str
+    when: Callable[[dict[str, Any]], str | None]
+    interpreted: bool
+
+    def why_not(self, args: dict[str, Any], device: torch.device) -> str | None:
+        """The reason not to choose this backend by itself."""
+        if self.interpreted and device.type == "cpu":
+            return "on CPU tensors only the interpreter could run it: ask for it by name to check its kernels"
+        return self.when(args)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, under which numerics class, and why the others do not."""
+
+    op: str
+    backend: str | None
+    numerics: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend or 'no backend'} (numerics {self.numerics})"]
+        for name, reason in self.reasons.items():
+            mark = "serves this call" if name == self.backend else (reason or "can serve; a faster one does")
+            lines.append(f"  {name:10s} {mark}")
+        return "\n".join(lines)
+
+
+@dataclass
+class Op:
+    """An op: its contract, its backends (fastest first), its derivative and its proof."""
+
+    contract: Contract
+    doc: str
+    backends: list[Backend] = field(default_factory=list)
+    rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
+    value_rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
+    backward: "Op | None" = None
+    proof: Any = None  # isobit.check.proof.Proof: cases, truth, cost; set by the ops people call
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+    def __post_init__(self) -> None:
+        _LIBRARY.define(self.contract.schema())
+        _LIBRARY.impl(self.name, self._run_for_torch, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"isobit::{self.name}", self._fake, lib=_LIBRARY)
+        self._torch_op = getattr(torch.ops.isobit, self.name).default
+        self._function: Any = None
+        OPS[self.name] = self
+
+    # Declaring
+
+    def backend(
+        self,
+        name: str,
+        *,
+        numerics: str,
+        when: Callable[[dict[str, Any]], str | None] = lambda args: None,
+        interpreted: bool = False,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Add a backend; the order of declaration is the order of preference."""
+
+        def add(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.backends.append(Backend(name, run, numerics, when, interpreted))
+            return run
+
+        return add
+
+    def rule(self, check: Callable[[Contract, dict[str, Any]], None]) -> None:
+        """A check on scalars that the annotations cannot express; runs on every call."""
+        self.rules.append(check)
+
+    def value_rule(self, check: Callable[[Contract, dict[str, Any]], None]) -> None:
+        """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
+        self.value_rules.append(check)
+
+    def derivative(
+        self,
+        backward: "Op",
+        *,
+        save: Callable[[dict[str, Any], tuple[Tensor, ...]], dict[str, Tensor | None]],
+        gradient: Callable[[dict[str, Any], tuple[Tensor | None, ...]], dict[str, Tensor]],
+        constant: tuple[int, ...] = (),
+    ) -> None:
+        """Autograd for this op, whatever the backend.
+
+        `save(args, outputs)` names the tensors to keep; `gradient(kept, grads)` calls `backward` and
+        returns gradients by argument name. `kept` also holds the scalar arguments, with `backend`
+        already translated for the backward (see `_backend_for_backward`). Outputs numbered in `constant`
+        have no gradient, nor have optional ones that were not asked for.
+        """
+        self.backward = backward
+        this, names, specs = self, self.contract.names, self.contract.outputs
+
+        class Derivative(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, run: Callable[..., Any], *values: Any) -> Any:
+                outputs = run(*values)
+                args = dict(zip(names, values, strict=True))
+                kept = save(args, outputs)
+                ctx.kept_names = list(kept)
+                ctx.save_for_backward(*kept.values())
+                ctx.scalars = {k: v for k, v in args.items() if not isinstance(v, Tensor) and k not in kept}
+                ctx.set_materialize_grads(False)
+                ctx.mark_non_differentiable(
+                    *(o for i, o in enumerate(outputs)
+                      if o is not None and (i in constant or not args.get(specs[i].when, True)))
+                )  # fmt: skip
+                return outputs
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor | None) -> Any:
+                kept = dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True)) | ctx.scalars
+                kept["backend"] = this._backend_for_backward(kept["backend"])
+                found = gradient(kept, grads)
+                return (None, *(found.get(name) for name in names))
+
+        self._set_autograd(Derivative)
+
+    def not_differentiable(self, why: str) -> None:
+        """Make a gradient through this op an error that says why (used by backwards)."""
+
+        class NoDerivative(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, run: Callable[..., Any], *values: Any) -> Any:
+                return run(*values)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                raise RuntimeError(why)
+
+        self._set_autograd(NoDerivative)
+
+    def _set_autograd(self, function: type[torch.autograd.Function]) -> None:
+        self._function = function
+
+        def below_autograd(*values: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._torch_op(*values)
+
+        def autograd(*values: Any) -> Any:
+            if self._needs_grad(values):
+                return function.apply(below_autograd, *values)
+            return below_autograd(*values)
+
+        _LIBRARY.impl(self.name, autograd, "Autograd")
+
+    def _needs_grad(self, values: tuple[Any, ...]) -> bool:
+        if torch.is_grad_enabled():
+            for i in self.contract.tensor_positions:
+                if values[i] is not None and values[i].requires_grad:
+                    return True
+        return False
+
+    # Running
+
+    def __call__(self, *values: Any) -> Any:
+        """Call with every argument, in the order of the signature.
+
+        Plain tensors outside any tracing take a short way to the body that the `torch.library` op has too:
+        PyTorch's dispatcher reaches a Python body in two hops that cost more than the launch itself.
+        """
+        self.contract.check_types(values)
+        if torch.compiler.is_compiling() or not self._plain(values):
+            return self._torch_op(*values)
+        if self._function is not None and self._needs_grad(values):
+            return self._function.apply(self._run, *values)
+        return self._run(*values)
+
+    def _plain(self, values: tuple[Any, ...]) -> bool:
+        """No tensor subclass, no dispatch mode, no functorch transform: nobody is watching."""
+        for i in self.contract.tensor_positions:
+            if values[i] is not None and type(values[i]) not in (Tensor, torch.nn.Parameter):
+                return False
+        return (
+            not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def _run(self, *values: Any) -> Any:
+        args, _ = self._validated(values)
+        backend = self._choose(args, args.pop("backend", None))
+        device = values[0].device.type
+        if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
+            with torch.autocast(device, enabled=False):
+                return backend.run(**args)
+        return backend.run(**args)
+
+    def _run_for_torch(self, *values: Any) -> Any:
+        """The body as `torch.library` wants it: an output that was not asked for is an empty tensor, where
+        backends return None and save an allocation."""
+        outputs = self._run(*values)
+        if isinstance(outputs, Tensor):
+            return outputs
+        return tuple(values[0].new_empty(0, dtype=outputs[0].dtype) if o is None else o for o in outputs)
+
+    def _fake(self, *values: Any) -> Any:
+        _, dims = self._validated(values, fake=True)
+        outputs = self.contract.empty_outputs(values, dims)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _validated(
+        self, values: tuple[Any, ...], fake: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        dims = self.contract.check(values)
+        args = dict(zip(self.contract.names, values, strict=True))
+        for rule in self.rules:
+            rule(self.contract, args)
+        validate = args.pop("validate", None)
+        if self.value_rules and not fake:
+            if validate is None:
+                validate = values[0].device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
+            if validate:
+                for rule in self.value_rules:
+                    rule(self.contract, args)
+        return args, dims
+
+    # Choosing
+
+    def _choose(self, args: dict[str, Any], forced: str | None) -> Backend:
+        if forced is not None:
+            backend = self._by_name(forced)
+            reason = backend.when(args)
+            if reason is not None:
+                raise UnsupportedError(f"{self.name}(backend={forced!r}): {reason}")
+            return backend
+        device = args[self.contract.names[0]].device
+        for backend in self.backends:
+            if backend.why_not(args, device) is None:
+                return backend
+        reasons = "; ".join(f"{b.name}: {b.why_not(args, device)}" for b in self.backends)
+        raise UnsupportedError(f"{self.name}: no backend can serve this call ({reasons})")
+
+    def _by_name(self, name: str) -> Backend:
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        known = ", ".join(b.name for b in self.backends)
+        raise ContractError(f"{self.name}(backend={name!r}): unknown backend; known: {known}")
+
+    def _backend_for_backward(self, forced: str | None) -> str | None:
+        """The forced backend if the backward has it, else the backward's best one of the same numerics
+        class: a forced forward must not be followed by gradients of another class."""
+        assert self.backward is not None
+        names = {b.name for b in self.backward.backends}
+        if forced is None or forced in names:
+            return forced
+        wanted = self._by_name(forced).numerics
+        for backend in self.backward.backends:
+            if backend.numerics == wanted:
+                return backend.name
+        raise UnsupportedError(f"{self.backward.name}: no backend of numerics class {wanted!r}")
+
+    def explain(self, *positional: Any, **named: Any) -> Explanation:
+        """What would serve this call, and why not the others. Same validation, nothing is launched."""
+        given = dict(zip(self.contract.names, positional, strict=False)) | named
+        unknown = set(given) - set(self.contract.names)
+        if unknown:
+            raise ContractError(f"{self.name}: unknown argument(s) {', '.join(sorted(unknown))}")
+        values = tuple(given.get(p.name, p.default) for p in self.contract.params)
+        self.contract.check_types(values)
+        args, _ = self._validated(values, fake=True)
+        forced = args.pop("backend", None)
+        reasons = {b.name: b.why_not(args, values[0].device) for b in self.backends}
+        chosen = self._choose(args, forced) if forced or None in reasons.values() else None
+        return Explanation(self.name, chosen and chosen.name, chosen and chosen.numerics, reasons)
+
+
+def op(name: str) -> Callable[[Callable[..., Any]], Op]:
+    """Declare an op: the signature of the decorated function is the contract, its body is empty."""
+
+    def declare(fn: Callable[..., Any]) -> Op:
+        return Op(Contract(name, fn), fn.__doc__ or "")
+
+    return declare
+
+
+def known_op(name: str) -> Op:
+    """The op people call by this name, or an error that lists those there are."""
+    public = {n: o for n, o in OPS.items() if o.proof is not None}
+    if name not in public:
+        raise ContractError(f"unknown op {name!r}; known: {', '.join(sorted(public))}")
+    return public[name]

@@ -1,0 +1,355 @@
+"""`logp` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
+
+Forward, one read of the logits. With many rows one program walks a row; with few, one program walks a
+split of a row and a second kernel adds the splits. Both do the sums of `isobit.blocks.triton_rows` in
+the same order, so N and the number of SMs choose the schedule and never the bits.
+
+Backward, one read and one write, elementwise:
+
+    dz = (dlogp * [col == id] + p * (dlse - dlogp - dentropy * (log p + entropy))) / temperature
+
+with p = 2^u / s from the (m, s) that the forward kept, so a common shift of all logits costs no digits.
+
+Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its results and gradients are
+0. A live row with an id outside [0, V) reads nothing at that id; its results and gradients are NaN.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.arch import sm_count
+from isobit.blocks.interpreter import narrow
+from isobit.blocks.launch import Launch, run
+from isobit.blocks.rows import row_strides
+from isobit.blocks.triton_rows import fold, row_offset, split_sums
+
+LOG2E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """The order of the sums: 2**log_block lanes, `unroll` tiles a step, `steps` steps a split. `warps` and
+    `registers` are schedule only."""
+
+    log_block: int
+    unroll: int
+    steps: int
+    warps: int
+    registers: int | None
+
+    @property
+    def split(self) -> int:
+        return (self.unroll << self.log_block) * self.steps
+
+
+def tile_for(V: int) -> Tile:
+    """A function of V alone: this is what makes law V true.
+
+    Measured on an H200, fraction of the copy bandwidth at V = 32768, 50257, 50304, 151936 (16-bit logits):
+    0.99, 0.96, 1.00, 1.04. Without the register cap 0.99, 0.94, 0.99, 1.03; one warp 0.93, 0.86, 0.93, 0.99;
+    16 tiles a step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50 % at N = 8.
+    """
+    if V <= 1024:
+        return Tile(log_block=8, unroll=4, steps=1, warps=1, registers=None)
+    return Tile(log_block=8, unroll=8, steps=8, warps=2, registers=64)
+
+
+#: From this many rows per SM on, a program walks a row; below it, a split. Measured equal at 16 on an H200.
+ROWS_PER_SM = 16
+
+#: Words of 16 bytes a tile, tiles a step, steps a program. The backward is elementwise: schedule only.
+BWD_WORDS, BWD_UNROLL, BWD_STEPS, BWD_WARPS = 32, 8, 8, 1
+
+
+@triton.jit
+def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V):
+    """(id, live, bad) of a row: live rows count, bad ones are live with an id outside [0, V)."""
+    token = tl.load(ids + row_offset(row, inner, ids_so, ids_si))
+    live = token != ignore_index
+    if mask is not None:
+        live = live & (tl.load(mask + row_offset(row, inner, mask_so, mask_si)) != 0)
+    return token, live, live & ((token < 0) | (token >= V))
+
+
+@triton.jit
+def store_row(
+    z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats,
+):  # fmt: skip
+    """Turn the sums of a live row into its results."""
+    ln2: tl.constexpr = 0.6931471805599453
+    log_s = tl.log2(s) * ln2
+    z = tl.load(z_ptr + token, mask=bad == 0, other=0.0).to(tl.float32)
+    nan = tl.where(bad, float("nan"), 0.0)
+    # (z - m) first: both may be huge, their difference keeps its digits.
+    tl.store(logp + row, (z - m) * inv_temperature - log_s + nan)
+    tl.store(stats + row, m + nan)
+    tl.store(stats + N + row, s)
+    if lse is not None:
+        tl.store(lse + row, m * inv_temperature + log_s + nan)
+    if entropy is not None:
+        tl.store(entropy + row, log_s - t / s * ln2 + nan)
+
+
+@triton.jit
+def store_dead_row(row, N, logp, entropy, lse, stats):
+    tl.store(logp + row, 0.0)
+    tl.store(stats + row, 0.0)
+    tl.store(stats + N + row, 1.0)
+    if lse is not None:
+        tl.store(lse + row, 0.0)
+    if entropy is not None:
+        tl.store(entropy + row, 0.0)
+
+
+@triton.jit
+def logp_rows(
+    logits, ids, mask, logp, entropy, lse, stats, scale, inv_temperature, ignore_index, N, V, inner,
+    logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, WORD: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Forward, one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    if live == 0:
+        store_dead_row(row, N, logp, entropy, lse, stats)
+        return
+    start = row_offset(row, inner, logits_so, logits_si)
+    index = tl.arange(0, 1 << LOG_SPLITS)
+    m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
+    s = tl.zeros([1 << LOG_SPLITS], tl.float32)
+    t = tl.zeros([1 << LOG_SPLITS], tl.float32)
+    for split in range(tl.cdiv(V, (UNROLL << LOG_BLOCK) * STEPS)):
+        m1, s1, t1 = split_sums(
+            logits, start, split, V, scale, entropy is not None, WORD, LOG_BLOCK, UNROLL, STEPS
+        )
+        m = tl.where(index == split, m1, m)
+        s = tl.where(index == split, s1, s)
+        t = tl.where(index == split, t1, t)
+    m, s, t = fold(m, s, t, scale, LOG_SPLITS)
+    z_ptr = logits + start
+    store_row(z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+
+
+@triton.jit
+def logp_splits(
+    logits, ids, mask, partials, scale, ignore_index, N, V, inner,
+    logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, ENTROPY: tl.constexpr, WORD: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Forward with few rows, one program a split: (m, s, t) of each into partials [3, N, splits]."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, live, _ = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    if live == 0:
+        return
+    start = row_offset(row, inner, logits_so, logits_si)
+    m, s, t = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
+    n_splits = tl.num_programs(1)
+    at = partials + row * n_splits + split
+    tl.store(at, m)
+    tl.store(at + N * n_splits, s)
+    if ENTROPY:
+        tl.store(at + 2 * N * n_splits, t)
+
+
+@triton.jit
+def logp_merge(
+    logits, ids, mask, partials, logp, entropy, lse, stats, scale, inv_temperature, ignore_index,
+    N, V, inner, n_splits, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
+    LOG_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Forward with few rows, second kernel: add the splits of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    if live == 0:
+        store_dead_row(row, N, logp, entropy, lse, stats)
+        return
+    index = tl.arange(0, 1 << LOG_SPLITS)
+    at = partials + row * n_splits + index
+    m = tl.load(at, mask=index < n_splits, other=float("-inf"))
+    s = tl.load(at + N * n_splits, mask=index < n_splits, other=0.0)
+    t = tl.zeros([1 << LOG_SPLITS], tl.float32)
+    if entropy is not None:
+        t = tl.load(at + 2 * N * n_splits, mask=index < n_splits, other=0.0)
+    m, s, t = fold(m, s, t, scale, LOG_SPLITS)
+    z_ptr = logits + row_offset(row, inner, logits_so, logits_si)
+    store_row(z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+
+
+@triton.jit
+def logp_gradient(
+    logits, ids, mask, stats, entropy, dlogp, dentropy, dlse, dlogits, scale, inv_temperature,
+    ignore_index, N, V, inner, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
+    CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Backward, one program STEPS x UNROLL x WORDS words of 16 bytes of a row; dlogits is contiguous [N, V].
+
+    Programs start on the 128-byte lines of dlogits and write whole words whatever V is; where the rows of
+    logits are CONGRUENT (as far from a word's start as those of dlogits) they read whole words too. The
+    first and the last word of a row may be shared with its neighbours and are written by element.
+    """
+    WORD: tl.constexpr = LINE // 8
+    row = tl.program_id(0).to(tl.int64)
+    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    m, s = tl.load(stats + row), tl.load(stats + N + row)
+    on_target, on_p, on_plogp = 0.0, 0.0, 0.0
+    if dlogp is not None:
+        on_target = tl.load(dlogp + row) * inv_temperature
+        on_p = -on_target
+    if dlse is not None:
+        on_p += tl.load(dlse + row) * inv_temperature
+    if dentropy is not None:
+        on_plogp = -tl.load(dentropy + row) * inv_temperature
+        on_p += on_plogp * tl.load(entropy + row)
+    weights = (m, 1.0 / s, tl.log2(s), on_target, on_p, on_plogp)
+    token, read = tl.where(bad, -1, token), live & (bad == 0)
+    fill = tl.where(bad, float("nan"), 0.0)
+
+    start, z_start = row * V, row_offset(row, inner, logits_so, logits_si)
+    shift = (start % LINE).to(tl.int32)
+    dz_words = dlogits + start // LINE * LINE
+    z_words = logits + z_start - shift
+    if CONGRUENT:
+        z_words = logits + (z_start - shift) // WORD * WORD
+    whole_from, whole_to = (shift + WORD - 1) // WORD, (shift + V) // WORD
+    word = tl.arange(0, WORDS)[:, None]
+    inside = tl.arange(0, WORD)[None, :]
+    lo = tl.program_id(1) * (STEPS * UNROLL * WORDS)
+    hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
+    for first in range(lo, hi, UNROLL * WORDS):
+        z = ()
+        for i in tl.static_range(UNROLL):
+            w = first + i * WORDS + word
+            whole = (w >= whole_from) & (w < hi)
+            z = z + (tl.load(z_words + w * WORD + inside, mask=whole & read, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            w = first + i * WORDS + word
+            whole = (w >= whole_from) & (w < hi)
+            dz = gradient(z[i], w * WORD + inside - shift, token, weights, scale, dentropy is not None)
+            tl.store(dz_words + w * WORD + inside, narrow(tl.where(read, dz, fill), dlogits), mask=whole)
+
+    if tl.program_id(1) == 0:
+        ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
+        ragged = (ends >= 0) & (ends < V)
+        x = tl.load(logits + z_start + ends, mask=ragged & read, other=0.0)
+        dz = gradient(x, ends, token, weights, scale, dentropy is not None)
+        tl.store(dlogits + start + ends, narrow(tl.where(read, dz, fill), dlogits), mask=ragged)
+
+
+@triton.jit
+def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
+    """dz of some columns of a row, from the row's `weights`."""
+    m, inv_s, log2_s, on_target, on_p, on_plogp = weights
+    u = (z.to(tl.float32) - m) * scale
+    p = tl.exp2(u) * inv_s
+    weight = on_p
+    if ENTROPY:
+        ln2: tl.constexpr = 0.6931471805599453
+        # 2^-1000 is 0 in fp32, and 0 * -inf would be NaN.
+        weight = on_p + on_plogp * ((tl.maximum(u, -1000.0) - log2_s) * ln2)
+    return p * weight + tl.where(col == token, on_target, 0.0)
+
+
+def word_of(z: Tensor, strides: Sequence[int]) -> int:
+    """Elements in a 16-byte word if rows of z may start or end inside one, 1 if none does (or if the tensor
+    itself starts inside one, so that no row has aligned words)."""
+    word = 16 // z.element_size()
+    on_words = all(n % word == 0 for n in (*strides, z.shape[-1]))
+    return 1 if on_words or z.data_ptr() % 16 else word
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+
+
+def logp(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    return_entropy: bool,
+    return_lse: bool,
+    launch: Launch = run,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Forward launcher. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    lead, V = logits.shape[:-1], logits.shape[-1]
+    empty = partial(torch.empty, device=logits.device, dtype=torch.float32)
+    out, stats = empty(lead), empty((2, *lead))
+    entropy = empty(lead) if return_entropy else None
+    lse = empty(lead) if return_lse else None
+    N = out.numel()
+    if N == 0:
+        return out, entropy, lse, stats
+    inner, (z, ids, mask), strides = row_strides(lead, (logits, token_ids, as_bytes(mask)))
+    tile = tile_for(V)
+    splits = triton.cdiv(V, tile.split)
+    numbers = (LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner)
+    order = {
+        "WORD": word_of(z, strides[:2]),
+        "LOG_BLOCK": tile.log_block,
+        "UNROLL": tile.unroll,
+        "STEPS": tile.steps,
+    }
+    log_splits = (splits - 1).bit_length()
+    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    if tile.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
+        options["maxnreg"] = tile.registers
+    results = (out, entropy, lse, stats)
+    if splits == 1 or N >= ROWS_PER_SM * sm_count(logits.device):
+        launch(
+            logp_rows, (N,), z, ids, mask, *results, *numbers, *strides,
+            **order, LOG_SPLITS=log_splits, **options,
+        )  # fmt: skip
+    else:
+        partials = empty((3 if return_entropy else 2, N, splits))
+        launch(
+            logp_splits, (N, splits), z, ids, mask, partials, numbers[0], *numbers[2:], *strides,
+            ENTROPY=return_entropy, **order, **options,
+        )  # fmt: skip
+        launch(
+            logp_merge, (N,), z, ids, mask, partials, *results, *numbers, splits, *strides,
+            LOG_SPLITS=log_splits, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, entropy, lse, stats
+
+
+def logp_bwd(
+    logits: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor | None,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    launch: Launch = run,
+) -> Tensor:
+    """Backward launcher. Returns dlogits, contiguous, in the dtype of the logits."""
+    lead, V = logits.shape[:-1], logits.shape[-1]
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if dlogits.numel() == 0:
+        return dlogits
+    inner, (z, ids, mask), strides = row_strides(lead, (logits, token_ids, as_bytes(mask)))
+    N = dlogits.numel() // V
+    line, word = 128 // logits.element_size(), 16 // logits.element_size()
+    # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
+    congruent = z.data_ptr() % 16 == 0 and not ((strides[0] - inner * V) % word or (strides[1] - V) % word)
+    programs = triton.cdiv((V + line) // word, BWD_WORDS * BWD_UNROLL * BWD_STEPS)
+    # A gradient of a sum arrives as one number with stride 0.
+    grads = [g if g is None else g.contiguous() for g in (dlogp, dentropy, dlse)]
+    launch(
+        logp_gradient, (N, programs), z, ids, mask, stats, entropy, *grads, dlogits,
+        LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner, *strides,
+        CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
+        num_warps=BWD_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return dlogits

@@ -1,0 +1,210 @@
+"""Log-probability of chosen tokens from logits.
+
+With z = logits / temperature, for every row:
+
+    lse     = log sum_v exp(z[v])
+    logp    = z[token_id] - lse
+    entropy = lse - sum_v softmax(z)[v] * z[v]
+
+A row counts unless its token id is `ignore_index` or its mask is 0; a row that does not count gives 0,
+gets a zero gradient and is not read.
+"""
+
+import math
+from functools import cache
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from isobit.arch import triton_cannot_run
+from isobit.contract import F32, Contract, Float, Int, Like, Mask
+from isobit.op import NONE, op
+from isobit.ops.logp import reference
+
+
+@op("logp")
+def forward(
+    logits: Float[Tensor, "* V"],
+    token_ids: Int[Tensor, "*"],
+    mask: Mask[Tensor, "*"] | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> tuple[
+    F32[Tensor, "*"],
+    F32[Tensor, "* if return_entropy"],
+    F32[Tensor, "* if return_lse"],
+    F32[Tensor, "2 *"],
+]:
+    """(logp, entropy, lse, stats): stats are each row's largest logit m and sum of exp(z - m / temperature)."""
+
+
+@op("logp_bwd")
+def backward(
+    logits: Float[Tensor, "* V"],
+    token_ids: Int[Tensor, "*"],
+    mask: Mask[Tensor, "*"] | None,
+    stats: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    dlse: F32[Tensor, "*"] | None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    backend: str | None = None,
+) -> Like[Tensor, "logits"]:
+    """dlogits, from the gradients of whichever outputs have one."""
+
+
+# Rules that annotations cannot express
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    temperature, V = args["temperature"], args["logits"].shape[-1]
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise contract.error("temperature", temperature, "must be a positive finite number")
+    if V == 0:
+        raise contract.error("logits", args["logits"], "V must be at least 1")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    ids, V = args["token_ids"], args["logits"].shape[-1]
+    live = reference.live_rows(ids, args["mask"], args["ignore_index"])
+    bad = (live & ((ids < 0) | (ids >= V))).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
+        raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
+
+
+forward.rule(_scalars)
+backward.rule(_scalars)
+forward.value_rule(_ids_in_range)
+
+
+# Backends, fastest first
+
+
+@cache
+def _kernels() -> Any:
+    """The Triton kernels, imported when a call first needs them."""
+    from isobit.ops.logp import kernels_triton
+
+    return kernels_triton
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    if args["logits"].dtype == torch.float64:
+        return "logits are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["logits"].device)
+
+
+@forward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
+def _(**args: Any) -> Any:
+    return _kernels().logp(**args)
+
+
+@backward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
+def _(**args: Any) -> Any:
+    return _kernels().logp_bwd(**args)
+
+
+forward.backend("reference", numerics=NONE)(reference.logp)
+backward.backend("reference", numerics=NONE)(reference.logp_bwd)
+
+
+# Autograd, once for all backends
+
+
+def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    _, entropy, _, stats = outputs
+    kept = {name: args[name] for name in ("logits", "token_ids", "mask")}
+    return kept | {"stats": stats, "entropy": entropy if args["return_entropy"] else None}
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    dlogp, dentropy, dlse, _ = grads
+    tensors = (kept[name] for name in ("logits", "token_ids", "mask", "stats", "entropy"))
+    scalars = (kept[name] for name in ("ignore_index", "temperature", "backend"))
+    return {"logits": backward(*tensors, dlogp, dentropy, dlse, *scalars)}
+
+
+forward.derivative(backward, save=_save, gradient=_gradient, constant=(3,))
+backward.not_differentiable(
+    "isobit.logp has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate a log_softmax of the logits instead where you need one."
+)
+
+
+# What people call
+
+
+@overload
+def logp(
+    logits: Tensor, token_ids: Tensor, *, mask: Tensor | None = ..., ignore_index: int = ...,
+    temperature: float = ..., return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
+    validate: bool | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def logp(
+    logits: Tensor, token_ids: Tensor, *, mask: Tensor | None = ..., ignore_index: int = ...,
+    temperature: float = ..., return_entropy: bool = ..., return_lse: bool = ...,
+    validate: bool | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+def logp(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probabilities of `token_ids` under softmax(logits / temperature), in fp32.
+
+    Args:
+        logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
+            strides, the last dimension contiguous: `logits[:, :-1]` is read in place.
+        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+            CPU tensors; on a GPU it makes that row's results and gradients NaN, and nothing is read
+            out of bounds.
+        mask: [*], bool or integer; a row counts where it is nonzero.
+        ignore_index: rows with this token id do not count. Rows that do not count give 0, get a zero
+            gradient and are not read: NaN in them stays there.
+        temperature: a positive number that divides the logits.
+        return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp,
+            both differentiable.
+        validate: check ids on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+            with ISOBIT_VALIDATE=1.
+        backend: force "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
+
+    A row's bits do not depend on the other rows, on N, on strides or on alignment (numerics class
+    lse/triton-1). The gradient costs one read and one write of the logits.
+
+    Example:
+        >>> import torch, isobit
+        >>> logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], requires_grad=True)
+        >>> logp = isobit.logp(logits, torch.tensor([2, 0]))
+        >>> logp
+        tensor([-0.4076, -1.0986], grad_fn=<DerivativeBackward>)
+        >>> logp.sum().backward()
+        >>> logits.grad[1]
+        tensor([ 0.6667, -0.3333, -0.3333])
+    """
+    out, entropy, lse, _ = forward(
+        logits, token_ids, mask, ignore_index, float(temperature) if type(temperature) is int else temperature,
+        return_entropy, return_lse, validate, backend,
+    )  # fmt: skip
+    if not (return_entropy or return_lse):
+        return out
+    return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

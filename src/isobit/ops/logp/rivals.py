@@ -1,0 +1,45 @@
+"""What people use instead of `logp`."""
+
+import torch
+from torch import Tensor
+
+from isobit.bench.rival import Rival, cannot_import
+from isobit.check.proof import Args, Case
+
+
+def native(args: Args) -> Tensor:
+    log_p = (args["logits"].float() / args["temperature"]).log_softmax(-1)
+    return log_p.gather(-1, args["token_ids"].long()[..., None]).squeeze(-1)
+
+
+def _liger(args: Args) -> Tensor:
+    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+
+    return fused_selective_log_softmax(args["logits"], args["token_ids"], args["temperature"], args["mask"])
+
+
+def _liger_inputs(args: Args) -> Args:
+    """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    ids, mask, logits = args["token_ids"], args["mask"], args["logits"]
+    B, T, V = (ids.shape[:-1].numel(), ids.shape[-1], logits.shape[-1])
+    padded = logits.new_zeros(B, T + 1, V)
+    padded[:, :-1] = logits.reshape(B, T, V)
+    mask = None if mask is None else mask.reshape(B, T)
+    return args | {"logits": padded, "token_ids": ids.reshape(B, T), "mask": mask}
+
+
+def _liger_available(case: Case, device: torch.device) -> str | None:
+    return cannot_import("liger_kernel.ops.grpo_loss") or (
+        "its kernels need a GPU" if device.type == "cpu" else None
+    )
+
+
+RIVALS: dict[str, Rival] = {
+    rival.name: rival
+    for rival in (
+        Rival("native", native),
+        # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+        Rival("torch.compile", native, directions=("fwd", "fwd_bwd"), compiled=True),
+        Rival("liger", _liger, directions=("fwd",), prepare=_liger_inputs, available=_liger_available),
+    )
+}

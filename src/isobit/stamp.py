@@ -1,0 +1,76 @@
+"""Where a result comes from: machine, versions, and the exact source that produced it."""
+
+import datetime
+import hashlib
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+_PACKAGE = Path(__file__).parent
+
+
+def stamp(device: torch.device) -> dict[str, Any]:
+    """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
+    matched to its source also where there is no git."""
+    return {
+        "gpu": gpu_name(device),
+        "driver": _driver(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "source_sha": source_sha(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def gpu_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"none ({device.type})"
+
+
+def results_folder(device: torch.device) -> str:
+    """`h200` for an NVIDIA H200, `cpu` without a GPU: the folder of its results."""
+    if device.type != "cuda":
+        return device.type
+    name = gpu_name(device).lower().replace("nvidia", "").replace("amd", "").replace("geforce", "")
+    return "_".join(name.split()) or "cuda"
+
+
+def source_sha() -> str:
+    """SHA-256 over the package's Python and JSON files, by relative path."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _driver(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _first_line(query) or "unknown"
+
+
+def _commit() -> str:
+    """The commit of the checkout the package lies in, with `+` when its files differ from it."""
+    commit = _first_line(["git", "-C", str(_PACKAGE), "rev-parse", "--short=12", "HEAD"])
+    if not commit:
+        return "unknown"
+    changed = _first_line(["git", "-C", str(_PACKAGE), "status", "--porcelain", "--", str(_PACKAGE)])
+    return commit + ("+" if changed else "")
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except OSError:
+        return ""
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""

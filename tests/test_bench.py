@@ -1,0 +1,374 @@
+"""The benchmark: cases, what a row holds, refusal of a red op, rivals that are missing, tables, the timer."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit import ContractError
+from isobit.bench import tables, timing
+from isobit.bench.cases import CPU_BYTES, case_name, parse_case, small_cases
+from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
+from isobit.bench.rival import Rival, cannot_import
+from isobit.bench.runner import CheckFailed, run
+from isobit.bench.timing import Contender, copies_for, measure
+from isobit.check.proof import InputOptions
+from isobit.op import known_op
+from isobit.ops.logp import rivals as logp_rivals
+
+LOGP = known_op("logp")
+CPU = torch.device("cpu")
+
+
+def with_check(monkeypatch: pytest.MonkeyPatch, failures: list[str]) -> None:
+    check = types.SimpleNamespace(quick_check=lambda op_name, device: failures)
+    monkeypatch.setitem(sys.modules, "isobit.check.runner", check)
+
+
+def with_rivals(monkeypatch: pytest.MonkeyPatch, *rivals: Rival) -> None:
+    found = {rival.name: rival for rival in rivals}
+    monkeypatch.setattr(LOGP, "proof", dataclasses.replace(LOGP.proof, rivals=lambda: found))
+
+
+def bench(**options: Any) -> dict[str, Any]:
+    """A run that takes a moment: tiny, on the CPU, two samples."""
+    cases = [parse_case(text, LOGP) for text in options.pop("cases", ["N=70,V=33,dtype=fp32"])]
+    defaults: dict[str, Any] = {"device": "cpu", "repetitions": 2, "say": lambda text: None}
+    return run("logp", cases, **(defaults | options))
+
+
+# Cases
+
+
+def test_a_case_is_parsed_into_the_declared_order() -> None:
+    case = parse_case("V=50257, T=256 ,B=32,dtype=bf16", LOGP)
+    assert list(case.dims.items()) == [("B", 32), ("T", 256), ("V", 50257)]
+    assert case_name(case) == "B=32 T=256 V=50257 bf16"
+
+
+def test_a_case_without_a_dtype_takes_the_declared_one() -> None:
+    assert parse_case("N=8,V=9", LOGP).dtype == torch.bfloat16
+    assert parse_case("B=8,T=1,V=9", LOGP).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("N=8,K=9", "unknown dimension 'K'; known: B,T,V or N,V, and dtype"),
+        ("N=8,V=0", "V must be a positive whole number, not '0'"),
+        ("N=-8,V=9", "N must be a positive whole number, not '-8'"),
+        ("N=8,V=1e3", "V must be a positive whole number, not '1e3'"),
+        ("N=8,V", "V must be a positive whole number, not ''"),
+        ("N=8,V=9,dtype=int8", "unknown dtype 'int8'; known: bf16, fp16, fp32, fp64"),
+        ("N=8,N=8,V=9", "N is given twice"),
+        ("N=8,T=2,V=9", "needs the dimensions B,T,V or N,V, has N,T,V"),
+        ("dtype=bf16", "needs the dimensions B,T,V or N,V, has none"),
+        ("", "unknown dimension ''"),
+    ],
+)
+def test_a_bad_case_is_rejected_with_its_reason(text: str, message: str) -> None:
+    with pytest.raises(ContractError) as error:
+        parse_case(text, LOGP)
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"logp(case: {text!r})")
+
+
+def test_small_cases_keep_the_dimensions_and_fit_a_cpu() -> None:
+    cases = small_cases(LOGP)
+    assert [list(case.dims) for case in cases] == [["B", "T", "V"], ["N", "V"]]
+    assert all(LOGP.proof.cost(c.dims, c.dtype).bytes("fwd") <= CPU_BYTES for c in cases)
+    assert cases[0].dims["V"] == LOGP.proof.bench_cases[0].dims["V"]
+
+
+# Running
+
+
+def test_a_run_writes_every_key_of_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_check(monkeypatch, [])
+    said: list[str] = []
+    report = bench(
+        cases=["N=70,V=33,dtype=fp32", "B=2,T=3,V=50,dtype=bf16"], impls=["isobit", "native", "copy"],
+        out_dir=tmp_path, say=said.append,
+    )  # fmt: skip
+    written = json.loads((tmp_path / "cpu" / "logp.json").read_text())
+    assert written == report
+    keys = {"gpu", "driver", "torch", "triton", "commit", "source_sha", "date", "copy_tbps", "best_tflops"}
+    assert keys <= set(written["stamp"]) and written["stamp"]["checked"] is True
+    rows = written["rows"]
+    assert all(tuple(row) == ROW for row in rows)
+    assert {(r["case"], r["direction"], r["impl"]) for r in rows} == {
+        (case, direction, impl)
+        for case in ("N=70 V=33 fp32", "B=2 T=3 V=50 bf16")
+        for direction in ("fwd", "bwd", "fwd_bwd")
+        for impl in ("isobit", "native", "copy")
+    }
+    for row in rows:
+        assert 0 < row["ms_q25"] <= row["ms"] <= row["ms_q75"] and row["floor_ms"] > 0 and row["tbps"] > 0
+        assert row["method"] == "wall" and row["peak_mb"] is row["extra_mb"] is row["host_us"] is None
+        if row["impl"] == "copy":
+            assert row["max_abs"] is None
+        else:
+            in_fp32 = row["direction"] == "fwd" or "fp32" in row["case"]
+            assert 0 <= row["max_abs"] < (1e-5 if in_fp32 else 0.02)
+    assert said[0] == CPU_WARNING and CPU_WARNING in format_report(report)
+
+
+def test_a_red_op_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_check(monkeypatch, ["accuracy: logp N=20 V=257 is off by 3"])
+    with pytest.raises(CheckFailed, match="off by 3"):
+        bench(out_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_check_says_so() -> None:
+    report = bench(skip_check=True, impls=["isobit"], directions=["fwd"])
+    assert report["stamp"]["checked"] is False and "NOT CHECKED" in format_report(report)
+
+
+def test_a_forced_backend_is_a_row_beside_the_default() -> None:
+    def impls(backend: str) -> list[str]:
+        options: dict[str, Any] = {"skip_check": True, "directions": ["fwd"], "backend": backend}
+        return [row["impl"] for row in bench(impls=["isobit", f"isobit:{backend}"], **options)["rows"]]
+
+    LOGP.backend("twin", numerics="none")(LOGP._by_name("reference").run)
+    try:
+        assert impls("twin") == ["isobit", "isobit:twin"]
+        assert impls("reference") == ["isobit"]
+    finally:
+        LOGP.backends.pop()
+
+
+@pytest.mark.parametrize("options", [{"directions": ["up"]}, {"backend": "gpu"}, {"impls": ["ligre"]}])
+def test_unknown_names_are_errors_that_list_the_known(options: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match=r"unknown .*; known: "):
+        bench(skip_check=True, **options)
+
+
+# Rivals
+
+
+def test_a_missing_rival_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logp_rivals, "cannot_import", lambda module: cannot_import("no_such_rival.ops"))
+    said: list[str] = []
+    report = bench(skip_check=True, impls=["isobit", "liger"], say=said.append)
+    assert report["notes"] == ["liger: not installed"] and said.count("liger: not installed") == 1
+    assert "liger: not installed" in format_report(report)
+
+
+def test_a_package_that_breaks_on_import_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rival.py").write_text("raise OSError('no driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cannot_import("broken_rival") == "broken_rival cannot be imported: OSError: no driver"
+    assert cannot_import("json") is None
+
+
+def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(args: dict[str, Any]) -> torch.Tensor:
+        raise RuntimeError("out of memory\nat line 3")
+
+    off_by_one = Rival("off", lambda args: logp_rivals.native(args) + 1.0, directions=("fwd",))
+    nan = Rival("nan", lambda args: logp_rivals.native(args) * float("nan"), directions=("fwd",))
+    with_rivals(monkeypatch, Rival("fails", fails), off_by_one, nan)
+    report = bench(skip_check=True, directions=["fwd", "fwd_bwd"])
+    assert report["notes"] == [
+        "fails: failed on N=70 V=33 fp32 fwd: RuntimeError: out of memory",
+        "nan: NaN on N=70 V=33 fp32 fwd",
+        "off: not timed for fwd_bwd",
+        "nan: not timed for fwd_bwd",
+        "fails: failed on N=70 V=33 fp32 fwd_bwd: RuntimeError: out of memory",
+    ]
+    errors = {row["impl"]: row["max_abs"] for row in report["rows"] if row["direction"] == "fwd"}
+    assert errors["off"] == pytest.approx(1.0, abs=1e-5) and errors["nan"] is None
+
+
+@pytest.mark.parametrize("text", ["N=5,V=7,dtype=fp32", "B=2,T=3,V=7,dtype=fp32"])
+def test_liger_gets_one_step_more_than_it_reads(text: str) -> None:
+    args = LOGP.proof.make(parse_case(text, LOGP), CPU, InputOptions())
+    prepared = logp_rivals.RIVALS["liger"].prepare(args)
+    B, T = prepared["token_ids"].shape
+    assert prepared["logits"].shape == (B, T + 1, 7) and prepared["logits"].is_contiguous()
+    read = args | {"logits": prepared["logits"][:, :-1], "token_ids": prepared["token_ids"]}
+    assert torch.equal(logp_rivals.native(read).flatten(), logp_rivals.native(args).flatten())
+
+
+# The GPU timer, on a stand-in that records what it is asked to do
+
+
+class Gpu:
+    """Enough of torch.cuda to run the timer: an event's time is the number of calls made so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls = 0
+        self.capturing = False
+        self.sleeps: list[int] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                self.at = 0
+
+            def record(self) -> None:
+                self.at = gpu.calls
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.at - self.at)
+
+        class Graph:
+            made = 0
+
+            def replay(self) -> None:
+                gpu.calls += self.made
+
+        @contextlib.contextmanager
+        def capture(graph: Graph, pool: Any, stream: Any) -> Iterator[None]:
+            before, gpu.capturing = gpu.calls, True
+            try:
+                yield
+            finally:
+                gpu.capturing = False
+            graph.made = gpu.calls - before
+
+        fakes: dict[str, Any] = {
+            "Event": Event, "CUDAGraph": Graph, "graph": capture, "Stream": lambda device: None,
+            "stream": lambda stream: contextlib.nullcontext(), "current_stream": lambda: None,
+            "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+            "graph_pool_handle": lambda: object(), "reset_peak_memory_stats": lambda device: None,
+            "memory_allocated": lambda device: 1 << 20, "max_memory_allocated": lambda device: 5 << 20,
+            "_sleep": self.sleeps.append,
+            "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=60 << 20),
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(self, result: Any = None, captures: bool = True) -> Callable[[], Any]:
+        def call() -> Any:
+            if self.capturing and not captures:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.calls += 1
+            return result
+
+        return call
+
+
+def test_the_gpu_timer_captures_or_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    result = (torch.zeros(1 << 18),)  # 1 MB that stays, of a peak of 4
+
+    def raises() -> list[timing.Call]:
+        raise RuntimeError("no such rival")
+
+    contenders = [
+        Contender("captured", lambda: [gpu.call(result)] * 3, judge=lambda r: float(r[0].sum())),
+        Contender("syncs", lambda: [gpu.call(captures=False)] * 40),
+        Contender("raises", raises),
+    ]
+    timings, failures = measure(contenders, torch.device("cuda", 0), calls=4, repetitions=3)
+    assert failures == {"raises": "RuntimeError: no such rival"}
+    captured, syncs = timings["captured"], timings["syncs"]
+    assert (captured.method, syncs.method) == ("graph", "event")
+    assert captured.ms == syncs.ms == 1.0  # one tick a call, however many calls a sample has
+    assert (captured.peak_mb, captured.extra_mb, captured.max_abs) == (4.0, 3.0, 0.0)
+    assert syncs.host_us is not None and syncs.max_abs is None
+    graph_sleep = int(timing.GRAPH_BACKLOG_US * timing.CYCLES_PER_US)
+    assert gpu.sleeps[::2] == [graph_sleep] * 3 and min(gpu.sleeps[1::2]) > graph_sleep
+
+
+def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        measure([Contender("ours", lambda: [lambda: 1 // 0], required=True)], torch.device("cuda", 0))
+
+
+def test_inputs_rotate_until_the_l2_cache_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    device = torch.device("cuda", 0)
+    assert [copies_for(n << 20, device) for n in (1, 24, 239, 241)] == [240, 10, 2, 1]
+    assert copies_for(8, device) == timing.MAX_COPIES and copies_for(8, CPU) == 1
+
+
+# Tables
+
+
+def a_row(impl: str, ms: float, direction: str = "fwd", **figures: Any) -> dict[str, Any]:
+    known: dict[str, Any]
+    known = {"op": "logp", "case": "N=8 V=9 bf16", "direction": direction, "impl": impl, "method": "graph"}
+    known |= {"ms": ms, "ms_q25": ms, "ms_q75": ms, "floor_ms": 0.5, "tbps": 2.0, "extra_mb": 0.25}
+    return dict.fromkeys(ROW) | known | figures
+
+
+def write_results(folder: Path, *rows: dict[str, Any]) -> None:
+    stamp = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "python": "3.12"}
+    stamp |= {"commit": "abc", "source_sha": "def", "date": "2026-01-02T03:04:05Z"}
+    rates = {"copy_tbps": 4.26, "best_tflops": 800.0}
+    folder.mkdir(exist_ok=True)
+    (folder / "logp.json").write_text(json.dumps({"stamp": stamp | rates, "notes": [], "rows": rows}))
+    (folder / "check_logp.json").write_text("{}")
+
+
+ROWS = (
+    a_row("isobit", 0.4),
+    a_row("native", 1.2),
+    a_row("copy", 0.38),
+    a_row("isobit", 9.0, "bwd"),
+    a_row("isobit", 1.0, "fwd_bwd"),
+    a_row("liger", 1.5, "fwd_bwd"),
+)
+
+
+def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> None:
+    write_results(tmp_path, *ROWS)
+    assert tables.render(tmp_path) == (
+        "### logp\n\n"
+        "| case | direction | isobit ms | % of copy speed | native ms | liger ms | extra MB |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| N=8 V=9 bf16 | fwd | 0.4 | 95 % | 1.2 (3.00x) | - | 0.25 |\n"
+        "| N=8 V=9 bf16 | fwd+bwd | 1 | - | - | 1.5 (1.50x) | 0.25 |\n"
+        "\n"
+        "<sub>NVIDIA H200, driver 580, torch 2.11, Triton 3.6, Python 3.12; copy 4.26 TB/s, "
+        "bf16 product 800 TFLOP/s; commit abc, source def, 2026-01-02</sub>\n"
+    )
+
+
+def test_a_stale_page_is_found_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, results = tmp_path / "README.md", tmp_path / "h200"
+    page.write_text("before\n<!-- results:logp -->\nold\n<!-- /results -->\nafter\n")
+    write_results(results, *ROWS)
+    where = [str(page), "--results", str(results)]
+    assert tables.main(["--check", *where]) == 1 and "stale" in capsys.readouterr().out
+    assert "old" in page.read_text()
+    assert tables.main(where) == 0 and tables.main(["--check", *where]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- ") and text.endswith("<!-- /results -->\nafter\n")
+    assert "old" not in text
+    assert tables.update(page, results) is False
+    write_results(results, a_row("isobit", 0.3))
+    assert tables.main(["--check", *where]) == 1
+    assert tables.update(page, results) is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("no markers", "no '<!-- results:"), ("<!-- results:x -->\n<!-- /results -->", "x.json")],
+)
+def test_a_page_that_cannot_be_rendered_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert tables.main(["--check", str(page), "--results", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_text_table_is_aligned() -> None:
+    block, *others = format_table(ROWS[:3]).split("\n\n")
+    title, head, *lines = block.split("\n")
+    assert not others and title == "logp N=8 V=9 bf16 fwd: floor 0.5 ms"
+    assert len({len(line) for line in (head, *lines)}) == 1
+    assert lines[1].split() == ["native", "1.2", "(1.2-1.2)", "2.40", "2", "0.25", "-", "-", "graph"]
