@@ -1,11 +1,11 @@
 """What a device can do, as functions of a device. Nothing is probed at import."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 
-@lru_cache(maxsize=None)
+@cache
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a GPU (1 elsewhere). Used to schedule work, never to order a sum."""
     if device.type in ("cpu", "meta"):
@@ -14,7 +14,7 @@ def sm_count(device: torch.device) -> int:
     return int(getattr(props, "multi_processor_count", 0) or getattr(props, "gpu_subslice_count", 1))
 
 
-@lru_cache(maxsize=None)
+@cache
 def arch_key(device: torch.device) -> str:
     """`sm_90`, `gfx942`, `cpu`, ...: the key of tolerance overrides and of results folders."""
     if device.type != "cuda":

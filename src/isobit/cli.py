@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import torch
 
@@ -81,7 +81,7 @@ def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-Names = Optional[list[str]]  # noqa: UP045  typer reads annotations at run time on Python 3.10 too
+Names = list[str] | None
 PUBLIC = sorted(name for name, op in OPS.items() if op.proof is not None)
 
 
@@ -97,26 +97,26 @@ def check(
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     dtype: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DTYPES)}")] = None,
-    arch_key: Annotated[Optional[str], typer.Option(help="tolerance override to use, e.g. sm_90")] = None,  # noqa: UP045
-    case: Annotated[Optional[str], typer.Option(help="only the declared case of this name")] = None,  # noqa: UP045
-    batch: Annotated[Optional[int], typer.Option(help="B of a case of your own")] = None,  # noqa: UP045
-    seq: Annotated[Optional[int], typer.Option(help="T of a case of your own")] = None,  # noqa: UP045
-    vocab: Annotated[Optional[int], typer.Option(help="V of a case of your own")] = None,  # noqa: UP045
+    arch_key: Annotated[str | None, typer.Option(help="tolerance override to use, e.g. sm_90")] = None,
+    case: Annotated[str | None, typer.Option(help="only the declared case of this name")] = None,
+    batch: Annotated[int | None, typer.Option(help="B of a case of your own")] = None,
+    seq: Annotated[int | None, typer.Option(help="T of a case of your own")] = None,
+    vocab: Annotated[int | None, typer.Option(help="V of a case of your own")] = None,
     dim: Annotated[
         Names, typer.Option(help="any dimension of a case of your own, NAME=SIZE; repeatable")
     ] = None,
     input_mode: Annotated[str, typer.Option(help="edge, random or constant")] = "edge",
     constant_value: Annotated[float, typer.Option(help="value of constant inputs")] = 0.25,
-    token_value: Annotated[Optional[int], typer.Option(help="token id of every row, modulo V")] = None,  # noqa: UP045
+    token_value: Annotated[int | None, typer.Option(help="token id of every row, modulo V")] = None,
     seed: Annotated[int, typer.Option(help="seed of the inputs")] = 123,
     gradient: Annotated[bool, typer.Option("--gradient/--no-gradient", help="check gradients")] = True,
     grad_mode: Annotated[str, typer.Option(help="cotangents: random or ones")] = "random",
     grad_seed: Annotated[int, typer.Option(help="seed of the cotangents")] = 123,
     json_path: Annotated[
-        Optional[Path], typer.Option("--json", help="write the report here, - for standard output")
-    ] = None,  # noqa: UP045
-    results: Annotated[Optional[Path], typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,  # noqa: UP045
-    commit: Annotated[Optional[str], typer.Option(help="commit for the stamp where there is no git")] = None,  # noqa: UP045
+        Path | None, typer.Option("--json", help="write the report here, - for standard output")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
     """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
@@ -185,11 +185,11 @@ def bench(
         Names, typer.Option(help="time only this one (isobit, a rival, copy); repeatable")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
-    backend: Annotated[Optional[str], typer.Option(help="time this backend too, as isobit:<backend>")] = None,  # noqa: UP045
+    backend: Annotated[str | None, typer.Option(help="time this backend too, as isobit:<backend>")] = None,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
     ] = False,
-    results: Annotated[Optional[Path], typer.Option(help="write <results>/<gpu>/<op>.json")] = None,  # noqa: UP045
+    results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
 ) -> None:
     """Time every op beside its rivals and the floor, after checking it: a red op is not timed."""
     for name in _known("op", op or [], PUBLIC) or PUBLIC:

@@ -69,7 +69,11 @@ class _Annotation:
 
 
 if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
-    Float = F32 = Int = Mask = Like = Annotated
+    from typing import Annotated as F32
+    from typing import Annotated as Float
+    from typing import Annotated as Int
+    from typing import Annotated as Like
+    from typing import Annotated as Mask
 else:
     Float = _Annotation("floating point", BF16, F16, F32_, F64)
     F32 = _Annotation("fp32", F32_, F64)  # fp64 only from fp64 inputs: the reference at full precision

@@ -155,7 +155,7 @@ class Op:
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(
                     *(o for i, o in enumerate(outputs)
-                      if o is not None and (i in constant or not args.get(specs[i].when, True)))
+                      if o is not None and (i in constant or not args.get(str(specs[i].when), True)))
                 )  # fmt: skip
                 return outputs
 
@@ -313,7 +313,9 @@ class Op:
         forced = args.pop("backend", None)
         reasons = {b.name: b.why_not(args, values[0].device) for b in self.backends}
         chosen = self._choose(args, forced) if forced or None in reasons.values() else None
-        return Explanation(self.name, chosen and chosen.name, chosen and chosen.numerics, reasons)
+        if chosen is None:
+            return Explanation(self.name, None, None, reasons)
+        return Explanation(self.name, chosen.name, chosen.numerics, reasons)
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Op]:

@@ -1,13 +1,12 @@
 """Host side of row-wise kernels: how tensors with any leading shape are walked row by row."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 
-def row_strides(
-    lead: Sequence[int], tensors: Sequence[Tensor | None]
-) -> tuple[int, list[Tensor | None], list[int]]:
+def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[int, list[Any], list[int]]:
     """Walk tensors that share the leading shape `lead` as [outer, inner] rows.
 
     Returns `inner`, the tensors, and for each its (outer, inner) strides, flattened into one list.

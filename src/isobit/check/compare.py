@@ -95,7 +95,10 @@ def against_truth(
     relative = error / truth.abs().clamp_min(1e-12)
     relative = relative[relative.isfinite()]
     passed = bool((excess <= 0).all())
-    message = f"worst at {worst}: ours {ours64[at].item():.9g}, torch {torch64[at].item():.9g}, truth {truth[at].item():.9g}"
+    three = ", ".join(
+        f"{n} {x[at].item():.9g}" for n, x in (("ours", ours64), ("torch", torch64), ("truth", truth))
+    )
+    message = f"worst at {worst}: {three}"
     return OutputCheck(
         output=output,
         shape=shape,

@@ -113,14 +113,15 @@ def poisoned_memory() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        deterministic.fill_uninitialized_memory = True
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill
 
 
 def invariant(trial: Trial) -> list[OutputCheck]:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,10 +47,16 @@ def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
     found = []
     for index, p in enumerate(p for p in trial.op.contract.params if p.name in args):
         if p.spec is None:
-            found.append(Mutant(f"{p.name} of another type", p.name, lambda a, n=p.name: a | {n: "text"}))
+            found.append(
+                Mutant(f"{p.name} of another type", p.name, partial(_replaced, name=p.name, value="text"))
+            )
         elif args[p.name] is not None:
             found += _tensor_mutants(p, first=index == 0)
     return found
+
+
+def _replaced(args: Args, name: str, value: Any) -> Args:
+    return args | {name: value}
 
 
 def _tensor_mutants(p: Param, first: bool) -> list[Mutant]:
@@ -283,7 +290,7 @@ def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
     with quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:
         kept = run()
     now = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)

@@ -61,12 +61,12 @@ class Request:
     backends: tuple[str, ...] = ()
     laws: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     arch: str | None = None
     dims: dict[str, int] | None = None
     case: str | None = None  # the name of one declared case
     data: str = "edge"
-    inputs: InputOptions = InputOptions()
+    inputs: InputOptions = field(default_factory=InputOptions)
     gradient: bool = True
     grad_mode: str = "random"
     grad_seed: int = 123

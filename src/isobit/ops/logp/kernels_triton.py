@@ -302,7 +302,7 @@ def logp(
     if tile.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
         options["maxnreg"] = tile.registers
     results = (out, entropy, lse, stats)
-    if splits == 1 or N >= ROWS_PER_SM * sm_count(logits.device):
+    if splits == 1 or ROWS_PER_SM * sm_count(logits.device) <= N:
         launch(
             logp_rows, (N,), z, ids, mask, *results, *numbers, *strides,
             **order, LOG_SPLITS=log_splits, **options,

@@ -40,7 +40,7 @@ def forward(
     F32[Tensor, "* if return_lse"],
     F32[Tensor, "2 *"],
 ]:
-    """(logp, entropy, lse, stats): stats are each row's largest logit m and sum of exp(z - m / temperature)."""
+    """(logp, entropy, lse, stats): stats are a row's largest logit m and its sum of exp((z - m) / temperature)."""
 
 
 @op("logp_bwd")
@@ -201,10 +201,10 @@ def logp(
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
+    # Positional, in the order of the contract: this is the hot path.
     out, entropy, lse, _ = forward(
-        logits, token_ids, mask, ignore_index, float(temperature) if type(temperature) is int else temperature,
-        return_entropy, return_lse, validate, backend,
-    )  # fmt: skip
+        logits, token_ids, mask, ignore_index, temperature, return_entropy, return_lse, validate, backend
+    )
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

@@ -51,7 +51,7 @@ def logp(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
-    lead, V = logits.shape[:-1], logits.shape[-1]
+    lead = logits.shape[:-1]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     results = torch.empty((5, lead.numel()), dtype=dtype, device=logits.device)
     z, ids, live = flat_rows(logits, token_ids, mask, ignore_index)
