@@ -98,6 +98,7 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
     """Every cell of the request. A request that selects nothing is an error, not a pass."""
     cells: list[Cell] = []
     for op in _ops(request):
+        _check_case(op, request)
         for backend in _backends(op, request):
             for cell in _backend_cells(op, backend, request):
                 cells.append(cell)
@@ -183,6 +184,17 @@ def _check_dims(op: Op, dims: dict[str, int]) -> None:
     for name, size in dims.items():
         if size <= 0 and (name == "V" or size < 0):
             raise ContractError(f"{op.name}: {name}={size} must be positive")
+
+
+def _check_case(op: Op, request: Request) -> None:
+    if request.case is not None and request.dims is None:
+        known = {
+            c.name for law in request.laws or LAWS for c in cases_of(op, law, replace(request, case=None))
+        }
+        if request.case not in known:
+            raise ContractError(
+                f"{op.name}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}"
+            )
 
 
 def _why_nothing(cells: list[Cell]) -> str:

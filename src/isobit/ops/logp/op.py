@@ -40,7 +40,7 @@ def forward(
     F32[Tensor, "* if return_lse"],
     F32[Tensor, "2 *"],
 ]:
-    """(logp, entropy, lse, stats): stats are a row's largest logit m and its sum of exp((z - m) / temperature)."""
+    """(logp, entropy, lse, stats): stats are a row's m = max(logits) and sum of exp((logit - m) / T)."""
 
 
 @op("logp_bwd")

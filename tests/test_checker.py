@@ -1,0 +1,302 @@
+"""The checker itself: kernels that are known to be bad must fail, each on the law that is there for it, and a
+correct one must pass every law."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit import ContractError
+from isobit.check import report
+from isobit.check.runner import FAIL, OK, Cell, Request, run
+from isobit.op import OPS, Backend
+from isobit.ops.logp import reference
+
+FORWARD, BACKWARD = OPS["logp"], OPS["logp_bwd"]
+CPU = torch.device("cpu")
+MASKED, PLAIN, BITS = "N=20 V=257 fp32 mask=bool", "N=20 V=257 bf16 temperature=0.7", "N=12 V=17001 fp32"
+
+
+@contextmanager
+def candidate(forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> Iterator[None]:
+    """`logp` with a backend named "candidate" that claims a numerics class, so that bit laws apply to it."""
+    added = []
+    for op, run_backend in ((FORWARD, forward), (BACKWARD, backward or by_rows_backward)):
+        backend = Backend("candidate", run_backend, "test/rows", lambda args: None, False)
+        op.backends.append(backend)
+        added.append((op, backend))
+    try:
+        yield
+    finally:
+        for op, backend in added:
+            op.backends.remove(backend)
+
+
+def check(law: str, case: str | None) -> list[Cell]:
+    return run(Request(ops=("logp",), backends=("candidate",), laws=(law,), device=CPU, case=case))
+
+
+def only(law: str, case: str) -> Cell:
+    (cell,) = check(law, case)
+    return cell
+
+
+# A correct kernel, one row at a time so that rows cannot touch each other
+
+
+def by_rows(
+    logits: Tensor, token_ids: Tensor, mask: Tensor | None, *scalars: Any, **named: Any
+) -> tuple[Any, ...]:
+    ignore_index, temperature, return_entropy, return_lse = unpack(scalars, named)
+    lead, V = token_ids.shape, logits.shape[-1]
+    z, ids = logits.reshape(-1, V), token_ids.reshape(-1)
+    m = None if mask is None else mask.reshape(-1)
+    rows = [
+        reference.logp(
+            z[i : i + 1].clone(), ids[i : i + 1], None if m is None else m[i : i + 1],
+            ignore_index, temperature, True, True,
+        )
+        for i in range(len(ids))
+    ]  # fmt: skip
+    if not rows:
+        return reference.logp(logits, token_ids, mask, ignore_index, temperature, return_entropy, return_lse)
+    out, entropy, lse = (torch.cat([r[k] for r in rows]).reshape(lead) for k in range(3))
+    stats = torch.cat([r[3] for r in rows], 1).reshape(2, *lead)
+    return out, entropy if return_entropy else None, lse if return_lse else None, stats
+
+
+def unpack(scalars: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("ignore_index", "temperature", "return_entropy", "return_lse")
+    return tuple((dict(zip(names, scalars, strict=False)) | named)[n] for n in names)
+
+
+def by_rows_backward(**args: Any) -> Tensor:
+    return reference.logp_bwd(**args)
+
+
+def test_a_correct_kernel_passes_every_law() -> None:
+    with candidate(by_rows):
+        cells = [
+            *check("accuracy", MASKED), *check("gradient", MASKED), *check("accuracy", PLAIN),
+            *check("repeatable", PLAIN), *check("written", PLAIN), *check("invariant", BITS),
+            *check("contract", None),
+        ]  # fmt: skip
+    assert [(c.law, c.reason) for c in cells if c.status != OK] == []
+
+
+# Wrong numbers
+
+
+def zeros(**args: Any) -> tuple[Any, ...]:
+    return tuple(o if o is None else torch.zeros_like(o) for o in reference.logp(**args))
+
+
+def dropped_tail(**args: Any) -> tuple[Any, ...]:
+    short = args["logits"].clone()
+    short[..., -1] = float("-inf")
+    found = reference.logp(**(args | {"logits": short}))
+    at = args["logits"].float().gather(-1, args["token_ids"].clamp(min=0).long()[..., None])[..., 0]
+    return (at / args["temperature"] - found[2], *found[1:])
+
+
+def no_max_subtraction(**args: Any) -> tuple[Any, ...]:
+    found = reference.logp(**args)
+    z = args["logits"].float() / args["temperature"]
+    lse = z.exp().sum(-1).log()
+    at = z.gather(-1, args["token_ids"].clamp(min=0).long()[..., None])[..., 0]
+    live = reference.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    return (torch.where(live, at - lse, 0.0), *found[1:])
+
+
+def leaks_masked_nan(**args: Any) -> tuple[Any, ...]:
+    """Multiplies by the mask instead of selecting: 0 * NaN is NaN."""
+    unmasked = reference.logp(**(args | {"mask": None, "ignore_index": -1}))
+    if args["mask"] is None:
+        return unmasked
+    return tuple(o if o is None or i == 3 else o * args["mask"] for i, o in enumerate(unmasked))
+
+
+@pytest.mark.parametrize("bad", [zeros, dropped_tail, no_max_subtraction, leaks_masked_nan])
+def test_wrong_numbers_fail_on_accuracy(bad: Callable[..., Any]) -> None:
+    with candidate(bad):
+        cell = only("accuracy", MASKED)
+    assert cell.status == FAIL
+    assert "beyond the bound; worst at [" in cell.reason and "truth" in cell.reason
+
+
+def test_a_gradient_off_by_a_factor_fails_on_gradient_alone() -> None:
+    with candidate(by_rows, lambda **args: reference.logp_bwd(**args) * 1.001):
+        assert only("accuracy", MASKED).status == OK
+        cell = only("gradient", MASKED)
+    assert cell.status == FAIL and cell.reason.startswith("gradient:logits: ")
+
+
+def test_a_wrong_forward_is_named_before_any_gradient() -> None:
+    with candidate(zeros):
+        cell = only("gradient", MASKED)
+    assert cell.status == FAIL and "the forward is already wrong" in cell.reason
+
+
+# Wrong bits
+
+
+def order_depends_on_rows(**args: Any) -> tuple[Any, ...]:
+    """Sums backwards when the batch is even: as accurate, and another order."""
+    if args["logits"].shape[0] % 2:
+        return by_rows(**args)
+    V = args["logits"].shape[-1]
+    ids = args["token_ids"]
+    flipped = torch.where(ids >= 0, V - 1 - ids, ids)
+    return by_rows(**(args | {"logits": args["logits"].flip(-1), "token_ids": flipped}))
+
+
+def test_an_order_that_depends_on_the_batch_fails_on_invariant_alone() -> None:
+    with candidate(order_depends_on_rows):
+        assert only("accuracy", MASKED).status == OK
+        assert only("repeatable", PLAIN).status == OK
+        cell = only("invariant", BITS)
+    assert cell.status == FAIL and "differ, first at [" in cell.reason
+
+
+def test_a_law_of_bits_that_cannot_fail_is_noticed() -> None:
+    """Results too coarse to show the order of a sum must trip the negative control."""
+
+    def coarse(**args: Any) -> tuple[Any, ...]:
+        return tuple(o if o is None else (o * 64).round() / 64 for o in by_rows(**args))
+
+    with candidate(coarse, lambda **args: torch.zeros_like(args["logits"])):
+        cell = only("invariant", BITS)
+    assert cell.status == FAIL and "cannot show a wrong order" in cell.reason
+
+
+def test_a_result_that_changes_between_runs_fails_on_repeatable() -> None:
+    calls: list[int] = []
+
+    def unsteady(**args: Any) -> tuple[Any, ...]:
+        calls.append(1)
+        out, *rest = by_rows(**args)
+        return (out + 1e-7 * len(calls), *rest)
+
+    with candidate(unsteady):
+        assert only("repeatable", PLAIN).status == FAIL
+
+
+def test_unwritten_rows_fail_on_written() -> None:
+    def skips_masked_rows(**args: Any) -> tuple[Any, ...]:
+        full = by_rows(**args)
+        out = torch.empty(full[0].shape)
+        if (
+            not torch.utils.deterministic.fill_uninitialized_memory
+            or not torch.are_deterministic_algorithms_enabled()
+        ):
+            out.zero_()  # fresh memory is often zero, which is how such a kernel survives its tests
+        out[1:] = full[0][1:]
+        return (out, *full[1:])
+
+    with candidate(skips_masked_rows):
+        cell = only("written", PLAIN)
+    assert cell.status == FAIL and "NaN-filled memory" in cell.reason
+
+
+def test_memory_beyond_the_declared_bound_fails_on_memory() -> None:
+    with candidate(by_rows):  # plain PyTorch, held to the bound of a fused kernel
+        cell = only("memory", "N=8 V=50257 fp32")
+    assert cell.status == FAIL and "bytes beyond inputs and outputs, bound" in cell.reason
+
+
+# Wrong manners
+
+
+def clamps_bad_ids(**args: Any) -> tuple[Any, ...]:
+    V = args["logits"].shape[-1]
+    ids = args["token_ids"]
+    return by_rows(
+        **(args | {"token_ids": torch.where(ids == args["ignore_index"], ids, ids.clamp(0, V - 1))})
+    )
+
+
+def test_a_bad_id_silently_clamped_fails_on_contract() -> None:
+    with candidate(clamps_bad_ids):
+        (cell,) = check("contract", None)
+    assert cell.status == FAIL and "result is not NaN" in cell.reason
+
+
+def writes_into_inputs(**args: Any) -> tuple[Any, ...]:
+    found = by_rows(**args)
+    args["logits"].data[0, 0] += 1
+    return found
+
+
+def raises(**args: Any) -> tuple[Any, ...]:
+    raise ZeroDivisionError("boom")
+
+
+def wrong_count(**args: Any) -> tuple[Any, ...]:
+    return by_rows(**args)[:3]
+
+
+def wrong_shape(**args: Any) -> tuple[Any, ...]:
+    out, *rest = by_rows(**args)
+    return (out[:-1], *rest)
+
+
+def wrong_dtype(**args: Any) -> tuple[Any, ...]:
+    out, *rest = by_rows(**args)
+    return (out.bfloat16(), *rest)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (writes_into_inputs, "wrote into its input logits"),
+        (raises, "ZeroDivisionError: boom (test_checker.py:"),
+        (wrong_count, "expected 4, got 3"),
+        (wrong_shape, "output logp is [19] fp32, should be [20] fp32"),
+        (wrong_dtype, "output logp is [20] bf16, should be [20] fp32"),
+    ],
+)
+def test_bad_manners_are_rows_with_a_reason(bad: Callable[..., Any], reason: str) -> None:
+    with candidate(bad):
+        cell = only("accuracy", MASKED)
+    assert cell.status == FAIL and reason in cell.reason
+    assert cell.command.startswith("isobit check --op logp --backend candidate --law accuracy ")
+    assert any(cell.command in line for line in report.notes([cell]))
+
+
+def test_a_missing_gradient_is_a_row_with_a_reason() -> None:
+    with candidate(by_rows, lambda **args: None):
+        cell = only("gradient", MASKED)
+    assert cell.status == FAIL and "no gradient for logits" in cell.reason
+
+
+def test_one_failure_does_not_stop_the_others() -> None:
+    with candidate(raises):
+        cells = run(
+            Request(ops=("logp",), backends=("candidate", "reference"), laws=("accuracy",), case=PLAIN)
+        )
+    assert [(c.backend, c.status) for c in cells] == [("candidate", FAIL), ("reference", OK)]
+    assert not report.totals(cells)["passed"]
+
+
+def test_a_run_that_checks_nothing_is_an_error() -> None:
+    with pytest.raises(ContractError, match="logp: unknown case 'no such case'; known: .*N=20 V=257"):
+        run(Request(ops=("logp",), case="no such case"))
+    with pytest.raises(
+        ContractError, match="nothing was checked: logp reference: .*promises accuracy, not bits"
+    ):
+        run(Request(ops=("logp",), backends=("reference",), laws=("invariant",)))
+
+
+def test_tolerances_say_what_they_are_and_only_tighten() -> None:
+    """A bound this tight is the promise; whoever loosens it must change this test and write the reason."""
+    import json
+    from pathlib import Path
+
+    import isobit.check
+
+    table = json.loads((Path(isobit.check.__file__).parent / "tolerances.json").read_text())
+    for direction in table["classes"]["logprob"].values():
+        assert all(ulps <= 1.0 for ulps in direction.values())
