@@ -282,10 +282,10 @@ def test_one_failure_does_not_stop_the_others() -> None:
 
 
 def test_a_run_that_checks_nothing_is_an_error() -> None:
-    with pytest.raises(ContractError, match="logp: unknown case 'no such case'; known: .*N=20 V=257"):
+    with pytest.raises(ContractError, match=r"logp: unknown case 'no such case'; known: .*N=20 V=257"):
         run(Request(ops=("logp",), case="no such case"))
     with pytest.raises(
-        ContractError, match="nothing was checked: logp reference: .*promises accuracy, not bits"
+        ContractError, match=r"nothing was checked: logp reference: .*promises accuracy, not bits"
     ):
         run(Request(ops=("logp",), backends=("reference",), laws=("invariant",)))
 

@@ -1,4 +1,4 @@
-"""Every op x backend x law, held against the matrix of what is expected: an unexpected UNSUPPORTED fails too."""
+"""Every op x backend x law, against the matrix of what is expected: an unexpected UNSUPPORTED fails too."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
