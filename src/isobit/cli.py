@@ -190,6 +190,7 @@ def bench(
         bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
     ] = False,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
     """Time every op beside its rivals and the floor, after checking it: a red op is not timed."""
     for name in _known("op", op or [], PUBLIC) or PUBLIC:
@@ -203,6 +204,7 @@ def bench(
                 results,
                 skip_check,
                 impl or None,
+                commit=commit,
             )
         except CheckFailed as error:
             sys.exit(f"isobit: {error}")

@@ -141,7 +141,11 @@ class Contract:
         self.outputs: list[Spec] = [s for s in map(_spec_of, hints) if s is not None]
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
-        self._tensors = [(i, p.name, p.spec, p.optional) for i, p in enumerate(self.params) if p.spec]
+        self._tensors = [
+            (i, p.name, p.spec, p.optional, p.spec.contiguous_last)
+            for i, p in enumerate(self.params)
+            if p.spec
+        ]
 
     def schema(self) -> str:
         returns = ", ".join("Tensor" for _ in self.outputs)
@@ -171,7 +175,7 @@ class Contract:
         """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
         dims: dict[str, Any] = {}
         first_device: torch.device | None = None
-        for i, name, spec, optional in self._tensors:
+        for i, name, spec, optional, contiguous_last in self._tensors:
             t = values[i]
             if t is None and optional:
                 continue
@@ -181,8 +185,14 @@ class Contract:
                 first_device, first_name = t.device, name
             elif t.device != first_device:
                 raise self.error(name, t, f"is on {t.device} but {first_name} is on {first_device}")
-            self._bind(name, t, spec.dims, dims)
-            if spec.contiguous_last and t.shape[-1] > 1 and t.stride(-1) != 1:
+            if spec.dims == ("*",):  # the two common forms, without the general walk below: this is hot
+                self._agree(name, t, "*", t.shape, dims)
+            elif len(spec.dims) == 2 and spec.dims[0] == "*" and t.ndim:
+                self._agree(name, t, "*", t.shape[:-1], dims)
+                self._agree(name, t, spec.dims[1], t.shape[-1], dims)
+            else:
+                self._bind(name, t, spec.dims, dims)
+            if contiguous_last and t.shape[-1] > 1 and t.stride(-1) != 1:
                 rule = f"last dimension must be contiguous, its stride is {t.stride(-1)}"
                 raise self.error(name, t, f"{rule}; call .contiguous() on it")
         return dims
@@ -210,11 +220,15 @@ class Contract:
                 if size != int(dim):
                     raise self.error(name, t, f"dimension {k} must be {dim}, is {size}")
                 continue
-            known = dims.setdefault(dim, (size, name))
-            if known[0] != size:
-                what = "leading shape" if dim == "*" else dim
-                got, want = (list(x) if dim == "*" else x for x in (size, known[0]))
-                raise self.error(name, t, f"{what}={got} but {what}={want} from {known[1]}")
+            self._agree(name, t, dim, size, dims)
+
+    def _agree(self, name: str, t: Tensor, dim: str, size: Any, dims: dict[str, Any]) -> None:
+        """A dimension has one size: the one it had where it first appeared."""
+        known = dims.setdefault(dim, (size, name))
+        if known[0] != size:
+            what = "leading shape" if dim == "*" else dim
+            got, want = (list(x) if dim == "*" else x for x in (size, known[0]))
+            raise self.error(name, t, f"{what}={got} but {what}={want} from {known[1]}")
 
     def empty_outputs(self, values: tuple[Any, ...], dims: dict[str, Any]) -> list[Tensor]:
         """Outputs with the promised shapes and dtypes, uninitialised. fp32 becomes fp64 when the first

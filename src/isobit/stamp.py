@@ -13,16 +13,16 @@ import triton
 _PACKAGE = Path(__file__).parent
 
 
-def stamp(device: torch.device) -> dict[str, Any]:
+def stamp(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
-    matched to its source also where there is no git."""
+    matched to its source also where there is no git; `commit` names it there."""
     return {
         "gpu": gpu_name(device),
         "driver": _driver(device),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "source_sha": source_sha(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

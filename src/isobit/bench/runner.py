@@ -195,6 +195,7 @@ def run(
     skip_check: bool = False,
     impls: Sequence[str] | None = None,
     repetitions: int | None = None,
+    commit: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Report:
     """Check an op, time it, and write `<out_dir>/<gpu>/<op folder>.json` if `out_dir` is given.
@@ -238,7 +239,11 @@ def run(
     if not rows:
         raise ContractError(f"bench {op_name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
     rates = {"copy_tbps": round(copy_rate / 1e12, 4), "best_tflops": round(product_rate / 1e12, 4)}
-    report = {"stamp": stamp(device) | rates | {"checked": not skip_check}, "notes": notes, "rows": rows}
+    report = {
+        "stamp": stamp(device, commit) | rates | {"checked": not skip_check},
+        "notes": notes,
+        "rows": rows,
+    }
     if out_dir is not None:
         path = out_dir / results_folder(device) / f"{op_folder(op)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,9 @@ def store_row(
     nan = tl.where(bad, float("nan"), 0.0)
     # (z - m) first: both may be huge, their difference keeps its digits.
     tl.store(logp + row, (z - m) * inv_temperature - log_s + nan)
-    tl.store(stats + row, m + nan)
-    tl.store(stats + N + row, s)
+    if stats is not None:
+        tl.store(stats + row, m + nan)
+        tl.store(stats + N + row, s)
     if lse is not None:
         tl.store(lse + row, m * inv_temperature + log_s + nan)
     if entropy is not None:
@@ -99,8 +100,9 @@ def store_row(
 @triton.jit
 def store_dead_row(row, N, logp, entropy, lse, stats):
     tl.store(logp + row, 0.0)
-    tl.store(stats + row, 0.0)
-    tl.store(stats + N + row, 1.0)
+    if stats is not None:
+        tl.store(stats + row, 0.0)
+        tl.store(stats + N + row, 1.0)
     if lse is not None:
         tl.store(lse + row, 0.0)
     if entropy is not None:
@@ -276,12 +278,14 @@ def logp(
     temperature: float,
     return_entropy: bool,
     return_lse: bool,
+    return_stats: bool = True,
     launch: Launch = run,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Forward launcher. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
     lead, V = logits.shape[:-1], logits.shape[-1]
     empty = partial(torch.empty, device=logits.device, dtype=torch.float32)
-    out, stats = empty(lead), empty((2, *lead))
+    out = empty(lead)
+    stats = empty((2, *lead)) if return_stats else None
     entropy = empty(lead) if return_entropy else None
     lse = empty(lead) if return_lse else None
     N = out.numel()

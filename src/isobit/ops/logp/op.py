@@ -32,13 +32,14 @@ def forward(
     temperature: float = 1.0,
     return_entropy: bool = False,
     return_lse: bool = False,
+    return_stats: bool = True,
     validate: bool | None = None,
     backend: str | None = None,
 ) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
     F32[Tensor, "* if return_lse"],
-    F32[Tensor, "2 *"],
+    F32[Tensor, "2 * if return_stats"],
 ]:
     """(logp, entropy, lse, stats): stats are a row's m = max(logits) and sum of exp((logit - m) / T)."""
 
@@ -201,9 +202,19 @@ def logp(
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # Positional, in the order of the contract: this is the hot path.
+    # Positional, in the order of the contract: this is the hot path. Only a backward needs the stats.
+    stats = torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad
     out, entropy, lse, _ = forward(
-        logits, token_ids, mask, ignore_index, temperature, return_entropy, return_lse, validate, backend
+        logits,
+        token_ids,
+        mask,
+        ignore_index,
+        temperature,
+        return_entropy,
+        return_lse,
+        stats,
+        validate,
+        backend,
     )
     if not (return_entropy or return_lse):
         return out

@@ -196,7 +196,8 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         z = torch.empty(N, V, dtype=dtype, device="meta")
         ids = torch.empty(N, dtype=torch.int64, device="meta")
         mask = torch.empty(N, dtype=torch.bool, device="meta") if full else None
-        out, entropy, lse, stats = kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, launch=launch)
+        out, entropy, lse, _ = kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, full, launch=launch)
+        stats = torch.empty(2, N, device="meta")
         grads = (entropy, out, entropy, lse) if full else (None, out, None, None)
         kernels.logp_bwd(z, ids, mask, stats, *grads, IGNORE, 1.0, launch=launch)
 

@@ -49,7 +49,8 @@ def logp(
     temperature: float,
     return_entropy: bool,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    return_stats: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
     lead = logits.shape[:-1]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -58,7 +59,8 @@ def logp(
     for rows in chunks(z):
         results[:, rows] = _rows(z[rows], ids[rows], live[rows], temperature, return_entropy, dtype)
     logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in results)
-    return logp, entropy if return_entropy else None, lse if return_lse else None, torch.stack((m, s))
+    wanted = ((entropy, return_entropy), (lse, return_lse), (torch.stack((m, s)), return_stats))
+    return (logp, *(x if asked else None for x, asked in wanted))
 
 
 def _rows(
