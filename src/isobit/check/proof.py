@@ -18,7 +18,8 @@ Args = dict[str, Any]
 class Case:
     """One set of inputs: sizes by name, a dtype, a kind of data and of layout, scalar options.
 
-    `heavy` cases need a real device: they would take minutes in Triton's CPU interpreter.
+    `heavy` cases need a real device: they would take minutes in Triton's CPU interpreter. `gpu_gb` says
+    that a case needs a GPU with that much memory.
     """
 
     dims: dict[str, int]
@@ -27,6 +28,7 @@ class Case:
     layout: str = "dense"
     options: dict[str, Any] = field(default_factory=dict)
     heavy: bool = False
+    gpu_gb: int = 0
 
     @property
     def name(self) -> str:

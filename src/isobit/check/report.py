@@ -31,16 +31,8 @@ def to_json(cells: list[Cell], device: torch.device, commit: str | None = None) 
                 "cases": [asdict(c) for c in mine],
             }
         )
-    found = stamp(device)
-    if commit:
-        found["commit"] = commit
-    return {
-        "schema": SCHEMA,
-        "suite": "isobit check",
-        "stamp": found,
-        **totals(cells),
-        "candidates": candidates,
-    }
+    head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit)}
+    return {**head, **totals(cells), "candidates": candidates}
 
 
 def totals(cells: list[Cell]) -> dict[str, Any]:

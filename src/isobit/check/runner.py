@@ -214,8 +214,11 @@ def _backend_cells(op: Op, backend: str, request: Request) -> Iterator[Cell]:
         if law in elsewhere:
             continue
         for case in cases_of(op, law, request):
-            if not (interpretable and case.heavy):  # minutes each in the interpreter
-                yield _one(op, backend, law, case, request)
+            if interpretable and case.heavy:  # minutes each in the interpreter
+                continue
+            if case.gpu_gb and request.device.type == "cpu":
+                continue
+            yield _one(op, backend, law, case, request)
     if elsewhere:
         yield from _in_interpreter(op, backend, elsewhere, request)
 
@@ -228,6 +231,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     )  # fmt: skip
     start = time.perf_counter()
     try:
+        _fits(case, request.device)
         checks = LAWS[law](trial)
         bad = [c for c in checks if not c.passed]
         cell.outputs = [c.to_json() for c in checks]
@@ -244,6 +248,13 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
         cell.reason = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
     cell.seconds = time.perf_counter() - start
     return cell
+
+
+def _fits(case: Case, device: torch.device) -> None:
+    if case.gpu_gb and device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory / 1e9
+        if there < case.gpu_gb:
+            raise Unsupported(f"needs a GPU with {case.gpu_gb} GB, this one has {there:.0f}")
 
 
 def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> str:

@@ -238,6 +238,8 @@ _BITS = [
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),
+    # More than 2**31 logits: 32-bit offsets would show here.
+    Case({"N": 16500, "V": 131072}, BF16, data="random", heavy=True, gpu_gb=70),
 ]
 
 forward.proof = Proof(
