@@ -17,7 +17,7 @@ from isobit.ops.logp import reference
 
 FORWARD, BACKWARD = OPS["logp"], OPS["logp_bwd"]
 CPU = torch.device("cpu")
-MASKED, PLAIN, BITS = "N=20 V=257 fp32 mask=bool", "N=20 V=257 bf16 temperature=0.7", "N=12 V=17001 fp32"
+MASKED, PLAIN, BITS = "N=20 V=257 fp32 mask=bool", "N=20 V=257 bf16 temperature=0.7", "N=17 V=16501 fp32"
 
 
 @contextmanager

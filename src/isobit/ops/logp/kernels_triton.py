@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.arch import sm_count
-from isobit.blocks.interpreter import narrow
+from isobit.blocks.interpreter import INTERPRETED, narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
 from isobit.blocks.triton_rows import fold, row_offset, split_sums
@@ -63,29 +63,30 @@ def tile_for(V: int) -> Tile:
 #: From this many rows per SM on, a program walks a row; below it, a split. Measured equal at 16 on an H200.
 ROWS_PER_SM = 16
 
-#: Words of 16 bytes a tile, tiles a step, steps a program. The backward is elementwise: schedule only.
-BWD_WORDS, BWD_UNROLL, BWD_STEPS, BWD_WARPS = 32, 8, 8, 1
+#: Words of 16 bytes a tile, tiles a step, steps a program. The backward is elementwise, so this is schedule
+#: only, and the interpreter, which pays by the operation, takes wider tiles.
+BWD_WORDS, BWD_UNROLL, BWD_STEPS, BWD_WARPS = (512 if INTERPRETED.value else 32), 8, 8, 1
 
 
 @triton.jit
 def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V):
-    """(id, live, bad) of a row: live rows count, bad ones are live with an id outside [0, V)."""
+    """(id, live, good) of a row: live rows count, and good ones have an id inside [0, V)."""
     token = tl.load(ids + row_offset(row, inner, ids_so, ids_si))
     live = token != ignore_index
     if mask is not None:
         live = live & (tl.load(mask + row_offset(row, inner, mask_so, mask_si)) != 0)
-    return token, live, live & ((token < 0) | (token >= V))
+    return token, live, live & (token >= 0) & (token < V)
 
 
 @triton.jit
 def store_row(
-    z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats,
+    z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats,
 ):  # fmt: skip
     """Turn the sums of a live row into its results."""
     ln2: tl.constexpr = 0.6931471805599453
     log_s = tl.log2(s) * ln2
-    z = tl.load(z_ptr + token, mask=bad == 0, other=0.0).to(tl.float32)
-    nan = tl.where(bad, float("nan"), 0.0)
+    z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
+    nan = tl.where(good, 0.0, float("nan"))
     # (z - m) first: both may be huge, their difference keeps its digits.
     tl.store(logp + row, (z - m) * inv_temperature - log_s + nan)
     if stats is not None:
@@ -117,7 +118,7 @@ def logp_rows(
 ):  # fmt: skip
     """Forward, one program a row."""
     row = tl.program_id(0).to(tl.int64)
-    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
@@ -135,7 +136,7 @@ def logp_rows(
         t = tl.where(index == split, t1, t)
     m, s, t = fold(m, s, t, scale, LOG_SPLITS)
     z_ptr = logits + start
-    store_row(z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+    store_row(z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def logp_merge(
 ):  # fmt: skip
     """Forward with few rows, second kernel: add the splits of each row."""
     row = tl.program_id(0).to(tl.int64)
-    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
@@ -180,7 +181,7 @@ def logp_merge(
         t = tl.load(at + 2 * N * n_splits, mask=index < n_splits, other=0.0)
     m, s, t = fold(m, s, t, scale, LOG_SPLITS)
     z_ptr = logits + row_offset(row, inner, logits_so, logits_si)
-    store_row(z_ptr, token, bad, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+    store_row(z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def logp_gradient(
     """
     WORD: tl.constexpr = LINE // 8
     row = tl.program_id(0).to(tl.int64)
-    token, live, bad = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
     on_target, on_p, on_plogp = 0.0, 0.0, 0.0
     if dlogp is not None:
@@ -210,8 +211,7 @@ def logp_gradient(
         on_plogp = -tl.load(dentropy + row) * inv_temperature
         on_p += on_plogp * tl.load(entropy + row)
     weights = (m, 1.0 / s, tl.log2(s), on_target, on_p, on_plogp)
-    token, read = tl.where(bad, -1, token), live & (bad == 0)
-    fill = tl.where(bad, float("nan"), 0.0)
+    fill = tl.where(live, float("nan"), 0.0)  # of a row that is not good
 
     start, z_start = row * V, row_offset(row, inner, logits_so, logits_si)
     shift = (start % LINE).to(tl.int32)
@@ -224,24 +224,24 @@ def logp_gradient(
     inside = tl.arange(0, WORD)[None, :]
     lo = tl.program_id(1) * (STEPS * UNROLL * WORDS)
     hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
+    read_to = tl.where(good, hi, 0)  # nothing of a row that is not good
     for first in range(lo, hi, UNROLL * WORDS):
         z = ()
         for i in tl.static_range(UNROLL):
             w = first + i * WORDS + word
-            whole = (w >= whole_from) & (w < hi)
-            z = z + (tl.load(z_words + w * WORD + inside, mask=whole & read, other=0.0),)
+            z = z + (tl.load(z_words + w * WORD + inside, mask=(w >= whole_from) & (w < read_to), other=0.0),)
         for i in tl.static_range(UNROLL):
             w = first + i * WORDS + word
-            whole = (w >= whole_from) & (w < hi)
             dz = gradient(z[i], w * WORD + inside - shift, token, weights, scale, dentropy is not None)
-            tl.store(dz_words + w * WORD + inside, narrow(tl.where(read, dz, fill), dlogits), mask=whole)
+            dz = narrow(tl.where(good, dz, fill), dlogits)
+            tl.store(dz_words + w * WORD + inside, dz, mask=(w >= whole_from) & (w < hi))
 
     if tl.program_id(1) == 0:
         ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
-        ragged = (ends >= 0) & (ends < V)
-        x = tl.load(logits + z_start + ends, mask=ragged & read, other=0.0)
+        x = tl.load(logits + z_start + ends, mask=(ends >= 0) & (ends < tl.where(good, V, 0)), other=0.0)
         dz = gradient(x, ends, token, weights, scale, dentropy is not None)
-        tl.store(dlogits + start + ends, narrow(tl.where(read, dz, fill), dlogits), mask=ragged)
+        dz = narrow(tl.where(good, dz, fill), dlogits)
+        tl.store(dlogits + start + ends, dz, mask=(ends >= 0) & (ends < V))
 
 
 @triton.jit

@@ -230,11 +230,11 @@ _HEAVY = [
     Case({"N": 20, "V": 300000}, F32, heavy=True),
     Case({"N": 64, "V": 50257}, F16, options={"temperature": 0.7}, heavy=True),
 ]
-# V beyond one split, so that few rows take the split kernels and many (from 8 a program on a CPU) do not.
+# V beyond one split, so that few rows take the split kernels and many (from 16 on, on a CPU) do not.
 _BITS = [
-    Case({"N": 12, "V": 17001}, F32),
-    Case({"N": 12, "V": 16640}, BF16),
-    Case({"N": 24, "V": 999}, F32, data="random", options={"temperature": 0.7}),
+    Case({"N": 17, "V": 16501}, F32),
+    Case({"N": 5, "V": 16640}, BF16),
+    Case({"N": 12, "V": 999}, F32, data="random", options={"temperature": 0.7}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),

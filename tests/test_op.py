@@ -1,0 +1,537 @@
+"""Guards the machinery of `isobit.op` with a toy op: the choice of a backend, its reasons, the numerics class
+of the backward, value rules, autocast, and that every way into an op gives the same results."""
+
+# ruff: noqa: F722, F821
+# "* V" in an annotation names dimensions, not types.
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import isobit
+from isobit import ContractError, UnsupportedError
+from isobit.contract import F32, Contract, Float, Like
+from isobit.op import NONE, OPS, Op, op
+
+#: (backend, its arguments, whether autocast was on) of every backend that ran.
+RAN: list[tuple[str, dict[str, Any], bool]] = []
+
+
+@op("test_op_scale")
+def scale(
+    x: Float[Tensor, "* V"],
+    factor: float = 2.0,
+    want_sum: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> tuple[F32[Tensor, "* V"], F32[Tensor, "* if want_sum"], F32[Tensor, "*"]]:
+    """(factor * x, its sum, the largest element of x, which has no gradient)."""
+
+
+@op("test_op_scale_bwd")
+def scale_bwd(
+    x: Float[Tensor, "* V"],
+    dy: F32[Tensor, "* V"] | None,
+    dsum: F32[Tensor, "*"] | None,
+    factor: float,
+    backend: str | None = None,
+) -> Like[Tensor, "x"]:
+    """factor * (dy + dsum)."""
+
+
+def forward_backend(name: str, numerics: str, **options: Any) -> None:
+    def run(**args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        RAN.append((name, args, torch.is_autocast_enabled("cpu")))
+        x = args["x"].float()
+        y = x @ (args["factor"] * torch.eye(x.shape[-1]))  # a product: autocast would make it bf16
+        return y, y.sum(-1) if args["want_sum"] else None, x.amax(-1)
+
+    scale.backend(name, numerics=numerics, **options)(run)
+
+
+def backward_backend(name: str, numerics: str) -> None:
+    def run(x: Tensor, dy: Tensor | None, dsum: Tensor | None, factor: float) -> Tensor:
+        RAN.append((name, {}, torch.is_autocast_enabled("cpu")))
+        dx = torch.zeros(x.shape)
+        dx += 0.0 if dy is None else factor * dy
+        dx += 0.0 if dsum is None else factor * dsum[..., None]
+        return dx.to(x.dtype)
+
+    scale_bwd.backend(name, numerics=numerics)(run)
+
+
+def odd(args: dict[str, Any]) -> str | None:
+    return None if args["x"].shape[-1] % 2 == 0 else f"V={args['x'].shape[-1]} is odd"
+
+
+forward_backend("kernel", "toy/1", interpreted=True)  # never chosen by itself on a CPU
+forward_backend("fast", "toy/1", when=odd)
+forward_backend("exact", "toy/1")
+forward_backend("plain", NONE)
+forward_backend("lonely", "toy/2")
+backward_backend("plain", NONE)
+backward_backend("exact", "toy/1")
+backward_backend("second", "toy/1")
+
+
+@scale.rule
+def _positive(contract: Contract, args: dict[str, Any]) -> None:
+    if not args["factor"] > 0:
+        raise contract.error("factor", args["factor"], "must be positive")
+
+
+@scale.value_rule
+def _no_nan(contract: Contract, args: dict[str, Any]) -> None:
+    RAN.append(("value rule", dict(args), False))
+    if args["x"].device.type == "cpu" and bool(args["x"].isnan().any()):
+        raise contract.error("x", args["x"], "has a NaN")
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    assert grads[2] is None
+    dy = None if grads[0] is None else grads[0].contiguous()  # the gradient of a sum has stride 0
+    return {"x": scale_bwd(kept["x"], dy, grads[1], kept["factor"], kept["backend"])}
+
+
+scale.derivative(scale_bwd, save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
+scale_bwd.not_differentiable("the toy has no second derivative")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> Iterator[None]:
+    RAN.clear()
+    yield
+    RAN.clear()
+
+
+def ran() -> list[str]:
+    return [name for name, _, _ in RAN if name != "value rule"]
+
+
+def call(x: Tensor, factor: float = 2.0, want_sum: bool = False, validate: bool | None = None,
+         backend: str | None = None) -> tuple[Any, ...]:  # fmt: skip
+    return scale(x, factor, want_sum, validate, backend)
+
+
+def even(requires_grad: bool = False) -> Tensor:
+    return torch.arange(12.0).reshape(3, 4).requires_grad_(requires_grad)
+
+
+# Choice
+
+
+def test_the_first_backend_that_can_serve_does() -> None:
+    call(even())
+    call(torch.ones(3, 5))
+    assert ran() == ["fast", "exact"]
+
+
+def test_a_backend_asked_for_by_name_serves_even_if_another_comes_first() -> None:
+    for name in ("plain", "exact", "lonely", "fast", "kernel"):
+        call(even(), backend=name)
+    assert ran() == ["plain", "exact", "lonely", "fast", "kernel"]
+
+
+def test_a_forced_backend_that_cannot_serve_raises_its_reason_and_nothing_runs() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        call(torch.ones(3, 5), backend="fast")
+    assert str(error.value) == "test_op_scale(backend='fast'): V=5 is odd" and ran() == []
+
+
+@pytest.mark.parametrize("name", ["nope", ""])
+def test_an_unknown_backend_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ContractError) as error:
+        call(even(), backend=name)
+    assert str(error.value) == (
+        f"test_op_scale(backend={name!r}): unknown backend; known: kernel, fast, exact, plain, lonely"
+    )
+    assert not isinstance(error.value, UnsupportedError) and ran() == []
+
+
+def test_a_call_that_no_backend_can_serve_says_why_for_each() -> None:
+    @op("test_op_picky")
+    def picky(x: Float[Tensor, "N"], backend: str | None = None) -> Like[Tensor, "x"]: ...
+
+    @picky.backend("never", numerics=NONE, when=lambda args: "it never does")
+    def _(x: Tensor) -> Tensor:
+        raise AssertionError("was called")
+
+    with pytest.raises(UnsupportedError) as error:
+        picky(torch.ones(2), None)
+    assert str(error.value) == "test_op_picky: no backend can serve this call (never: it never does)"
+    found = picky.explain(torch.ones(2))
+    assert (found.backend, found.numerics, found.reasons) == (None, None, {"never": "it never does"})
+    assert str(found) == "test_op_picky: no backend (numerics None)\n  never      it never does"
+
+
+def test_backends_see_neither_backend_nor_validate() -> None:
+    call(even(), backend="plain", validate=True)
+    assert set(RAN[-1][1]) == {"x", "factor", "want_sum"}
+
+
+def test_an_unknown_op_lists_the_known_ones() -> None:
+    public = ", ".join(sorted(name for name, o in OPS.items() if o.proof is not None))
+    for name in ("nope", "logp_bwd", "test_op_scale"):  # ops without a proof are not for people to call
+        with pytest.raises(ContractError) as error:
+            isobit.explain(name)
+        assert str(error.value) == f"unknown op {name!r}; known: {public}"
+
+
+# Explaining
+
+
+def test_explain_says_who_serves_and_why_not_the_others() -> None:
+    found = scale.explain(torch.ones(3, 5))
+    asked = "on CPU tensors only the interpreter could run it: ask for it by name to check its kernels"
+    assert (found.op, found.backend, found.numerics) == ("test_op_scale", "exact", "toy/1")
+    assert found.reasons == {
+        "kernel": asked, "fast": "V=5 is odd", "exact": None, "plain": None, "lonely": None,
+    }  # fmt: skip
+    assert str(found) == (
+        "test_op_scale: exact (numerics toy/1)\n"
+        f"  kernel     {asked}\n"
+        "  fast       V=5 is odd\n"
+        "  exact      serves this call\n"
+        "  plain      can serve; a faster one does\n"
+        "  lonely     can serve; a faster one does"
+    )
+    assert ran() == []
+
+
+def test_explain_of_a_forced_backend_does_not_call_it_faster() -> None:
+    found = scale.explain(even(), backend="plain")
+    assert (found.backend, found.numerics) == ("plain", NONE)
+    text = str(found).splitlines()
+    assert text[4] == "  plain      serves this call"
+    assert "a faster one does" not in str(found)
+    assert text[2].startswith("  fast       can serve")
+
+
+def test_explain_of_a_forced_backend_that_is_served_by_name_only() -> None:
+    assert scale.explain(even(), backend="kernel").backend == "kernel"
+
+
+def test_explain_validates_like_a_call() -> None:
+    for bad, message in (
+        ({"factor": -1.0}, "test_op_scale(factor: -1.0): must be positive"),
+        (
+            {"x": torch.ones(3, dtype=torch.int64)},
+            "test_op_scale(x: [3] int64): dtype must be floating point",
+        ),
+        ({"backend": "nope"}, "test_op_scale(backend='nope'): unknown backend"),
+        ({"backend": "fast", "x": torch.ones(3, 5)}, "test_op_scale(backend='fast'): V=5 is odd"),
+        ({"x": None}, "test_op_scale(x: None): is required"),
+    ):
+        with pytest.raises(ContractError) as error:
+            scale.explain(**({"x": even()} | bad))
+        assert str(error.value).startswith(message)
+
+
+def test_explain_reads_no_values() -> None:
+    assert scale.explain(torch.full((3, 4), float("nan"))).backend == "fast" and RAN == []
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [((), {"facto": 1.0}), ((1.0, False, None, None, 7), {}), ((), {"x": torch.ones(2, 2)})],
+)
+def test_explain_takes_each_argument_once(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match=r"^test_op_scale: "):
+        scale.explain(even(), *args, **named)
+
+
+# Backward
+
+
+def gradient(backend: str | None, want_sum: bool = False) -> Tensor:
+    x = even(requires_grad=True)
+    y, total, _ = call(x, 3.0, want_sum, backend=backend)
+    loss = (y * torch.arange(4.0)).sum() + (0.0 if total is None else total.sum())
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("forced", "followed_by"),
+    [
+        (None, ["fast", "plain"]),  # nothing is forced: each direction takes its best
+        ("plain", ["plain", "plain"]),
+        ("exact", ["exact", "exact"]),
+        ("fast", ["fast", "exact"]),  # the backward has no "fast": the best one of its numerics class
+        ("kernel", ["kernel", "exact"]),
+    ],
+)
+def test_the_backward_keeps_the_numerics_class_of_a_forced_forward(
+    forced: str | None, followed_by: list[str]
+) -> None:
+    found = gradient(forced)
+    assert ran() == followed_by
+    assert torch.equal(found, 3.0 * torch.arange(4.0).expand(3, 4))
+
+
+def test_a_backward_without_the_class_of_the_forced_forward_is_an_error() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        gradient("lonely")
+    assert str(error.value) == "test_op_scale_bwd: no backend of numerics class 'toy/2'"
+    assert ran() == ["lonely"]
+
+
+def test_gradients_of_optional_outputs_are_added() -> None:
+    assert torch.equal(gradient(None, want_sum=True), 3.0 * (torch.arange(4.0) + 1.0).expand(3, 4))
+
+
+@pytest.mark.parametrize("torch_op", [False, True])
+def test_constant_and_unasked_outputs_require_no_grad(torch_op: bool) -> None:
+    way = torch.ops.isobit.test_op_scale if torch_op else scale
+    y, total, top = way(even(requires_grad=True), 2.0, False, None, None)
+    assert y.requires_grad and not top.requires_grad
+    assert total is None or (list(total.shape) == [0] and not total.requires_grad)
+
+
+@pytest.mark.parametrize("torch_op", [False, True])
+def test_a_second_derivative_is_an_error_that_says_so(torch_op: bool) -> None:
+    way = torch.ops.isobit.test_op_scale if torch_op else scale
+    x = even(requires_grad=True)
+    (dx,) = torch.autograd.grad(way(x, 2.0, False, None, None)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^the toy has no second derivative$"):
+        dx.sum().backward()
+
+
+def test_no_graph_where_none_is_wanted() -> None:
+    x = even(requires_grad=True)
+    with torch.no_grad():
+        assert call(x)[0].grad_fn is None
+    with torch.inference_mode():
+        assert call(x)[0].is_inference()
+    assert call(x.detach())[0].grad_fn is None
+
+
+def test_forward_mode_is_refused_rather_than_dropped() -> None:
+    """A tangent that is lost on the way reads as a derivative of 0."""
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.func.jvp(lambda x: call(x)[0], (even(),), (torch.ones(3, 4),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        call(torch.autograd.forward_ad.make_dual(even(), torch.ones(3, 4)))
+
+
+# Every way in gives the same
+
+
+class Watch(TorchDispatchMode):
+    """Sees what reaches PyTorch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Labelled(Tensor):
+    """A tensor subclass that does nothing of its own."""
+
+
+@pytest.mark.parametrize("want_sum", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (0, 4), (2, 0, 3, 5)])
+def test_the_short_way_is_the_torch_op(shape: tuple[int, ...], want_sum: bool) -> None:
+    results = []
+    for way in (scale, torch.ops.isobit.test_op_scale):
+        x = torch.linspace(-1, 1, int(torch.Size(shape).numel())).reshape(shape).requires_grad_()
+        y, total, top = way(x, 0.7, want_sum, None, None)
+        loss = (y * y.detach()).sum() + (total.sum() if want_sum else 0.0)
+        results.append([y, total if want_sum else None, top, *torch.autograd.grad(loss, x)])
+        # What was not asked for is nothing on the short way, and an empty tensor where a schema needs one.
+        assert want_sum or (total is None if way is scale else list(total.shape) == [0])
+    for short, long in zip(*results, strict=True):
+        assert short is long is None or torch.equal(short, long)
+    assert ran()[: len(RAN)].count("fast") in (0, 2)
+
+
+def test_plain_calls_do_not_pay_for_the_dispatcher_and_watched_ones_go_through_it() -> None:
+    assert call(even())[1] is None  # the mark of the short way
+    with Watch() as watch:
+        x = even(requires_grad=True)
+        call(x)[0].sum().backward()
+    assert [name for name in watch.seen if "test_op" in name] == [
+        "isobit.test_op_scale.default", "isobit.test_op_scale_bwd.default",
+    ]  # fmt: skip
+
+
+def test_tensor_subclasses_are_kept() -> None:
+    assert type(call(even().as_subclass(Labelled))[0]) is Labelled
+    assert type(call(torch.nn.Parameter(even()))[0]) is Tensor
+
+
+def test_fake_tensors_get_shapes_and_run_nothing() -> None:
+    with FakeTensorMode():
+        x = torch.empty(6, 4, dtype=torch.bfloat16, requires_grad=True)
+        y, total, top = call(x, want_sum=True)
+        y.sum().backward()
+        assert [(list(t.shape), t.dtype) for t in (y, total, top)] == [
+            ([6, 4], torch.float32), ([6], torch.float32), ([6], torch.float32),
+        ]  # fmt: skip
+        assert x.grad is not None and x.grad.dtype == torch.bfloat16
+        with pytest.raises(ContractError, match="must be positive"):
+            call(x, -1.0)
+    assert RAN == []
+
+
+def test_meta_tensors_get_shapes() -> None:
+    y, _, top = call(torch.empty(6, 4, device="meta"))
+    assert list(y.shape) == [6, 4] and list(top.shape) == [6] and y.device.type == "meta"
+
+
+def test_a_traced_graph_holds_the_ops() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.autograd.grad(call(x)[0].sum(), x)[0]
+
+    graph = make_fx(step, tracing_mode="symbolic")(even(requires_grad=True))
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert "isobit.test_op_scale.default" in names and "isobit.test_op_scale_bwd.default" in names
+    assert torch.equal(
+        graph(torch.ones(5, 6)), torch.full((5, 6), 2.0)
+    )  # other sizes than it was traced with
+
+
+def test_vmap_is_a_loop_over_calls() -> None:
+    x = even(requires_grad=True)
+    y = torch.func.vmap(lambda row: call(row)[0])(x)
+    assert torch.equal(y, 2.0 * x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradient(reentrant: bool) -> None:
+    x = even(requires_grad=True)
+    y = checkpoint(lambda x: call(x * 1.0, backend="exact")[0], x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0)) and ran() == ["exact", "exact", "exact"]
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    found: dict[int, bool] = {}
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            x = torch.full((3, 4), 1.0, requires_grad=True)
+            y = call(x, float(i + 1))[0]
+            y.sum().backward()
+            found[i] = found.get(i, True) and bool((x.grad == i + 1).all()) and bool((y == i + 1).all())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(4), True)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("torch_op", [False, True])
+def test_autocast_does_not_reach_backends(torch_op: bool) -> None:
+    way: Any = torch.ops.isobit.test_op_scale if torch_op else scale
+    outside, inside = even(requires_grad=True), even(requires_grad=True)
+    expected = way(outside, 0.7, False, None, None)[0]
+    expected.sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (even() @ torch.eye(4)).dtype == torch.bfloat16  # it is on
+        found = way(inside, 0.7, False, None, None)[0]
+        found.sum().backward()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found, expected) and torch.equal(inside.grad, outside.grad)
+    assert ran() == ["fast", "plain", "fast", "plain"] and not any(autocast for _, _, autocast in RAN)
+
+
+# Rules
+
+
+NAN = torch.full((2, 4), float("nan"))
+
+
+def rule_ran() -> bool:
+    return any(name == "value rule" for name, _, _ in RAN)
+
+
+def test_rules_run_on_every_call() -> None:
+    for validate in (None, True, False):
+        with pytest.raises(ContractError, match=r"^test_op_scale\(factor: -1.0\): must be positive$"):
+            call(even(), -1.0, validate=validate)
+    with pytest.raises(ContractError, match="must be positive"):
+        torch.ops.isobit.test_op_scale(even(), -1.0, False, None, None)
+
+
+@pytest.mark.parametrize("validate", [None, True])
+def test_value_rules_run_on_cpu_tensors(validate: bool | None) -> None:
+    for way in (scale, torch.ops.isobit.test_op_scale):
+        with pytest.raises(ContractError, match=r"^test_op_scale\(x: \[2, 4\] fp32\): has a NaN$"):
+            way(NAN, 2.0, False, validate, None)
+    assert ran() == []
+
+
+def test_value_rules_can_be_switched_off() -> None:
+    assert bool(call(NAN, validate=False)[0].isnan().all()) and not rule_ran()
+
+
+def test_value_rules_do_not_run_while_tracing() -> None:
+    make_fx(lambda x: call(x, validate=True)[0], tracing_mode="fake")(even())
+    assert not rule_ran()
+
+
+@pytest.mark.parametrize(
+    ("validate", "environment", "runs"),
+    [
+        (None, None, False), (None, "0", False), (None, "", False), (None, "1", True),
+        (True, None, True), (True, "0", True), (False, "1", False),
+    ],
+)  # fmt: skip
+def test_value_rules_elsewhere_than_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, validate: bool | None, environment: str | None, runs: bool
+) -> None:
+    """They cost a sync there, so only on request. The environment is read by the call, not by the import."""
+    monkeypatch.delenv("ISOBIT_VALIDATE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("ISOBIT_VALIDATE", environment)
+    # The meta device stands for one that is not a CPU: the rule runs and finds no values to read.
+    scale._validated((torch.empty(2, 4, device="meta"), 2.0, False, validate, None))
+    assert rule_ran() is runs
+
+
+# Declaring
+
+
+def test_an_op_is_registered_under_its_name() -> None:
+    assert OPS["test_op_scale"] is scale and scale.name == "test_op_scale" and scale.backward is scale_bwd
+    assert str(torch.ops.isobit.test_op_scale.default._schema) == f"isobit::{scale.contract.schema()}"
+    assert "which has no gradient" in scale.doc
+
+
+def test_a_name_can_be_declared_only_once() -> None:
+    with pytest.raises(RuntimeError, match="test_op_scale"):
+
+        @op("test_op_scale")
+        def again(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
+
+    assert OPS["test_op_scale"] is scale
+
+
+def test_an_op_without_a_derivative_gives_no_gradient_silently() -> None:
+    @op("test_op_opaque")
+    def opaque(x: Float[Tensor, "N"], backend: str | None = None) -> Like[Tensor, "x"]: ...
+
+    opaque.backend("only", numerics=NONE)(lambda x: x.detach().clone())
+    assert isinstance(opaque, Op)
+    assert not opaque(torch.ones(2, requires_grad=True), None).requires_grad
