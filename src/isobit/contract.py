@@ -179,6 +179,8 @@ class Contract:
             t = values[i]
             if t is None and optional:
                 continue
+            if t.layout is not torch.strided:
+                raise self.error(name, t, f"must be a dense tensor, its layout is {t.layout}")
             if t.dtype not in spec.dtypes:
                 raise self.error(name, t, f"dtype must be {self._dtype_rule(spec)}")
             if first_device is None:

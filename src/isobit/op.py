@@ -219,9 +219,13 @@ class Op:
         return self._run(*values)
 
     def _plain(self, values: tuple[Any, ...]) -> bool:
-        """No tensor subclass, no dispatch mode, no functorch transform: nobody is watching."""
+        """No tensor subclass, no dispatch mode, no functorch transform, no lazy negation or zeros: nothing
+        that the dispatcher would have seen to first."""
         for i in self.contract.tensor_positions:
-            if values[i] is not None and type(values[i]) not in (Tensor, torch.nn.Parameter):
+            t = values[i]
+            if t is None:
+                continue
+            if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t._is_zerotensor():
                 return False
         return (
             not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None

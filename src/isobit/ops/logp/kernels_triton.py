@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 def tile_for(V: int) -> Tile:
     """A function of V alone: this is what makes law V true.
 
-    Measured on an H200, fraction of the copy bandwidth at V = 32768, 50257, 50304, 151936 (16-bit logits):
+    Measured on an H200 in 2026-11, part of the copy bandwidth at V = 32768, 50257, 50304, 151936 (16 bits):
     0.99, 0.96, 1.00, 1.04. Without the register cap 0.99, 0.94, 0.99, 1.03; one warp 0.93, 0.86, 0.93, 0.99;
     16 tiles a step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50 % at N = 8.
     """

@@ -1,0 +1,34 @@
+"""The numerics page says what the kernels compute: its numpy model gives their bits, run as it is printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+
+COMPARE = """
+import torch, isobit
+torch.manual_seed(0)
+for V, temperature in ((1, 1.0), (257, 0.7), (1024, 1.0), (1025, 2.5), (16385, 0.7), (50257, 1.0)):
+    z = torch.randn(2, V) * 4
+    z[1, V // 2 :] = float("-inf")
+    ids = torch.tensor([V - 1, 0])
+    flags = dict(return_entropy=True, return_lse=True, backend="triton")
+    found = isobit.logp(z, ids, temperature=temperature, **flags)
+    for i in range(2):
+        if V == 1 and i == 1:
+            continue  # nothing but -inf in this row
+        model = torch.tensor([float(x) for x in row(z[i].numpy(), int(ids[i]), temperature)])
+        kernel = torch.stack([x[i] for x in found])
+        assert torch.equal(model, kernel), (V, i, model, kernel)
+print("equal")
+"""
+
+
+def test_the_printed_model_gives_the_bits_of_the_kernels() -> None:
+    (model,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "def row(" in b)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", model + COMPARE], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal", done.stderr
