@@ -33,6 +33,7 @@ def default_device() -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+@cache
 def triton_is_interpreted() -> bool:
     """Whether Triton kernels of this process run in the CPU interpreter."""
     from isobit.blocks.interpreter import INTERPRETED

@@ -16,8 +16,8 @@ Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its 
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -258,6 +258,17 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
     return p * weight + tl.where(col == token, on_target, 0.0)
 
 
+@cache
+def forward_plan(V: int) -> tuple[int, dict[str, int], dict[str, Any]]:
+    """(splits of a row, the constants that order its sums, compile options): functions of V alone."""
+    tile = tile_for(V)
+    order = {"LOG_BLOCK": tile.log_block, "UNROLL": tile.unroll, "STEPS": tile.steps}
+    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    if tile.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
+        options["maxnreg"] = tile.registers
+    return -(-V // tile.split), order, options
+
+
 def word_of(z: Tensor, strides: Sequence[int]) -> int:
     """Elements in a 16-byte word if rows of z may start or end inside one, 1 if none does (or if the tensor
     itself starts inside one, so that no row has aligned words)."""
@@ -292,30 +303,20 @@ def logp(
     if N == 0:
         return out, entropy, lse, stats
     inner, (z, ids, mask), strides = row_strides(lead, (logits, token_ids, as_bytes(mask)))
-    tile = tile_for(V)
-    splits = triton.cdiv(V, tile.split)
+    splits, order, options = forward_plan(V)
     numbers = (LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner)
-    order = {
-        "WORD": word_of(z, strides[:2]),
-        "LOG_BLOCK": tile.log_block,
-        "UNROLL": tile.unroll,
-        "STEPS": tile.steps,
-    }
-    log_splits = (splits - 1).bit_length()
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
-    if tile.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
-        options["maxnreg"] = tile.registers
+    log_splits, word = (splits - 1).bit_length(), word_of(z, strides[:2])
     results = (out, entropy, lse, stats)
     if splits == 1 or ROWS_PER_SM * sm_count(logits.device) <= N:
         launch(
             logp_rows, (N,), z, ids, mask, *results, *numbers, *strides,
-            **order, LOG_SPLITS=log_splits, **options,
+            WORD=word, LOG_SPLITS=log_splits, **order, **options,
         )  # fmt: skip
     else:
         partials = empty((3 if return_entropy else 2, N, splits))
         launch(
             logp_splits, (N, splits), z, ids, mask, partials, numbers[0], *numbers[2:], *strides,
-            ENTROPY=return_entropy, **order, **options,
+            ENTROPY=return_entropy, WORD=word, **order, **options,
         )  # fmt: skip
         launch(
             logp_merge, (N,), z, ids, mask, partials, *results, *numbers, splits, *strides,
@@ -347,7 +348,7 @@ def logp_bwd(
     line, word = 128 // logits.element_size(), 16 // logits.element_size()
     # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
     congruent = z.data_ptr() % 16 == 0 and not ((strides[0] - inner * V) % word or (strides[1] - V) % word)
-    programs = triton.cdiv((V + line) // word, BWD_WORDS * BWD_UNROLL * BWD_STEPS)
+    programs = -(-((V + line) // word) // (BWD_WORDS * BWD_UNROLL * BWD_STEPS))
     # A gradient of a sum arrives as one number with stride 0.
     grads = [g if g is None else g.contiguous() for g in (dlogp, dentropy, dlse)]
     launch(
