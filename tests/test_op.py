@@ -315,6 +315,7 @@ def test_no_graph_where_none_is_wanted() -> None:
     assert call(x.detach())[0].grad_fn is None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
 def test_forward_mode_is_refused_rather_than_dropped() -> None:
     """A tangent that is lost on the way reads as a derivative of 0."""
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -355,7 +356,7 @@ def test_the_short_way_is_the_torch_op(shape: tuple[int, ...], want_sum: bool) -
         assert want_sum or (total is None if way is scale else list(total.shape) == [0])
     for short, long in zip(*results, strict=True):
         assert short is long is None or torch.equal(short, long)
-    assert ran()[: len(RAN)].count("fast") in (0, 2)
+    assert ran()[:2] == ran()[2:]
 
 
 def test_plain_calls_do_not_pay_for_the_dispatcher_and_watched_ones_go_through_it() -> None:

@@ -16,7 +16,7 @@ def sm_count(device: torch.device) -> int:
 
 @cache
 def arch_key(device: torch.device) -> str:
-    """`sm_90`, `gfx942`, `cpu`, ...: the key of tolerance overrides and of results folders."""
+    """`sm_90`, `gfx942`, `cpu`, ...: the key of tolerance overrides."""
     if device.type != "cuda":
         return device.type
     props = torch.cuda.get_device_properties(device)

@@ -1,8 +1,11 @@
 """The `isobit` command: check, bench, info."""
 
 import json
+import re
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +25,8 @@ from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
 from isobit.check import report
 from isobit.check.proof import DTYPES, InputOptions
-from isobit.check.runner import FAIL, LAWS, Cell, Request, default_backend, run
-from isobit.contract import ContractError
+from isobit.check.runner import FAIL, LAWS, Cell, Request, default_backend, run, small_case
+from isobit.contract import ContractError, dtype_name
 from isobit.op import OPS
 from isobit.stamp import gpu_name, results_folder, stamp
 
@@ -65,10 +68,10 @@ def _dtypes(names: list[str]) -> tuple[torch.dtype, ...]:
 def _dims(pairs: list[str], batch: int | None, seq: int | None, vocab: int | None) -> dict[str, int] | None:
     dims = {name: size for name, size in (("B", batch), ("T", seq)) if size is not None}
     for pair in pairs:
-        name, _, size = pair.partition("=")
-        if not size.lstrip("-").isdigit():
+        found = re.fullmatch(r"(\w+)=(-?[0-9]+)", pair)
+        if found is None:
             raise ContractError(f"--dim {pair}: write it as NAME=SIZE, for example V=50257")
-        dims[name] = int(size)
+        dims[found[1]] = int(found[2])
     if vocab is not None:
         dims["V"] = vocab
     return dims or None
@@ -155,7 +158,7 @@ def check(
     elif json_path is not None:
         json_path.write_text(json.dumps(found, indent=1) + "\n")
     if results is not None:
-        _write_results(results, cells, request.device, commit)
+        _write_results(results, cells, request.device, commit, say)
     say("\n" + report.table(cells) + "\n")
     for line in report.notes(cells):
         say(line)
@@ -165,13 +168,15 @@ def check(
     raise typer.Exit(int(not found["passed"]))
 
 
-def _write_results(folder: Path, cells: list[Cell], device: torch.device, commit: str | None) -> None:
+def _write_results(
+    folder: Path, cells: list[Cell], device: torch.device, commit: str | None, say: Callable[[str], None]
+) -> None:
     for name in dict.fromkeys(c.op for c in cells):
-        path = folder / results_folder(device) / f"check_{name}.json"
+        path = folder / results_folder(device) / f"check_{OPS[name].folder}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = [c for c in cells if c.op == name]
         path.write_text(json.dumps(report.to_json(mine, device, commit), indent=1) + "\n")
-        print(f"wrote {path}")
+        say(f"wrote {path}")
 
 
 @app.command()
@@ -223,6 +228,5 @@ def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch
         print(f"{name}: {default_backend(OPS[name], where)}")
         op: Any = OPS[name]
         for dtype in (torch.bfloat16, torch.float64):
-            case = op.proof.cases[1]
-            args = op.proof.make(type(case)({**case.dims}, dtype), where, InputOptions())
-            print("  " + str(op.explain(**args)).replace("\n", "\n  "))
+            args = op.proof.make(replace(small_case(op), dtype=dtype), where, InputOptions())
+            print(f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  "))

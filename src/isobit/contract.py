@@ -115,10 +115,11 @@ def _spec_of(hint: Any) -> Spec | None:
 
 
 def describe(value: Any) -> str:
-    """`[3, 7] bf16` for a tensor, the value itself for anything else."""
+    """`[3, 7] bf16` for a tensor, the value itself (cut short) for anything else."""
     if isinstance(value, Tensor):
         return f"[{', '.join(map(str, value.shape))}] {dtype_name(value.dtype)}"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -189,7 +190,7 @@ class Contract:
                 raise self.error(name, t, f"is on {t.device} but {first_name} is on {first_device}")
             if spec.dims == ("*",):  # the two common forms, without the general walk below: this is hot
                 self._agree(name, t, "*", t.shape, dims)
-            elif len(spec.dims) == 2 and spec.dims[0] == "*" and t.ndim:
+            elif len(spec.dims) == 2 and spec.dims[0] == "*" and t.ndim and not spec.dims[1].isdigit():
                 self._agree(name, t, "*", t.shape[:-1], dims)
                 self._agree(name, t, spec.dims[1], t.shape[-1], dims)
             else:
@@ -220,7 +221,8 @@ class Contract:
                 size = shape[k if star is None or k < star else k - len(wanted)]
             if dim.isdigit():
                 if size != int(dim):
-                    raise self.error(name, t, f"dimension {k} must be {dim}, is {size}")
+                    at = k if star is None or k < star else len(shape) - len(wanted) + k
+                    raise self.error(name, t, f"dimension {at} must be {dim}, is {size}")
                 continue
             self._agree(name, t, dim, size, dims)
 

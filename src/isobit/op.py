@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from isobit.contract import Contract, ContractError
 
@@ -91,12 +92,17 @@ class Op:
     def name(self) -> str:
         return self.contract.name
 
+    @property
+    def folder(self) -> str:
+        """`logp` for `isobit/ops/logp`: where an op is declared names its results."""
+        return str(self.proof.make.__module__).split(".")[-2]
+
     def __post_init__(self) -> None:
         _LIBRARY.define(self.contract.schema())
         _LIBRARY.impl(self.name, self._run_for_torch, "CompositeExplicitAutograd")
         torch.library.register_fake(f"isobit::{self.name}", self._fake, lib=_LIBRARY)
         self._torch_op = getattr(torch.ops.isobit, self.name).default
-        self._function: Any = None
+        self._differentiable: Any = None
         OPS[self.name] = self
 
     # Declaring
@@ -132,13 +138,15 @@ class Op:
         save: Callable[[dict[str, Any], tuple[Tensor, ...]], dict[str, Tensor | None]],
         gradient: Callable[[dict[str, Any], tuple[Tensor | None, ...]], dict[str, Tensor]],
         constant: tuple[int, ...] = (),
+        flags: tuple[str, ...] = (),
     ) -> None:
         """Autograd for this op, whatever the backend.
 
         `save(args, outputs)` names the tensors to keep; `gradient(kept, grads)` calls `backward` and
         returns gradients by argument name. `kept` also holds the scalar arguments, with `backend`
         already translated for the backward (see `_backend_for_backward`). Outputs numbered in `constant`
-        have no gradient, nor have optional ones that were not asked for.
+        have no gradient, nor have optional ones that were not asked for. Arguments named in `flags` are
+        made true where a backward can follow.
         """
         self.backward = backward
         this, names, specs = self, self.contract.names, self.contract.outputs
@@ -149,12 +157,13 @@ class Op:
                 outputs = run(*values)
                 args = dict(zip(names, values, strict=True))
                 kept = save(args, outputs)
+                several = outputs if isinstance(outputs, tuple) else (outputs,)
                 ctx.kept_names = list(kept)
                 ctx.save_for_backward(*kept.values())
                 ctx.scalars = {k: v for k, v in args.items() if not isinstance(v, Tensor) and k not in kept}
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(
-                    *(o for i, o in enumerate(outputs)
+                    *(o for i, o in enumerate(several)
                       if o is not None and (i in constant or not args.get(str(specs[i].when), True)))
                 )  # fmt: skip
                 return outputs
@@ -166,7 +175,7 @@ class Op:
                 found = gradient(kept, grads)
                 return (None, *(found.get(name) for name in names))
 
-        self._set_autograd(Derivative)
+        self._set_autograd(Derivative, flags)
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error that says why (used by backwards)."""
@@ -182,8 +191,15 @@ class Op:
 
         self._set_autograd(NoDerivative)
 
-    def _set_autograd(self, function: type[torch.autograd.Function]) -> None:
-        self._function = function
+    def _set_autograd(self, function: type[torch.autograd.Function], flags: tuple[str, ...] = ()) -> None:
+        positions = {self.contract.names.index(name) for name in flags}
+
+        def differentiable(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+            if positions:
+                values = tuple(True if i in positions else v for i, v in enumerate(values))
+            return function.apply(run, *values)
+
+        self._differentiable = differentiable
 
         def below_autograd(*values: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -191,16 +207,21 @@ class Op:
 
         def autograd(*values: Any) -> Any:
             if self._needs_grad(values):
-                return function.apply(below_autograd, *values)
+                return differentiable(below_autograd, values)
             return below_autograd(*values)
 
         _LIBRARY.impl(self.name, autograd, "Autograd")
 
     def _needs_grad(self, values: tuple[Any, ...]) -> bool:
+        """Whether autograd watches: a tensor requires grad, or one has a forward-mode tangent (which the
+        autograd functions refuse: dropping it would be a silent zero)."""
         if torch.is_grad_enabled():
             for i in self.contract.tensor_positions:
                 if values[i] is not None and values[i].requires_grad:
                     return True
+        if forward_ad._current_level >= 0:
+            tensors = (values[i] for i in self.contract.tensor_positions if values[i] is not None)
+            return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
         return False
 
     # Running
@@ -214,8 +235,8 @@ class Op:
         self.contract.check_types(values)
         if torch.compiler.is_compiling() or not self._plain(values):
             return self._torch_op(*values)
-        if self._function is not None and self._needs_grad(values):
-            return self._function.apply(self._run, *values)
+        if self._differentiable is not None and self._needs_grad(values):
+            return self._differentiable(self._run, values)
         return self._run(*values)
 
     def _plain(self, values: tuple[Any, ...]) -> bool:
@@ -235,7 +256,9 @@ class Op:
         args, _ = self._validated(values)
         backend = self._choose(args, args.pop("backend", None))
         device = values[0].device.type
-        if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
+        if device != "meta" and torch.is_autocast_enabled(
+            device
+        ):  # the inputs' dtypes decide, never the context's
             with torch.autocast(device, enabled=False):
                 return backend.run(**args)
         return backend.run(**args)
@@ -307,10 +330,15 @@ class Op:
 
     def explain(self, *positional: Any, **named: Any) -> Explanation:
         """What would serve this call, and why not the others. Same validation, nothing is launched."""
-        given = dict(zip(self.contract.names, positional, strict=False)) | named
-        unknown = set(given) - set(self.contract.names)
-        if unknown:
-            raise ContractError(f"{self.name}: unknown argument(s) {', '.join(sorted(unknown))}")
+        names = self.contract.names
+        if len(positional) > len(names):
+            raise ContractError(f"{self.name}: takes {len(names)} arguments, {len(positional)} were given")
+        twice = [name for name in names[: len(positional)] if name in named]
+        unknown = sorted(set(named) - set(names))
+        if twice or unknown:
+            what = "given twice" if twice else "unknown"
+            raise ContractError(f"{self.name}: argument(s) {what}: {', '.join(twice or unknown)}")
+        given = dict(zip(names, positional, strict=False)) | named
         values = tuple(given.get(p.name, p.default) for p in self.contract.params)
         self.contract.check_types(values)
         args, _ = self._validated(values, fake=True)
@@ -319,6 +347,9 @@ class Op:
         chosen = self._choose(args, forced) if forced or None in reasons.values() else None
         if chosen is None:
             return Explanation(self.name, None, None, reasons)
+        if forced:
+            asked = f"can serve; backend={forced!r} was asked for"
+            reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
         return Explanation(self.name, chosen.name, chosen.numerics, reasons)
 
 

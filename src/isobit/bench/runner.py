@@ -245,7 +245,7 @@ def run(
         "rows": rows,
     }
     if out_dir is not None:
-        path = out_dir / results_folder(device) / f"{op_folder(op)}.json"
+        path = out_dir / results_folder(device) / f"{op.folder}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_to_json(report))
         say(f"written: {path}")
@@ -265,11 +265,6 @@ def _refuse_red(op_name: str, device: torch.device, say: Callable[[str], None]) 
     failures = quick_check(op_name, device)
     if failures:
         raise CheckFailed(f"{op_name} fails its check, so it is not timed:\n  " + "\n  ".join(failures))
-
-
-def op_folder(op: Op) -> str:
-    """`logp` for `isobit/ops/logp`: where the op is declared names its results."""
-    return str(op.proof.make.__module__).split(".")[-2]
 
 
 def _to_json(report: Report) -> str:

@@ -8,7 +8,7 @@ pairwise tree, and at the end of the row the splits are, by the same tree.
 Everything inside a lane is elementwise, and a tree adds two numbers at a time. So neither the vector width
 of a load (which the compiler derives from pointer alignment) nor the number of warps can reorder a sum.
 One program may walk a whole row, or one program each split: the bits are the same. The order is named
-`lse/triton-1`; `exp2` and `log2` are the device's own.
+`lse/triton-1`; `exp2`, `log2` and division are the device's own.
 
 Rows that start inside a 16-byte word (an odd V) are read in whole words all the same. The BLOCK lanes then
 hold the columns rotated by the row's offset from the word: the first few lanes find theirs one tile later,

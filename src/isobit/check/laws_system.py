@@ -102,6 +102,8 @@ def _unknown_backend(trial: Trial, args: Args) -> OutputCheck:
 
 
 def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
+    if trial.proof.bad_value is None:
+        return []
     bad, row = trial.proof.bad_value(args)
     checks = [_reports_bad_value(trial, bad, "validate=True", True)]
     if trial.device.type == "cpu":
@@ -110,11 +112,9 @@ def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
     bad_out, bad_grad = trial.backward(bad, validate=False)
     pairs = [(n, g, b) for n, g, b in zip(trial.proof.outputs, good_out, bad_out, strict=True)]
     pairs += [(f"gradient:{n}", good_grad[n], bad_grad[n]) for n in good_grad]
+    rank = good_out[0].ndim  # leading dimensions
     for name, good, found in pairs:
-        good, found = (
-            good.flatten(0, len(args["token_ids"].shape) - 1),
-            found.flatten(0, len(args["token_ids"].shape) - 1),
-        )
+        good, found = (x.flatten(0, rank - 1) if rank else x[None] for x in (good, found))
         if not bool(found[row].isnan().all()):
             checks.append(
                 failure(
@@ -176,8 +176,14 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
     checks, N = [], args[rows[0]].shape[0]
-    for attempt, size in enumerate((N, N - 2, N - 3)):
-        few = {k: v[:size].clone() if k in rows and v is not None else v for k, v in args.items()}
+    if N == 0:
+        raise Unsupported("no rows: PyTorch compiles sizes 0 and 1 apart")
+    first = max(N, 5)
+    while first in args[rows[0]].shape[1:]:  # PyTorch takes dimensions of one size for one dimension
+        first += 1
+    for attempt, size in enumerate((first, first - 2, first - 3)):
+        index = torch.arange(size, device=trial.device) % N
+        few = {k: v[index] if k in rows and v is not None else v for k, v in args.items()}
         results = []
         for run in (step, compiled):
             mine = cloned(few)

@@ -109,8 +109,8 @@ class Proof:
     memory_cases: Sequence[Case]
     bench_cases: Sequence[Case]
     mutants: Sequence[Mutant]
-    #: (args) -> args with a live row that breaks a value rule, and that row's flat index.
-    bad_value: Callable[[Args], tuple[Args, int]]
+    #: (args) -> args with a live row that breaks a value rule, and that row's flat index; None without one.
+    bad_value: Callable[[Args], tuple[Args, int]] | None
     #: Calls launchers with a recorder, on meta tensors: (launch, dtype) -> None.
     record: Callable[[Any, torch.dtype], None]
     #: What users would pick instead: () -> {name: Rival}; imported by the bench only.

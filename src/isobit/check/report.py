@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 def to_json(cells: list[Cell], device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs, with totals at each level."""
+    """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]

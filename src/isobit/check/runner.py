@@ -108,7 +108,7 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
     return cells
 
 
-def quick_check(op_name: str, device: torch.device, dims: dict[str, int] | None = None) -> list[str]:
+def quick_check(op_name: str, device: torch.device) -> list[str]:
     """Reasons why the default backend of an op is not fit to be timed here; none if it is."""
     op = known_op(op_name)
     name = default_backend(op, device)
@@ -119,7 +119,7 @@ def quick_check(op_name: str, device: torch.device, dims: dict[str, int] | None 
 
 def default_backend(op: Op, device: torch.device) -> str:
     """The backend that serves a plain call on this device."""
-    args = op.proof.make(_small_case(op), device, InputOptions())
+    args = op.proof.make(small_case(op), device, InputOptions())
     found = op.explain(**args).backend
     assert found is not None
     return found
@@ -142,7 +142,8 @@ def _backends(op: Op, request: Request) -> list[str]:
     return list(request.backends) or known
 
 
-def _small_case(op: Op) -> Case:
+def small_case(op: Op) -> Case:
+    """The first declared case that is not degenerate."""
     return next(c for c in op.proof.cases if c.dims and min(c.dims.values()) > 1)
 
 
@@ -150,8 +151,8 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     """The cases a law runs on: declared ones, or the one the command line describes."""
     proof = op.proof
     if request.dims is not None:
-        _check_dims(op, request.dims)
-        chosen = [Case(request.dims, d, request.data) for d in (request.dtypes or (torch.float32,))]
+        dims = _check_dims(op, request.dims)
+        chosen = [Case(dims, d, request.data) for d in (request.dtypes or (torch.float32,))]
         if law in ("compile", "contract", "traceable"):
             return chosen[:1]
         return chosen
@@ -160,7 +161,7 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     elif law == "memory":
         chosen = list(proof.memory_cases)
     elif law in ("contract", "traceable", "compile"):
-        chosen = [replace(_small_case(op), dtype=torch.float32, options={})]
+        chosen = [replace(small_case(op), dtype=torch.float32, options={})]
         if law == "compile":
             chosen.append(replace(chosen[0], dtype=torch.bfloat16))
     else:
@@ -176,14 +177,17 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     return [c for c in chosen if request.case in (None, c.name)]
 
 
-def _check_dims(op: Op, dims: dict[str, int]) -> None:
+def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
+    """The dimensions in the order that the op declares them."""
     sets = {tuple(c.dims) for c in op.proof.cases}
-    if tuple(dims) not in sets:
+    order = next((s for s in sets if set(s) == set(dims)), None)
+    if order is None:
         known = "; ".join(", ".join(s) for s in sorted(sets))
         raise ContractError(f"{op.name}: dimensions {', '.join(dims)}; known sets: {known}")
     for name, size in dims.items():
         if size <= 0 and (name == "V" or size < 0):
             raise ContractError(f"{op.name}: {name}={size} must be positive")
+    return {name: dims[name] for name in order}
 
 
 def _check_case(op: Op, request: Request) -> None:
@@ -258,7 +262,8 @@ def _fits(case: Case, device: torch.device) -> None:
 
 
 def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> str:
-    one = "" if request.dims is not None else f" --case '{case.name}'"
+    one = f" --dtype {dtype_name(case.dtype)}" if request.dims is not None or request.dtypes else ""
+    one += "" if request.dims is not None else f" --case '{case.name}'"
     return f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}{one}"
 
 

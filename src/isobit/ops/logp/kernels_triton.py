@@ -349,10 +349,10 @@ def logp_bwd(
     # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
     congruent = z.data_ptr() % 16 == 0 and not ((strides[0] - inner * V) % word or (strides[1] - V) % word)
     programs = -(-((V + line) // word) // (BWD_WORDS * BWD_UNROLL * BWD_STEPS))
-    # A gradient of a sum arrives as one number with stride 0.
-    grads = [g if g is None else g.contiguous() for g in (dlogp, dentropy, dlse)]
+    # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
+    rows = [x if x is None else x.contiguous() for x in (stats, entropy, dlogp, dentropy, dlse)]
     launch(
-        logp_gradient, (N, programs), z, ids, mask, stats, entropy, *grads, dlogits,
+        logp_gradient, (N, programs), z, ids, mask, *rows, dlogits,
         LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner, *strides,
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,

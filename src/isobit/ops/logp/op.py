@@ -7,10 +7,9 @@ With z = logits / temperature, for every row:
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
 A row counts unless its token id is `ignore_index` or its mask is 0; a row that does not count gives 0,
-gets a zero gradient and is not read.
+gets a zero gradient, and what it holds reaches no result.
 """
 
-import math
 from functools import cache
 from typing import Any, Literal, overload
 
@@ -65,9 +64,11 @@ def backward(
 
 
 def _scalars(contract: Contract, args: dict[str, Any]) -> None:
-    temperature, V = args["temperature"], args["logits"].shape[-1]
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise contract.error("temperature", temperature, "must be a positive finite number")
+    temperature, ignore_index, V = args["temperature"], args["ignore_index"], args["logits"].shape[-1]
+    if not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
+        raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
+    if not -(2**31) <= ignore_index < 2**31 and abs(ignore_index) > torch.iinfo(args["token_ids"].dtype).max:
+        raise contract.error("ignore_index", ignore_index, "must be a value that token_ids can hold")
     if V == 0:
         raise contract.error("logits", args["logits"], "V must be at least 1")
 
@@ -134,7 +135,7 @@ def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[st
     return {"logits": backward(*tensors, dlogp, dentropy, dlse, *scalars)}
 
 
-forward.derivative(backward, save=_save, gradient=_gradient, constant=(3,))
+forward.derivative(backward, save=_save, gradient=_gradient, constant=(3,), flags=("return_stats",))
 backward.not_differentiable(
     "isobit.logp has no second derivative: its backward is a kernel without a gradient of its own. "
     "Differentiate a log_softmax of the logits instead where you need one."
@@ -177,8 +178,8 @@ def logp(
             CPU tensors; on a GPU it makes that row's results and gradients NaN, and nothing is read
             out of bounds.
         mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count give 0, get a zero
-            gradient and are not read: NaN in them stays there.
+        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
+            gradient, and what they hold, NaN included, reaches no result (the kernels do not read them).
         temperature: a positive number that divides the logits.
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp,
             both differentiable.
@@ -189,8 +190,8 @@ def logp(
     Returns:
         logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
 
-    A row's bits do not depend on the other rows, on N, on strides or on alignment (numerics class
-    lse/triton-1). The gradient costs one read and one write of the logits.
+    On the triton backend a row's bits do not depend on the other rows, on N, on strides or on alignment
+    (numerics class lse/triton-1), and the gradient costs one read and one write of the logits.
 
     Example:
         >>> import torch, isobit
@@ -202,8 +203,7 @@ def logp(
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # Positional, in the order of the contract: this is the hot path. Only a backward needs the stats.
-    stats = torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad
+    # Positional, in the order of the contract: this is the hot path.
     out, entropy, lse, _ = forward(
         logits,
         token_ids,
@@ -212,7 +212,7 @@ def logp(
         temperature,
         return_entropy,
         return_lse,
-        stats,
+        False,  # autograd asks for the stats where a backward can follow
         validate,
         backend,
     )

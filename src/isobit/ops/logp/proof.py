@@ -120,8 +120,9 @@ def padding(args: Args, rows: int) -> Args:
 def bad_value(args: Args) -> tuple[Args, int]:
     """A live row with a token id one past the end."""
     ids = args["token_ids"].clone()
-    ids.reshape(-1)[1] = args["logits"].shape[-1]
-    return args | {"token_ids": ids}, 1
+    row = min(1, ids.numel() - 1)
+    ids.view(-1)[row] = args["logits"].shape[-1]
+    return args | {"token_ids": ids}, row
 
 
 # Truth and errors

@@ -70,7 +70,7 @@ def _rows(
     z = torch.where(live[:, None], z.to(dtype), 0.0)
     m = z.amax(-1)
     at_token = z.gather(-1, torch.where(good, ids, 0).long()[:, None])[:, 0]
-    u = (z - torch.where(m.isinf(), 0.0, m)[:, None]) / temperature
+    u = (z - torch.where(m == float("-inf"), 0.0, m)[:, None]) / temperature
     e = u.exp()
     s = e.sum(-1)
     log_s = s.log()

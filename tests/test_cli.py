@@ -1,0 +1,270 @@
+"""Guards the `isobit` command: what each bad option answers, exit codes, and the report for machines."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from isobit import __version__, cli
+from isobit.check import runner
+from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
+from isobit.op import OPS
+
+ROOT = Path(__file__).parent.parent
+LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
+SMALL = (*LOGP, "--batch", "2", "--seq", "3", "--vocab", "17")
+PUBLIC = ", ".join(sorted(name for name, op in OPS.items() if op.proof is not None))
+BACKENDS = ", ".join(backend.name for backend in OPS["logp"].backends)
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Isobit = Callable[..., Done]
+
+
+@pytest.fixture
+def isobit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Isobit:
+    """Runs the command in this process: importing PyTorch anew for each would cost seconds."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["isobit", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capfd.readouterr()
+        if isinstance(stop.value.code, str):  # Python prints such a code to standard error and exits with 1
+            return Done(1, out, err + stop.value.code)
+        return Done(int(stop.value.code or 0), out, err)
+
+    return run
+
+
+# Help and info
+
+
+def test_python_dash_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "isobit", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and all(name in done.stdout for name in ("check", "bench", "info"))
+    assert 'isobit = "isobit.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_an_error_is_one_line_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "isobit", "check", "--op", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        1, "", f"isobit: unknown op 'nope'; known: {PUBLIC}\n",
+    )  # fmt: skip
+
+
+def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None:
+    done = isobit("info", "--device", "cpu")
+    assert done.code == 0
+    lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line and line[0] != " ")
+    assert lines["isobit"] == __version__ and lines["torch"] == torch.__version__ and lines["arch"] == "cpu"
+    assert {"gpu", "driver", "triton", "python", "commit", "source_sha", "date"} <= set(lines)
+    for name, op in OPS.items():
+        if op.proof is not None:
+            assert lines[f"{name}:"] == runner.default_backend(op, torch.device("cpu"))
+            for backend in op.backends:
+                assert f"\n    {backend.name}" in done.out
+    assert "serves this call" in done.out and "ask for it by name" in done.out
+
+
+# Errors that say so
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "nope"], f"unknown op 'nope'; known: {PUBLIC}"),
+        (["--op", "logp_bwd"], f"unknown op 'logp_bwd'; known: {PUBLIC}"),
+        (["--backend", "nope"], f"logp: unknown backend 'nope'; known: {BACKENDS}"),
+        (["--law", "nope"], f"unknown law 'nope'; known: {', '.join(LAWS)}"),
+        (["--dtype", "nope"], "unknown dtype 'nope'; known: bf16, fp16, fp32, fp64"),
+        (["--dtype", "int8"], "unknown dtype 'int8'; known: bf16, fp16, fp32, fp64"),
+        (["--device", "nope"], "device 'nope' is not usable here"),
+        (["--input-mode", "nope"], "unknown input mode 'nope'; known: edge, random, constant"),
+        (["--grad-mode", "nope"], "unknown gradient mode 'nope'; known: random, ones"),
+        (["--vocab", "0"], "logp: V=0 must be positive"),
+        (["--vocab=-17"], "logp: V=-17 must be positive"),
+        (["--batch=-1"], "logp: B=-1 must be positive"),
+        (["--dim", "V"], "--dim V: write it as NAME=SIZE"),
+        (["--dim", "V="], "--dim V=: write it as NAME=SIZE"),
+        (["--dim", "V=many"], "--dim V=many: write it as NAME=SIZE"),
+        (["--dim", "V=1.5"], "--dim V=1.5: write it as NAME=SIZE"),
+        (["--dim", "V=--3"], "--dim V=--3: write it as NAME=SIZE"),
+        (["--dim", "V=²"], "--dim V=²: write it as NAME=SIZE"),
+        (["--dim", "=3"], "--dim =3: write it as NAME=SIZE"),
+        (["--dim", "K=3"], "logp: dimensions B, T, K, V; known sets: B, S, T, V; B, T, V; N, V"),
+    ],
+    ids=lambda value: "=".join(value).replace("²", "square") if isinstance(value, list) else "",
+)
+def test_bad_options_are_errors_that_say_so(isobit: Isobit, arguments: list[str], message: str) -> None:
+    done = isobit("check", *SMALL, "--law", "accuracy", *arguments)
+    assert done.code == 1 and "Traceback" not in done.err
+    assert done.err.startswith("isobit: ") and message in done.err and len(done.err.splitlines()) == 1
+
+
+def test_an_unknown_case_lists_the_known_ones(isobit: Isobit) -> None:
+    done = isobit("check", *LOGP, "--law", "accuracy", "--case", "nope")
+    assert done.code == 1 and "unknown case 'nope'" in done.err and "N=0 V=7 fp32" in done.err
+
+
+@pytest.mark.parametrize("arguments", [["--nope"], ["--batch", "two"], ["--seed", "x"]])
+def test_unknown_and_malformed_options_are_usage_errors(isobit: Isobit, arguments: list[str]) -> None:
+    assert isobit("check", *SMALL, *arguments).code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--law", "compile"], "nothing to compile"),
+        (["--compile"], "nothing to compile"),
+        (["--law", "gradient", "--no-gradient"], "gradients are switched off"),
+        (["--law", "invariant"], "promises accuracy, not bits"),
+    ],
+)
+def test_a_run_that_executes_nothing_is_an_error(isobit: Isobit, arguments: list[str], why: str) -> None:
+    done = isobit("check", *SMALL, *arguments)
+    assert done.code == 1 and "isobit: nothing was checked: logp reference: " in done.err and why in done.err
+
+
+# Reports
+
+
+def report(done: Done) -> dict:
+    return json.loads(done.out)
+
+
+def test_json_on_standard_output_is_all_there_is(isobit: Isobit) -> None:
+    done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient", "--json", "-")
+    assert done.code == 0
+    found = report(done)
+    assert set(found) == {
+        "schema", "suite", "stamp", "total", "ok", "fail", "unsupported", "pass_rate", "passed", "candidates",
+    }  # fmt: skip
+    assert (found["schema"], found["suite"], found["passed"], found["pass_rate"]) == (
+        1, "isobit check", True, 1.0,
+    )  # fmt: skip
+    assert (found["total"], found["ok"], found["fail"], found["unsupported"]) == (2, 2, 0, 0)
+    assert {"gpu", "driver", "torch", "triton", "commit", "source_sha", "date"} <= set(found["stamp"])
+    (candidate,) = found["candidates"]
+    assert (candidate["op"], candidate["candidate"], candidate["numerics"]) == ("logp", "reference", "none")
+    assert candidate["total_outputs"] == candidate["passed_outputs"] == 4
+    accuracy, gradient = candidate["cases"]
+    assert accuracy["case"] == gradient["case"] == "B=2 T=3 V=17 fp32"
+    assert {"op", "backend", "law", "case", "status", "reason", "outputs", "seconds", "command"} <= set(
+        accuracy
+    )
+    assert [o["output"] for o in accuracy["outputs"]] == ["0:logp", "1:entropy", "2:lse"]
+    (output,) = gradient["outputs"]
+    assert set(output) == {
+        "output", "shape", "dtype", "truth_dtype", "atol", "rtol", "max_abs", "mean_abs", "max_rel",
+        "worst_index", "passed", "message",
+    }  # fmt: skip
+    assert output["output"] == "gradient:logits" and output["shape"] == [2, 3, 17]
+    assert len(output["worst_index"]) == 3 and all(n in output["message"] for n in ("ours", "torch", "truth"))
+
+
+def test_files_do_not_disturb_json_on_standard_output(isobit: Isobit, tmp_path: Path) -> None:
+    done = isobit("check", *SMALL, "--law", "accuracy", "--json", "-", "--results", str(tmp_path))
+    written = json.loads((tmp_path / "cpu" / "check_logp.json").read_text())
+    assert report(done)["candidates"][0]["total"] == written["candidates"][0]["total"] == 1
+
+
+def test_json_in_a_file_and_a_table_for_people(isobit: Isobit, tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    done = isobit("check", *SMALL, "--law", "accuracy", "--json", str(path), "--commit", "abc123")
+    found = json.loads(path.read_text())
+    assert done.code == 0 and found["ok"] == 1 and found["stamp"]["commit"] == "abc123"
+    assert "logp  reference  1 ok" in done.out
+    assert "ok          logp reference accuracy [B=2 T=3 V=17 fp32]" in done.out  # progress
+    assert done.out.splitlines()[-1].startswith("1 ok, 0 failed, 0 unsupported in ")
+
+
+def test_switched_off_gradients_are_unsupported_and_the_rest_passes(isobit: Isobit) -> None:
+    done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient", "--no-gradient", "--json", "-")
+    cells = {c["law"]: c for c in report(done)["candidates"][0]["cases"]}
+    assert done.code == 0
+    assert (cells["accuracy"]["status"], cells["gradient"]["status"]) == (OK, UNSUPPORTED)
+    assert cells["gradient"]["reason"] == "gradients are switched off on the command line"
+
+
+def test_a_law_that_fails_fails_the_command(isobit: Isobit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(trial: object) -> list:
+        raise RuntimeError("the moon is in the wrong place")
+
+    monkeypatch.setitem(runner.LAWS, "accuracy", broken)
+    done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient")
+    assert done.code == 1 and "FAIL logp reference accuracy [B=2 T=3 V=17 fp32]" in done.out
+    assert "RuntimeError: the moon is in the wrong place (test_cli.py:" in done.out
+    assert done.out.splitlines()[-1].endswith(": 1 cells FAIL")
+    assert "1 FAIL of 1  1 ok" in done.out
+
+
+# Selection
+
+
+def cells(done: Done) -> list[dict]:
+    return [cell for candidate in report(done)["candidates"] for cell in candidate["cases"]]
+
+
+def test_every_law_holds_for_a_small_case_of_ones_own(isobit: Isobit) -> None:
+    """Sizes that no law chose: none may take its own trouble with them for a failure of the op."""
+    found = cells(isobit("check", *SMALL, "--json", "-"))
+    assert {c["law"]: c["status"] for c in found} == dict.fromkeys(LAWS, OK) | {
+        "invariant": UNSUPPORTED, "compile": UNSUPPORTED,
+    }  # fmt: skip
+    assert not [c for c in found if c["status"] == FAIL]
+
+
+@pytest.mark.parametrize("law", ["contract", "traceable"])
+def test_one_row_is_enough(isobit: Isobit, law: str) -> None:
+    (cell,) = cells(isobit("check", *LOGP, "--dim", "N=1", "--dim", "V=5", "--law", law, "--json", "-"))
+    assert (cell["status"], cell["reason"]) == (OK, "")
+
+
+def test_dimensions_in_any_order(isobit: Isobit) -> None:
+    arguments = ("--law", "accuracy", "--dim", "V=17", "--dim", "N=3", "--json", "-")
+    (cell,) = cells(isobit("check", *LOGP, *arguments))
+    assert (cell["case"], cell["status"], cell["outputs"][0]["shape"]) == ("N=3 V=17 fp32", OK, [3])
+
+
+def test_options_reach_the_inputs(isobit: Isobit) -> None:
+    arguments = ("check", *SMALL, "--law", "accuracy", "--json", "-")
+
+    def message(*more: str) -> str:
+        (cell,) = cells(isobit(*arguments, *more))
+        assert cell["status"] == OK
+        return cell["outputs"][0]["message"]
+
+    # Every logit equal: logp is -log 17 wherever the token is.
+    assert "truth -2.83321334" in message("--input-mode", "constant", "--constant-value", "3.0")
+    assert message("--input-mode", "random") != message("--input-mode", "random", "--seed", "7")
+    assert message("--token-value", "1") != message("--token-value", "2")
+    assert message("--token-value", "1") == message("--token-value", "18")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_command_of_a_cell_repeats_that_cell(isobit: Isobit, dtype: str, own: bool) -> None:
+    sizes = SMALL[len(LOGP) :] if own else ("--case", f"N=20 V=1 {dtype}")
+    options = ("--law", "gradient", "--dtype", dtype, "--seed", "5", "--grad-mode", "ones")
+    (cell,) = cells(isobit("check", *LOGP, *sizes, *options, "--json", "-"))
+    program, *arguments = shlex.split(cell["command"])
+    assert program == "isobit"
+    (again,) = cells(isobit(*arguments, "--json", "-"))
+    for either in (cell, again):
+        del either["seconds"]
+    assert again == cell

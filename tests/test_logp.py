@@ -1,0 +1,664 @@
+"""Guards what no law states about `logp`: values worked out by hand, rows that are not numbers, shapes and
+strides, autograd's bookkeeping, and that the kernels' host side and machine code are what they claim."""
+
+import inspect
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit import ContractError, logp
+from isobit.blocks.launch import Recorder
+from isobit.blocks.rows import row_strides
+from isobit.op import OPS
+from isobit.ops.logp import kernels_triton as kernels
+from isobit.ops.logp import proof
+
+INF, NAN = float("inf"), float("nan")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    gen = generator(seed)
+    z = torch.randn(shape, generator=gen, dtype=torch.float64).to(dtype)
+    return z, torch.randint(0, shape[-1], shape[:-1], generator=gen)
+
+
+def everything(z: Tensor, ids: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return logp(z, ids, return_entropy=True, return_lse=True, **options)
+
+
+def plain(z: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Written once more, with none of our own code in it."""
+    z = z / temperature
+    log_p = torch.log_softmax(z, -1)
+    entropy = torch.distributions.Categorical(logits=z).entropy()
+    return log_p.gather(-1, ids[..., None])[..., 0], entropy, torch.logsumexp(z, -1)
+
+
+# Values
+
+
+def test_values_worked_out_by_hand() -> None:
+    # exp(z) = 1, 2, 5: probabilities 1/8, 2/8, 5/8.
+    z = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64).log().expand(3, 3)
+    found, entropy, lse = everything(z, torch.arange(3))
+    assert found.tolist() == pytest.approx([math.log(p) for p in (1 / 8, 2 / 8, 5 / 8)], abs=1e-14)
+    expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
+    assert entropy.tolist() == pytest.approx([expected] * 3, abs=1e-14)
+    assert lse.tolist() == pytest.approx([math.log(8)] * 3, abs=1e-14)
+
+
+def test_temperature_divides_the_logits() -> None:
+    # exp(z / 2) = 1, 3: probabilities 1/4, 3/4; an int is a number too.
+    z = 2 * torch.tensor([1.0, 3.0], dtype=torch.float64).log()
+    for temperature in (2, 2.0):
+        found, entropy, lse = everything(z, torch.tensor(1), temperature=temperature)
+        assert float(found) == pytest.approx(math.log(3 / 4), abs=1e-14)
+        assert float(lse) == pytest.approx(math.log(4), abs=1e-14)
+        assert float(entropy) == pytest.approx(math.log(4) - 0.75 * math.log(3), abs=1e-14)
+
+
+def test_one_column_is_certain() -> None:
+    for dtype in FLOATS:
+        found, entropy, lse = everything(torch.tensor([[-3.5], [1e4]], dtype=dtype), torch.zeros(2).long())
+        assert found.tolist() == entropy.tolist() == [0.0, 0.0]
+        assert lse.tolist() == torch.tensor([-3.5, 1e4], dtype=dtype).tolist()
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4, 2.0**20])
+def test_a_common_shift_changes_no_bit_of_logp_and_entropy(shift: float) -> None:
+    z = torch.randint(-8, 9, (5, 33), generator=generator()).float()  # exact in fp32, shifted or not
+    ids = torch.arange(5)
+    for a, b in zip(everything(z, ids)[:2], everything(z + shift, ids)[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_dominating_logit_leaves_a_tiny_logp_with_its_digits() -> None:
+    z = torch.zeros(1, 5, dtype=torch.float64)
+    z[0, 2] = 16.0
+    assert float(logp(z, torch.tensor([2]))) == pytest.approx(-math.log1p(4 * math.exp(-16)), rel=1e-8)
+    # In fp32 the sum 1 + 4 exp(-16) is rounded once, and nothing else is.
+    assert float(logp(z.float(), torch.tensor([2]))) == pytest.approx(-4 * math.exp(-16), abs=2**-24)
+    assert float(logp(z.float(), torch.tensor([0]))) == pytest.approx(-16.0, rel=1e-7)
+
+
+# Rows that are not plain numbers
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("low", [-INF, None])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_banned_tokens_are_as_if_they_were_not_there(
+    dtype: torch.dtype, low: float | None, temperature: float
+) -> None:
+    banned = torch.finfo(dtype).min if low is None else low
+    z = torch.tensor([[banned, 0.5, banned, 2.0, banned]], dtype=dtype, requires_grad=True)
+    rest = torch.tensor([[0.5, 2.0]], dtype=dtype, requires_grad=True)
+    found = everything(z, torch.tensor([3]), temperature=temperature)
+    expected = everything(rest, torch.tensor([1]), temperature=temperature)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    sum(found).sum().backward()
+    sum(expected).sum().backward()
+    assert torch.equal(z.grad[:, [1, 3]], rest.grad)
+    assert z.grad[0, [0, 2, 4]].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_banned_token_that_is_chosen_has_logp_minus_infinity() -> None:
+    z = torch.tensor([[-INF, 1.0, 2.0]], requires_grad=True)
+    found = logp(z, torch.tensor([0]))
+    assert found.tolist() == [-INF]
+    found.sum().backward()
+    p = torch.softmax(z.detach()[0, 1:], -1)
+    assert torch.allclose(z.grad, torch.cat([torch.ones(1), -p])[None])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("extreme", ["min", "max"])
+def test_a_row_full_of_an_extreme_is_uniform(dtype: torch.dtype, extreme: str) -> None:
+    z = torch.full((1, 4), getattr(torch.finfo(dtype), extreme), dtype=dtype, requires_grad=True)
+    found, entropy = logp(z, torch.tensor([1]), return_entropy=True)
+    assert found.tolist() == pytest.approx([-math.log(4)]) and entropy.tolist() == pytest.approx(
+        [math.log(4)]
+    )
+    found.sum().backward()
+    assert z.grad.tolist() == [[-0.25, 0.75, -0.25, -0.25]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.0, NAN, 1.0],
+        [NAN, 0.0, 1.0],
+        [0.0, INF, 1.0],
+        [INF, 0.0, 1.0],
+        [0.0, INF, -INF],
+        [-INF, -INF, -INF],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_that_is_not_a_distribution_is_nan_and_alone(row: list[float], dtype: torch.dtype) -> None:
+    z, ids = torch.zeros(3, 3, dtype=dtype), torch.zeros(3, dtype=torch.long)
+    z[0], z[2] = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 0.0, 4.0])
+    clean = z.clone().requires_grad_()
+    z[1] = torch.tensor(row)
+    z.requires_grad_()
+    for a, b in zip(everything(z, ids)[:2], everything(clean, ids)[:2], strict=True):
+        assert a.isnan().tolist() == [False, True, False] and torch.equal(a[::2], b[::2])
+        pairs = ((a, z), (b, clean))
+        da, db = (torch.autograd.grad(x.sum(), y, retain_graph=True)[0] for x, y in pairs)
+        assert da[1].isnan().all() and torch.equal(da[::2], db[::2])
+
+
+# Ids
+
+
+def test_int32_and_int64_ids_give_the_same_bits() -> None:
+    z, ids = batch(6, 9)
+    for a, b in zip(everything(z, ids), everything(z, ids.int()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.float32])
+def test_other_ids_are_rejected(dtype: torch.dtype) -> None:
+    z, ids = batch(6, 9)
+    with pytest.raises(ContractError, match=r"^logp\(token_ids: \[6\] \w+\): dtype must be int32 or int64"):
+        logp(z, ids.to(dtype))
+
+
+@pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1])
+def test_a_bad_id_is_named_with_its_place(bad: int) -> None:
+    z, ids = batch(2, 3, 9)
+    ids[1, 2] = bad
+    with pytest.raises(ContractError) as error:
+        logp(z, ids)
+    assert str(error.value) == (
+        f"logp(token_ids: [2, 3] int64): id {bad} at [1, 2] is outside [0, 9) and is not ignore_index=-100"
+    )
+
+
+def test_a_bad_id_in_a_row_that_does_not_count_is_fine() -> None:
+    z, ids = batch(4, 9)
+    ids[1], ids[2] = 99, -7
+    mask = torch.tensor([1, 0, 1, 1])
+    found = logp(z, ids, mask=mask, ignore_index=-7)
+    assert found[1:3].tolist() == [0.0, 0.0] and (found[[0, 3]] != 0).all()
+
+
+def test_a_bad_id_without_a_dimension() -> None:
+    with pytest.raises(ContractError, match=r"id 9 at \[\] is outside \[0, 9\)"):
+        logp(torch.zeros(9), torch.tensor(9))
+
+
+def test_an_unchecked_bad_id_is_nan_in_its_row_alone() -> None:
+    z, ids = batch(3, 9)
+    ids[1] = 9
+    z.requires_grad_()
+    outputs = everything(z, ids, validate=False)
+    sum(o.sum() for o in outputs).backward()
+    for t in (*outputs, z.grad[:, 0]):
+        assert t.isnan().tolist() == [False, True, False]
+
+
+def test_ignore_index_may_be_a_token_of_the_vocabulary() -> None:
+    z, _ = batch(3, 5)
+    z.requires_grad_()
+    outputs = everything(z, torch.tensor([0, 2, 4]), ignore_index=2)
+    sum(o.sum() for o in outputs).backward()
+    for t in (*outputs, z.grad.abs().sum(-1)):
+        assert (t == 0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("ignore_index", [2**31, 2**40, -(2**31) - 1])
+def test_an_ignore_index_that_int32_ids_cannot_hold_does_not_wrap_around(ignore_index: int) -> None:
+    """2**40 is 0 in 32 bits: token 0 would be ignored without a word."""
+    z, ids = torch.zeros(1, 3), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ContractError, match=rf"^logp\(ignore_index: {ignore_index}\): "):
+        logp(z, ids, ignore_index=ignore_index)
+    assert float(logp(z, ids.long(), ignore_index=ignore_index)) == pytest.approx(-math.log(3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF, 10**400, 1e-45], ids=lambda t: str(t)[:5])
+def test_a_temperature_that_cannot_divide_fp32_is_rejected(temperature: float) -> None:
+    with pytest.raises(ContractError, match=r"^logp\(temperature: .*\): must be a positive"):
+        logp(torch.zeros(2, 3), torch.zeros(2).long(), temperature=temperature)
+
+
+# Masks
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.bool, [True, False, True]),
+        (torch.uint8, [255, 0, 1]),
+        (torch.int8, [-128, 0, 1]),
+        (torch.int16, [256, 0, -1]),  # 256 is 0 in a byte
+        (torch.int32, [1 << 16, 0, 7]),
+        (torch.int64, [1 << 32, 0, -5]),
+    ],
+)
+def test_any_nonzero_mask_counts(dtype: torch.dtype, values: list[int]) -> None:
+    z, ids = batch(3, 5)
+    z[1] = NAN  # not read, so it can leak neither forward nor backward
+    z.requires_grad_()
+    outputs = everything(z, ids, mask=torch.tensor(values, dtype=dtype))
+    sum(o.sum() for o in outputs).backward()
+    for t in (*outputs, z.grad.abs().sum(-1)):
+        assert (t == 0).tolist() == [False, True, False] and bool(t.isfinite().all())
+
+
+# Shapes and strides
+
+
+def strided(how: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, ids and mask whose leading dimensions no two strides can walk."""
+    gen = generator(3)
+    if how == "permuted":
+        z = torch.randn(2, 3, 4, 5, 7, generator=gen).permute(2, 0, 3, 1, 4)
+    elif how == "cut":
+        z = torch.randn(5, 4, 6, 4, 9, generator=gen)[:4, :2, :5, :3, 1:8]
+    else:
+        z = torch.randn(4, 1, 5, 1, 7, generator=gen).expand(4, 2, 5, 3, 7)
+    ids = torch.randint(0, 7, (3, 5, 2, 4), generator=gen).permute(3, 2, 1, 0)
+    return z, ids, torch.rand(4, 2, 5, 6, generator=gen)[..., ::2] < 0.7
+
+
+@pytest.mark.parametrize("how", ["permuted", "cut", "expanded"])
+def test_strides_do_not_matter(how: str) -> None:
+    results = []
+    for dense in (False, True):
+        z, ids, mask = (t.contiguous() if dense else t for t in strided(how))
+        leaf = z.detach().requires_grad_()
+        outputs = everything(leaf, ids, mask=mask, temperature=0.7)
+        (grad,) = torch.autograd.grad(sum(o.sum() for o in outputs), leaf)
+        results.append((*outputs, grad))
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3), (2, 3, 1, 2)])
+def test_any_leading_shape_is_rows(lead: tuple[int, ...]) -> None:
+    z, ids = batch(*lead, 11)
+    rows = everything(z.reshape(-1, 11), ids.reshape(-1))
+    for found, expected in zip(everything(z, ids), rows, strict=True):
+        assert found.shape == lead and torch.equal(found.reshape(-1), expected)
+
+
+@pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2, 4)])
+def test_no_rows(lead: tuple[int, ...]) -> None:
+    z = torch.zeros(*lead, 5, requires_grad=True)
+    mask = torch.ones(lead, dtype=torch.bool)
+    outputs = everything(z, torch.zeros(lead, dtype=torch.long), mask=mask)
+    assert [o.shape for o in outputs] == [lead] * 3
+    sum(o.sum() for o in outputs).backward()
+    assert z.grad.shape == z.shape
+
+
+# What comes back
+
+
+def test_the_forms_of_the_result() -> None:
+    z, ids = batch(4, 6)
+    out, entropy, lse = everything(z, ids)
+    alone = logp(z, ids)
+    assert isinstance(alone, Tensor) and torch.equal(alone, out)
+    for options, expected in (
+        ({"return_entropy": True}, (out, entropy)),
+        ({"return_lse": True}, (out, lse)),
+        ({"return_entropy": True, "return_lse": True}, (out, entropy, lse)),
+    ):
+        found = logp(z, ids, **options)
+        assert isinstance(found, tuple) and len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_results_are_fp32_and_gradients_have_the_dtype_of_the_logits(dtype: torch.dtype) -> None:
+    z, ids = batch(4, 6, dtype=dtype)
+    z.requires_grad_()
+    outputs = everything(z, ids)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {o.dtype for o in outputs} == {wide}
+    sum(o.sum() for o in outputs).backward()
+    assert z.grad.dtype == dtype
+
+
+def test_results_own_their_memory() -> None:
+    """Writing into one result must not change another, nor what the backward kept."""
+    z, ids = batch(4, 6)
+    gradients = []
+    for write in (False, True):
+        leaf = z.clone().requires_grad_()
+        out, entropy, lse = everything(leaf, ids)
+        if write:
+            with torch.no_grad():
+                out.zero_()
+                lse.zero_()
+        gradients.append((entropy.detach(), torch.autograd.grad(entropy.sum() + lse.sum(), leaf)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_options_are_by_name_only() -> None:
+    z, ids = batch(4, 6)
+    with pytest.raises(TypeError):
+        logp(z, ids, None)
+    with pytest.raises(TypeError):
+        logp(z, ids, temp=1.0)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_in_fp64(temperature: float, masked: bool) -> None:
+    z, ids = batch(2, 3, 5, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]]) if masked else None
+    if masked:
+        ids[1, 2] = -100
+
+    def call(z: Tensor) -> tuple[Tensor, ...]:
+        return everything(z, ids, mask=mask, temperature=temperature)
+
+    assert torch.autograd.gradcheck(call, z.requires_grad_(), check_batched_grad=False)
+
+
+@pytest.mark.parametrize("used", [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)])
+@pytest.mark.parametrize("banned", [False, True])
+def test_gradients_through_any_of_the_outputs(used: tuple[int, ...], banned: bool) -> None:
+    z, ids = batch(6, 9, dtype=torch.float64)
+    if banned:  # PyTorch's own entropy is NaN at -inf, so a number that is as good as it
+        z[:, 3], ids[ids == 3] = -1e5, 4
+    weights = torch.randn(3, 6, generator=generator(1), dtype=torch.float64)
+
+    def gradient(function: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+        leaf = z.clone().requires_grad_()
+        outputs = function(leaf, ids, temperature=1.3)
+        return torch.autograd.grad(sum((outputs[i] * weights[i]).sum() for i in used), leaf)[0]
+
+    torch.testing.assert_close(gradient(everything), gradient(plain), rtol=1e-12, atol=1e-14)
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    z, ids = batch(4, 6)
+    z.requires_grad_()
+    (grad,) = torch.autograd.grad(logp(z, ids).sum(), z, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"^isobit\.logp has no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("victim", ["logits", "token_ids", "mask"])
+def test_writing_into_an_input_before_the_backward_is_caught(victim: str) -> None:
+    z, ids = batch(4, 6)
+    args = {"logits": z.requires_grad_() * 1.0, "token_ids": ids, "mask": torch.ones(4, dtype=torch.bool)}
+    out = logp(**args)
+    with torch.no_grad():
+        args[victim].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_graph_can_be_kept_and_walked_twice() -> None:
+    z, ids = batch(4, 6)
+    z.requires_grad_()
+    out = logp(z, ids, return_entropy=True)[1].sum()
+    (first,) = torch.autograd.grad(out, z, retain_graph=True)
+    (second,) = torch.autograd.grad(out, z)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, z)
+
+
+def test_a_gradient_under_vmap() -> None:
+    """Inside vmap a tensor does not say that it requires grad; the backward has what it needs anyway."""
+    z, ids = batch(4, 6)
+    a, b = z.clone().requires_grad_(), z.clone().requires_grad_()
+    torch.func.vmap(lambda row, token: logp(row, token))(a, ids).sum().backward()
+    logp(b, ids).sum().backward()
+    assert torch.equal(a.grad, b.grad)
+
+
+# The kernels' host side
+
+
+def test_the_order_of_the_sums_is_a_function_of_v_alone() -> None:
+    assert list(inspect.signature(kernels.tile_for).parameters) == ["V"]
+    for V in (1, 1024, 1025, 50257, 151936, 300_000):
+        tile = kernels.tile_for(V)
+        assert tile.split == (tile.unroll * 2**tile.log_block) * tile.steps
+
+
+class Launches:
+    """Stands where `launch.run` does, and keeps everything that it is given."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        self.made.append((kernel.__name__, grid, dict(zip(kernel.arg_names, args, strict=False)) | options))
+
+
+def launches_of_forward(N: int, V: int, **options: Any) -> list[tuple[str, tuple[int, ...], dict[str, Any]]]:
+    z = torch.empty(N, V, dtype=options.get("dtype", torch.bfloat16), device="meta")
+    launches = Launches()
+    kernels.logp(z, torch.empty(N, dtype=torch.int64, device="meta"), None, -100, 1.0, False, False,
+                 launch=launches)  # fmt: skip
+    return launches.made
+
+
+@pytest.mark.parametrize("V", [7, 1024, 1025, 50257, 151936])
+def test_rows_and_sms_choose_the_schedule_and_never_the_order(
+    monkeypatch: pytest.MonkeyPatch, V: int
+) -> None:
+    orders, schedules = set(), set()
+    for sms, N in itertools.product((1, 132), (1, 16, 4096)):
+        monkeypatch.setattr(kernels, "sm_count", lambda device, sms=sms: sms)
+        made = launches_of_forward(N, V)
+        name, grid, given = made[0]
+        orders.add(tuple(given[k] for k in ("WORD", "LOG_BLOCK", "UNROLL", "STEPS")))
+        schedules.add(name)
+        splits = -(-V // kernels.tile_for(V).split)
+        assert grid == ((N,) if name == "logp_rows" else (N, splits))
+        assert [m[0] for m in made] in (["logp_rows"], ["logp_splits", "logp_merge"])
+    assert len(orders) == 1
+    assert schedules == ({"logp_rows"} if V <= 1025 else {"logp_rows", "logp_splits"})
+
+
+def test_no_kernel_may_fuse_a_product_and_a_sum() -> None:
+    recorder = Recorder()
+    proof.record(recorder, torch.bfloat16)
+    assert recorder.launches
+    for kernel, _, options in recorder.launches:
+        assert options["enable_fp_fusion"] is False, kernel.__name__
+
+
+def test_words() -> None:
+    """Elements in 16 bytes if rows may start or end inside such a word, else 1."""
+
+    def word_of(z: Tensor) -> int:
+        return kernels.word_of(z, row_strides(z.shape[:-1], [z])[2])
+
+    for dtype, word in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)):
+        assert word_of(torch.empty(4, 50257, dtype=dtype, device="meta")) == word
+        assert word_of(torch.empty(4, 151936, dtype=dtype, device="meta")) == 1
+        assert word_of(torch.empty(4, 64, dtype=dtype)[:, :63]) == word  # rows end inside a word
+        assert word_of(torch.empty(4, 69, dtype=dtype)[:, :64]) == word  # rows start inside a word
+        assert word_of(torch.empty(2, 3, 64, dtype=dtype)[:, :-1]) == 1
+        assert word_of(torch.empty(4, 65, dtype=dtype)[:, 1:]) == 1  # the tensor itself starts inside one
+
+
+def test_the_backward_hands_contiguous_rows_to_its_kernel() -> None:
+    """The kernel walks them with stride 1, but gradients of sums come expanded and hooks may restore what was
+    saved with any stride."""
+
+    def everyother(*shape: int) -> Tensor:
+        return torch.zeros(*shape, 2)[..., 0]
+
+    launches = Launches()
+    z, ids = batch(4, 8)
+    expanded = torch.ones(()).expand(4)
+    kernels.logp_bwd(z, ids, None, everyother(2, 4), everyother(4), expanded, expanded, expanded, -100, 1.0,
+                     launch=launches)  # fmt: skip
+    ((_, _, given),) = launches.made
+    for name in ("stats", "entropy", "dlogp", "dentropy", "dlse", "dlogits"):
+        assert given[name].is_contiguous(), name
+
+
+# Rows
+
+
+def brute_force(lead: Sequence[int], t: Tensor) -> list[int]:
+    """Storage offset of every row, by indexing."""
+    index = itertools.product(*(range(size) for size in lead))
+    return [sum(i * s for i, s in zip(at, t.stride(), strict=False)) for at in index]
+
+
+def walked(inner: int, N: int, outer_stride: int, inner_stride: int) -> list[int]:
+    """The same as the kernels compute it (`row_offset`)."""
+    return [row // inner * outer_stride + row % inner * inner_stride for row in range(N)]
+
+
+VIEWS = {
+    "0-d": lambda: torch.empty(7),
+    "1-d": lambda: torch.empty(5, 7),
+    "1-d strided": lambda: torch.empty(10, 9)[::2, :7],
+    "1-d expanded": lambda: torch.empty(7).expand(5, 7),
+    "2-d": lambda: torch.empty(3, 5, 7),
+    "2-d shifted": lambda: torch.empty(3, 6, 7)[:, :-1],
+    "2-d transposed": lambda: torch.empty(5, 3, 7).transpose(0, 1),
+    "3-d": lambda: torch.empty(2, 3, 4, 7),
+    "3-d shifted": lambda: torch.empty(2, 3, 5, 7)[:, :, :-1],
+    "3-d cut in front": lambda: torch.empty(2, 4, 4, 7)[:, :3],
+    "3-d ones": lambda: torch.empty(1, 4, 1, 7),
+    "3-d expanded": lambda: torch.empty(1, 3, 4, 7).expand(2, 3, 4, 7),
+    "4-d": lambda: torch.empty(2, 3, 2, 4, 7),
+    "4-d with a one": lambda: torch.empty(2, 3, 1, 4, 7)[:, :2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_rows_are_walked_where_they_lie(view: str) -> None:
+    z = VIEWS[view]()
+    lead = z.shape[:-1]
+    ids = torch.empty(lead, dtype=torch.int64)
+    inner, (z2, ids2, none), strides = row_strides(lead, (z, ids, None))
+    assert z2.data_ptr() == z.data_ptr() and ids2.data_ptr() == ids.data_ptr() and none is None
+    assert strides[4:] == [0, 0]
+    for t, (outer_stride, inner_stride) in ((z, strides[:2]), (ids, strides[2:4])):
+        assert walked(inner, lead.numel(), outer_stride, inner_stride) == brute_force(lead, t)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_any_view_are_walked_in_order(seed: int) -> None:
+    """Random permutations and cuts of three tensors at once: copied or not, every row is where it belongs."""
+    gen = generator(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=gen))
+
+    rank = draw(2, 5)
+    lead = tuple(draw(1, 4) for _ in range(rank))
+
+    def view(tail: tuple[int, ...]) -> Tensor:
+        order = torch.randperm(rank, generator=gen).tolist()
+        sizes = [lead[d] + draw(0, 2) for d in order]
+        t = torch.arange(math.prod(sizes) * math.prod(tail)).reshape(*sizes, *tail)
+        t = t.permute(*(order.index(d) for d in range(rank)), *range(rank, rank + len(tail)))
+        return t[tuple(slice(0, n) for n in lead)]
+
+    given = (view((3,)), view(()), view(()))
+    inner, found, strides = row_strides(lead, given)
+    for k, (t, original) in enumerate(zip(found, given, strict=True)):
+        offsets = walked(inner, math.prod(lead), *strides[2 * k : 2 * k + 2])
+        rows = torch.as_strided(t, (int(t.untyped_storage().nbytes() // 8 - t.storage_offset()),), (1,))[
+            offsets
+        ]
+        first = original[..., 0] if original.ndim > rank else original
+        assert rows.tolist() == first.reshape(-1).tolist()
+
+
+def test_only_what_cannot_be_walked_is_copied() -> None:
+    z = torch.empty(2, 3, 4, 5, 7).permute(2, 0, 3, 1, 4)
+    _, (copied,), strides = row_strides(z.shape[:-1], [z])
+    assert copied.is_contiguous() and copied.data_ptr() != z.data_ptr() and len(strides) == 2
+
+
+# Machine code
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[tuple[str, int], str]:
+    """PTX for sm_90 by kernel and V, as compiled on any machine."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    recorder = Recorder()
+    proof.record(recorder, torch.bfloat16)
+    found: dict[tuple[str, int], str] = {}
+    for (kernel, args, _), (name, source, options) in zip(recorder.launches, recorder.sources(), strict=True):
+        V = dict(zip(kernel.arg_names, args, strict=False))["V"]
+        if (name, V) not in found:
+            done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            found[name, V] = done.asm["ptx"]
+    return found
+
+
+def bytes_per_access(ptx: str, what: str) -> list[int]:
+    """Sizes of the global loads (`ld`) or stores (`st`) of a kernel."""
+    found = re.findall(rf"\b{what}\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", ptx)
+    return [int(lanes or 1) * int(bits) // 8 for lanes, bits in found]
+
+
+@pytest.mark.parametrize("V", [50257, 151936])
+@pytest.mark.parametrize("kernel", ["logp_rows", "logp_splits"])
+def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: str, V: int) -> None:
+    loads = bytes_per_access(ptx[kernel, V], "ld")
+    tile = kernels.tile_for(V)
+    assert sum(size >= 8 for size in loads) >= 2 * tile.unroll  # a whole step and the last one
+    # By element: the chosen token's logit, the row's id and mask. Nothing that grows with V.
+    assert sum(size < 8 for size in loads) <= 2
+
+
+@pytest.mark.parametrize("V", [50257, 151936])
+def test_the_backward_reads_and_writes_whole_words(ptx: dict[tuple[str, int], str], V: int) -> None:
+    loads, stores = (bytes_per_access(ptx["logp_gradient", V], what) for what in ("ld", "st"))
+    assert loads.count(16) >= kernels.BWD_UNROLL and stores.count(16) >= kernels.BWD_UNROLL
+    assert sum(size < 16 for size in stores) == 1  # the first and the last word of a row, by element
+
+
+def test_sums_are_not_contracted_into_fused_operations(ptx: dict[tuple[str, int], str]) -> None:
+    """A fused multiply-add rounds once where the text rounds twice, where is up to the compiler. What is
+    left is the polynomial inside log2, the same number in every kernel that takes one logarithm."""
+    fused = {key: len(re.findall(r"\bfma\.rn", text)) for key, text in ptx.items()}
+    for V in (50257, 151936):
+        assert fused["logp_splits", V] == 0
+        assert fused["logp_rows", V] == fused["logp_merge", V]
+
+
+def test_the_control_of_the_above_fuses() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    recorder = Recorder()
+    proof.record(recorder, torch.bfloat16)
+    name, source, options = next(s for s in recorder.sources() if s[0] == "logp_splits")
+    done = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": True}
+    )
+    assert "fma.rn" in done.asm["ptx"], name
+
+
+def test_the_public_function_takes_the_arguments_of_the_op_in_their_order() -> None:
+    public = list(inspect.signature(logp).parameters)
+    assert [n for n in OPS["logp"].contract.names if n in public] == public

@@ -1,0 +1,228 @@
+"""Guards the house rules that no kernel test would notice: what an import does, where things are, what the
+documents point at, and that examples run."""
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import isobit
+from isobit.op import OPS
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(isobit.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PUBLIC_OPS = sorted(name for name, op in OPS.items() if op.proof is not None)
+PUBLIC_FUNCTIONS = [name for name in isobit.__all__ if inspect.isfunction(getattr(isobit, name))]
+
+
+def in_a_fresh_process(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tracked_files() -> list[Path]:
+    """Files under version control, or everything outside of hidden folders where there is no git."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        listed = [name for name in done.stdout.split("\0") if name] if done.returncode == 0 else []
+    except OSError:
+        listed = []
+    if listed:
+        return [path for name in listed if (path := ROOT / name).is_file()]
+    found = (path for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return [path for path in found if not path.relative_to(ROOT).parts[0].startswith(".")]
+
+
+def documents() -> list[Path]:
+    """Every page for people, also those not yet under version control."""
+    return sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+
+
+# Importing
+
+
+def test_an_import_takes_no_device_and_loads_no_kernels() -> None:
+    code = (
+        "import sys, torch, isobit\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(*(m for m in sys.modules if m.split('.')[0] == 'isobit'))\n"
+    )
+    loaded = in_a_fresh_process(code).split()
+    assert "isobit.ops.logp.op" in loaded
+    kernels = {f"isobit.{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}" for path in SOURCES
+               if re.search(r"^import triton|^from triton", path.read_text(), re.M)}  # fmt: skip
+    assert "isobit.ops.logp.kernels_triton" in kernels  # the rule above finds what it is meant to find
+    assert not kernels & set(loaded)
+
+
+def test_an_import_patches_nothing() -> None:
+    code = (
+        "import os, torch\n"
+        "def state():\n"
+        "    return (dict(os.environ), torch.get_default_dtype(),\n"
+        "            torch.are_deterministic_algorithms_enabled(),\n"
+        "            torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads(), torch.initial_seed(),\n"
+        "            torch.is_grad_enabled(), {k: id(v) for k, v in vars(torch.Tensor).items()},\n"
+        "            {k: id(v) for k, v in vars(torch.nn.functional).items()})\n"
+        "before = state()\n"
+        "import isobit\n"
+        "assert state() == before\n"
+    )
+    in_a_fresh_process(code)
+
+
+def environment_reads(tree: ast.Module) -> Iterator[int]:
+    """Lines that read the environment while the module is imported: outside of function bodies."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # Decorators and defaults are evaluated by the import, the body is not.
+            pending += [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)]
+            continue
+        if isinstance(node, ast.Lambda):
+            continue
+        named = (
+            node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        )
+        if named in ("environ", "environb", "getenv", "getenvb"):
+            yield node.lineno
+        pending += ast.iter_child_nodes(node)
+
+
+def test_no_module_reads_the_environment_while_it_is_imported() -> None:
+    found = [
+        f"{p.relative_to(PACKAGE)}:{n}" for p in SOURCES for n in environment_reads(ast.parse(p.read_text()))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "reads"),
+    [
+        ("import os\nX = os.environ.get('X')", [2]),
+        ("from os import getenv\nX = getenv('X')", [2]),
+        ("class A:\n    x = os.environ['X']", [2]),
+        ("def f(x=os.getenv('X')): ...", [1]),
+        ("@g(os.environ)\ndef f(): ...", [1]),
+        ("if os.environ: pass", [1]),
+        ("def f():\n    return os.environ", []),
+        ("f = lambda: os.environ", []),
+        ("class A:\n    def f(self):\n        return os.getenv('X')", []),
+    ],
+)
+def test_environment_reads_are_found(code: str, reads: list[int]) -> None:
+    assert list(environment_reads(ast.parse(code))) == reads
+
+
+# Where things are
+
+
+def test_no_source_file_is_too_long_to_read() -> None:
+    assert len(SOURCES) > 20
+    lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in SOURCES}
+    assert not {name: n for name, n in lengths.items() if n > 500}
+
+
+def test_every_op_that_people_call_is_exported() -> None:
+    assert PUBLIC_OPS
+    for name in PUBLIC_OPS:
+        assert name in isobit.__all__ and inspect.isfunction(getattr(isobit, name))
+        assert OPS[name].backward is None or OPS[name].backward.proof is None
+
+
+def test_everything_exported_is_there() -> None:
+    assert sorted(set(isobit.__all__)) == sorted(isobit.__all__)
+    assert all(hasattr(isobit, name) for name in isobit.__all__)
+
+
+def test_every_op_folder_has_its_three_files() -> None:
+    folders = [p for p in (PACKAGE / "ops").iterdir() if p.is_dir() and p.name != "__pycache__"]
+    assert {p.name for p in folders} >= {"logp"}
+    for folder in folders:
+        assert {"op.py", "reference.py", "proof.py"} <= {p.name for p in folder.iterdir()}, folder.name
+        declared = {op.proof is not None for name, op in OPS.items() if name == folder.name}
+        assert declared == {True}, f"{folder.name}: the folder has the name of the op that people call"
+
+
+# Examples
+
+
+@pytest.mark.parametrize("name", PUBLIC_FUNCTIONS)
+def test_public_functions_have_an_example_that_runs(name: str) -> None:
+    function = getattr(isobit, name)
+    assert "Example:" in (function.__doc__ or "")
+    (test,) = doctest.DocTestFinder(recurse=False).find(function, name)
+    assert test.examples and any(example.want for example in test.examples)
+    output: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=output.append)
+    assert result.failed == 0, "".join(output)
+
+
+def test_there_are_public_functions() -> None:
+    assert {"logp", "explain"} <= set(PUBLIC_FUNCTIONS)
+
+
+# Documents
+
+
+def references(text: str) -> list[str]:
+    """Backticked paths into this repository, and relative links; without `#anchors` and `:lines`."""
+    quoted = re.findall(r"`([\w./-]+(?:\.(?:py|md|json|toml|txt)|/))(?::\d+)?`", text)
+    rooted = re.findall(r"`((?:src|docs|tests|results)/[\w./-]+)(?::\d+)?`", text)
+    linked = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+    return sorted({*quoted, *rooted, *linked})
+
+
+def exists(path: str, page: Path) -> bool:
+    """As seen from the root, from the page, or from the package (`blocks/rows.py`, `kernels_triton.py`)."""
+    if any((base / path).exists() for base in (ROOT, page.parent, PACKAGE, PACKAGE.parent)):
+        return True
+    return "/" not in path and any(PACKAGE.rglob(path))
+
+
+def test_documents_point_at_files_that_exist() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in documents()
+        for path in references(page.read_text())
+        if not exists(path, page)
+    ]
+    assert not missing
+
+
+def test_references_are_found_and_looked_up() -> None:
+    text = (
+        "See `src/isobit/op.py`, `op.py:12`, `docs/`, `tests/data` and [a page](docs/numerics.md#laws), not"
+        " `x`, `a.b`, `--json` or [the web](https://example.org/x.md), [here](#there)."
+    )
+    assert references(text) == ["docs/", "docs/numerics.md", "op.py", "src/isobit/op.py", "tests/data"]
+    assert exists("src/isobit/op.py", ROOT / "README.md") and exists("contract.py", ROOT / "README.md")
+    assert not exists("src/isobit/no_such_file.py", ROOT / "README.md")
+    assert not exists("no_such_file.py", ROOT / "README.md")
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    # In pieces, or this file would break its own rule.
+    places = ["/" + "work", "/" + "root", ".." + "/shared"]
+    pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(place)}\b" for place in places))
+    assert pattern.search("see " + places[0] + "/x") and pattern.search(places[2] + "/DESIGN.md")
+    assert not pattern.search("a network/workload, ../" + "work")
+    files = tracked_files()
+    assert PACKAGE / "op.py" in files or not PACKAGE.is_relative_to(ROOT)
+    found = []
+    for path in files:
+        for n, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()[:100]}")
+    assert not found
