@@ -90,6 +90,22 @@ def test_small_cases_keep_the_dimensions_and_fit_a_cpu() -> None:
 # Running
 
 
+def test_a_run_that_is_cut_off_keeps_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_check(monkeypatch, [])
+
+    def cut_off(text: str) -> None:
+        if text.startswith("[2/2]"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(cases=["N=7,V=33", "N=8,V=33"], impls=["isobit"], out_dir=tmp_path, say=cut_off)
+    written = json.loads((tmp_path / "cpu" / "logp.json").read_text())
+    assert {row["case"] for row in written["rows"]} == {"N=7 V=33 bf16"}
+    assert "unfinished: 1 of 2 cases are not timed" in written["notes"]
+
+
 def test_a_run_writes_every_key_of_every_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_check(monkeypatch, [])
     said: list[str] = []

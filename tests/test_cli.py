@@ -244,16 +244,17 @@ def test_dimensions_in_any_order(isobit: Isobit) -> None:
 def test_options_reach_the_inputs(isobit: Isobit) -> None:
     arguments = ("check", *SMALL, "--law", "accuracy", "--json", "-")
 
-    def message(*more: str) -> str:
+    def messages(*more: str) -> list[str]:
         (cell,) = cells(isobit(*arguments, *more))
         assert cell["status"] == OK
-        return cell["outputs"][0]["message"]
+        return [output["message"] for output in cell["outputs"]]
 
-    # Every logit equal: logp is -log 17 wherever the token is.
-    assert "truth -2.83321334" in message("--input-mode", "constant", "--constant-value", "3.0")
-    assert message("--input-mode", "random") != message("--input-mode", "random", "--seed", "7")
-    assert message("--token-value", "1") != message("--token-value", "2")
-    assert message("--token-value", "1") == message("--token-value", "18")
+    # Every logit 3: logp is -log 17 wherever the token is, and the log-sum-exp is 3 + log 17.
+    found, _, lse = messages("--input-mode", "constant", "--constant-value", "3.0")
+    assert "truth -2.83321334" in found and "truth 5.83321334" in lse
+    assert messages("--input-mode", "random") != messages("--input-mode", "random", "--seed", "7")
+    assert messages("--token-value", "1") != messages("--token-value", "2")
+    assert messages("--token-value", "1") == messages("--token-value", "18")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp64"])

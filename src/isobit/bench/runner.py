@@ -231,23 +231,25 @@ def run(
             say(text)
 
     bench = _Bench(op, device, backend, impls, repetitions, copy_rate, product_rate, say, note)
+    rates = {"copy_tbps": round(copy_rate / 1e12, 4), "best_tflops": round(product_rate / 1e12, 4)}
+    source = stamp(device, commit) | rates | {"checked": not skip_check}
     rows: list[Row] = []
+    report: Report = {"stamp": source, "notes": notes, "rows": rows}
+    path = None if out_dir is None else out_dir / results_folder(device) / f"{op.folder}.json"
     for i, case in enumerate(cases):
         say(f"[{i + 1}/{len(cases)}] {case_name(case)}")
         rows += bench.rows(case, directions)
         tidy(device)
+        if (
+            path is not None and rows
+        ):  # after every case: a run that is cut off keeps what it has, and says so
+            left = len(cases) - 1 - i
+            unfinished = [f"unfinished: {left} of {len(cases)} cases are not timed"] if left else []
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_to_json(report | {"notes": notes + unfinished}))
     if not rows:
         raise ContractError(f"bench {op_name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
-    rates = {"copy_tbps": round(copy_rate / 1e12, 4), "best_tflops": round(product_rate / 1e12, 4)}
-    report = {
-        "stamp": stamp(device, commit) | rates | {"checked": not skip_check},
-        "notes": notes,
-        "rows": rows,
-    }
-    if out_dir is not None:
-        path = out_dir / results_folder(device) / f"{op.folder}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_to_json(report))
+    if path is not None:
         say(f"written: {path}")
     return report
 
