@@ -269,3 +269,28 @@ def test_the_command_of_a_cell_repeats_that_cell(isobit: Isobit, dtype: str, own
     for either in (cell, again):
         del either["seconds"]
     assert again == cell
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--law", "accuracy", "--compile"), "give one of --law and --compile"),
+        (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "give one of them"),
+        (("--arch-key", "nope"), "unknown arch key 'nope'; known: cpu"),
+        (("--seed", str(2**63)), "is outside [0, 2^63)"),
+        (("--device", "meta"), "holds no values to check"),
+        (("--json", "/no/such/folder/x.json"), "no folder /no/such/folder"),
+    ],
+)
+def test_options_that_would_be_ignored_are_errors(
+    isobit: Isobit, options: tuple[str, ...], message: str
+) -> None:
+    done = isobit("check", "--op", "logp", *options)
+    assert done.code != 0 and message in done.err
+
+
+def test_a_case_without_rows_has_no_bad_calls(isobit: Isobit) -> None:
+    done = isobit(
+        "check", "--op", "logp", "--backend", "reference", "--law", "contract", "--dim", "N=0", "--dim", "V=5"
+    )
+    assert done.code != 0 and "nothing was checked: logp reference: no rows" in done.err

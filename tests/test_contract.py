@@ -263,7 +263,9 @@ def test_a_missing_optional_tensor_binds_nothing() -> None:
 
 
 def test_fixed_and_named_dimensions_around_a_star() -> None:
-    def around(a: Float[Tensor, "N * 3"], b: Float[Tensor, "* N"], c: Float[Tensor, "* 4"]) -> None: ...
+    def around(
+        a: Float[Tensor, "N * 3"], b: Float[Tensor, "* N"], c: Float[Tensor, "* 4"]
+    ) -> Float[Tensor, "*"]: ...
 
     contract = Contract("around", around)
     a, b, c = torch.zeros(5, 2, 9, 3), torch.zeros(2, 9, 5), torch.zeros(2, 9, 4)
@@ -278,7 +280,7 @@ def test_fixed_and_named_dimensions_around_a_star() -> None:
 
 
 def test_a_number_as_last_dimension_does_not_clash_with_the_same_number_elsewhere() -> None:
-    def twice(a: Float[Tensor, "* 4"], b: Float[Tensor, "* 4"]) -> None: ...
+    def twice(a: Float[Tensor, "* 4"], b: Float[Tensor, "* 4"]) -> Float[Tensor, "*"]: ...
 
     contract = Contract("twice", twice)
     contract.check((torch.zeros(2, 4), torch.zeros(2, 4)))

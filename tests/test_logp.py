@@ -662,3 +662,26 @@ def test_the_control_of_the_above_fuses() -> None:
 def test_the_public_function_takes_the_arguments_of_the_op_in_their_order() -> None:
     public = list(inspect.signature(logp).parameters)
     assert [n for n in OPS["logp"].contract.names if n in public] == public
+
+
+def test_a_gradient_of_the_entropy_needs_the_entropy() -> None:
+    z, ids = torch.randn(2, 5), torch.tensor([0, 1])
+    with pytest.raises(ContractError, match=r"logp_bwd\(entropy: None\): is required with dentropy"):
+        OPS["logp_bwd"](
+            z, ids, None, torch.ones(2, 2), None, None, torch.ones(2), None, -100, 1.0, "reference"
+        )
+
+
+def test_a_traced_call_serves_other_sizes() -> None:
+    z, ids = torch.randn(3, 7), torch.tensor([0, 1, 2])
+    # Deprecated, and still in use: a trace must not freeze the path that one size took.
+    traced = torch.jit.trace(lambda z, ids: logp(z, ids), (z, ids), check_trace=False)
+    more, ids = torch.randn(5, 7), torch.tensor([0, 1, 2, 3, 4])
+    assert torch.equal(traced(more, ids), logp(more, ids))
+
+
+def test_gradients_in_a_batch() -> None:
+    z, ids = torch.randn(2, 5, requires_grad=True), torch.tensor([0, 1])
+    out = logp(z, ids)
+    both = torch.autograd.grad(out, z, torch.eye(2), is_grads_batched=True, retain_graph=True)[0]
+    assert torch.equal(both[1], torch.autograd.grad(out, z, torch.tensor([0.0, 1.0]))[0])

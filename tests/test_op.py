@@ -281,7 +281,7 @@ def test_the_backward_keeps_the_numerics_class_of_a_forced_forward(
 def test_a_backward_without_the_class_of_the_forced_forward_is_an_error() -> None:
     with pytest.raises(UnsupportedError) as error:
         gradient("lonely")
-    assert str(error.value) == "test_op_scale_bwd: no backend of numerics class 'toy/2'"
+    assert str(error.value) == "test_op_scale_bwd: no backend of numerics class 'toy/2' can serve"
     assert ran() == ["lonely"]
 
 
@@ -536,3 +536,45 @@ def test_an_op_without_a_derivative_gives_no_gradient_silently() -> None:
     opaque.backend("only", numerics=NONE)(lambda x: x.detach().clone())
     assert isinstance(opaque, Op)
     assert not opaque(torch.ones(2, requires_grad=True), None).requires_grad
+
+
+def test_a_backward_of_the_class_that_cannot_serve_is_passed_over() -> None:
+    """Forced forward, no backward of that name: the best one of the class that can serve, or all reasons."""
+
+    @op("adv_class")
+    def forward(x: Float[Tensor, "*"], backend: str | None = None) -> F32[Tensor, "*"]:
+        """x, doubled."""
+
+    @op("adv_class_bwd")
+    def backward(dy: F32[Tensor, "*"], backend: str | None = None) -> F32[Tensor, "*"]:
+        """dx."""
+
+    served: list[str] = []
+    reasons: dict[str, str | None] = {"hopper": "needs a Hopper GPU", "portable": None}
+    forward.backend("fast", numerics="c/1")(lambda x: x * 2)
+    for name in reasons:
+        run = lambda dy, name=name: (served.append(name), dy * 2)[1]  # noqa: E731
+        backward.backend(name, numerics="c/1", when=lambda args, name=name: reasons[name])(run)
+    forward.derivative(
+        backward,
+        save=lambda args, out: {},
+        gradient=lambda kept, grads: {"x": backward(grads[0], kept["backend"])},
+    )
+    x = torch.ones(3, requires_grad=True)
+    forward(x, "fast").sum().backward()
+    assert served == ["portable"] and x.grad is not None and x.grad.tolist() == [2.0] * 3
+    reasons["portable"] = "not today"
+    with pytest.raises(
+        UnsupportedError, match=r"class 'c/1' can serve; hopper: needs a Hopper GPU; portable: not today"
+    ):
+        forward(x, "fast").sum().backward()
+
+
+def test_every_output_needs_a_spec() -> None:
+    with pytest.raises(TypeError, match="every output needs an annotation"):
+        Contract("bare", bare)
+
+
+def bare(x: Float[Tensor, "*"]) -> Tensor:
+    """No spec on the output."""
+    raise NotImplementedError

@@ -17,7 +17,8 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"the isobit command needs {missing.name}: pip install 'isobit[cli]'") from None
 
 import isobit
-from isobit.arch import arch_key, default_device, triton_cannot_run
+from isobit.arch import arch_key as arch_name
+from isobit.arch import default_device, triton_cannot_run
 from isobit.bench.cases import parse_case
 from isobit.bench.report import show
 from isobit.bench.rival import DIRECTIONS
@@ -85,6 +86,7 @@ def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
 
 
 Names = list[str] | None
+ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
 PUBLIC = sorted(name for name, op in OPS.items() if op.proof is not None)
 
 
@@ -140,6 +142,7 @@ def check(
         grad_mode=grad_mode,
         grad_seed=grad_seed,
     )
+    _consistent(request, compile and bool(law), json_path)
     if stream:  # cells as JSON lines, for the process that asked for an interpreter
         done = run(request, lambda cell: print(json.dumps(vars(cell)), flush=True))
         raise typer.Exit(int(any(c.status == FAIL for c in done)))
@@ -166,6 +169,24 @@ def check(
     say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
         f"{time.perf_counter() - start:.0f} s: {verdict}")  # fmt: skip
     raise typer.Exit(int(not found["passed"]))
+
+
+def _consistent(request: Request, law_and_compile: bool, json_path: Path | None) -> None:
+    """Options that would be ignored, or fail only after minutes, fail now."""
+    if law_and_compile:
+        raise ContractError("--compile is short for --law compile: give one of --law and --compile")
+    if request.case is not None and request.dims is not None:
+        raise ContractError("--case names a declared case and --dim makes one: give one of them")
+    if request.device.type == "meta":
+        raise ContractError("device 'meta' holds no values to check")
+    known = {*ARCHS, arch_name(request.device)}
+    if request.arch is not None and request.arch not in known:
+        raise ContractError(f"unknown arch key {request.arch!r}; known: {', '.join(sorted(known))}")
+    for seed in (request.inputs.seed, request.grad_seed):
+        if not 0 <= seed < 2**63:
+            raise ContractError(f"seed {seed} is outside [0, 2^63)")
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ContractError(f"--json {json_path}: no folder {json_path.parent}")
 
 
 def _write_results(
@@ -221,7 +242,7 @@ def bench(
 def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto") -> None:
     """Versions, device, and for every op the backend that would serve and why others would not."""
     where = _device(device)
-    for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_key(where)}.items():
+    for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_name(where)}.items():
         print(f"{key:12s}{value}")
     print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}\n")
     for name in PUBLIC:

@@ -114,6 +114,15 @@ def _spec_of(hint: Any) -> Spec | None:
     return hint.__metadata__[0] if get_origin(hint) is Annotated else None
 
 
+def _fits(value: Any, scalar: type) -> bool:
+    """Whether a value can stand for a scalar: true and false are no numbers, but symbolic ones are."""
+    if type(value) is scalar:
+        return True
+    if isinstance(value, bool) or scalar in (bool, str):
+        return False
+    return isinstance(value, (int, torch.SymInt, *((float, torch.SymFloat) if scalar is float else ())))
+
+
 def describe(value: Any) -> str:
     """`[3, 7] bf16` for a tensor, the value itself (cut short) for anything else."""
     if isinstance(value, Tensor):
@@ -140,6 +149,8 @@ class Contract:
         returns = inspect.signature(fn).return_annotation
         hints = get_args(returns) if get_origin(returns) is tuple else (returns,)
         self.outputs: list[Spec] = [s for s in map(_spec_of, hints) if s is not None]
+        if len(self.outputs) != len(hints):
+            raise TypeError(f"{name}: every output needs an annotation like F32[Tensor, '*']")
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
         self._tensors = [
@@ -166,11 +177,9 @@ class Contract:
             elif p.spec is not None:
                 if not isinstance(v, Tensor):
                     raise self.error(p.name, v, f"must be a tensor, not {type(v).__name__}")
-            elif p.scalar is float:
-                if not isinstance(v, (int, float)) or isinstance(v, bool):
-                    raise self.error(p.name, v, f"must be a number, not {type(v).__name__}")
-            elif type(v) is not p.scalar and not isinstance(v, p.scalar):  # type: ignore[arg-type]
-                raise self.error(p.name, v, f"must be {p.scalar.__name__}, not {type(v).__name__}")  # type: ignore[union-attr]
+            elif p.scalar is not None and not _fits(v, p.scalar):
+                rule = "a number" if p.scalar is float else p.scalar.__name__
+                raise self.error(p.name, v, f"must be {rule}, not {type(v).__name__}")
 
     def check(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
@@ -241,6 +250,8 @@ class Contract:
         outs = []
         for spec in self.outputs:
             dtype = F64 if first.dtype == F64 else F32_
+            if spec.dtypes and dtype not in spec.dtypes:
+                dtype = spec.dtypes[0]
             if spec.like is not None:
                 src = values[self.names.index(spec.like)]
                 shape, dtype = list(src.shape), src.dtype

@@ -171,7 +171,7 @@ class Op:
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 kept = dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True)) | ctx.scalars
-                kept["backend"] = this._backend_for_backward(kept["backend"])
+                kept["backend"] = this._backend_for_backward(kept.get("backend"), kept)
                 found = gradient(kept, grads)
                 return (None, *(found.get(name) for name in names))
 
@@ -240,17 +240,18 @@ class Op:
         return self._run(*values)
 
     def _plain(self, values: tuple[Any, ...]) -> bool:
-        """No tensor subclass, no dispatch mode, no functorch transform, no lazy negation or zeros: nothing
-        that the dispatcher would have seen to first."""
+        """No tensor subclass, no dispatch mode, no functorch transform or trace, no lazy negation or zeros:
+        nothing that the dispatcher would have seen to first."""
         for i in self.contract.tensor_positions:
             t = values[i]
             if t is None:
                 continue
             if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t._is_zerotensor():
                 return False
-        return (
-            not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
-        )
+            if torch._C._functorch.is_legacy_batchedtensor(t):
+                return False
+        watched = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+        return not watched and torch._C._functorch.peek_interpreter_stack() is None
 
     def _run(self, *values: Any) -> Any:
         args, _ = self._validated(values)
@@ -315,18 +316,22 @@ class Op:
         known = ", ".join(b.name for b in self.backends)
         raise ContractError(f"{self.name}(backend={name!r}): unknown backend; known: {known}")
 
-    def _backend_for_backward(self, forced: str | None) -> str | None:
+    def _backend_for_backward(self, forced: str | None, args: dict[str, Any]) -> str | None:
         """The forced backend if the backward has it, else the backward's best one of the same numerics
-        class: a forced forward must not be followed by gradients of another class."""
+        class that can serve: a forced forward must not be followed by gradients of another class."""
         assert self.backward is not None
         names = {b.name for b in self.backward.backends}
         if forced is None or forced in names:
             return forced
         wanted = self._by_name(forced).numerics
-        for backend in self.backward.backends:
-            if backend.numerics == wanted:
-                return backend.name
-        raise UnsupportedError(f"{self.backward.name}: no backend of numerics class {wanted!r}")
+        reasons = {b.name: b.when(args) for b in self.backward.backends if b.numerics == wanted}
+        for name, reason in reasons.items():
+            if reason is None:
+                return name
+        why = "".join(f"; {name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(
+            f"{self.backward.name}: no backend of numerics class {wanted!r} can serve{why}"
+        )
 
     def explain(self, *positional: Any, **named: Any) -> Explanation:
         """What would serve this call, and why not the others. Same validation, nothing is launched."""

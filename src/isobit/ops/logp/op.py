@@ -83,8 +83,14 @@ def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
 
 
+def _entropy_is_there(contract: Contract, args: dict[str, Any]) -> None:
+    if args["dentropy"] is not None and args["entropy"] is None:
+        raise contract.error("entropy", None, "is required with dentropy")
+
+
 forward.rule(_scalars)
 backward.rule(_scalars)
+backward.rule(_entropy_is_there)
 forward.value_rule(_ids_in_range)
 
 
