@@ -49,14 +49,15 @@ def gradient(trial: Trial) -> list[OutputCheck]:
     if not trial.gradient:
         raise Unsupported("gradients are switched off on the command line")
     args, proof = trial.args(), trial.proof
-    bad = [c for c in _forward_checks(trial, args, trial.forward(args)) if not c.passed]
+    outputs = trial.forward(args)
+    bad = [c for c in _forward_checks(trial, args, outputs) if not c.passed]
     if bad:  # a gradient of wrong results proves nothing, and its failure would hide theirs
         raise LawBroken(f"the forward is already wrong ({bad[0].output}: {bad[0].message})")
     _, ours = trial.backward(args)
     exact = in_fp64(args)
     truth_outputs, truth = _formula_gradient(trial, exact)
     _, plain = _formula_gradient(trial, args)
-    cotangents = [g.double() for g in trial.cotangents(trial.forward(args))]
+    cotangents = [g.double() for g in trial.cotangents(outputs)]
     scales = proof.scale(exact, truth_outputs, cotangents)
     ulps = slack_ulps(proof.op_class, "gradient", trial.case.dtype, trial.arch)
     return [

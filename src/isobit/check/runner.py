@@ -8,6 +8,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -97,15 +99,27 @@ class Request:
 def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) -> list[Cell]:
     """Every cell of the request. A request that selects nothing is an error, not a pass."""
     cells: list[Cell] = []
-    for op in _ops(request):
+
+    def done(cell: Cell) -> None:
+        cells.append(cell)
+        progress(cell)
+
+    ops = _ops(request)
+    for op in ops:
         _check_case(op, request)
-        for backend in _backends(op, request):
-            for cell in _backend_cells(op, backend, request):
-                cells.append(cell)
-                progress(cell)
+    pairs = [(op, backend) for op in ops for backend in _backends(op, request)]
+    interpreted = _start_interpreter(
+        [(*pair, laws) for pair in pairs if (laws := _elsewhere(*pair, request))], request
+    )
+    for op, backend in pairs:
+        for cell in _cells_here(op, backend, request):
+            done(cell)
+    for cell in iter(interpreted.get, None):
+        done(cell)
     if all(c.status == UNSUPPORTED for c in cells):
         raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
-    return cells
+    order = [(op.name, backend) for op, backend in pairs]
+    return sorted(cells, key=lambda c: order.index((c.op, c.backend)))
 
 
 def quick_check(op_name: str, device: torch.device) -> list[str]:
@@ -210,21 +224,24 @@ def _why_nothing(cells: list[Cell]) -> str:
 # Execution
 
 
-def _backend_cells(op: Op, backend: str, request: Request) -> Iterator[Cell]:
-    wanted = request.laws or tuple(LAWS)
-    interpretable = op._by_name(backend).interpreted and request.device.type == "cpu"
-    elsewhere = [law for law in wanted if interpretable and law != "compile" and not triton_is_interpreted()]
-    for law in wanted:
-        if law in elsewhere:
-            continue
-        for case in cases_of(op, law, request):
-            if interpretable and case.heavy:  # minutes each in the interpreter
-                continue
-            if case.gpu_gb and request.device.type == "cpu":
-                continue
-            yield _one(op, backend, law, case, request)
-    if elsewhere:
-        yield from _in_interpreter(op, backend, elsewhere, request)
+def _interpretable(op: Op, backend: str, request: Request) -> bool:
+    return op._by_name(backend).interpreted and request.device.type == "cpu"
+
+
+def _elsewhere(op: Op, backend: str, request: Request) -> list[str]:
+    """The laws that need Triton's interpreter, where this process compiles kernels instead."""
+    if not _interpretable(op, backend, request) or triton_is_interpreted():
+        return []
+    return [law for law in request.laws or LAWS if law != "compile"]
+
+
+def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
+    elsewhere = _elsewhere(op, backend, request)
+    slow = _interpretable(op, backend, request)  # heavy cases take minutes each there
+    for law in request.laws or LAWS:
+        for case in cases_of(op, law, request) if law not in elsewhere else ():
+            if not (case.heavy and slow) and not (case.gpu_gb and request.device.type == "cpu"):
+                yield _one(op, backend, law, case, request)
 
 
 def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
@@ -267,6 +284,25 @@ def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> st
     return f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}{one}"
 
 
+def _start_interpreter(jobs: list[tuple[Op, str, list[str]]], request: Request) -> "Queue[Cell | None]":
+    """Run jobs one after another in processes of their own, beside what runs here; None ends the cells."""
+    cells: Queue[Cell | None] = Queue()
+
+    def work() -> None:
+        for op, backend, wanted in jobs:
+            try:
+                for cell in _in_interpreter(op, backend, wanted, request):
+                    cells.put(cell)
+            except Exception as error:  # whoever waits for the cells must hear of it
+                cells.put(
+                    Cell(op.name, backend, ",".join(wanted), "", FAIL, f"{type(error).__name__}: {error}")
+                )
+        cells.put(None)
+
+    Thread(target=work, daemon=True).start()
+    return cells
+
+
 def _in_interpreter(op: Op, backend: str, wanted: list[str], request: Request) -> Iterator[Cell]:
     """Triton kernels on CPU tensors: in a process of their own, since Triton decides when it decorates a
     kernel whether it is compiled or interpreted. Cells arrive as they are done."""
@@ -279,21 +315,13 @@ def _in_interpreter(op: Op, backend: str, wanted: list[str], request: Request) -
     command += request.options().split()
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
-    assert child.stdout is not None
     got = 0
-    for line in child.stdout:
-        if line.startswith("{"):
-            got += 1
-            yield Cell(**json.loads(line))
-    if child.wait() not in (0, 1) or not got:
-        reason = f"the interpreter's process ended with code {child.returncode} after {got} cells"
-        yield Cell(
-            op.name,
-            backend,
-            ",".join(wanted),
-            "",
-            FAIL,
-            reason,
-            command="TRITON_INTERPRET=1 " + " ".join(command[1:]),
-        )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as child:
+        for line in child.stdout or ():
+            if line.startswith("{"):
+                got += 1
+                yield Cell(**json.loads(line))
+    if child.returncode not in (0, 1) or not got:
+        reason = f"the interpreter's process ended after {got} cells with code {child.returncode}"
+        again = "TRITON_INTERPRET=1 " + " ".join(["isobit", *command[3:]])
+        yield Cell(op.name, backend, ",".join(wanted), "", FAIL, reason, command=again)
