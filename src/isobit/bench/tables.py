@@ -23,14 +23,6 @@ _MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
 
 
-def render(results_dir: Path) -> str:
-    """The tables of all ops that have results in this folder (`results/<gpu>`)."""
-    files = sorted(p for p in results_dir.glob("*.json") if not p.stem.startswith("check_"))
-    if not files:
-        raise FileNotFoundError(f"no results in {results_dir}")
-    return "\n".join(f"### {path.stem}\n\n{render_op(path)}" for path in files)
-
-
 def render_op(path: Path) -> str:
     """The table of one results file, with the stamp under it."""
     report: Report = json.loads(path.read_text())
