@@ -1,0 +1,72 @@
+"""Numerics classes: names for everything that decides the bits of a result.
+
+A class says which numbers meet in which addition, in which precision, and where a rounding happens. Two
+kernels of one class return the same bits on the hardware the class is promised on, whatever their tiles and
+schedules are. docs/numerics.md has the full text of each; here is what code needs: the name, one paragraph,
+and the hardware. A name carries its version: an order that changes gets a new name. Hardware that keeps the
+order of a class but not its arithmetic makes a class of its own, named after both: `chain16/sm_80`.
+"""
+
+from dataclasses import dataclass
+
+from isobit.contract import ContractError
+
+
+@dataclass(frozen=True, eq=False)
+class Numerics:
+    """One class. It is as good as its name: `str()` gives it, and a class equals its name."""
+
+    name: str
+    spec: str
+    hardware: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == str(other) if isinstance(other, (str, Numerics)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+CHAIN16 = Numerics(
+    "chain16",
+    "A matrix product of bf16 or fp16 operands as one chain: k in ascending order, 16 at a time, each group"
+    " joining the fp32 accumulator in one tensor-core step, the last group filled up with zeros; a bias is"
+    " added to the fp32 sum; one rounding to nearest even to the output's dtype at the end.",
+    "NVIDIA Hopper (sm_90); any CPU through the model",
+)
+
+SEG16_512 = Numerics(
+    "seg16/512",
+    "A matrix product of bf16 or fp16 operands in segments of 512 consecutive k, counted from the start of"
+    " the sum or of each sequence: a fresh chain for every segment, and the segments' fp32 sums added in"
+    " ascending order by fp32 additions that round to nearest even, beginning with the start value or +0.",
+    "NVIDIA Hopper (sm_90); any CPU through the model",
+)
+
+LSE_TRITON_1 = Numerics(
+    "lse/triton-1",
+    "A log-sum-exp over a row: 256 lanes, steps with one rescaling each, splits whose size is a function of"
+    " the row's length alone, lanes and splits added by trees of neighbours, no contraction of products and"
+    " sums; `exp2` and `log2` as Triton emits them for the device.",
+    "NVIDIA GPUs through Triton, each architecture and Triton version for itself; proven on H200",
+)
+
+NO_CLASS = Numerics(
+    "none",
+    "Accuracy, contract and repeatability, without a promise about bits.",
+    "any",
+)
+
+#: Every class by name.
+NUMERICS = {str(n): n for n in (CHAIN16, SEG16_512, LSE_TRITON_1, NO_CLASS)}
+
+
+def known_numerics(name: str | Numerics) -> Numerics:
+    """The class of this name (or the class itself), or an error that lists those there are."""
+    found = NUMERICS.get(str(name))
+    if found is None:
+        raise ContractError(f"unknown numerics class {str(name)!r}; known: {', '.join(NUMERICS)}")
+    return found
