@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, UnsupportedError
-from isobit.contract import F32, Contract, Float, Int, Like, Mask, Spec, describe, dtype_name
+from isobit.contract import F32, Contract, Float, Half, Int, Like, Mask, Spec, describe, dtype_name
 
 META = torch.device("meta")
 SCALARS = {"k": 2, "scale": 0.5, "flag": False, "validate": None, "backend": None}
@@ -315,6 +315,67 @@ def test_outputs_of_fp64_are_fp64_and_live_where_the_first_tensor_does() -> None
     given = {k: v.to(META) for k, v in tensors(dtype=torch.float64).items()}
     made = outputs(**given)
     assert {o.dtype for o in made} == {torch.float64} and {o.device.type for o in made} == {"meta"}
+
+
+# Any strides, and a dtype that an argument decides
+
+
+def product(
+    a: Half[Tensor, "* M K; any strides"],
+    b: Half[Tensor, "* K N; any strides"],
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Float[Tensor, "* M N in out_dtype or a"], Float[Tensor, "M in b"]]: ...
+
+
+PRODUCT = Contract("product", product)
+HALF = torch.zeros(2, 3, dtype=torch.float16)
+
+
+def test_annotations_of_strides_and_dtypes_become_specs() -> None:
+    a, b = (p.spec for p in PRODUCT.params if p.spec)
+    assert a == Spec(
+        "16-bit floating point", (torch.bfloat16, torch.float16), ("*", "M", "K"), any_strides=True
+    )
+    assert not a.contiguous_last and b is not None and b.any_strides
+    assert [o.dtype_of for o in PRODUCT.outputs] == [("out_dtype", "a"), ("b",)]
+    assert PRODUCT.outputs[0].dims == ("*", "M", "N") and PRODUCT.params[2].scalar is torch.dtype
+    with pytest.raises(TypeError, match="only 'any strides' may follow"):
+        Half[Tensor, "* K; some strides"]
+
+
+def test_strides_that_are_declared_free() -> None:
+    for b in (HALF.t(), HALF.t()[:, :1].expand(3, 5), HALF.t()[:, ::2]):
+        assert PRODUCT.check((HALF, b, None))["K"] == (3, "a")
+
+
+def test_a_dtype_is_a_scalar_of_the_schema() -> None:
+    assert PRODUCT.schema() == "product(Tensor a, Tensor b, ScalarType? out_dtype) -> (Tensor, Tensor)"
+    assert len(torch._C.parse_schema(PRODUCT.schema()).arguments) == 3
+    PRODUCT.check_types((HALF, HALF.t(), torch.float32))
+    assert message(PRODUCT.check_types, (HALF, HALF.t(), "fp32")) == (
+        "product(out_dtype: 'fp32'): must be dtype, not str"
+    )
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
+def test_an_output_takes_its_dtype_from_the_first_that_is_given(out_dtype: torch.dtype | None) -> None:
+    given = (HALF, HALF.t(), out_dtype)
+    first, second = PRODUCT.empty_outputs(given, PRODUCT.check(given))
+    assert first.dtype == (out_dtype or torch.float16) and list(first.shape) == [2, 2]
+    assert second.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (HALF.float(), HALF.t(), "(a: [2, 3] fp32): dtype must be 16-bit floating point (bf16, fp16)"),
+        (HALF[0], HALF.t(), "(a: [3] fp16): needs at least 2 dimension(s) [*, M, K], has 1"),
+        (HALF, HALF, "(b: [2, 3] fp16): K=2 but K=3 from a"),
+        (HALF[None], HALF.t(), "(b: [3, 2] fp16): leading shape=[] but leading shape=[1] from a"),
+    ],
+)
+def test_wrong_matrices(a: Tensor, b: Tensor, expected: str) -> None:
+    assert message(PRODUCT.check, (a, b, None)) == "product" + expected
 
 
 # Errors and names

@@ -3,8 +3,14 @@
     def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...)
 
 reads: `logits` is floating point, any leading shape `*`, then V contiguous columns; `token_ids` is
-int32 or int64 with the same leading shape. A dimension that appears twice must have one size. From
-these annotations come the checks and their messages, the `torch.library` schema and the fake
+int32 or int64 with the same leading shape. A dimension that appears twice must have one size. After the
+dimensions may follow
+
+    "* M K; any strides"            the last dimension need not be contiguous
+    "* if return_entropy"           an output that is there only if this argument is true
+    "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
+
+From these annotations come the checks and their messages, the `torch.library` schema and the fake
 outputs, so none of them can drift from the signature.
 """
 
@@ -47,11 +53,14 @@ class Spec:
     dims: tuple[str, ...]
     like: str | None = None  # an output with the shape and dtype of this argument
     when: str | None = None  # an output that is empty, [0], unless this argument is true
+    dtype_of: tuple[str, ...] = ()  # an output in the dtype of the first of these that is not None
+    any_strides: bool = False
 
     @property
     def contiguous_last(self) -> bool:
-        """A tensor with a named last dimension is read along it, so it must be contiguous there."""
-        return bool(self.dims) and self.dims[-1] != "*"
+        """A tensor with a named last dimension is read along it, so it must be contiguous there, unless it
+        is declared with any strides."""
+        return bool(self.dims) and self.dims[-1] != "*" and not self.any_strides
 
 
 class _Annotation:
@@ -64,18 +73,27 @@ class _Annotation:
         base, text = item
         if self.kind == "Like":
             return Annotated[base, Spec(self.kind, (), (), like=text)]
-        dims, _, when = text.partition(" if ")
-        return Annotated[base, Spec(self.kind, self.dtypes, tuple(dims.split()), when=when or None)]
+        text, _, when = text.partition(" if ")
+        text, _, source = text.partition(" in ")
+        dims, _, strides = text.partition("; ")
+        if strides not in ("", "any strides"):
+            raise TypeError(f"{strides!r} in an annotation: only 'any strides' may follow the dimensions")
+        return Annotated[base, Spec(
+            self.kind, self.dtypes, tuple(dims.split()), when=when or None,
+            dtype_of=tuple(source.split(" or ")) if source else (), any_strides=bool(strides),
+        )]  # fmt: skip
 
 
 if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
     from typing import Annotated as F32
     from typing import Annotated as Float
+    from typing import Annotated as Half
     from typing import Annotated as Int
     from typing import Annotated as Like
     from typing import Annotated as Mask
 else:
     Float = _Annotation("floating point", BF16, F16, F32_, F64)
+    Half = _Annotation("16-bit floating point", BF16, F16)
     F32 = _Annotation("fp32", F32_, F64)  # fp64 only from fp64 inputs: the reference at full precision
     Int = _Annotation("int32 or int64", *INTS)
     Mask = _Annotation(
@@ -83,7 +101,7 @@ else:
     )
     Like = _Annotation("Like")
 
-_SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
+_SCALARS = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,7 @@ def _fits(value: Any, scalar: type) -> bool:
     """Whether a value can stand for a scalar: true and false are no numbers, but symbolic ones are."""
     if type(value) is scalar:
         return True
-    if isinstance(value, bool) or scalar in (bool, str):
+    if isinstance(value, bool) or scalar in (bool, str, torch.dtype):
         return False
     return isinstance(value, (int, torch.SymInt, *((float, torch.SymFloat) if scalar is float else ())))
 
@@ -243,23 +261,29 @@ class Contract:
             got, want = (list(x) if dim == "*" else x for x in (size, known[0]))
             raise self.error(name, t, f"{what}={got} but {what}={want} from {known[1]}")
 
+    def output_dtype(self, spec: Spec, values: tuple[Any, ...]) -> torch.dtype:
+        """fp32 becomes fp64 when the first tensor is fp64: the reference keeps full precision then."""
+        if spec.like is not None:
+            return values[self.names.index(spec.like)].dtype
+        if spec.dtype_of:
+            given = (values[self.names.index(name)] for name in spec.dtype_of)
+            source = next(v for v in given if v is not None)
+            return source if isinstance(source, torch.dtype) else source.dtype
+        dtype = F64 if values[self._tensors[0][0]].dtype == F64 else F32_
+        return spec.dtypes[0] if spec.dtypes and dtype not in spec.dtypes else dtype
+
     def empty_outputs(self, values: tuple[Any, ...], dims: dict[str, Any]) -> list[Tensor]:
-        """Outputs with the promised shapes and dtypes, uninitialised. fp32 becomes fp64 when the first
-        tensor is fp64: the reference keeps full precision then."""
-        first = values[self._tensors[0][0]]
+        """Outputs with the promised shapes and dtypes, uninitialised; those not asked for have no elements."""
         outs = []
         for spec in self.outputs:
-            dtype = F64 if first.dtype == F64 else F32_
-            if spec.dtypes and dtype not in spec.dtypes:
-                dtype = spec.dtypes[0]
             if spec.like is not None:
-                src = values[self.names.index(spec.like)]
-                shape, dtype = list(src.shape), src.dtype
+                shape = list(values[self.names.index(spec.like)].shape)
             elif spec.when is not None and not values[self.names.index(spec.when)]:
                 shape = [0]
             else:
                 shape = []
                 for d in spec.dims:
                     shape += list(dims[d][0]) if d == "*" else [int(d) if d.isdigit() else dims[d][0]]
-            outs.append(torch.empty(shape, dtype=dtype, device=first.device))
+            device = values[self._tensors[0][0]].device
+            outs.append(torch.empty(shape, dtype=self.output_dtype(spec, values), device=device))
         return outs

@@ -10,19 +10,23 @@
 The signature is the contract (`isobit.contract`). It becomes a `torch.library` op, so that
 `torch.compile`, `opcheck`, CUDA graphs and autocast work; its body checks the contract, picks the
 first backend that can serve and calls it. Autograd is written once per op, above the backends, in
-terms of a second op for the backward. `validate` and `backend` are read here and never reach a
-backend.
+terms of other ops. `validate`, `numerics` and `backend` are read here and never reach a backend.
+
+The choice is made when the op runs, not when it is traced: strides, alignment and the device decide, and
+a compiled graph must not freeze what they were.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from isobit.arch import arch_key
 from isobit.contract import Contract, ContractError
 
 #: Every op by name, filled by the declarations as they are imported.
@@ -33,30 +37,52 @@ _LIBRARY = torch.library.Library("isobit", "FRAGMENT")
 #: Numerics class of a backend that promises accuracy but no bits.
 NONE = "none"
 
+#: Between a backend and a numerics class: "hopper or chain16" is what a backward asks for whose forward was
+#: forced to hopper. A string, because the choice is made inside the `torch.library` op.
+_OR = " or "
+
 
 class UnsupportedError(ContractError):
     """A backend that was asked for by name cannot serve this call; the message is its reason."""
+
+
+def follow(backend: str | None, numerics: str | None) -> str | None:
+    """What a backward asks for after a forward that was forced to `backend`: that one if it can serve in
+    this numerics class, else the best one of the class."""
+    return None if backend is None else f"{backend.partition(_OR)[0]}{_OR}{numerics}"
 
 
 @dataclass(frozen=True)
 class Backend:
     """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call.
 
+    `numerics`: its class, or a function of the device where the hardware decides it.
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
     kernels, so there it serves only when asked for by name.
+    `unasked(args)`: any other reason to serve only when asked for by name.
     """
 
     name: str
     run: Callable[..., Any]
-    numerics: str
+    numerics: str | Callable[[torch.device], str]
     when: Callable[[dict[str, Any]], str | None]
     interpreted: bool
+    unasked: Callable[[dict[str, Any]], str | None]
+
+    def numerics_on(self, device: torch.device) -> str:
+        return self.numerics if isinstance(self.numerics, str) else self.numerics(device)
+
+    def other_class(self, numerics: str | None, device: torch.device) -> str | None:
+        """The reason why it cannot keep a class that was asked for."""
+        if numerics is None or (own := self.numerics_on(device)) == numerics:
+            return None
+        return f"its numerics class here is {own!r}, not {numerics!r}"
 
     def why_not(self, args: dict[str, Any], device: torch.device) -> str | None:
         """The reason not to choose this backend by itself."""
         if self.interpreted and device.type == "cpu":
             return "on CPU tensors only the interpreter could run it: ask for it by name to check its kernels"
-        return self.when(args)
+        return self.unasked(args) or self.when(args)
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,9 @@ class Op:
     backends: list[Backend] = field(default_factory=list)
     rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
     value_rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
-    backward: "Op | None" = None
+    #: (args) -> sizes by name, for dimensions of outputs that no input has.
+    sizes: Callable[[dict[str, Any]], dict[str, int]] | None = None
+    backward: "Op | None" = None  # the op that is there for this one's derivative alone, if there is one
     proof: Any = None  # isobit.check.proof.Proof: cases, truth, cost; set by the ops people call
 
     @property
@@ -111,14 +139,15 @@ class Op:
         self,
         name: str,
         *,
-        numerics: str,
+        numerics: str | Callable[[torch.device], str],
         when: Callable[[dict[str, Any]], str | None] = lambda args: None,
         interpreted: bool = False,
+        unasked: Callable[[dict[str, Any]], str | None] = lambda args: None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Add a backend; the order of declaration is the order of preference."""
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends.append(Backend(name, run, numerics, when, interpreted))
+            self.backends.append(Backend(name, run, numerics, when, interpreted, unasked))
             return run
 
         return add
@@ -133,20 +162,23 @@ class Op:
 
     def derivative(
         self,
-        backward: "Op",
+        backward: "Op | None",
         *,
-        save: Callable[[dict[str, Any], tuple[Tensor, ...]], dict[str, Tensor | None]],
+        save: Callable[[dict[str, Any], Any], dict[str, Tensor | None]],
         gradient: Callable[[dict[str, Any], tuple[Tensor | None, ...]], dict[str, Tensor]],
         constant: tuple[int, ...] = (),
         flags: tuple[str, ...] = (),
+        once: str | None = None,
     ) -> None:
         """Autograd for this op, whatever the backend.
 
-        `save(args, outputs)` names the tensors to keep; `gradient(kept, grads)` calls `backward` and
-        returns gradients by argument name. `kept` also holds the scalar arguments, with `backend`
-        already translated for the backward (see `_backend_for_backward`). Outputs numbered in `constant`
-        have no gradient, nor have optional ones that were not asked for. Arguments named in `flags` are
-        made true where a backward can follow.
+        `save(args, outputs)` names the tensors to keep; `gradient(kept, grads)` calls `backward`, or any
+        ops, and returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the
+        names of the arguments that a gradient is wanted for; and what the forward was bound to, to be passed
+        on: `numerics`, a class or None, and `backend`, a forced backend as `follow` writes it or None.
+        Outputs numbered in `constant` have no gradient, nor have optional ones that were not asked for.
+        Arguments named in `flags` are made true where a backward can follow. `once` says why there is no
+        second derivative, where the ops that `gradient` calls would not say it themselves.
         """
         self.backward = backward
         this, names, specs = self, self.contract.names, self.contract.outputs
@@ -161,6 +193,7 @@ class Op:
                 ctx.kept_names = list(kept)
                 ctx.save_for_backward(*kept.values())
                 ctx.scalars = {k: v for k, v in args.items() if not isinstance(v, Tensor) and k not in kept}
+                ctx.device = values[0].device
                 ctx.set_materialize_grads(False)
                 ctx.mark_non_differentiable(
                     *(o for i, o in enumerate(several)
@@ -171,33 +204,39 @@ class Op:
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> Any:
                 kept = dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True)) | ctx.scalars
-                kept["backend"] = this._backend_for_backward(kept.get("backend"), kept)
-                found = gradient(kept, grads)
+                kept |= this._bound_to(ctx.scalars, ctx.device)
+                needed = zip(names, ctx.needs_input_grad[1:], strict=True)
+                kept["needs"] = {name for name, needs in needed if needs}
+                twice = torch.is_grad_enabled()  # a graph of the backward is wanted
+                with torch.set_grad_enabled(twice and once is None):
+                    found = gradient(kept, grads)
+                if twice and once is not None:
+                    watched = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
+                    found = {
+                        name: _Refusal.apply(once, lambda *_, g=g: g, *watched) for name, g in found.items()
+                    }
                 return (None, *(found.get(name) for name in names))
 
-        self._set_autograd(Derivative, flags)
+        self._set_autograd(Derivative.apply, flags)
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error that says why (used by backwards)."""
+        self._set_autograd(partial(_Refusal.apply, why))
 
-        class NoDerivative(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, run: Callable[..., Any], *values: Any) -> Any:
-                return run(*values)
+    def _bound_to(self, scalars: dict[str, Any], device: torch.device) -> dict[str, str | None]:
+        """What a call was bound to by name: gradients of another class must not follow it."""
+        forced, numerics = scalars.get("backend"), scalars.get("numerics")
+        if forced is not None:
+            numerics = self._by_name(forced.partition(_OR)[0]).numerics_on(device)
+        return {"backend": follow(forced, numerics), "numerics": numerics}
 
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> Any:
-                raise RuntimeError(why)
-
-        self._set_autograd(NoDerivative)
-
-    def _set_autograd(self, function: type[torch.autograd.Function], flags: tuple[str, ...] = ()) -> None:
+    def _set_autograd(self, apply: Callable[..., Any], flags: tuple[str, ...] = ()) -> None:
         positions = {self.contract.names.index(name) for name in flags}
 
         def differentiable(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             if positions:
                 values = tuple(True if i in positions else v for i, v in enumerate(values))
-            return function.apply(run, *values)
+            return apply(run, *values)
 
         self._differentiable = differentiable
 
@@ -254,12 +293,12 @@ class Op:
         return not watched and torch._C._functorch.peek_interpreter_stack() is None
 
     def _run(self, *values: Any) -> Any:
-        args, _ = self._validated(values)
-        backend = self._choose(args, args.pop("backend", None))
         device = values[0].device.type
-        if device != "meta" and torch.is_autocast_enabled(
-            device
-        ):  # the inputs' dtypes decide, never the context's
+        if device == "meta":  # shapes without values: no backend has anything to compute
+            return self._fake(*values)
+        args, _ = self._validated(values)
+        backend = self._choose(args, args.pop("backend", None), args.pop("numerics", None))
+        if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
             with torch.autocast(device, enabled=False):
                 return backend.run(**args)
         return backend.run(**args)
@@ -270,10 +309,17 @@ class Op:
         outputs = self._run(*values)
         if isinstance(outputs, Tensor):
             return outputs
-        return tuple(values[0].new_empty(0, dtype=outputs[0].dtype) if o is None else o for o in outputs)
+        specs, dtype_of = self.contract.outputs, self.contract.output_dtype
+        return tuple(
+            values[0].new_empty(0, dtype=dtype_of(spec, values)) if o is None else o
+            for spec, o in zip(specs, outputs, strict=True)
+        )
 
     def _fake(self, *values: Any) -> Any:
         _, dims = self._validated(values, fake=True)
+        if self.sizes is not None:
+            found = self.sizes(dict(zip(self.contract.names, values, strict=True)))
+            dims |= {name: (size, "sizes") for name, size in found.items()}
         outputs = self.contract.empty_outputs(values, dims)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -295,19 +341,40 @@ class Op:
 
     # Choosing
 
-    def _choose(self, args: dict[str, Any], forced: str | None) -> Backend:
+    def _choose(self, args: dict[str, Any], forced: str | None, numerics: str | None) -> Backend:
+        device = args[self.contract.names[0]].device
+        name, follows, wanted = (forced or "").partition(_OR)
+        if follows:
+            return self._choose_after(name, wanted, args, device)
+        if numerics is not None:
+            self._knows_class(numerics, device)
         if forced is not None:
             backend = self._by_name(forced)
-            reason = backend.when(args)
+            reason = backend.other_class(numerics, device) or backend.when(args)
             if reason is not None:
                 raise UnsupportedError(f"{self.name}(backend={forced!r}): {reason}")
             return backend
-        device = args[self.contract.names[0]].device
+        reasons = {}
         for backend in self.backends:
-            if backend.why_not(args, device) is None:
+            reason = backend.other_class(numerics, device) or backend.why_not(args, device)
+            if reason is None:
                 return backend
-        reasons = "; ".join(f"{b.name}: {b.why_not(args, device)}" for b in self.backends)
-        raise UnsupportedError(f"{self.name}: no backend can serve this call ({reasons})")
+            reasons[backend.name] = reason
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(f"{self.name}: no backend can serve this call ({why})")
+
+    def _choose_after(self, name: str, numerics: str, args: dict[str, Any], device: torch.device) -> Backend:
+        """The backend that a forward was forced to if it is here and can serve, else the best one of the
+        same numerics class: a forced forward must not be followed by gradients of another class."""
+        reasons = {}
+        for backend in sorted(self.backends, key=lambda b: b.name != name):
+            if backend.other_class(numerics, device) is None:
+                reason = backend.when(args) if backend.name == name else backend.why_not(args, device)
+                if reason is None:
+                    return backend
+                reasons[backend.name] = reason
+        why = "".join(f"; {name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(f"{self.name}: no backend of numerics class {numerics!r} can serve{why}")
 
     def _by_name(self, name: str) -> Backend:
         for backend in self.backends:
@@ -316,22 +383,11 @@ class Op:
         known = ", ".join(b.name for b in self.backends)
         raise ContractError(f"{self.name}(backend={name!r}): unknown backend; known: {known}")
 
-    def _backend_for_backward(self, forced: str | None, args: dict[str, Any]) -> str | None:
-        """The forced backend if the backward has it, else the backward's best one of the same numerics
-        class that can serve: a forced forward must not be followed by gradients of another class."""
-        assert self.backward is not None
-        names = {b.name for b in self.backward.backends}
-        if forced is None or forced in names:
-            return forced
-        wanted = self._by_name(forced).numerics
-        reasons = {b.name: b.when(args) for b in self.backward.backends if b.numerics == wanted}
-        for name, reason in reasons.items():
-            if reason is None:
-                return name
-        why = "".join(f"; {name}: {reason}" for name, reason in reasons.items())
-        raise UnsupportedError(
-            f"{self.backward.name}: no backend of numerics class {wanted!r} can serve{why}"
-        )
+    def _knows_class(self, numerics: str, device: torch.device) -> None:
+        known = {b.numerics_on(device): None for b in self.backends}  # in order, each once
+        if numerics not in known:
+            rule = f"unknown numerics class on {arch_key(device)}; known: {', '.join(known)}"
+            raise self.contract.error("numerics", numerics, rule)
 
     def explain(self, *positional: Any, **named: Any) -> Explanation:
         """What would serve this call, and why not the others. Same validation, nothing is launched."""
@@ -347,15 +403,31 @@ class Op:
         values = tuple(given.get(p.name, p.default) for p in self.contract.params)
         self.contract.check_types(values)
         args, _ = self._validated(values, fake=True)
-        forced = args.pop("backend", None)
-        reasons = {b.name: b.why_not(args, values[0].device) for b in self.backends}
-        chosen = self._choose(args, forced) if forced or None in reasons.values() else None
+        forced, numerics = args.pop("backend", None), args.pop("numerics", None)
+        device = values[0].device
+        if numerics is not None:
+            self._knows_class(numerics, device)
+        reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device) for b in self.backends}
+        chosen = self._choose(args, forced, numerics) if forced or None in reasons.values() else None
         if chosen is None:
             return Explanation(self.name, None, None, reasons)
         if forced:
             asked = f"can serve; backend={forced!r} was asked for"
             reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
-        return Explanation(self.name, chosen.name, chosen.numerics, reasons)
+        return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
+
+
+class _Refusal(torch.autograd.Function):
+    """Runs, and makes a gradient through the result an error that says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, run: Callable[..., Any], *values: Any) -> Any:
+        ctx.why = why
+        return run(*values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(ctx.why)
 
 
 def op(name: str) -> Callable[[Callable[..., Any]], Op]:

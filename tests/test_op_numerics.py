@@ -1,0 +1,244 @@
+"""Guards numerics classes in the frame: asking for one, classes that the device decides, backends that serve
+only by name, and what a backward is bound to that calls several ops."""
+
+# ruff: noqa: F722
+# "* V" in an annotation names dimensions, not types.
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit import ContractError, UnsupportedError
+from isobit.contract import F32, Float
+from isobit.op import NONE, follow, op
+
+#: (op, backend, its arguments) of every backend that ran.
+RAN: list[tuple[str, str, dict[str, Any]]] = []
+
+#: What keeps a backend from serving, by (op, backend).
+REASONS: dict[tuple[str, str], str] = {}
+
+
+@op("test_numerics_double")
+def double(
+    x: Float[Tensor, "*"],
+    y: Float[Tensor, "*"],
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> F32[Tensor, "*"]:
+    """2 x + 3 y."""
+
+
+@op("test_numerics_times")
+def times(
+    x: Float[Tensor, "*"], factor: float, numerics: str | None = None, backend: str | None = None
+) -> F32[Tensor, "*"]:
+    """factor x: what the backward is made of."""
+
+
+def add(target: Any, name: str, numerics: Any, run: Any, **options: Any) -> None:
+    def logged(**args: Any) -> Tensor:
+        RAN.append((target.name, name, args))
+        return run(**args)
+
+    key = (target.name, name)
+    target.backend(name, numerics=numerics, when=lambda args: REASONS.get(key), **options)(logged)
+
+
+def of_the_device(device: torch.device) -> str:
+    return "a/1" if device.type == "cuda" else f"a/1/{device.type}"
+
+
+def by_name_only(args: dict[str, Any]) -> str | None:
+    return "it is slow"
+
+
+for target, run in (
+    (double, lambda x, y: 2 * x + 3 * y),
+    (times, lambda x, factor: factor * x),
+):
+    add(target, "quick", "a/1", run)
+    add(target, "mixed", of_the_device, run)
+    add(target, "sure", "a/1", run)
+    add(target, "shy", "a/2", run, unasked=by_name_only)
+add(double, "alone", "a/3", lambda x, y: 2 * x + 3 * y)
+add(double, "plain", NONE, lambda x, y: 2 * x + 3 * y)
+add(times, "timid", "a/3", lambda x, factor: factor * x, unasked=by_name_only)
+add(times, "plain", NONE, lambda x, factor: factor * x)
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    bound = (kept["numerics"], kept["backend"])
+    return {
+        name: times(grads[0], factor, *bound)
+        for name, factor in (("x", 2.0), ("y", 3.0))
+        if name in kept["needs"]
+    }
+
+
+double.derivative(
+    None,
+    save=lambda args, out: {"x": args["x"]},
+    gradient=_gradient,
+    once="double has no second derivative",
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    RAN.clear()
+    REASONS.clear()
+    yield
+
+
+def ran() -> list[str]:
+    return [name for _, name, _ in RAN]
+
+
+X = torch.ones(3)
+
+
+# Asking for a class
+
+
+@pytest.mark.parametrize(
+    ("numerics", "served"), [(None, "quick"), ("a/1", "quick"), ("a/1/cpu", "mixed"), ("none", "plain")]
+)
+def test_the_first_backend_of_the_class_serves(numerics: str | None, served: str) -> None:
+    double(X, X, numerics, None)
+    assert ran() == [served] and set(RAN[0][2]) == {"x", "y"}  # backends do not see it
+    assert double.explain(X, X, numerics=numerics).backend == served
+
+
+def test_a_backend_that_cannot_serve_is_passed_over_within_the_class() -> None:
+    REASONS["test_numerics_double", "quick"] = "not today"
+    double(X, X, "a/1", None)
+    assert ran() == ["sure"]
+
+
+def test_a_class_that_no_backend_has_here_lists_those_there_are() -> None:
+    for call in (lambda: double(X, X, "b/1", None), lambda: double.explain(X, X, numerics="b/1")):
+        with pytest.raises(ContractError) as error:
+            call()
+        assert str(error.value) == (
+            "test_numerics_double(numerics: 'b/1'): unknown numerics class on cpu; "
+            "known: a/1, a/1/cpu, a/2, a/3, none"
+        )
+    assert ran() == []
+
+
+def test_a_forced_backend_of_another_class_is_an_error() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        double(X, X, "a/1", "mixed")
+    assert str(error.value) == (
+        "test_numerics_double(backend='mixed'): its numerics class here is 'a/1/cpu', not 'a/1'"
+    )
+    double(X, X, "a/1", "sure")
+    assert ran() == ["sure"]
+
+
+def test_a_class_whose_backends_cannot_serve_is_an_error_with_every_reason() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        double(X, X, "a/2", None)
+    assert "quick: its numerics class here is 'a/1', not 'a/2'" in str(error.value)
+    assert "shy: it is slow" in str(error.value)
+
+
+def test_explain_reports_the_class_on_the_device_of_the_call() -> None:
+    found = double.explain(X, X, backend="mixed")
+    assert (found.backend, found.numerics) == ("mixed", "a/1/cpu")
+    found = double.explain(X, X, numerics="a/3")
+    assert (found.backend, found.numerics) == ("alone", "a/3")
+    assert found.reasons["quick"] == "its numerics class here is 'a/1', not 'a/3'"
+
+
+def test_the_class_is_a_function_of_the_device() -> None:
+    mixed = double._by_name("mixed")
+    assert mixed.numerics_on(torch.device("cuda", 0)) == "a/1"
+    assert mixed.numerics_on(torch.device("cpu")) == "a/1/cpu"
+    assert double._by_name("sure").numerics_on(torch.device("cpu")) == "a/1"
+
+
+def test_a_backend_that_serves_by_name_only_does_when_named() -> None:
+    double(X, X, None, "shy")
+    assert ran() == ["shy"]
+    assert double.explain(X, X).reasons["shy"] == "it is slow"
+
+
+# Backwards of several ops
+
+
+def gradients(numerics: str | None, backend: str | None, needs: tuple[bool, bool] = (True, True)) -> list:
+    x, y = (torch.ones(3, requires_grad=need) for need in needs)
+    double(x, y, numerics, backend).sum().backward()
+    return [x.grad, y.grad]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "backend", "served"),
+    [
+        (None, None, "quick quick quick"),
+        ("a/1/cpu", None, "mixed mixed mixed"),
+        (None, "sure", "sure sure sure"),
+        (None, "mixed", "mixed mixed mixed"),
+        (None, "shy", "shy shy shy"),  # by name, so in the backward too
+        ("none", "plain", "plain plain plain"),
+    ],
+)
+def test_what_the_forward_was_bound_to_binds_every_op_of_the_backward(
+    numerics: str | None, backend: str | None, served: str
+) -> None:
+    dx, dy = gradients(numerics, backend)
+    assert ran() == served.split() and dx.tolist() == [2.0] * 3 and dy.tolist() == [3.0] * 3
+
+
+def test_a_forced_backend_that_cannot_serve_the_backward_is_followed_by_its_class() -> None:
+    REASONS["test_numerics_times", "quick"] = "odd strides"
+    gradients(None, "quick")
+    assert ran() == ["quick", "sure", "sure"]
+    REASONS["test_numerics_times", "sure"] = "nor this one"
+    with pytest.raises(UnsupportedError) as error:
+        gradients(None, "quick")
+    assert str(error.value) == (
+        "test_numerics_times: no backend of numerics class 'a/1' can serve; "
+        "quick: odd strides; sure: nor this one"
+    )
+
+
+def test_a_backend_by_name_only_does_not_step_in_for_another_one() -> None:
+    with pytest.raises(UnsupportedError, match=r"of numerics class 'a/3' can serve; timid: it is slow$"):
+        gradients(None, "alone")
+
+
+def test_a_gradient_that_is_not_needed_is_not_computed() -> None:
+    assert gradients(None, None, (True, False))[1] is None and ran() == ["quick", "quick"]
+    assert RAN[1][2]["factor"] == 2.0
+
+
+def test_follow() -> None:
+    assert follow(None, "a/1") is None
+    assert follow("quick", "a/1") == "quick or a/1" and follow("quick or a/1", "b/2") == "quick or b/2"
+
+
+def test_a_second_derivative_is_refused_whatever_is_differentiated() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    out = double(x, y, None, None)
+    weight = torch.ones(3, requires_grad=True)
+    (dy,) = torch.autograd.grad((out * weight).sum(), y, create_graph=True)
+    assert dy.tolist() == [3.0] * 3
+    for leaf in (x, weight):
+        with pytest.raises(RuntimeError, match=r"^double has no second derivative$"):
+            torch.autograd.grad(dy.sum(), leaf, retain_graph=True)
+
+
+# Meta tensors
+
+
+def test_meta_tensors_have_shapes_and_need_no_backend() -> None:
+    x = torch.empty(5, device="meta", requires_grad=True)
+    out = double(x, x, None, None)
+    out.sum().backward()
+    assert list(out.shape) == [5] and out.device.type == "meta" and x.grad is not None and ran() == []

@@ -1,0 +1,108 @@
+"""A toy op with a backward, several backends and rules: what the tests of `isobit.op` play with."""
+
+# ruff: noqa: F722, F821
+# "* V" in an annotation names dimensions, not types.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import F32, Contract, Float, Like
+from isobit.op import NONE, op
+
+#: (backend, its arguments, whether autocast was on) of every backend that ran.
+RAN: list[tuple[str, dict[str, Any], bool]] = []
+
+
+@op("test_op_scale")
+def scale(
+    x: Float[Tensor, "* V"],
+    factor: float = 2.0,
+    want_sum: bool = False,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> tuple[F32[Tensor, "* V"], F32[Tensor, "* if want_sum"], F32[Tensor, "*"]]:
+    """(factor * x, its sum, the largest element of x, which has no gradient)."""
+
+
+@op("test_op_scale_bwd")
+def scale_bwd(
+    x: Float[Tensor, "* V"],
+    dy: F32[Tensor, "* V"] | None,
+    dsum: F32[Tensor, "*"] | None,
+    factor: float,
+    backend: str | None = None,
+) -> Like[Tensor, "x"]:
+    """factor * (dy + dsum)."""
+
+
+def forward_backend(name: str, numerics: str, **options: Any) -> None:
+    def run(**args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        RAN.append((name, args, torch.is_autocast_enabled("cpu")))
+        x = args["x"].float()
+        y = x @ (args["factor"] * torch.eye(x.shape[-1]))  # a product: autocast would make it bf16
+        return y, y.sum(-1) if args["want_sum"] else None, x.amax(-1)
+
+    scale.backend(name, numerics=numerics, **options)(run)
+
+
+def backward_backend(name: str, numerics: str) -> None:
+    def run(x: Tensor, dy: Tensor | None, dsum: Tensor | None, factor: float) -> Tensor:
+        RAN.append((name, {}, torch.is_autocast_enabled("cpu")))
+        dx = torch.zeros(x.shape)
+        dx += 0.0 if dy is None else factor * dy
+        dx += 0.0 if dsum is None else factor * dsum[..., None]
+        return dx.to(x.dtype)
+
+    scale_bwd.backend(name, numerics=numerics)(run)
+
+
+def odd(args: dict[str, Any]) -> str | None:
+    return None if args["x"].shape[-1] % 2 == 0 else f"V={args['x'].shape[-1]} is odd"
+
+
+forward_backend("kernel", "toy/1", interpreted=True)  # never chosen by itself on a CPU
+forward_backend("fast", "toy/1", when=odd)
+forward_backend("exact", "toy/1")
+forward_backend("plain", NONE)
+forward_backend("lonely", "toy/2")
+backward_backend("plain", NONE)
+backward_backend("exact", "toy/1")
+backward_backend("second", "toy/1")
+
+
+@scale.rule
+def _positive(contract: Contract, args: dict[str, Any]) -> None:
+    if not args["factor"] > 0:
+        raise contract.error("factor", args["factor"], "must be positive")
+
+
+@scale.value_rule
+def _no_nan(contract: Contract, args: dict[str, Any]) -> None:
+    RAN.append(("value rule", dict(args), False))
+    if args["x"].device.type == "cpu" and bool(args["x"].isnan().any()):
+        raise contract.error("x", args["x"], "has a NaN")
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    assert grads[2] is None
+    dy = None if grads[0] is None else grads[0].contiguous()  # the gradient of a sum has stride 0
+    return {"x": scale_bwd(kept["x"], dy, grads[1], kept["factor"], kept["backend"])}
+
+
+scale.derivative(scale_bwd, save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
+scale_bwd.not_differentiable("the toy has no second derivative")
+
+
+def ran() -> list[str]:
+    return [name for name, _, _ in RAN if name != "value rule"]
+
+
+def call(x: Tensor, factor: float = 2.0, want_sum: bool = False, validate: bool | None = None,
+         backend: str | None = None) -> tuple[Any, ...]:  # fmt: skip
+    return scale(x, factor, want_sum, validate, backend)
+
+
+def even(requires_grad: bool = False) -> Tensor:
+    return torch.arange(12.0).reshape(3, 4).requires_grad_(requires_grad)
