@@ -39,6 +39,10 @@ class Recorder:
     def sources(self) -> list[tuple[str, Any, dict[str, Any]]]:
         """(kernel name, source to compile, compile options) of every recorded launch."""
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+        def source_of(kernel: Any) -> Any:
+            return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
 
         found = []
         for kernel, args, options in self.launches:
@@ -47,14 +51,17 @@ class Recorder:
             values |= {k: v for k, v in options.items() if k in names}
             signature, constants, attrs = {}, {}, {}
             for i, name in enumerate(names):
-                kind = _triton_type(values[name])
-                if kind == "constexpr" or kernel.params[i].is_constexpr:
+                kind, param = _triton_type(values[name]), kernel.params[i]
+                free = param.do_not_specialize
+                # A launch makes a constant of the number 1 too: a stride of 1 is what vectors are read by.
+                one = kind.startswith("i") and values[name] == 1 and not free
+                if kind == "constexpr" or param.is_constexpr or one:
                     signature[name], constants[name] = "constexpr", values[name]
                     continue
                 signature[name] = kind
-                if kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0):
+                if kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0 and not free):
                     attrs[(i,)] = [["tt.divisibility", 16]]
-            source = ASTSource(kernel, signature, constants, attrs)
+            source = source_of(kernel)(kernel, signature, constants, attrs)
             found.append((kernel.__name__, source, {k: v for k, v in options.items() if k not in names}))
         return found
 
@@ -62,6 +69,8 @@ class Recorder:
 def _triton_type(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "constexpr"
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return f"tensordesc<{dtype_name(value.base.dtype)}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, Tensor):
         name = dtype_name(value.dtype)
         return "*" + name.replace("uint", "u").replace("int", "i")

@@ -1,0 +1,281 @@
+"""Sums over the vocabulary in the registers of a `wgmma` accumulator: class lse/1.
+
+In an accumulator of 64 x 256 a thread holds, of a row, the columns 8i + 2q and 8i + 2q + 1 for its own q of
+4: a *lane*. Each lane keeps its own maximum m and sum s over one *split* of the vocabulary, so that folding a
+tile needs no exchange between threads. With c = log2(e) / temperature:
+
+    m' = max(m, z),  s' = s 2^((m - m') c) + sum 2^(z c - m' c)
+
+and for the entropy t, the sum of u 2^u with u = (z - m) c. At the end of a split the four lanes are brought
+to their common maximum and added. A split is one of 33 stretches of tiles, a function of V alone; 33 of them
+keep 132 SMs busy for any multiple of 512 rows. `merge_kernel` folds a row's splits in ascending order. So a
+row's bits depend on its own logits and on V, and whoever has the same logits in fp32 gets the same bits: a
+fused product, or a kernel that reads them.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.hopper_pipe import ROWS, gl, gluon
+from isobit.blocks.launch import Launch
+
+#: Columns of a tile, and splits of a row: both take part in the order of the sums.
+COLUMNS = 256
+SPLITS = 33
+
+#: The token of a row that does not count.
+DEAD = -2
+
+LOG2E = math.log2(math.e)
+
+#: A thread's share of a tile, as (row, i, lane, parity): column = 8 i + 2 lane + parity.
+TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *([0, 1 << b, 0, 0] for b in range(5))],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 32, 4, 2],
+    )
+)
+#: (row, lane) of what a thread keeps, and the rows of it.
+LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, TILE.value)))
+OF_ROWS = gl.constexpr(gl.SliceLayout(1, LANES.value))
+
+_COLUMNS = gl.constexpr(COLUMNS)
+_DEAD = gl.constexpr(DEAD)
+
+
+def splits_of(V: int) -> int:
+    return min(SPLITS, -(-V // COLUMNS))
+
+
+@gluon.jit
+def as_lanes(acc):
+    """64 x 256 sums by (row, i, lane, parity): the same values in the same registers."""
+    return gl.convert_layout(gl.reshape(acc, (ROWS, 32, 4, 2)), TILE)
+
+
+@gluon.jit
+def spread(x):
+    """[row, lane] over the columns of a tile."""
+    return gl.expand_dims(gl.expand_dims(x, 1), 3)
+
+
+@gluon.jit
+def columns_of(n):
+    """Column numbers of tile n, by (row, i, lane, parity)."""
+    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, TILE))))
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, TILE))))
+    b = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, TILE))))
+    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
+    q = gl.expand_dims(gl.expand_dims(gl.expand_dims(q, 0), 1), 3)
+    b = gl.expand_dims(gl.expand_dims(gl.expand_dims(b, 0), 1), 2)
+    return n * _COLUMNS + 8 * i + 2 * q + b
+
+
+@gluon.jit
+def _maximum(x):
+    return gl.max(gl.max(x, 3), 1)
+
+
+@gluon.jit
+def _sum(x):
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def finite(m):
+    """What to subtract for a maximum: 0 while there is none, because -inf - -inf is NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _factor(m, d):
+    """2^d, by which the sums of a lane with maximum m are rescaled: 0 if it has none yet."""
+    return gl.exp2(gl.where(m == float("-inf"), float("-inf"), d))
+
+
+@gluon.jit
+def fold_tile(z, m, s, t, scale, ENTROPY: gl.constexpr):
+    """(m, s, t, e): the lanes' sums after a tile's logits z, and e = 2^((z - m) scale)."""
+    top = gl.maximum(m, _maximum(z))
+    base = finite(top)
+    u = gl.fma(z, spread(scale), -spread(base * scale))
+    e = gl.exp2(u)
+    d = (finite(m) - base) * scale
+    r = _factor(m, d)
+    if ENTROPY:
+        t = gl.where(r == 0.0, 0.0, r * gl.fma(d, s, t)) + _sum(e * gl.maximum(u, -1000.0))
+    s = gl.fma(s, r, _sum(e))
+    return top, s, t, e
+
+
+@gluon.jit
+def pick(z, column, token, n, picked):
+    """Add the logit of each row's token, in the one tile that has it. Most tiles have none."""
+    if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
+        picked += _sum(gl.where(column == spread(gl.expand_dims(token, 1)), z, 0.0))
+    return picked
+
+
+@gluon.jit
+def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
+    """(m, s, t) of the rows: their four lanes at a common maximum."""
+    top = gl.max(m, 1)
+    d = (finite(m) - gl.expand_dims(finite(top), 1)) * scale
+    r = _factor(m, d)
+    joined = top
+    if ENTROPY:
+        joined = gl.sum(gl.where(r == 0.0, 0.0, r * gl.fma(d, s, t)), 1)
+    return top, gl.sum(s * r, 1), joined
+
+
+@gluon.jit
+def store_split(
+    partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity,
+    ENTROPY: gl.constexpr,
+):  # fmt: skip
+    """Leave a split's sums for `merge_kernel`, and the token's logit if it was in this split."""
+    m, s, t = join_lanes(m, s, t, scale, ENTROPY)
+    out = partial + split.to(gl.int64) * 3 * capacity + row
+    gl.store(out, m, mask=inside)
+    gl.store(out + capacity, s, mask=inside)
+    if ENTROPY:
+        gl.store(out + 2 * capacity, t, mask=inside)
+    found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
+    gl.store(picked_out + row, gl.sum(picked, 1), mask=found)
+
+
+@triton.jit
+def compact_kernel(
+    rows, ids, scales, count, token_ids, mask, row_temperature, N, capacity, ignore_index, scale,
+    HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What each slot holds: the row it came from, its token, its scale. With PACK the rows that count, in the
+    caller's order, and holes of row -1 after them; without, every row in its own place. One program."""
+    seen = 0
+    for first in range(0, N, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        token = tl.load(token_ids + i, mask=i < N, other=0)
+        live = (i < N) & (token != ignore_index)
+        if HAS_MASK:
+            live = live & (tl.load(mask + i, mask=i < N, other=0) != 0)
+        slot = i
+        taken = i < N
+        if PACK:
+            slot = seen + tl.cumsum(live.to(tl.int32), 0) - 1
+            taken = live
+            seen += tl.sum(live.to(tl.int32), 0)
+        # A token that 32 bits cannot hold is outside of any vocabulary: -1 says so as well.
+        known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
+        tl.store(rows + slot, i, mask=taken)
+        tl.store(ids + slot, tl.where(live, known, -2), mask=taken)
+        own = tl.full((BLOCK,), scale, tl.float32)
+        if PER_ROW:
+            own = scale / tl.load(row_temperature + i, mask=live, other=1.0)
+        tl.store(scales + slot, own, mask=taken)
+    if not PACK:
+        seen = N
+    tl.store(count, seen)
+    for first in range(0, capacity, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        hole = (slot >= seen) & (slot < capacity)
+        tl.store(rows + slot, -1, mask=hole)
+        tl.store(ids + slot, -2, mask=hole)
+        tl.store(scales + slot, 1.0, mask=hole)
+
+
+@triton.jit
+def merge_kernel(
+    logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, capacity, V, splits, factor,
+    ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fold a row's splits in ascending order, and write its results where the row came from."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < tl.load(count)
+    row = tl.load(rows + slot, mask=inside, other=0).to(tl.int64)
+    scale = tl.load(scales + slot, mask=inside, other=1.0)
+    m = tl.full((BLOCK,), float("-inf"), tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    for split in range(splits):
+        at = partial + split.to(tl.int64) * 3 * capacity + slot
+        m1 = tl.load(at, mask=inside, other=0.0)
+        s1 = tl.load(at + capacity, mask=inside, other=1.0)
+        top = tl.maximum(m, m1)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        d = (tl.where(m == float("-inf"), 0.0, m) - base) * scale
+        d1 = (tl.where(m1 == float("-inf"), 0.0, m1) - base) * scale
+        r = tl.exp2(tl.where(m == float("-inf"), float("-inf"), d))
+        r1 = tl.exp2(tl.where(m1 == float("-inf"), float("-inf"), d1))
+        if ENTROPY:
+            t1 = tl.load(at + 2 * capacity, mask=inside, other=0.0)
+            old = tl.where(r == 0.0, 0.0, r * tl.fma(d, s, t))
+            t = old + tl.where(r1 == 0.0, 0.0, r1 * tl.fma(d1, s1, t1))
+        s = tl.fma(s, r, s1 * r1)
+        m = top
+    LN2: tl.constexpr = 0.6931471805599453
+    token = tl.load(ids + slot, mask=inside, other=-2)
+    live = token != -2
+    known = (token >= 0) & (token < V)
+    bad = tl.where(known, 0.0, float("nan"))  # a token that there is not
+    z = tl.load(picked + slot, mask=inside & known, other=0.0)
+    log2_s = tl.log2(s)
+    tl.store(logp + row, tl.where(live, ((z - m) * scale - log2_s) * LN2 + bad, 0.0), mask=inside)
+    if ENTROPY:
+        tl.store(entropy + row, tl.where(live, (log2_s - t / s) * LN2 + bad, 0.0), mask=inside)
+    if LSE:
+        tl.store(lse + row, tl.where(live, (m * scale + log2_s) * LN2 + bad, 0.0), mask=inside)
+    if STATS:
+        tl.store(stats + row, tl.where(live, m * factor, 0.0), mask=inside)
+        tl.store(stats + N + row, tl.where(live, s, 1.0), mask=inside)
+
+
+class Slots:
+    """Rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are taken."""
+
+    def __init__(
+        self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
+        ignore_index: int, scale: float, pack: bool, launch: Launch,
+    ) -> None:  # fmt: skip
+        N = token_ids.numel()
+        device = token_ids.device
+        self.packed = pack
+        self.capacity = -(-N // 128) * 128
+        ints = torch.empty(2 * self.capacity + 1, dtype=torch.int32, device=device)
+        self.rows, self.ids, self.count = ints[: self.capacity], ints[self.capacity : -1], ints[-1:]
+        self.scales = torch.empty(self.capacity, dtype=torch.float32, device=device)
+        unused = self.count
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.view(torch.uint8)
+        launch(
+            compact_kernel, (1,), self.rows, self.ids, self.scales, self.count,
+            token_ids.reshape(-1), unused if mask is None else mask.reshape(-1),
+            unused if row_temperature is None else row_temperature.reshape(-1),
+            N, self.capacity, ignore_index, scale,
+            mask is not None, row_temperature is not None, pack, 1024, num_warps=8,
+        )  # fmt: skip
+
+    def merge(
+        self, partial: Tensor, picked: Tensor, shape: torch.Size, V: int, factor: float,
+        entropy: bool, lse: bool, stats: bool, launch: Launch,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+        """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits."""
+        N = shape.numel()
+        fresh = torch.zeros if self.packed else torch.empty  # packed: rows that do not count stay 0
+
+        def new(wanted: bool, *more: int) -> Tensor | None:
+            return fresh((*more, *shape), dtype=torch.float32, device=partial.device) if wanted else None
+
+        out = (new(True), new(entropy), new(lse), new(stats, 2))
+        launch(
+            merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
+            partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity, V, splits_of(V),
+            factor, entropy, lse, stats, 128, num_warps=4,
+        )  # fmt: skip
+        return out  # type: ignore[return-value]

@@ -1,0 +1,273 @@
+"""The main loop of Hopper kernels: a ring of shared-memory stages between one loader and its multipliers.
+
+One warp, the *loader*, asks the tensor memory accelerator (TMA) for the operand tiles of one step of k after
+another. One to three warpgroups, the *multipliers*, feed them to the tensor cores (`wgmma`); each owns 64
+rows of the output tile and keeps its sums in registers. Two barriers a stage connect them:
+
+    ready[s]   the stage's bytes have arrived          loader -> multipliers
+    empty[s]   every multiplier is done with them      multipliers -> loader
+
+TMA fills what lies outside of an operand with zeros. So ragged edges need no masks, and k is extended with
+zeros to whole groups of 16 in both operands, as the numerics classes say.
+
+A kernel is persistent: program p takes items p, p + programs, p + 2 programs... An item is a *span* of tiles
+side by side in one row of tiles; a plain product has spans of one tile. While the multipliers finish one
+tile, the loader is already filling the ring for the next.
+
+All of Gluon that the library uses is imported here; kernels take it from this module.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
+
+__all__ = [
+    "LOADER_REGISTERS",
+    "ROWS",
+    "Pipe",
+    "TensorDescriptor",
+    "accumulator_layout",
+    "aggregate",
+    "aligned_for_tma",
+    "descriptor",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "load_tiles",
+    "operand_descriptor",
+    "tma",
+    "tma_store",
+]  # fmt: skip
+
+# Triton 3.8 renamed the two copies.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+#: Rows of the output that one multiplier owns: the M of a `wgmma`.
+ROWS = gl.constexpr(64)
+
+#: What the loader's warps keep of their registers; the multipliers get the rest.
+LOADER_REGISTERS = gl.constexpr(24)
+
+
+# Inside kernels
+
+
+@gluon.jit
+def _item(t, tiles_m, spans, GROUP: gl.constexpr):
+    """Item t as (row of tiles, span). Spans are walked in bands of GROUP rows, so that the programs at work
+    at one time share operands in L2."""
+    band = GROUP * spans
+    first = t // band * GROUP
+    rows = gl.minimum(tiles_m - first, GROUP)
+    return first + t % band % rows, t % band // rows
+
+
+@gluon.jit
+def _after(stage, phase, STAGES: gl.constexpr):
+    """The next stage; the phase that its barriers will complete changes with every round."""
+    wraps = stage + 1 == STAGES
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@aggregate
+class Pipe:
+    """The ring, and the tiles that it serves: tiles_m x tiles_n of them, each `steps` steps of k long, every
+    row of them cut into `spans` spans of equal length but for one tile."""
+
+    a_desc: tma.tensor_descriptor
+    b_desc: tma.tensor_descriptor
+    a_ring: gl.shared_memory_descriptor
+    b_ring: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    spans: gl.tensor
+    steps: gl.tensor
+    A_BY_K: gl.constexpr  # a lies by rows: k is contiguous
+    B_BY_K: gl.constexpr
+    MULTIPLIERS: gl.constexpr
+    COLUMNS: gl.constexpr
+    STEP: gl.constexpr
+    STAGES: gl.constexpr
+    GROUP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, a_desc, b_desc, a_ring, b_ring, ready, empty, tiles_m, tiles_n, spans, steps,
+        A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
+    ):  # fmt: skip
+        self.a_desc = a_desc
+        self.b_desc = b_desc
+        self.a_ring = a_ring
+        self.b_ring = b_ring
+        self.ready = ready
+        self.empty = empty
+        self.tiles_m = tiles_m
+        self.tiles_n = tiles_n
+        self.spans = spans
+        self.steps = steps
+        self.A_BY_K = gl.constexpr(A_BY_K)
+        self.B_BY_K = gl.constexpr(B_BY_K)
+        self.MULTIPLIERS = gl.constexpr(MULTIPLIERS)
+        self.COLUMNS = gl.constexpr(COLUMNS)
+        self.STEP = gl.constexpr(STEP)
+        self.STAGES = gl.constexpr(STAGES)
+        self.GROUP = gl.constexpr(GROUP)
+
+    @gluon.jit
+    def create(
+        a_desc, b_desc, M, N, spans, steps,
+        A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
+        STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ):  # fmt: skip
+        """The ring of an M x N output, all stages empty; spans = 0 stands for spans of one tile."""
+        a_shape: gl.constexpr = [STAGES * MULTIPLIERS] + a_desc.block_type.shape
+        b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
+        a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
+        b_ring = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready.index(s), count=1)
+            mbarrier.init(empty.index(s), count=MULTIPLIERS)
+        tiles_n = gl.cdiv(N, COLUMNS)
+        spans = gl.where(spans == 0, tiles_n, gl.minimum(spans, tiles_n))
+        return Pipe(
+            a_desc, b_desc, a_ring, b_ring, ready, empty,
+            gl.cdiv(M, MULTIPLIERS * ROWS), tiles_n, spans, steps,
+            A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
+        )  # fmt: skip
+
+    @gluon.jit
+    def items(self):
+        return self.tiles_m * self.spans
+
+    @gluon.jit
+    def item(self, t):
+        """(row of tiles, first tile, one past the last tile, span) of item t."""
+        m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
+        return m, span * self.tiles_n // self.spans, (span + 1) * self.tiles_n // self.spans, span
+
+    @gluon.jit
+    def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """One chain from zero over the next `steps` (at least 1) stages, in the registers of `acc`.
+
+        One `wgmma` group stays in flight while the next is issued; a stage is given back when the group
+        after it has been issued and its own is complete.
+        """
+        for step in range(steps):
+            a = self.a_ring.index(stage * self.MULTIPLIERS + WHICH)
+            b = self.b_ring.index(stage)
+            if not self.A_BY_K:
+                a = a.permute((1, 0))
+            if self.B_BY_K:
+                b = b.permute((1, 0))
+            mbarrier.wait(self.ready.index(stage), phase)
+            acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # The previous stage is computed and not carried: the frontend takes a variable that is assigned
+            # another loop variable for a constant of the loop.
+            mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)), pred=step > 0)
+            stage, phase = _after(stage, phase, self.STAGES)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)))
+        return acc, stage, phase
+
+
+@gluon.jit
+def load_tiles(pipe):
+    """The loader: every step of k of each of the program's tiles, as fast as stages come free."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+        m, first, end, _ = pipe.item(t)
+        for n in range(first, end):
+            column = n * pipe.COLUMNS
+            for step in range(pipe.steps):
+                k = step * pipe.STEP
+                bar = pipe.ready.index(stage)
+                mbarrier.wait(pipe.empty.index(stage), phase)
+                bytes_a_stage: gl.constexpr = (
+                    pipe.MULTIPLIERS * pipe.a_desc.block_type.nbytes + pipe.b_desc.block_type.nbytes
+                )
+                mbarrier.expect(bar, bytes_a_stage)
+                for w in gl.static_range(pipe.MULTIPLIERS):
+                    row = (m * pipe.MULTIPLIERS + w) * ROWS
+                    a = pipe.a_ring.index(stage * pipe.MULTIPLIERS + w)
+                    if pipe.A_BY_K:
+                        tma_load(pipe.a_desc, [row, k], bar, a)
+                    else:
+                        tma_load(pipe.a_desc, [k, row], bar, a)
+                if pipe.B_BY_K:
+                    tma_load(pipe.b_desc, [column, k], bar, pipe.b_ring.index(stage))
+                else:
+                    tma_load(pipe.b_desc, [k, column], bar, pipe.b_ring.index(stage))
+                stage, phase = _after(stage, phase, pipe.STAGES)
+
+
+# Host side. Layouts are made once each: Triton keys compiled kernels on them, and looks a known one up by
+# identity much faster.
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+
+
+@cache
+def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
+    """Registers of one multiplier's 64 x columns sums."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+def _lies_by_rows(t: Tensor) -> bool:
+    """Whether rows of `t` are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
+    rows, columns = t.shape
+    return (columns == 1 or t.stride(1) == 1) and (rows == 1 or _aligned(t.stride(0), t))
+
+
+def _aligned(stride: int, t: Tensor) -> bool:
+    return stride > 0 and stride * t.element_size() % 16 == 0
+
+
+def aligned_for_tma(t: Tensor) -> bool:
+    """Whether TMA can read this matrix in place, by its rows or by its columns."""
+    return t.data_ptr() % 16 == 0 and (_lies_by_rows(t) or _lies_by_rows(t.t()))
+
+
+def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
+    stride = t.stride(0)
+    if not _aligned(stride, t):  # a lone row: its stride says nothing, but TMA wants a valid one
+        stride = 16 * (t.shape[1] * t.element_size() // 16 + 1) // t.element_size()
+    return TensorDescriptor(
+        t, list(t.shape), [stride, 1], [rows, columns], _shared_layout(rows, columns, t.dtype)
+    )
+
+
+def operand_descriptor(t: Tensor, side: int, step: int) -> tuple[TensorDescriptor, bool]:
+    """Descriptor of an operand given as [side, k], in tiles of `side` by `step`, and whether it lies by k."""
+    if _lies_by_rows(t):
+        return descriptor(t, side, step), True
+    return descriptor(t.t(), step, side), False

@@ -1,0 +1,187 @@
+"""Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
+
+`swap_linear` puts it into a model in place of the linear layers there, or of some of them, and takes it out
+again.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobit.contract import ContractError, describe
+from isobit.ops.det_gemm import det_linear
+
+
+class DetLinear(nn.Linear):
+    """`nn.Linear` through `isobit.det_linear`: the same parameters and the same state dict.
+
+    Parameters are bf16 or fp16. fp32 parameters work under `torch.autocast`, where they are rounded to its
+    dtype as for `nn.Linear`: weight, bias and input.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of `nn.Linear`.
+        out_dtype, numerics, backend: as of `isobit.det_linear`.
+
+    Example:
+        >>> import torch, isobit
+        >>> layer = isobit.nn.DetLinear(16, 4, dtype=torch.bfloat16, numerics="chain16")
+        >>> layer
+        DetLinear(in_features=16, out_features=4, bias=True, numerics='chain16')
+        >>> x = torch.randn(8, 16, dtype=torch.bfloat16)
+        >>> torch.equal(layer(x)[3], layer(x[3]))
+        True
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        numerics: str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.out_dtype, self.numerics, self.backend = out_dtype, numerics, backend
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        out_dtype: torch.dtype | None = None,
+        numerics: str | None = None,
+        backend: str | None = None,
+    ) -> "DetLinear":
+        """A layer with the very parameters of `linear` (not copies: tied weights stay tied)."""
+        reason = _cannot_swap(linear)
+        if reason is not None:
+            raise ContractError(f"DetLinear.from_linear(linear: {type(linear).__name__}): {reason}")
+        made = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta",
+            out_dtype=out_dtype, numerics=numerics, backend=backend,
+        )  # fmt: skip
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        elif weight.dtype not in (torch.bfloat16, torch.float16):
+            raise ContractError(
+                f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
+                ".to(torch.bfloat16) on the module, or run it under torch.autocast"
+            )
+        return det_linear(
+            x, weight, bias, out_dtype=self.out_dtype, numerics=self.numerics, backend=self.backend
+        )
+
+    def extra_repr(self) -> str:
+        options = {"out_dtype": self.out_dtype, "numerics": self.numerics, "backend": self.backend}
+        given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return ", ".join([super().extra_repr(), *given])
+
+
+@dataclass
+class Swap:
+    """What `swap_linear` did: names of the layers that it swapped, and of those it left, with the reason."""
+
+    swapped: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    _layers: list[nn.Linear] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Make them `nn.Linear` again. Does nothing the second time."""
+        for layer in self._layers:
+            layer.__class__ = nn.Linear
+            for option in ("out_dtype", "numerics", "backend"):
+                delattr(layer, option)
+        self._layers.clear()
+
+
+def swap_linear(
+    model: nn.Module,
+    where: Callable[[str, nn.Linear], bool] | Iterable[str] | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> Swap:
+    """Turn the `nn.Linear` layers of a model into `DetLinear`, in place.
+
+    The layers stay the objects that they were, with their parameters, hooks and names; only their class
+    changes. So tied weights stay tied, and an optimizer or a wrapper that holds a layer still holds it.
+    A subclass of `nn.Linear` may do more than multiply, and a layer whose `forward` was replaced on the
+    object would not notice a new class: both are left as they are, listed in `skipped`, and warned about.
+
+    Args:
+        model: any module; itself, if it is an `nn.Linear`, under the name "".
+        where: names of layers, or a function of (name, layer) that says which; None is all of them. A name
+            that cannot be swapped is an error.
+        out_dtype, numerics, backend: as of `isobit.det_linear`, for all of them.
+
+    Returns:
+        A `Swap`: `swapped`, a list of names; `skipped`, reasons by name; `undo()`.
+
+    Example:
+        >>> import torch, isobit
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> swap = isobit.nn.swap_linear(model.bfloat16(), where=["2"], numerics="chain16")
+        >>> swap.swapped, model[2]
+        (['2'], DetLinear(in_features=8, out_features=4, bias=True, numerics='chain16'))
+        >>> swap.undo()
+        >>> model[2]
+        Linear(in_features=8, out_features=4, bias=True)
+    """
+    if isinstance(where, str):
+        raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    chosen, by_name = _chosen(linears, where)
+    reasons = {name: _cannot_swap(layer) for name, layer in chosen.items()}
+    found = Swap(skipped={name: reason for name, reason in reasons.items() if reason is not None})
+    if found.skipped:
+        text = "; ".join(f"{name}: {reason}" for name, reason in found.skipped.items())
+        if by_name:
+            raise ContractError(f"swap_linear(where: {list(chosen)}): cannot swap {text}")
+        warnings.warn(f"isobit.nn.swap_linear: left as they are: {text}", stacklevel=2)
+    for name, layer in chosen.items():
+        if name not in found.skipped:
+            layer.__class__ = DetLinear
+            layer.out_dtype, layer.numerics, layer.backend = out_dtype, numerics, backend  # type: ignore[assignment]
+            found.swapped.append(name)
+            found._layers.append(layer)
+    return found
+
+
+def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Linear], bool]:
+    """The layers that were meant, and whether they were named one by one."""
+    if where is None or callable(where):
+        return {name: layer for name, layer in linears.items() if where is None or where(name, layer)}, False
+    names = list(where)
+    unknown = [name for name in names if name not in linears]
+    if unknown:
+        known = ", ".join(list(linears)[:20]) + (", ..." if len(linears) > 20 else "")
+        rule = f"no linear layer {unknown[0]!r}; there are: {known}"
+        raise ContractError(f"swap_linear(where: {names}): {rule}")
+    return {name: linears[name] for name in names}, True
+
+
+def _cannot_swap(layer: nn.Linear) -> str | None:
+    if isinstance(layer, DetLinear):
+        return "it is a DetLinear already"
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}, which may do more than an nn.Linear"
+    if "forward" in vars(layer):
+        return "its forward was replaced on the object (by accelerate, for one)"
+    return None

@@ -1,0 +1,209 @@
+"""`det_gemm` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
+
+One program computes one tile of the output. It walks k (or the token stream) in ascending order with one
+`tl.dot` accumulator, so an output is one chain of the hardware's matrix steps: on Hopper the class chain16,
+elsewhere a class of that hardware. Every edge is masked and what lies beyond it counts as zero, which fills
+up the last group of k and leaves every other sum alone. Operands are read through their strides, whatever
+those are.
+
+Sizes choose the tile. A tile decides which program computes an output and how many k are loaded at once. It
+does not decide which k share a step or in which order steps come, so all tiles give the same bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.interpreter import INTERPRETED, narrow
+from isobit.blocks.launch import Launch, run
+from isobit.ops.det_gemm import stream as token_stream
+from isobit.ops.det_gemm.stream import Stream
+
+SEGMENT = tl.constexpr(token_stream.SEGMENT)
+
+#: Rows of the stream that are loaded at once: a block of its tables.
+BLOCK_T = tl.constexpr(token_stream.BLOCK)
+
+#: Tiles of one column of outputs that are visited before the next column, so that what they share is still
+#: in the cache.
+GROUP = tl.constexpr(8)
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the output, k at a time, warps, loads in flight."""
+
+    rows: int
+    cols: int
+    k: int
+    warps: int
+    stages: int
+
+
+#: Decode, a few rows or columns, and everything else. The last is the largest that fits an A100's shared
+#: memory three times. Untuned: on Hopper another backend is the fast one.
+TILES = {
+    "narrow": Tile(16, 32, 128, warps=4, stages=4),
+    "slim": Tile(64, 16, 64, warps=4, stages=4),
+    "small": Tile(64, 64, 64, warps=4, stages=4),
+    "large": Tile(128, 128, 64, warps=8, stages=3),
+}
+
+
+def tile_for(rows: int, cols: int) -> Tile:
+    """By the size of the output alone, when the call runs."""
+    if rows <= 16:
+        return TILES["narrow"]
+    if cols <= 16:
+        return TILES["slim"]
+    return TILES["small" if rows <= 64 or cols <= 64 else "large"]
+
+
+def compile_options(tile: Tile) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    if torch.version.hip:
+        # One shape of matrix instruction for every tile, or the tile would decide how many k share a step;
+        # and one buffer, for a shared memory of 64 KB.
+        options |= {"matrix_instr_nonkdim": 16, "num_stages": 2}
+    return options
+
+
+@triton.jit
+def place(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(z, first row, first column) of this program's tile, walked in groups of GROUP rows of tiles."""
+    tiles_m, tiles_n = tl.cdiv(rows, ROWS), tl.cdiv(cols, COLS)
+    per_matrix = tiles_m.to(tl.int64) * tiles_n
+    program = tl.program_id(0).to(tl.int64)
+    z = program // per_matrix
+    tile = (program - z * per_matrix).to(tl.int32)
+    group = tile // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = tile - group * (GROUP * tiles_n)
+    return z, (group * GROUP + inside % height) * ROWS, inside // height * COLS
+
+
+@triton.jit
+def steps(left, right, acc):
+    """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
+    if INTERPRETED:
+        # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc)
+
+
+# `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
+# turn the addition after the loop into the start value of the dot, and that rounds otherwise.
+@triton.jit(do_not_specialize=["blocks"])
+def product_tile(
+    a, b, bias, out, M, N, K, blocks, a_sz, a_sm, a_sk, b_sz, b_sk, b_sn,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of out [Z, M, N] = a [Z, M, K] b [Z, K, N] + bias [N]."""
+    z, row0, col0 = place(M, N, ROWS, COLS)
+    row = row0 + tl.arange(0, ROWS).to(tl.int64)
+    col = col0 + tl.arange(0, COLS).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_at = a + z * a_sz + row[:, None] * a_sm + k[None, :] * a_sk
+    b_at = b + z * b_sz + k[:, None] * b_sk + col[None, :] * b_sn
+    block = tl.full([], BLOCK_K, tl.int64)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for i in range(blocks):
+        inside = k < K - i * BLOCK_K
+        left = tl.load(a_at, mask=(row < M)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(b_at, mask=inside[:, None] & (col < N)[None, :], other=0.0)
+        acc = steps(left, right, acc)
+        a_at += block * a_sk
+        b_at += block * b_sk
+    if bias is not None:
+        acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    at = out + (z * M + row)[:, None] * N + col[None, :]
+    tl.store(at, narrow(acc, out), mask=(row < M)[:, None] & (col < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])  # as above: one row would make every loop run once
+def token_product_tile(
+    x, dy, init, out, rows, first, blocks, count, T, N, K, x_sz, x_st, x_sk, dy_sz, dy_st, dy_sn,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of out [Z, N, K] = init + dy^T x over the stream of x [Z, T, K] and dy [Z, T, N].
+
+    A chain for every segment, folded in ascending order. Without tables all T rows count, as one sequence.
+    """
+    z, row0, col0 = place(N, K, ROWS, COLS)
+    n = row0 + tl.arange(0, ROWS).to(tl.int64)
+    k = col0 + tl.arange(0, COLS).to(tl.int64)
+    dy_at = dy + z * dy_sz + n[:, None] * dy_sn
+    x_at = x + z * x_sz + k[None, :] * x_sk
+    at = (z * N + n)[:, None] * K + k[None, :]
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    if init is not None:
+        total = tl.load(init + at, mask=inside, other=0.0)
+    segments = tl.cdiv(T, SEGMENT)
+    if rows is not None:
+        segments = tl.load(count)
+    for segment in range(segments):
+        slot = segment * SEGMENT
+        n_blocks = tl.cdiv(tl.minimum(T - slot, SEGMENT), BLOCK_T)
+        if rows is not None:
+            slot = tl.load(first + segment)
+            n_blocks = tl.load(blocks + segment)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for i in range(n_blocks):
+            t = slot + i * BLOCK_T + tl.arange(0, BLOCK_T)
+            live = t < T
+            if rows is not None:
+                t = tl.load(rows + t)
+                live = t >= 0  # a hole is zero
+            t = t.to(tl.int64)
+            left = tl.load(dy_at + t[None, :] * dy_st, mask=(n < N)[:, None] & live[None, :], other=0.0)
+            right = tl.load(x_at + t[:, None] * x_st, mask=live[:, None] & (k < K)[None, :], other=0.0)
+            acc = steps(left, right, acc)
+        total += acc
+    tl.store(out + at, total, mask=inside)
+
+
+def why_not_product(a: Tensor, b: Tensor) -> str | None:
+    return None
+
+
+def product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
+) -> Tensor:
+    """a [Z, M, K] times b [Z, K, N], plus bias [N]."""
+    (Z, M, K), N = a.shape, b.shape[2]
+    out = torch.empty(Z, M, N, dtype=out_dtype, device=a.device)
+    tile = tile_for(M, N)
+    launch(
+        product_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, K, triton.cdiv(K, tile.k),
+        *a.stride(), *b.stride(), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
+    )  # fmt: skip
+    return out
+
+
+def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
+    return None
+
+
+def token_product(
+    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run
+) -> Tensor:
+    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on."""
+    (Z, T, K), N = x.shape, dy.shape[2]
+    out = torch.empty(Z, N, K, dtype=torch.float32, device=x.device)
+    tile = tile_for(N, K)
+    tables: tuple[Tensor | None, ...] = (None,) * 4
+    if stream is not None:
+        tables = (stream.rows, stream.first, stream.blocks, stream.count)
+    launch(
+        token_product_tile, _grid(Z, N, K, tile), x, dy, init, out, *tables, T, N, K,
+        *x.stride(), *dy.stride(), ROWS=tile.rows, COLS=tile.cols, **compile_options(tile),
+    )  # fmt: skip
+    return out
+
+
+def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:
+    """One axis: the others end at 65535."""
+    return (Z * triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols),)

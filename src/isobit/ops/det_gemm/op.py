@@ -1,0 +1,464 @@
+"""Matrix products whose bits do not depend on the batch, and their gradients.
+
+    det_gemm     c  = a b
+    det_linear   y  = x W^T + bias
+    det_gemm_dw  dW = dy^T x, summed over the token stream
+
+A product is one chain of tensor-core steps over ascending k, 16 at a time, with one rounding to the output's
+dtype at the end (class chain16). A bias joins the fp32 sum before that rounding. A sum over tokens starts a
+fresh chain every 512 rows of the stream and folds them in ascending order in fp32 (class seg16/512). Tiles,
+instructions and schedules are free: none of them takes part in a sum.
+
+Gradients are the same two things on views. With dy in the operands' dtype,
+
+    dx = dy W,  da = dc b^T         chain16
+    dW = dy^T x,  db = a^T dc       seg16/512, rounded once to the operand's dtype
+    dbias = dy^T 1                  seg16/512
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.arch import arch_key, hopper_cannot_run, triton_cannot_run
+from isobit.contract import F32, Contract, Float, Half, Int, Mask, dtype_name
+from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512
+from isobit.op import Op, follow, op
+from isobit.ops.det_gemm import stream as token_stream
+
+
+@op("det_gemm")
+def gemm(
+    a: Half[Tensor, "* M K; any strides"],
+    b: Half[Tensor, "* K N; any strides"],
+    out_dtype: torch.dtype | None = None,
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "* M N in out_dtype or a"]:
+    """a b."""
+
+
+@op("det_gemm_db")
+def gemm_db(
+    a: Half[Tensor, "* M K; any strides"],
+    dc: Half[Tensor, "* M N; any strides"],
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> F32[Tensor, "* K N"]:
+    """a^T dc: the gradient of b."""
+
+
+@op("det_linear")
+def linear(
+    x: Half[Tensor, "* K; any strides"],
+    weight: Half[Tensor, "N K; any strides"],
+    bias: Float[Tensor, "N"] | None = None,
+    out_dtype: torch.dtype | None = None,
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "* N in out_dtype or x"]:
+    """x weight^T + bias."""
+
+
+@op("det_gemm_dw")
+def gemm_dw(
+    x: Half[Tensor, "* K; any strides"],
+    dy: Half[Tensor, "* N; any strides"],
+    mask: Mask[Tensor, "*"] | None = None,
+    cu_seqlens: Int[Tensor, "S+1; any strides"] | None = None,
+    init: F32[Tensor, "N K"] | None = None,
+    numerics: str | None = None,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> F32[Tensor, "N K"]:
+    """init + dy^T x over the token stream."""
+
+
+# Rules that annotations cannot express
+
+
+def _one_dtype(first: str, second: str) -> Callable[[Contract, dict[str, Any]], None]:
+    def rule(contract: Contract, args: dict[str, Any]) -> None:
+        if args[second].dtype != args[first].dtype:
+            wanted = dtype_name(args[first].dtype)
+            raise contract.error(second, args[second], f"dtype must be that of {first}, {wanted}")
+
+    return rule
+
+
+def _out_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    if args["out_dtype"] not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise contract.error("out_dtype", args["out_dtype"], "must be bf16, fp16, fp32 or None (the inputs')")
+
+
+def _bias_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    bias, own = args["bias"], args["x"].dtype
+    if bias is not None and bias.dtype not in (own, torch.float32):
+        raise contract.error("bias", bias, f"dtype must be that of x, {dtype_name(own)}, or fp32")
+
+
+def _stream_form(contract: Contract, args: dict[str, Any]) -> None:
+    init, cu_seqlens = args["init"], args["cu_seqlens"]
+    if init is not None and init.dtype != torch.float32:
+        raise contract.error("init", init, "dtype must be fp32, like the result that it begins")
+    if cu_seqlens is not None and len(cu_seqlens) == 0:
+        raise contract.error("cu_seqlens", cu_seqlens, "needs at least one element, the 0 it begins with")
+
+
+def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
+    """0 <= ... <= T: otherwise rows are missing or counted into the wrong sequence."""
+    bounds, T = args["cu_seqlens"], args["x"].shape[:-1].numel()
+    if bounds is None:
+        return
+    found = bounds.tolist()
+    for i, (here, last) in enumerate(zip(found, [0, *found], strict=False)):
+        if here < last or (i == 0 and here != 0):
+            rule = "must begin with 0" if i == 0 else f"must not descend: [{i - 1}]={last}, [{i}]={here}"
+            raise contract.error("cu_seqlens", bounds, rule)
+    if found[-1] != T:
+        raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {found[-1]}")
+
+
+gemm.rule(_one_dtype("a", "b"))
+gemm.rule(_out_dtype)
+gemm_db.rule(_one_dtype("a", "dc"))
+linear.rule(_one_dtype("x", "weight"))
+linear.rule(_bias_dtype)
+linear.rule(_out_dtype)
+gemm_dw.rule(_one_dtype("x", "dy"))
+gemm_dw.rule(_stream_form)
+gemm_dw.value_rule(_sequences_ascend)
+
+
+# Backends, fastest first. Each is a module with the same four functions:
+#
+#     why_not_product(a, b)                  None, or the reason it cannot serve
+#     product(a, b, bias, out_dtype)         a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
+#     why_not_token_product(x, dy)
+#     token_product(x, dy, stream, init)     x [Z, T, K], dy [Z, T, N] -> fp32 [Z, N, K]
+#
+# Operands are views with any strides. A stream comes with Z = 1; without one all rows count, as one sequence.
+# No size is ever 0: an empty sum needs no kernel.
+
+
+def _device(args: dict[str, Any]) -> torch.device:
+    """Of the first argument, and so of all."""
+    return next(iter(args.values())).device
+
+
+def _matrices(t: Tensor) -> Tensor:
+    """[*, rows, columns] as [Z, rows, columns]: a view, unless `*` cannot be walked as one dimension."""
+    return t if t.ndim == 3 else t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[*, columns] as one matrix, [1, rows, columns]."""
+    return t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, t.shape[:-1].numel(), t.shape[-1])
+
+
+def _product(kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    (Z, M, K), N = a.shape, b.shape[2]
+    if 0 in (Z, M, K, N):
+        out = torch.zeros(Z, M, N, device=a.device)
+        return (out if bias is None else out + bias).to(out_dtype)
+    return kernels.product(a, b, bias, out_dtype)
+
+
+def _token_product(kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None) -> Tensor:
+    (Z, T, K), N = x.shape, dy.shape[2]
+    if 0 in (Z, T, K, N):
+        return torch.zeros(Z, N, K, device=x.device) if init is None else init.clone()
+    return kernels.token_product(x, dy, stream, init)
+
+
+def _run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    out = _product(kernels, _matrices(a), _matrices(b), None, out_dtype or a.dtype)
+    return out.view(*a.shape[:-1], b.shape[-1])
+
+
+def _run_linear(
+    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    out = _product(kernels, _rows(x), weight.t().unsqueeze(0), bias, out_dtype or x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _run_db(kernels: Any, a: Tensor, dc: Tensor) -> Tensor:
+    out = _token_product(kernels, _matrices(dc), _matrices(a), None, None)
+    return out.view(*a.shape[:-2], a.shape[-1], dc.shape[-1])
+
+
+def _run_dw(
+    kernels: Any,
+    x: Tensor,
+    dy: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    init: Tensor | None,
+) -> Tensor:
+    x, dy, stream = _rows(x), _rows(dy), None
+    T = x.shape[1]
+    if T and (mask is not None or cu_seqlens is not None):
+        stream = token_stream.build(T, None if mask is None else mask.reshape(T), cu_seqlens, x.device)
+    start = None if init is None else init[None].contiguous()
+    return _token_product(kernels, x, dy, stream, start)[0]
+
+
+#: (op, the question to ask a module, the operands to ask it about, how to run it).
+_OPS: tuple[tuple[Op, str, Callable[[dict[str, Any]], tuple[Tensor, Tensor]], Callable[..., Tensor]], ...] = (
+    (gemm, "product", lambda args: (_matrices(args["a"]), _matrices(args["b"])), _run_gemm),
+    (linear, "product", lambda args: (_rows(args["x"]), args["weight"].t().unsqueeze(0)), _run_linear),
+    (gemm_db, "token_product", lambda args: (_matrices(args["dc"]), _matrices(args["a"])), _run_db),
+    (gemm_dw, "token_product", lambda args: (_rows(args["x"]), _rows(args["dy"])), _run_dw),
+)
+
+
+def _add_backend(
+    name: str,
+    module: str,
+    cannot_run: Callable[[torch.device], str | None],
+    chain16: Callable[[torch.device], str],
+    **options: Any,
+) -> None:
+    """One module as a backend of all four ops, imported when a call first needs it."""
+    kernels = cache(partial(import_module, f"isobit.ops.det_gemm.{module}"))
+
+    def seg16(device: torch.device) -> str:
+        return str(_segments_of(chain16(device)))
+
+    for target, what, operands, run in _OPS:
+
+        def when(args: dict[str, Any], what: str = what, operands: Any = operands) -> str | None:
+            reason = cannot_run(_device(args))
+            if reason is not None:
+                return reason
+            one, other = operands(args)
+            if 0 in (*one.shape, *other.shape):
+                return None
+            return getattr(kernels(), f"why_not_{what}")(one, other)
+
+        def call(run: Callable[..., Tensor] = run, **args: Any) -> Tensor:
+            return run(kernels(), **args)
+
+        numerics = chain16 if what == "product" else seg16
+        target.backend(name, numerics=numerics, when=when, **options)(call)
+
+
+def _segments_of(chain16: str | None) -> str | None:
+    """The class of a sum over tokens by the hardware that has this class of products."""
+    return None if chain16 is None else chain16.replace(str(CHAIN16), str(SEG16_512))
+
+
+def _of_this_hardware(device: torch.device) -> str:
+    """What one chain of `tl.dot` is: on Hopper the class itself, elsewhere whatever the hardware does in a
+    step, under the hardware's name. The interpreter multiplies with numpy and promises no bits."""
+    if device.type in ("cpu", "meta"):
+        return str(NO_CLASS)
+    arch = arch_key(device)
+    return str(CHAIN16) if arch == "sm_90" else f"{CHAIN16}/{arch}"
+
+
+def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if _device(args).type == "cpu":
+        return None
+    return "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
+
+
+_add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(CHAIN16))
+_add_backend("triton", "kernels_triton", triton_cannot_run, _of_this_hardware, interpreted=True)
+_add_backend("model", "model", lambda device: None, lambda device: str(CHAIN16), unasked=_not_on_the_cpu)
+
+
+# Autograd, once for all backends
+
+
+def _sums_after(kept: dict[str, Any]) -> tuple[str | None, str | None]:
+    """(numerics, backend) of the sums over tokens that follow a product."""
+    numerics = _segments_of(kept["numerics"])
+    return numerics, follow(kept["backend"], numerics)
+
+
+def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
+    a, b = args["a"], args["b"]
+    return {"a": a if b.requires_grad else None, "b": b if a.requires_grad else None}
+
+
+def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    a, b, (dc,), found = kept["a"], kept["b"], grads, {}
+    if dc is None:
+        return {}
+    dtype = (a if b is None else b).dtype
+    dc = dc.to(dtype)
+    if "a" in kept["needs"]:
+        found["a"] = gemm(dc, b.mT, None, kept["numerics"], kept["backend"])
+    if "b" in kept["needs"]:
+        found["b"] = gemm_db(a, dc, *_sums_after(kept)).to(dtype)
+    return found
+
+
+def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
+    x = args["x"] if args["weight"].requires_grad else None  # a frozen weight keeps no activations
+    return {"x": x, "weight": args["weight"], "bias": args["bias"]}
+
+
+def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    x, weight, bias, (dy,), found = kept["x"], kept["weight"], kept["bias"], grads, {}
+    if dy is None:
+        return {}
+    dy = dy.to(weight.dtype)
+    if "x" in kept["needs"]:
+        found["x"] = linear(dy, weight.t(), None, None, kept["numerics"], kept["backend"])
+
+    def over_tokens(x: Tensor) -> Tensor:
+        numerics, backend = _sums_after(kept)
+        return gemm_dw(x, dy, None, None, None, numerics, None, backend)
+
+    if "weight" in kept["needs"]:
+        found["weight"] = over_tokens(x).to(weight.dtype)
+    if "bias" in kept["needs"]:
+        ones = dy.new_ones(()).expand(*dy.shape[:-1], 1)  # one number, read again and again
+        found["bias"] = over_tokens(ones)[:, 0].to(bias.dtype)
+    return found
+
+
+_WHY = "isobit.{} has no second derivative: its backward is made of kernels without a gradient of their own."
+
+gemm.derivative(gemm_db, save=_save_gemm, gradient=_gemm_gradient, once=_WHY.format("det_gemm"))
+linear.derivative(None, save=_save_linear, gradient=_linear_gradient, once=_WHY.format("det_linear"))
+gemm_db.not_differentiable(_WHY.format("det_gemm"))
+gemm_dw.not_differentiable(
+    "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
+    "detached tensors."
+)
+
+
+# What people call
+
+
+def det_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The product a b, in bits that do not depend on the batch.
+
+    Args:
+        a: [*, M, K] in bf16 or fp16. Any leading shape and any strides: transposed operands are read in
+            place.
+        b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
+        out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
+        numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
+            which `isobit.explain` reports. A class that cannot be kept is an error.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns:
+        [*, M, N]. In class chain16 a row's bits are a function of that row of `a` and of `b`: not of M, of
+        other rows, of strides or of the schedule.
+
+    Gradients: da = dc b^T in chain16 and db = a^T dc in seg16/512, each rounded once to the dtype of a and b.
+    If out_dtype is another one, dc is rounded to the dtype of a and b first.
+
+    Example:
+        >>> import torch, isobit
+        >>> a, b = torch.randn(3, 40).bfloat16(), torch.randn(40, 5).bfloat16()
+        >>> c = isobit.det_gemm(a, b, out_dtype=torch.float32)
+        >>> c.shape
+        torch.Size([3, 5])
+        >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
+        True
+    """
+    return gemm(a, b, out_dtype, numerics, backend)
+
+
+def det_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    numerics: str | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """x weight^T + bias, in bits that do not depend on the batch: a drop-in for `F.linear`.
+
+    Args:
+        x: [*, K] in bf16 or fp16, any leading shape and strides.
+        weight: [N, K], of the same dtype, any strides.
+        bias: [N], of the same dtype or fp32. It joins the fp32 sum before the one rounding.
+        out_dtype: bf16, fp16 or fp32; None is the dtype of x.
+        numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
+            which `isobit.explain` reports. A class that cannot be kept is an error.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns:
+        [*, N]. In class chain16 a row's bits are a function of that row of x, of weight and of bias.
+
+    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512, each
+    rounded once to the dtype of what it is the gradient of. If out_dtype is not the dtype of x, dy is rounded
+    to that first. What needs no gradient costs nothing: a frozen weight keeps no x.
+
+    Example:
+        >>> import torch, isobit
+        >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+        >>> weight = torch.full((5, 4), 0.5, dtype=torch.bfloat16, requires_grad=True)
+        >>> y = isobit.det_linear(x, weight, torch.ones(5))
+        >>> y[1, 2]
+        tensor([3., 3., 3., 3., 3.], dtype=torch.bfloat16, grad_fn=<SelectBackward0>)
+        >>> y.sum().backward()
+        >>> weight.grad[0]
+        tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
+    """
+    return linear(x, weight, bias, out_dtype, numerics, backend)
+
+
+def det_gemm_dw(
+    x: Tensor,
+    dy: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    init: Tensor | None = None,
+    numerics: str | None = None,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """dy^T x in fp32, a weight's gradient, summed over the token stream in a fixed order.
+
+    The stream are the rows whose mask is nonzero, in order. Every 512 of them begin a segment, and so does
+    every sequence; segments are added to `init` in order. So padding, wherever it is and whatever it holds,
+    changes no bit. Nor does a cut into several calls, between sequences or at a multiple of 512 rows that
+    count, if each call begins with the result of the one before.
+
+    Args:
+        x: [*, K] in bf16 or fp16, any leading shape and strides.
+        dy: [*, N], of the same dtype.
+        mask: [*], bool or integer; a row counts where it is nonzero. Other rows are not read.
+        cu_seqlens: [S + 1], int32 or int64: the row that each sequence begins at, from 0 up to the number of
+            rows, which is its last element. None is one sequence.
+        init: [N, K] fp32, what the sum begins with; None is 0.
+        numerics: the class that the bits must be of, "seg16/512"; None takes that of the backend that
+            serves, which `isobit.explain` reports. A class that cannot be kept is an error.
+        validate: check cu_seqlens on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+            with ISOBIT_VALIDATE=1. Unchecked, wrong bounds give a wrong sum, and nothing is read out of
+            bounds.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns:
+        [N, K] fp32.
+
+    Example:
+        >>> import torch, isobit
+        >>> x, dy = torch.randn(700, 8).bfloat16(), torch.randn(700, 4).bfloat16()
+        >>> whole = isobit.det_gemm_dw(x, dy)
+        >>> part = isobit.det_gemm_dw(x[:512], dy[:512])
+        >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
+        True
+    """
+    return gemm_dw(x, dy, mask, cu_seqlens, init, numerics, validate, backend)
