@@ -20,12 +20,16 @@ CPU = torch.device("cpu")
 MASKED, PLAIN, BITS = "N=20 V=257 fp32 mask=bool", "N=20 V=257 bf16 temperature=0.7", "N=17 V=16501 fp32"
 
 
+def never(args: dict[str, Any]) -> None:
+    """No reason not to serve."""
+
+
 @contextmanager
 def candidate(forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> Iterator[None]:
     """`logp` with a backend named "candidate" that claims a numerics class, so that bit laws apply to it."""
     added = []
     for op, run_backend in ((FORWARD, forward), (BACKWARD, backward or by_rows_backward)):
-        backend = Backend("candidate", run_backend, "test/rows", lambda args: None, False)
+        backend = Backend("candidate", run_backend, "test/rows", never, False, never)
         op.backends.append(backend)
         added.append((op, backend))
     try:
@@ -288,6 +292,8 @@ def test_a_run_that_checks_nothing_is_an_error() -> None:
         ContractError, match=r"nothing was checked: logp reference: .*promises accuracy, not bits"
     ):
         run(Request(ops=("logp",), backends=("reference",), laws=("invariant",)))
+    with pytest.raises(ContractError, match=r"nothing was checked: .*: det_gemm takes bf16, fp16"):
+        run(Request(ops=("det_gemm",), backends=("model",), laws=("accuracy",), dtypes=(torch.float32,)))
 
 
 def test_tolerances_say_what_they_are_and_only_tighten() -> None:
@@ -298,5 +304,7 @@ def test_tolerances_say_what_they_are_and_only_tighten() -> None:
     import isobit.check
 
     table = json.loads((Path(isobit.check.__file__).parent / "tolerances.json").read_text())
-    for direction in table["classes"]["logprob"].values():
-        assert all(ulps <= 1.0 for ulps in direction.values())
+    assert {"logprob", "product", "token_sum"} <= set(table["classes"])
+    for entry in table["classes"].values():
+        figures = [ulps for name, by_dtype in entry.items() if name != "about" for ulps in by_dtype.values()]
+        assert figures and all(ulps <= 1.0 for ulps in figures)

@@ -15,11 +15,9 @@ from isobit.arch import triton_is_interpreted
 from isobit.blocks.launch import Recorder
 from isobit.check.compare import OutputCheck, failure, same_bits
 from isobit.check.proof import Args, Mutant
+from isobit.check.rows import rows_of
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
 from isobit.contract import ContractError, Param
-
-#: Targets that every Triton kernel must compile for, on any machine.
-TARGETS = (("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64))
 
 
 def passed(what: str, message: str = "") -> OutputCheck:
@@ -32,8 +30,8 @@ def passed(what: str, message: str = "") -> OutputCheck:
 
 
 def contract(trial: Trial) -> list[OutputCheck]:
-    """Bad calls raise ContractError naming the op and the argument, before any launch; a bad token id in a
-    live row is reported where values may be read and poisons that row alone where they may not."""
+    """Bad calls raise ContractError naming the op and the argument, before any launch; a bad value in a live
+    row is reported where values may be read and poisons that row alone where they may not."""
     args = trial.args()
     if trial.forward(args)[0].numel() == 0:
         raise Unsupported("no rows: most bad calls need one to be bad")
@@ -46,14 +44,16 @@ def contract(trial: Trial) -> list[OutputCheck]:
 
 def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
     """What can be wrong with each argument, from the contract alone."""
-    found = []
-    for index, p in enumerate(p for p in trial.op.contract.params if p.name in args):
+    found: list[Mutant] = []
+    bound: set[str] = set()  # dimensions that arguments before this one have given a size
+    for p in (p for p in trial.op.contract.params if p.name in args):
         if p.spec is None:
             found.append(
                 Mutant(f"{p.name} of another type", p.name, partial(_replaced, name=p.name, value="text"))
             )
         elif args[p.name] is not None:
-            found += _tensor_mutants(p, first=index == 0)
+            found += _tensor_mutants(p, args[p.name], bound)
+            bound |= set(p.spec.dims)
     return found
 
 
@@ -61,7 +61,7 @@ def _replaced(args: Args, name: str, value: Any) -> Args:
     return args | {name: value}
 
 
-def _tensor_mutants(p: Param, first: bool) -> list[Mutant]:
+def _tensor_mutants(p: Param, given: Tensor, bound: set[str]) -> list[Mutant]:
     def change(what: str, f: Callable[[Tensor], Any]) -> Mutant:
         return Mutant(f"{p.name} {what}", p.name, lambda a: a | {p.name: f(a[p.name])})
 
@@ -70,24 +70,36 @@ def _tensor_mutants(p: Param, first: bool) -> list[Mutant]:
         change("as a list", lambda t: t.tolist()),
         change("complex", lambda t: torch.zeros(t.shape, dtype=torch.complex64, device=t.device)),
     ]
-    if not first:  # the first argument fixes device and sizes
+    if bound:  # the first argument fixes the device
         found.append(change("on another device", lambda t: t.to("meta")))
-        found.append(change("one row short", lambda t: t[1:]))
         found.append(change("with one dimension more", lambda t: t[..., None]))
-    if p.spec.contiguous_last:
+    for i, dim in enumerate(p.spec.dims):
+        if dim in bound and given.ndim:
+            axis = 0 if dim == "*" else i - len(p.spec.dims)
+            # Not a slice of the last dimension: its strides would be wrong as well.
+            less = torch.arange(1, given.shape[axis], device=given.device)
+            what = "row" if dim == "*" else dim
+            if dim != "*" or given.ndim >= len(p.spec.dims):
+                found.append(change(f"one {what} short", partial(_selected, axis=axis, index=less)))
+    if any(dim != "*" for dim in p.spec.dims):
         found.append(change("without dimensions", lambda t: t.reshape(-1)[0]))
+    if p.spec.contiguous_last:
         found.append(change("with strided columns", lambda t: torch.stack([t, t], -1)[..., 0]))
     return found
+
+
+def _selected(t: Tensor, axis: int, index: Tensor) -> Tensor:
+    return t.index_select(axis, index)
 
 
 def _rejects(trial: Trial, mutant: Mutant, args: Args) -> OutputCheck:
     try:
         trial.proof.call(mutant.change(dict(args)), trial.backend)
     except ContractError as error:
-        head = f"{trial.op.name}({mutant.arg}:"
-        if head in str(error):
+        head = f"{trial.op.name}({mutant.arg}"
+        if f"{head}:" in str(error) or f"{head}=" in str(error):
             return passed(mutant.what, str(error))
-        return failure(mutant.what, f"message does not say {head!r}: {error}")
+        return failure(mutant.what, f"message does not say '{head}:': {error}")
     except Exception as error:
         return failure(mutant.what, f"raised {type(error).__name__} instead of ContractError: {error}")
     return failure(mutant.what, "was accepted")
@@ -110,6 +122,8 @@ def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
     checks = [_reports_bad_value(trial, bad, "validate=True", True)]
     if trial.device.type == "cpu":
         checks.append(_reports_bad_value(trial, bad, "validate=None on the CPU", None))
+    if row is None:
+        return checks
     good_out, good_grad = trial.backward(args)
     bad_out, bad_grad = trial.backward(bad, validate=False)
     pairs = [(n, g, b) for n, g, b in zip(trial.proof.outputs, good_out, bad_out, strict=True)]
@@ -142,15 +156,19 @@ def _reports_bad_value(trial: Trial, bad: Args, what: str, validate: bool | None
 def traceable(trial: Trial) -> list[OutputCheck]:
     """opcheck in and out of autocast, compile without graph breaks or a recompilation per size, graph
     capture on a GPU, and a clear error for a second derivative."""
-    checks = [*_opcheck(trial), *_compiles(trial), _second_derivative(trial)]
-    if trial.device.type == "cuda":
+    checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]
+    if _on_gpu(trial):
         checks += _captures(trial)
     return checks
 
 
+def _on_gpu(trial: Trial) -> bool:
+    return trial.device.type == "cuda" and trial.backend not in trial.proof.slow
+
+
 def _op_values(trial: Trial) -> tuple[Any, ...]:
     args = cloned(trial.args())
-    for name in trial.proof.grad_inputs:
+    for name in trial.leaves(args):
         args[name].requires_grad_()
     args["backend"] = trial.backend
     return tuple(args.get(p.name, p.default) for p in trial.op.contract.params)
@@ -168,71 +186,82 @@ def _opcheck(trial: Trial) -> list[OutputCheck]:
 
 def _compiles(trial: Trial) -> list[OutputCheck]:
     """One graph, the same bits, and no new compilation for another number of rows."""
-    compiler = "inductor" if trial.device.type == "cuda" else "aot_eager"
-    rows = [p.name for p in trial.op.contract.params if p.spec and p.spec.dims[:1] == ("*",)]
-    args = trial.args()
+    compiler = "inductor" if _on_gpu(trial) else "aot_eager"
+    args, rows = trial.args(), rows_of(trial.op)
+    lead = next(iter(rows.args))  # any tensor with rows; of several leading dimensions the first is varied
+    axis = 0 if rows.merged else rows.args[lead]
     torch._dynamo.reset()
 
     def step(args: Args) -> tuple[Tensor, ...]:
         return trial.proof.call(args, trial.backend)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
-    checks, N = [], args[rows[0]].shape[0]
+    checks, N = [], args[lead].shape[axis]
     if N == 0:
         raise Unsupported("no rows: PyTorch compiles sizes 0 and 1 apart")
     first = max(N, 5)
-    while first in args[rows[0]].shape[1:]:  # PyTorch takes dimensions of one size for one dimension
+    sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
+    while first in sizes:  # PyTorch takes dimensions of one size for one dimension
         first += 1
     for attempt, size in enumerate((first, first - 2, first - 3)):
         index = torch.arange(size, device=trial.device) % N
-        few = {k: v[index] if k in rows and v is not None else v for k, v in args.items()}
+        few = args | {
+            n: args[n].index_select(0 if rows.merged else a, index)
+            for n, a in rows.args.items()
+            if args.get(n) is not None
+        }
         results = []
         for run in (step, compiled):
             mine = cloned(few)
-            for name in trial.proof.grad_inputs:
-                mine[name].requires_grad_()
             # The first call compiles; from then on a recompilation is an error.
             with torch.compiler.set_stance("fail_on_recompile" if attempt and run is compiled else "default"):
-                outputs = run(mine)
-                leaves = [mine[name] for name in trial.proof.grad_inputs]
-                grads = torch.autograd.grad(outputs, leaves, trial.cotangents(outputs))
-            results.append((*outputs, *grads))
-        names = [*trial.proof.outputs, *(f"gradient:{n}" for n in trial.proof.grad_inputs)]
+                results.append(_with_gradients(trial, run, mine))
+        names = [*trial.proof.outputs, *(f"gradient:{n}" for n in trial.leaves(few))]
         for name, eager, graph in zip(names, *results, strict=True):
-            checks.append(same_bits(name, graph, eager, f"compiled at N={size}"))
+            checks.append(same_bits(name, graph, eager, f"compiled at {size} rows"))
     torch._dynamo.reset()
     return checks
 
 
-def _second_derivative(trial: Trial) -> OutputCheck:
+def _with_gradients(
+    trial: Trial, run: Callable[[Args], tuple[Tensor, ...]], args: Args, given: list[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """Outputs, then gradients of whatever has one."""
+    leaves = [args[name].requires_grad_() for name in trial.leaves(args)]
+    outputs = run(args)
+    cotangents = trial.cotangents(outputs) if given is None else given
+    return (*outputs, *(torch.autograd.grad(outputs, leaves, cotangents) if leaves else ()))
+
+
+def _second_derivative(trial: Trial) -> list[OutputCheck]:
     args = cloned(trial.args())
-    for name in trial.proof.grad_inputs:
-        args[name].requires_grad_()
-    leaf = args[trial.proof.grad_inputs[0]]
+    names = trial.leaves(args)
+    if not names:
+        return []
+    leaves = [args[name].requires_grad_() for name in names]
     outputs = trial.proof.call(args, trial.backend)
-    (grad,) = torch.autograd.grad(outputs[0].sum(), leaf, create_graph=True)
+    (grad, *_) = torch.autograd.grad(outputs[0].sum(), leaves, create_graph=True)
     try:
-        torch.autograd.grad(grad.float().sum(), leaf)
+        torch.autograd.grad(grad.float().sum(), leaves, allow_unused=True)
     except RuntimeError as error:
         if trial.op.name in str(error) and "second derivative" in str(error):
-            return passed("second derivative", str(error))
-        return failure("second derivative", f"unclear error: {error}")
-    return failure("second derivative", "was computed without an error")
+            return [passed("second derivative", str(error))]
+        return [failure("second derivative", f"unclear error: {error}")]
+    return [failure("second derivative", "was computed without an error")]
 
 
 def _captures(trial: Trial) -> list[OutputCheck]:
     """Captured once, replayed on other contents, forward and backward."""
     first, second = trial.args(), trial.args()
-    leaf = trial.proof.grad_inputs[0]
-    second[leaf].copy_(second[leaf].flip(-1).nan_to_num())
+    floats = [n for n, t in first.items() if isinstance(t, Tensor) and t.is_floating_point()]
+    changed = (trial.leaves(first) or floats)[0]
+    second[changed].copy_(second[changed].flip(-1).nan_to_num())
     static = cloned(first)
-    static[leaf].requires_grad_()
+    given = trial.cotangents(trial.forward(first))
 
     def step() -> tuple[Tensor, ...]:
-        outputs = trial.proof.call(static, trial.backend)
-        return (*outputs, *torch.autograd.grad(outputs, [static[leaf]], cotangents))
+        return _with_gradients(trial, lambda args: trial.proof.call(args, trial.backend), static, given)
 
-    cotangents = trial.cotangents(trial.forward(first))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -242,12 +271,12 @@ def _captures(trial: Trial) -> list[OutputCheck]:
     with torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
-        static[leaf].copy_(second[leaf])
+        static[changed].copy_(second[changed])
     graph.replay()
     torch.cuda.synchronize()
     outputs, grads = trial.backward(second)
-    names = [*trial.proof.outputs, f"gradient:{leaf}"]
-    eager = (*outputs, grads[leaf])
+    names = [*trial.proof.outputs, *(f"gradient:{n}" for n in grads)]
+    eager = (*outputs, *grads.values())
     return [
         same_bits(n, c.detach(), e, "graph replay") for n, c, e in zip(names, captured, eager, strict=True)
     ]
@@ -259,7 +288,7 @@ def _captures(trial: Trial) -> list[OutputCheck]:
 def memory(trial: Trial) -> list[OutputCheck]:
     """Peak memory beyond inputs, outputs and gradients stays under the declared bound."""
     args = trial.args()
-    leaves = [args[name] for name in trial.proof.grad_inputs]
+    leaves = [args[name] for name in trial.leaves(args)]
     cotangents = trial.cotangents(trial.forward(args))
 
     def forward() -> Any:
@@ -271,7 +300,8 @@ def memory(trial: Trial) -> list[OutputCheck]:
         return [o.detach() for o in outputs], torch.autograd.grad(outputs, leaves, cotangents)
 
     checks = []
-    for direction, run in (("fwd", forward), ("fwd_bwd", forward_backward)):
+    runs: dict[str, Callable[[], Any]] = {"fwd": forward} | ({"fwd_bwd": forward_backward} if leaves else {})
+    for direction, run in runs.items():
         for leaf in leaves:
             leaf.requires_grad_(direction != "fwd")
         run()  # compile and warm up
@@ -324,8 +354,9 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def compiles(trial: Trial) -> list[OutputCheck]:
-    """Every kernel compiles for sm_80, sm_90 and gfx942, with or without a GPU in the machine."""
-    if trial.backend == "reference":
+    """Every kernel compiles for its targets, with or without a GPU in the machine."""
+    kernels = trial.proof.kernels.get(trial.backend)
+    if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
     if triton_is_interpreted():
         raise LawBroken("kernels are interpreted in this process and cannot be compiled")
@@ -333,12 +364,12 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     from triton.backends.compiler import GPUTarget
 
     recorder = Recorder()
-    trial.proof.record(recorder, trial.case.dtype)
+    kernels.record(recorder, trial.case.dtype)
     if not recorder.launches:
         raise LawBroken("no launch was recorded")
     checks, seen = [], set()
     for name, source, options in recorder.sources():
-        for target in TARGETS:
+        for target in kernels.targets:
             key = (name, source.hash(), str(options), target)
             if key in seen:
                 continue

@@ -1,6 +1,6 @@
 """What an op declares so that `isobit check` can prove it and `isobit bench` can time it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ Args = dict[str, Any]
 class Case:
     """One set of inputs: sizes by name, a dtype, a kind of data and of layout, scalar options.
 
-    `heavy` cases need a real device: they would take minutes in Triton's CPU interpreter. `gpu_gb` says
-    that a case needs a GPU with that much memory.
+    `heavy` cases need a real device: they would take minutes in Triton's CPU interpreter, or on a backend
+    that its proof calls slow. `gpu_gb` says that a case needs a GPU with that much memory.
     """
 
     dims: dict[str, int]
@@ -56,11 +56,15 @@ class Cost:
     """Bytes that must move and floating-point operations that must be done, per direction."""
 
     fwd_bytes: int
-    bwd_bytes: int
-    flops: int = 0
+    bwd_bytes: int = 0
+    fwd_flops: int = 0
+    bwd_flops: int = 0
 
     def bytes(self, direction: str) -> int:
         return self.fwd_bytes * (direction != "bwd") + self.bwd_bytes * (direction != "fwd")
+
+    def flops(self, direction: str) -> int:
+        return self.fwd_flops * (direction != "bwd") + self.bwd_flops * (direction != "fwd")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,47 @@ class Mutant:
 
 
 @dataclass(frozen=True)
+class Control:
+    """The same mathematics in another order: some bit must change, or equal bits elsewhere prove nothing.
+
+    Without `cotangents` it is the outputs that must change. With it, the gradients that are row by row; it
+    turns the cotangents of the whole batch into those of the changed one.
+    """
+
+    what: str
+    change: Callable[[Args], Args]
+    cotangents: Callable[[list[Tensor]], list[Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How an op that sums over its rows is told which rows count, where sequences begin, and what the sum
+    starts from: names of arguments. Segments of that many rows are added one after another."""
+
+    mask: str
+    cuts: str
+    start: str
+    segment: int
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
+    meta tensors; `targets` are what they must compile for, on any machine."""
+
+    record: Callable[[Any, torch.dtype], None]
+    targets: Sequence[tuple[str, int | str, int]] = (
+        ("cuda", 80, 32),
+        ("cuda", 90, 32),
+        ("hip", "gfx942", 64),
+    )
+
+
+#: Where in a tensor, and the bits that must be there.
+Sample = tuple[tuple[Any, ...], Tensor]
+
+
+@dataclass(frozen=True)
 class Proof:
     """Everything that check and bench need to know about an op, beside its contract."""
 
@@ -80,7 +125,7 @@ class Proof:
     op_class: str
     #: Names of the outputs that `call` and `formula` return, in order.
     outputs: tuple[str, ...]
-    #: Arguments that receive gradients.
+    #: Arguments that receive gradients, where they are given.
     grad_inputs: tuple[str, ...]
     #: Inputs of a case: every tensor and scalar argument by name.
     make: Callable[[Case, torch.device, InputOptions], Args]
@@ -93,25 +138,43 @@ class Proof:
     #: Size of the largest intermediate behind every element of every output and gradient, from fp64
     #: inputs, outputs, cotangents: the unit of the accuracy law's slack.
     scale: Callable[[Args, Sequence[Tensor], Sequence[Tensor]], dict[str, Tensor]]
-    #: Same mathematics, another order of the sums: a negative control that must change bits.
-    reorder: Callable[[Args], Args]
-    #: Rows to append that do not count and must change nothing: (args, rows) -> row-wise arguments.
+    #: Negative controls of the invariant law.
+    controls: Sequence[Control]
+    #: Rows that must change nothing wherever they stand: (args, rows) -> row-wise arguments.
     padding: Callable[[Args, int], Args]
     #: Other strides and alignments of the same values.
     layouts: Sequence[str]
     lay_out: Callable[[Args, str], Args]
     #: Peak bytes beyond inputs, outputs and gradients: (case, backend, direction) -> bytes.
     memory: Callable[[Case, str, str], int]
-    cost: Callable[[dict[str, int], torch.dtype], Cost]
     cases: Sequence[Case]
     #: Cases large enough that a reordered sum must show, and that reach every schedule of the kernels.
     bit_cases: Sequence[Case]
     memory_cases: Sequence[Case]
-    bench_cases: Sequence[Case]
     mutants: Sequence[Mutant]
-    #: (args) -> args with a live row that breaks a value rule, and that row's flat index; None without one.
-    bad_value: Callable[[Args], tuple[Args, int]] | None
-    #: Calls launchers with a recorder, on meta tensors: (launch, dtype) -> None.
-    record: Callable[[Any, torch.dtype], None]
-    #: What users would pick instead: () -> {name: Rival}; imported by the bench only.
-    rivals: Callable[[], dict[str, Any]]
+    #: (args) -> args that break a value rule, and the flat index of the live row that does, or None where
+    #: no single row is to blame; None without such a rule.
+    bad_value: Callable[[Args], tuple[Args, int | None]] | None
+    #: Backends with kernels of their own.
+    kernels: Mapping[str, Kernels]
+    #: What is timed: () -> list of isobit.bench.series.Series; imported by the bench only.
+    bench: Callable[[], Sequence[Any]]
+
+    #: The dimension of the contract that counts rows.
+    rows: str = "*"
+    #: Numbers of rows that are computed alone, beside half of a batch and all but one.
+    batch_sizes: Sequence[int] = (1, 2, 3, 7)
+    #: For ops that sum over their rows; their outputs follow the laws of a stream instead of those of rows.
+    stream: Stream | None = None
+    #: The numerics class by its own arithmetic, apart from every backend, on a sample of every output and
+    #: gradient: (args, cotangents or none) -> samples by name. None where there is no such model.
+    exact: Callable[[Args, Sequence[Tensor]], dict[str, Sample]] | None = None
+    #: Cases on which backends of one class are held against each other.
+    agree_cases: Sequence[Case] = ()
+    #: Backends that compute on the CPU wherever the tensors are: heavy cases are not for them, and no graph
+    #: can capture them.
+    slow: tuple[str, ...] = ()
+    #: Dimensions that must not be 0.
+    positive: tuple[str, ...] = ()
+    #: What a check writes down without judging it: (device) -> facts. Asked on GPUs only.
+    observe: Callable[[torch.device], list[dict[str, Any]]] | None = None

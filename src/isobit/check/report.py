@@ -1,24 +1,31 @@
 """The report of a check: totals, a table for people, JSON for machines (schema in docs/results.md)."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED, Cell
-from isobit.op import OPS
+from isobit.op import NONE
 from isobit.stamp import stamp
 
 SCHEMA = 1
 
 
-def to_json(cells: list[Cell], device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals."""
+def to_json(
+    cells: list[Cell],
+    device: torch.device,
+    commit: str | None = None,
+    observations: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals.
+    Observations are facts that were seen in the same run and that nobody promises."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
-        numerics = next(b.numerics for b in OPS[op].backends if b.name == backend)
+        numerics = next((c.numerics for c in mine if c.numerics != NONE), NONE)
         outputs = [o for c in mine for o in c.outputs]
         candidates.append(
             {
@@ -32,7 +39,8 @@ def to_json(cells: list[Cell], device: torch.device, commit: str | None = None) 
             }
         )
     head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit)}
-    return {**head, **totals(cells), "candidates": candidates}
+    seen = {"observations": list(observations)} if observations else {}
+    return {**head, **totals(cells), **seen, "candidates": candidates}
 
 
 def totals(cells: list[Cell]) -> dict[str, Any]:
@@ -49,12 +57,13 @@ def totals(cells: list[Cell]) -> dict[str, Any]:
 
 
 def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
-    """(op, backend, law) -> the worst status of its cases: what tests hold the expected matrix against."""
-    order = [OK, UNSUPPORTED, FAIL]
+    """(op, backend, law) -> FAIL if a case failed, else ok if one is, else UNSUPPORTED: what tests hold the
+    expected matrix against."""
+    order = [UNSUPPORTED, OK, FAIL]
     found: dict[tuple[str, str, str], str] = {}
     for c in cells:
         key = (c.op, c.backend, c.law)
-        found[key] = max(found.get(key, OK), c.status, key=order.index)
+        found[key] = max(found.get(key, UNSUPPORTED), c.status, key=order.index)
     return found
 
 
@@ -76,9 +85,14 @@ def table(cells: list[Cell]) -> str:
 
 def notes(cells: list[Cell]) -> list[str]:
     """What did not run and why, then every failure with the command that repeats it."""
-    lines = sorted(
-        {f"- {c.op} {c.backend} {c.law}: UNSUPPORTED, {c.reason}" for c in cells if c.status == UNSUPPORTED}
-    )
+    why: dict[tuple[str, str, str], dict[str, None]] = {}
+    for c in cells:
+        if c.status == UNSUPPORTED:
+            why.setdefault((c.op, c.backend, c.reason), {})[c.law] = None
+    lines = [
+        f"- {op} {backend} {', '.join(laws)}: UNSUPPORTED, {reason}"
+        for (op, backend, reason), laws in sorted(why.items())
+    ]
     for c in cells:
         if c.status == FAIL:
             lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]", f"     {c.reason}", f"     {c.command}"]

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from isobit.arch import arch_key, triton_is_interpreted
-from isobit.check import laws, laws_system
+from isobit.check import laws, laws_bits, laws_system
 from isobit.check.compare import OutputCheck
-from isobit.check.proof import Case, InputOptions
+from isobit.check.proof import Case
+from isobit.check.request import Request, candidates, cases_of, check_case, ops_of, small_args
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
-from isobit.op import OPS, Op, UnsupportedError, known_op
+from isobit.op import NONE, Op, UnsupportedError, known_op
 
 Law = Callable[[Trial], list[OutputCheck]]
 
@@ -28,9 +29,10 @@ Law = Callable[[Trial], list[OutputCheck]]
 LAWS: dict[str, Law] = {
     "accuracy": laws.accuracy,
     "gradient": laws.gradient,
-    "repeatable": laws.repeatable,
-    "written": laws.written,
-    "invariant": laws.invariant,
+    "repeatable": laws_bits.repeatable,
+    "written": laws_bits.written,
+    "invariant": laws_bits.invariant,
+    "agree": laws_bits.agree,
     "contract": laws_system.contract,
     "traceable": laws_system.traceable,
     "memory": laws_system.memory,
@@ -42,7 +44,7 @@ OK, FAIL, UNSUPPORTED = "ok", "FAIL", "UNSUPPORTED"
 
 @dataclass
 class Cell:
-    """One law on one case of one backend of one op."""
+    """One law on one case of one backend of one op. Without a case where a backend cannot serve any."""
 
     op: str
     backend: str
@@ -50,50 +52,10 @@ class Cell:
     case: str
     status: str
     reason: str = ""
+    numerics: str = NONE
     outputs: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     command: str = ""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to check: the command line as a value. Empty tuples mean everything."""
-
-    ops: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    laws: tuple[str, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    arch: str | None = None
-    dims: dict[str, int] | None = None
-    case: str | None = None  # the name of one declared case
-    data: str = "edge"
-    inputs: InputOptions = field(default_factory=InputOptions)
-    gradient: bool = True
-    grad_mode: str = "random"
-    grad_seed: int = 123
-
-    def options(self) -> str:
-        """The flags that repeat this request, for reproduction lines and for the interpreter's process."""
-        parts = [f"--device {self.device}"]
-        parts += [f"--arch-key {self.arch}"] if self.arch else []
-        parts += [f"--dim {k}={v}" for k, v in (self.dims or {}).items()]
-        default = Request()
-        if self.data != default.data:
-            parts.append(f"--input-mode {self.data}")
-        if self.inputs.seed != default.inputs.seed:
-            parts.append(f"--seed {self.inputs.seed}")
-        if self.inputs.constant != default.inputs.constant:
-            parts.append(f"--constant-value {self.inputs.constant}")
-        if self.inputs.token is not None:
-            parts.append(f"--token-value {self.inputs.token}")
-        if not self.gradient:
-            parts.append("--no-gradient")
-        if self.grad_mode != default.grad_mode:
-            parts.append(f"--grad-mode {self.grad_mode}")
-        if self.grad_seed != default.grad_seed:
-            parts.append(f"--grad-seed {self.grad_seed}")
-        return " ".join(parts)
 
 
 def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) -> list[Cell]:
@@ -104,10 +66,9 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
         cells.append(cell)
         progress(cell)
 
-    ops = _ops(request)
-    for op in ops:
-        _check_case(op, request)
-    pairs = [(op, backend) for op in ops for backend in _backends(op, request)]
+    ops = ops_of(request)
+    check_case(ops, request, request.laws or tuple(LAWS))
+    pairs = candidates(ops, request)
     interpreted = _start_interpreter(
         [(*pair, laws) for pair in pairs if (laws := _elsewhere(*pair, request))], request
     )
@@ -123,96 +84,27 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
 
 
 def quick_check(op_name: str, device: torch.device) -> list[str]:
-    """Reasons why the default backend of an op is not fit to be timed here; none if it is."""
-    op = known_op(op_name)
-    name = default_backend(op, device)
+    """Failures of an op that make it not fit to be timed here; none if it is. Small cases, the backend that
+    serves by default: a matter of seconds. The whole proof is `isobit check`."""
+    name = default_backend(known_op(op_name), device)
     wanted = ("accuracy", "gradient", "repeatable", "invariant")
-    cells = run(Request(ops=(op_name,), backends=(name,), laws=wanted, device=device))
+    cells = run(Request(ops=(op_name,), backends=(name,), laws=wanted, device=device, heavy=False))
     return [f"{c.law} {c.case}: {c.reason}" for c in cells if c.status == FAIL]
 
 
 def default_backend(op: Op, device: torch.device) -> str:
     """The backend that serves a plain call on this device."""
-    args = op.proof.make(small_case(op), device, InputOptions())
-    found = op.explain(**args).backend
+    found = op.explain(**small_args(op, device)).backend
     assert found is not None
     return found
 
 
-# Selection
-
-
-def _ops(request: Request) -> list[Op]:
-    if request.ops:
-        return [known_op(name) for name in request.ops]
-    return [op for op in OPS.values() if op.proof is not None]
-
-
-def _backends(op: Op, request: Request) -> list[str]:
-    known = [b.name for b in op.backends]
-    for name in request.backends:
-        if name not in known:
-            raise ContractError(f"{op.name}: unknown backend {name!r}; known: {', '.join(known)}")
-    return list(request.backends) or known
-
-
-def small_case(op: Op) -> Case:
-    """The first declared case that is not degenerate."""
-    return next(c for c in op.proof.cases if c.dims and min(c.dims.values()) > 1)
-
-
-def cases_of(op: Op, law: str, request: Request) -> list[Case]:
-    """The cases a law runs on: declared ones, or the one the command line describes."""
-    proof = op.proof
-    if request.dims is not None:
-        dims = _check_dims(op, request.dims)
-        chosen = [Case(dims, d, request.data) for d in (request.dtypes or (torch.float32,))]
-        if law in ("compile", "contract", "traceable"):
-            return chosen[:1]
-        return chosen
-    if law == "invariant":
-        chosen = list(proof.bit_cases)
-    elif law == "memory":
-        chosen = list(proof.memory_cases)
-    elif law in ("contract", "traceable", "compile"):
-        chosen = [replace(small_case(op), dtype=torch.float32, options={})]
-        if law == "compile":
-            chosen.append(replace(chosen[0], dtype=torch.bfloat16))
-    else:
-        chosen = list(proof.cases)
-        if law in ("repeatable", "written"):
-            chosen = chosen[::3]
-    if request.data != "edge":
-        chosen = [replace(c, data=request.data) for c in chosen]
-    if request.dtypes:
-        # Every law sees every dtype that is asked for, not only those its cases were declared with.
-        recast = [replace(c, dtype=d) for c in chosen for d in request.dtypes]
-        chosen = list({c.name: c for c in recast}.values())
-    return [c for c in chosen if request.case in (None, c.name)]
-
-
-def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
-    """The dimensions in the order that the op declares them."""
-    sets = {tuple(c.dims) for c in op.proof.cases}
-    order = next((s for s in sets if set(s) == set(dims)), None)
-    if order is None:
-        known = "; ".join(", ".join(s) for s in sorted(sets))
-        raise ContractError(f"{op.name}: dimensions {', '.join(dims)}; known sets: {known}")
-    for name, size in dims.items():
-        if size <= 0 and (name == "V" or size < 0):
-            raise ContractError(f"{op.name}: {name}={size} must be positive")
-    return {name: dims[name] for name in order}
-
-
-def _check_case(op: Op, request: Request) -> None:
-    if request.case is not None and request.dims is None:
-        known = {
-            c.name for law in request.laws or LAWS for c in cases_of(op, law, replace(request, case=None))
-        }
-        if request.case not in known:
-            raise ContractError(
-                f"{op.name}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}"
-            )
+def observations(request: Request) -> list[dict[str, Any]]:
+    """What the ops of a request want written down beside their laws, on a GPU: facts, not promises."""
+    if request.device.type != "cuda" or "agree" not in (request.laws or LAWS) or not request.heavy:
+        return []
+    wanted = [op for op in ops_of(request) if op.proof.observe is not None]
+    return [{"op": op.name, **fact} for op in wanted for fact in op.proof.observe(request.device)]
 
 
 def _why_nothing(cells: list[Cell]) -> str:
@@ -237,11 +129,28 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[str]:
 
 def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     elsewhere = _elsewhere(op, backend, request)
-    slow = _interpretable(op, backend, request)  # heavy cases take minutes each there
+    # Heavy cases take minutes each there.
+    slow = _interpretable(op, backend, request) or backend in op.proof.slow or not request.heavy
+    never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
-        for case in cases_of(op, law, request) if law not in elsewhere else ():
+        if law in elsewhere:
+            continue
+        if never is not None and law != "compile":
+            again = f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}"
+            yield Cell(op.name, backend, law, "", UNSUPPORTED, never, command=again)
+            continue
+        for case in cases_of(op, law, request):
             if not (case.heavy and slow) and not (case.gpu_gb and request.device.type == "cpu"):
                 yield _one(op, backend, law, case, request)
+
+
+def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
+    """The reason why a backend can serve nothing on this device, if there is one."""
+    try:
+        op.explain(**small_args(op, device), backend=backend)
+    except UnsupportedError as why:
+        return str(why)
+    return None
 
 
 def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
@@ -250,9 +159,10 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
         op, backend, request.device, case, request.arch or arch_key(request.device),
         request.inputs, request.gradient, request.grad_mode, request.grad_seed,
     )  # fmt: skip
+    cell.numerics = trial.numerics
     start = time.perf_counter()
     try:
-        _fits(case, request.device)
+        _fits(op, case, request.device)
         checks = LAWS[law](trial)
         bad = [c for c in checks if not c.passed]
         cell.outputs = [c.to_json() for c in checks]
@@ -271,7 +181,10 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     return cell
 
 
-def _fits(case: Case, device: torch.device) -> None:
+def _fits(op: Op, case: Case, device: torch.device) -> None:
+    spec = next(p.spec for p in op.contract.params if p.spec is not None)
+    if case.dtype not in spec.dtypes:
+        raise Unsupported(f"{op.name} takes {', '.join(map(dtype_name, spec.dtypes))}")
     if case.gpu_gb and device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory / 1e9
         if there < case.gpu_gb:

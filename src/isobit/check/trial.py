@@ -1,15 +1,15 @@
 """One op on one backend, device and case: run it and hold what comes back to its form."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.check.compare import differing
+from isobit.check.compare import OutputCheck, differing, failure
 from isobit.check.proof import Args, Case, InputOptions, Proof
 from isobit.contract import dtype_name
-from isobit.op import Op
+from isobit.op import Op, follow
 
 
 class Unsupported(Exception):
@@ -34,6 +34,7 @@ class Trial:
     grad_mode: str = "random"
     grad_seed: int = 123
     given: tuple[Tensor, ...] | None = None  # cotangents to use instead of drawing them
+    only: tuple[str, ...] | None = None  # take no other gradients than these
 
     @property
     def proof(self) -> Proof:
@@ -41,7 +42,17 @@ class Trial:
 
     @property
     def numerics(self) -> str:
-        return self.op._by_name(self.backend).numerics
+        return self.op._by_name(self.backend).numerics_on(self.device)
+
+    def in_class(self) -> "Trial":
+        """The same, but where this backend cannot serve, another of its class may: they promise one thing."""
+        bound = follow(self.backend, self.numerics)
+        return replace(self, backend=self.backend if bound is None else bound)
+
+    def leaves(self, args: Args) -> list[str]:
+        """Arguments that get a gradient in this call: optional ones may not be there."""
+        wanted = [n for n in self.proof.grad_inputs if args.get(n) is not None]
+        return [n for n in wanted if self.only is None or n in self.only]
 
     def args(self, case: Case | None = None) -> Args:
         return self.proof.make(case or self.case, self.device, self.inputs)
@@ -57,20 +68,22 @@ class Trial:
     def backward(
         self, args: Args, validate: bool | None = None
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """(outputs, gradients by argument name) with this trial's cotangents; none if switched off."""
-        if not self.gradient:
+        """(outputs, gradients by argument name) with this trial's cotangents; no gradients if they are
+        switched off, or if no argument has one."""
+        names = self.leaves(args) if self.gradient else []
+        if not names:
             return self.forward(args, validate), {}
         mine = cloned(args)
-        for name in self.proof.grad_inputs:
+        for name in names:
             mine[name].requires_grad_()
         outputs = self.proof.call(mine, self.backend, validate)
         self._well_formed(args, outputs)
         if not any(o.requires_grad for o in outputs):
             raise LawBroken("outputs do not require grad though an input does")
-        wanted = [mine[name] for name in self.proof.grad_inputs]
+        wanted = [mine[name] for name in names]
         found = torch.autograd.grad(outputs, wanted, self.cotangents(outputs), allow_unused=True)
         grads = {}
-        for name, leaf, grad in zip(self.proof.grad_inputs, wanted, found, strict=True):
+        for name, leaf, grad in zip(names, wanted, found, strict=True):
             if grad is None:
                 raise LawBroken(f"no gradient for {name}")
             if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
@@ -81,15 +94,28 @@ class Trial:
 
     def cotangents(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Random by element, so that no wrong factor can hide; drawn on the CPU, so that they depend on
-        nothing but the seed and the position."""
+        nothing but the seed and the position. Only the many of a heavy case are drawn where they will live:
+        on a CPU that takes longer than all the rest."""
         if self.given is not None:
             return list(self.given)
-        gen = torch.Generator().manual_seed(self.grad_seed)
+        where = self.device if self.case.heavy else torch.device("cpu")
+        gen = torch.Generator(where).manual_seed(self.grad_seed)
         found = []
         for o in outputs:
-            g = torch.ones(o.shape) if self.grad_mode == "ones" else torch.randn(o.shape, generator=gen)
+            g = torch.ones(o.shape, dtype=o.dtype, device=where)
+            if self.grad_mode != "ones":
+                drawn = torch.float32 if where.type == "cpu" else o.dtype
+                g = torch.empty(o.shape, dtype=drawn, device=where).normal_(generator=gen)
             found.append(g.to(o.device, o.dtype))
         return found
+
+    def blind(self, control: str) -> OutputCheck:
+        """A control of this name changed no bit: the declared cases were to be large enough for it, those
+        from the command line may be too small."""
+        declared = (*self.proof.bit_cases, *self.proof.agree_cases)
+        if all(self.case.dims != case.dims for case in declared):
+            raise Unsupported(f"these inputs are too few to show an order: {control} changes no bit")
+        return failure("control", f"{control} changed no bit: these inputs cannot show a wrong order")
 
     def _well_formed(self, args: Args, outputs: Any) -> None:
         names = self.proof.outputs

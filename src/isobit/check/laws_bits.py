@@ -1,0 +1,211 @@
+"""The laws of bits. Equal bits prove something only where other bits were possible, so the invariant law
+carries controls in every run: changes that must alter bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.compare import OutputCheck, differing, same_bits
+from isobit.check.laws_stream import sums_over_rows
+from isobit.check.proof import Args, Control
+from isobit.check.rows import Rows, rows_of
+from isobit.check.trial import Trial, Unsupported, cloned
+from isobit.op import NONE, UnsupportedError
+
+Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+
+
+def repeatable(trial: Trial) -> list[OutputCheck]:
+    """The same call gives the same bits, forward and backward."""
+    args = trial.args()
+    first, again = trial.backward(args), trial.backward(args)
+    return _compare_runs(trial, again, first, "second run against first")
+
+
+def _compare_runs(trial: Trial, ours: Run, other: Run, what: str) -> list[OutputCheck]:
+    checks = [same_bits(f"{i}:{n}", ours[0][i], other[0][i], what) for i, n in enumerate(trial.proof.outputs)]
+    return checks + [same_bits(f"gradient:{n}", ours[1][n], other[1][n], what) for n in other[1]]
+
+
+def written(trial: Trial) -> list[OutputCheck]:
+    """Every element of every output is written: memory that is handed out full of NaN changes nothing."""
+    args = trial.args()
+    clean = trial.backward(args)
+    with poisoned_memory():
+        poisoned = trial.backward(args)
+    return _compare_runs(trial, poisoned, clean, "with NaN-filled memory")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """PyTorch fills what `torch.empty` returns with NaN (or the largest integer)."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = True
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        deterministic.fill_uninitialized_memory = fill
+
+
+# The batch does not show
+
+
+def invariant(trial: Trial) -> list[OutputCheck]:
+    """The batch does not show. Laws F and V: a row's bits do not depend on the other rows, their number or
+    order, padding, cuts into chunks, strides, alignment, or on what else is asked for. Law W: the bits of a
+    sum over rows do not depend on rows that do not count, on layout, or on where the rows are cut in two
+    calls. Controls: another order of a sum shows."""
+    _promises_bits(trial)
+    if trial.case.data == "constant":
+        raise Unsupported("constant inputs: every order of a sum of equal terms is the same")
+    if trial.proof.stream is not None:
+        return sums_over_rows(trial, trial.proof.stream)
+    return _by_rows(trial)
+
+
+def _promises_bits(trial: Trial) -> None:
+    if trial.numerics == NONE:
+        raise Unsupported(f"{trial.backend} has numerics class 'none' here: it promises accuracy, not bits")
+
+
+def _by_rows(trial: Trial) -> list[OutputCheck]:
+    rows, proof = rows_of(trial.op), trial.proof
+    # Gradients of arguments that all rows share are sums over rows: the batch is what they are made of.
+    trial = replace(trial, only=tuple(n for n in proof.grad_inputs if n in rows.args))
+    args = rows.flat(trial.args())
+    N, whole = rows.count(args), trial.backward(args)
+    cotangents = trial.cotangents(whole[0])
+    checks: list[OutputCheck] = []
+
+    def compare(
+        what: str, index: Tensor, changed: Args, take: Tensor | None = None, trial: Trial = trial
+    ) -> None:
+        """Rows `take` of the changed batch (all by default) must equal rows `index` of the whole one, given
+        the cotangents that those had."""
+        given = rows.of_outputs(cotangents, index)
+        if take is not None:
+            given = tuple(rows.spread(given, take, rows.count(changed)))
+        outputs, grads = replace(trial, given=given).backward(changed)
+        if take is not None:
+            outputs, grads = rows.of_outputs(outputs, take), rows.of_gradients(grads, take)
+        base = rows.of_outputs(whole[0], index), rows.of_gradients(whole[1], index)
+        checks.extend(_compare_runs(trial, (outputs, grads), base, what))
+
+    gen = torch.Generator().manual_seed(7)
+    everyone = torch.arange(N, device=trial.device)
+    for size in sorted(n for n in {*proof.batch_sizes, N // 2, N - 1} if 0 < n < N):
+        index = torch.randperm(N, generator=gen)[:size].to(trial.device)
+        compare(f"{size} of {N} rows alone", index, rows.select(args, index))
+    permuted = torch.randperm(N, generator=gen).to(trial.device)
+    compare("rows permuted", permuted, rows.select(args, permuted))
+    cuts = [0, *sorted({N // 3, N // 2 + 1}), N]  # as a prompt is cut that is prefilled in chunks
+    for first, end in pairwise(cuts):
+        if first < end and end - first < N:
+            compare(f"chunk [{first}, {end})", everyone[first:end], rows.select(args, everyone[first:end]))
+    extra = proof.padding(args, 3)
+    around = rows.join(args | _head(rows, extra, 0, 2), args, args | _head(rows, extra, 2, 3))
+    compare("padding rows full of NaN around", everyone, around, take=everyone + 2)
+    some = everyone[:: 2 if N > 1 else 1]
+    among = _replaced(rows, args, proof.padding(args, N), keep=some)
+    compare("padding rows full of NaN in place of every other row", some, among, take=some)
+    for layout in proof.layouts:
+        # Kernels that cannot read a layout leave it to others of their class.
+        compare(f"layout {layout}", everyone, proof.lay_out(args, layout), trial=trial.in_class())
+    alone = proof.call_alone(cloned(args), trial.backend)
+    for i, output in enumerate(alone):
+        checks.append(same_bits(f"{i}:{proof.outputs[i]}", output, whole[0][i], "asked for alone"))
+    return checks + [_control(trial, control, args, whole) for control in proof.controls]
+
+
+def _head(rows: Rows, extra: Args, first: int, end: int) -> Args:
+    """Some of the padding rows."""
+    return {
+        n: extra[n].narrow(axis, first, end - first)
+        for n, axis in rows.args.items()
+        if extra.get(n) is not None
+    }
+
+
+def _replaced(rows: Rows, args: Args, extra: Args, keep: Tensor) -> Args:
+    """Padding rows everywhere but in the places to keep."""
+    names = [n for n in rows.args if args.get(n) is not None]
+    kept = rows.select(args, keep)
+    return args | {n: extra[n].index_copy(extra[n].ndim + rows.args[n], keep, kept[n]) for n in names}
+
+
+def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCheck:
+    """The same sum in another order must change some bit, or equal bits above prove nothing."""
+    if control.cotangents is None:
+        before, after = whole[0], trial.forward(control.change(args))
+    else:
+        given = tuple(control.cotangents(trial.cotangents(whole[0])))
+        _, grads = replace(trial, given=given).backward(control.change(args))
+        before, after = tuple(whole[1].values()), tuple(grads.values())
+    if any(bool(differing(a, b).any()) for a, b in zip(before, after, strict=True)):
+        what = f"control: {control.what} changes bits, as it must"
+        return same_bits("control", whole[0][0], whole[0][0], what)
+    return trial.blind(control.what)
+
+
+# Backends of one class
+
+
+def agree(trial: Trial) -> list[OutputCheck]:
+    """All backends that keep one numerics class give the same bits, and they are those of the class's own
+    arithmetic where there is a model of it."""
+    _promises_bits(trial)
+    proof, args = trial.proof, trial.args()
+    others = _same_class(trial, args)
+    if proof.exact is None and not others:
+        raise Unsupported(f"nothing else here keeps numerics class {trial.numerics!r}")
+    ours = trial.backward(args)
+    named = dict(zip(proof.outputs, ours[0], strict=True)) | {f"gradient:{n}": g for n, g in ours[1].items()}
+    checks = []
+    if proof.exact is not None:
+        cotangents = trial.cotangents(ours[0]) if ours[1] else []
+        for name, (where, expected) in proof.exact(args, cotangents).items():
+            found = named[name][where].cpu()
+            checks.append(same_bits(name, found, expected, f"{trial.numerics} by its model"))
+        checks.append(_model_control(trial, args, named))
+    for other in others:
+        theirs = replace(trial, backend=other).backward(args)
+        checks += _compare_runs(trial, ours, theirs, f"{trial.backend} against {other}")
+    return checks
+
+
+def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> OutputCheck:
+    """The model of another order must not agree, or the sample cannot show an order."""
+    assert trial.proof.exact is not None
+    control = trial.proof.controls[0]
+    for name, (where, bits) in trial.proof.exact(control.change(args), ()).items():
+        if bool(differing(named[name][where].cpu(), bits).any()):
+            what = f"control: the model of {control.what} has other bits, as it must"
+            return same_bits("control", bits, bits, what)
+    return trial.blind(control.what)
+
+
+def _same_class(trial: Trial, args: Args) -> list[str]:
+    """Other backends that keep the class of this one and can serve this call."""
+    found = []
+    for other in trial.op.backends:
+        same = other.numerics_on(trial.device) == trial.numerics and other.name != trial.backend
+        if not same or (trial.case.heavy and other.name in trial.proof.slow):
+            continue
+        try:
+            trial.op.explain(**args, backend=other.name)
+        except UnsupportedError:
+            continue
+        found.append(other.name)
+    return found

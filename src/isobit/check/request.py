@@ -1,0 +1,147 @@
+"""What to check: the command line as a value, and the ops, backends and cases that it selects."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from isobit.check.proof import Args, Case, InputOptions
+from isobit.contract import ContractError
+from isobit.op import OPS, Op, known_op
+
+
+@dataclass(frozen=True)
+class Request:
+    """Empty tuples mean everything."""
+
+    ops: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    laws: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    arch: str | None = None
+    dims: dict[str, int] | None = None
+    case: str | None = None  # the name of one declared case
+    data: str = "edge"
+    inputs: InputOptions = field(default_factory=InputOptions)
+    gradient: bool = True
+    grad_mode: str = "random"
+    grad_seed: int = 123
+    heavy: bool = True  # also cases that need a real device
+
+    def options(self) -> str:
+        """The flags that repeat this request, for reproduction lines and for the interpreter's process."""
+        parts = [f"--device {self.device}"]
+        parts += [f"--arch-key {self.arch}"] if self.arch else []
+        parts += [f"--dim {k}={v}" for k, v in (self.dims or {}).items()]
+        default = Request()
+        if self.data != default.data:
+            parts.append(f"--input-mode {self.data}")
+        if self.inputs.seed != default.inputs.seed:
+            parts.append(f"--seed {self.inputs.seed}")
+        if self.inputs.constant != default.inputs.constant:
+            parts.append(f"--constant-value {self.inputs.constant}")
+        if self.inputs.token is not None:
+            parts.append(f"--token-value {self.inputs.token}")
+        if not self.gradient:
+            parts.append("--no-gradient")
+        if self.grad_mode != default.grad_mode:
+            parts.append(f"--grad-mode {self.grad_mode}")
+        if self.grad_seed != default.grad_seed:
+            parts.append(f"--grad-seed {self.grad_seed}")
+        return " ".join(parts)
+
+
+def ops_of(request: Request) -> list[Op]:
+    """The ops that are named; without names all, or of all those that have dimensions of these names."""
+    if request.ops:
+        return [known_op(name) for name in request.ops]
+    ops = [op for op in OPS.values() if op.proof is not None]
+    fitting = [op for op in ops if request.dims is None or _order_of(op, request.dims)]
+    return fitting or ops
+
+
+def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
+    """Ops and backends. A backend that only some of the ops have is looked for in those."""
+    known = {op.name: [b.name for b in op.backends] for op in ops}
+    there = dict.fromkeys(name for names in known.values() for name in names)
+    for name in request.backends:
+        if name not in there:
+            raise ContractError(f"{', '.join(known)}: unknown backend {name!r}; known: {', '.join(there)}")
+    wanted = request.backends or tuple(there)
+    return [(op, name) for op in ops for name in wanted if name in known[op.name]]
+
+
+def small_case(op: Op) -> Case:
+    """The first declared case that is not degenerate, without options."""
+    found = next(c for c in op.proof.cases if c.dims and min(c.dims.values()) > 1)
+    return replace(found, options={}, layout="dense")
+
+
+def small_args(op: Op, device: torch.device) -> Args:
+    args: Args = op.proof.make(small_case(op), device, InputOptions())
+    return args
+
+
+def cases_of(op: Op, law: str, request: Request) -> list[Case]:
+    """The cases a law runs on: declared ones, or the one the command line describes."""
+    proof = op.proof
+    if request.dims is not None:
+        dims = _check_dims(op, request.dims)
+        chosen = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(op).dtype,))]
+        if law in ("compile", "contract", "traceable"):
+            return chosen[:1]
+        return chosen
+    if law == "invariant":
+        chosen = list(proof.bit_cases)
+    elif law == "agree":
+        chosen = list(proof.agree_cases or proof.bit_cases[:1])
+    elif law == "memory":
+        chosen = list(proof.memory_cases)
+    elif law in ("contract", "traceable", "compile"):
+        chosen = [small_case(op)]
+        if law == "compile":  # in a second dtype
+            chosen += [replace(chosen[0], dtype=c.dtype) for c in proof.cases if c.dtype != chosen[0].dtype][
+                :1
+            ]
+    else:
+        chosen = list(proof.cases)
+        if law in ("repeatable", "written"):
+            chosen = chosen[::3]
+        if law == "gradient" and not proof.grad_inputs:
+            chosen = chosen[:1]  # to say so once
+    if request.data != "edge":
+        chosen = [replace(c, data=request.data) for c in chosen]
+    if request.dtypes:
+        # Every law sees every dtype that is asked for, not only those its cases were declared with.
+        recast = [replace(c, dtype=d) for c in chosen for d in request.dtypes]
+        chosen = list({c.name: c for c in recast}.values())
+    return [c for c in chosen if request.case in (None, c.name)]
+
+
+def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
+    """The dimensions in the order that the op declares them."""
+    order = _order_of(op, dims)
+    if order is None:
+        sets = {tuple(c.dims) for c in op.proof.cases}
+        known = "; ".join(", ".join(s) for s in sorted(sets))
+        raise ContractError(f"{op.name}: dimensions {', '.join(dims)}; known sets: {known}")
+    for name, size in dims.items():
+        if size <= 0 and (name in op.proof.positive or size < 0):
+            raise ContractError(f"{op.name}: {name}={size} must be positive")
+    return {name: dims[name] for name in order}
+
+
+def _order_of(op: Op, dims: dict[str, int]) -> tuple[str, ...] | None:
+    return next((tuple(c.dims) for c in op.proof.cases if set(c.dims) == set(dims)), None)
+
+
+def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None:
+    """A case that is named must be a declared one, of any of the ops."""
+    if request.case is None or request.dims is not None:
+        return
+    free = replace(request, case=None)
+    known = {c.name for op in ops for law in laws for c in cases_of(op, law, free)}
+    if request.case not in known:
+        names = ", ".join(op.name for op in ops)
+        raise ContractError(f"{names}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}")

@@ -1,0 +1,87 @@
+"""Where the rows of an op's tensors lie, read from its contract.
+
+Rows are counted by one dimension, `*` unless the op's proof names another. A tensor whose spec has that
+dimension has a line of it for every row, on one axis; all others are shared by all rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args
+from isobit.contract import Spec
+from isobit.op import Op
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The axes of rows, counted from the end, by argument and by output; None for an output without rows.
+    They hold once the leading shape is one dimension: see `flat`."""
+
+    args: dict[str, int]
+    outputs: tuple[int | None, ...]
+    merged: bool
+
+    def flat(self, args: Args) -> Args:
+        """The same arguments with one leading dimension instead of any number of them, where those are what
+        counts the rows."""
+        if not self.merged:
+            return args
+        return args | {n: _one_leading(args[n], -axis) for n, axis in self.args.items() if _there(args, n)}
+
+    def count(self, args: Args) -> int:
+        return int(next(args[n].shape[axis] for n, axis in self.args.items() if _there(args, n)))
+
+    def select(self, args: Args, index: Tensor) -> Args:
+        """These rows, in this order."""
+        picked = {n: args[n].index_select(a, index) for n, a in self.args.items() if _there(args, n)}
+        return args | picked
+
+    def join(self, *parts: Args) -> Args:
+        """Rows of several batches in one; what is no row is taken from the first."""
+        first = parts[0]
+        names = [n for n in self.args if _there(first, n)]
+        return first | {n: torch.cat([p[n] for p in parts], self.args[n]) for n in names}
+
+    def of_outputs(self, outputs: Sequence[Tensor], index: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            o if axis is None else o.index_select(axis, index)
+            for o, axis in zip(outputs, self.outputs, strict=True)
+        )
+
+    def of_gradients(self, grads: dict[str, Tensor], index: Tensor) -> dict[str, Tensor]:
+        return {name: g.index_select(self.args[name], index) for name, g in grads.items()}
+
+    def spread(self, outputs: Sequence[Tensor], index: Tensor, total: int) -> list[Tensor]:
+        """Rows of outputs at other places among `total` rows, with zeros elsewhere."""
+        found = []
+        for o, axis in zip(outputs, self.outputs, strict=True):
+            assert axis is not None
+            shape = list(o.shape)
+            shape[axis] = total
+            found.append(o.new_zeros(shape).index_copy(o.ndim + axis, index, o))
+        return found
+
+
+def rows_of(op: Op) -> Rows:
+    dim = op.proof.rows
+    args = {p.name: _axis(p.spec, dim) for p in op.contract.params if p.spec is not None}
+    outputs = tuple(_axis(spec, dim) for spec in op.contract.outputs[: len(op.proof.outputs)])
+    return Rows({n: axis for n, axis in args.items() if axis is not None}, outputs, dim == "*")
+
+
+def _axis(spec: Spec, dim: str) -> int | None:
+    return spec.dims.index(dim) - len(spec.dims) if dim in spec.dims else None
+
+
+def _there(args: dict[str, Any], name: str) -> bool:
+    return args.get(name) is not None
+
+
+def _one_leading(t: Tensor, keep: int) -> Tensor:
+    """The last `keep` - 1 dimensions as they are, all before them as one."""
+    lead = t.ndim - (keep - 1)
+    return t.flatten(0, lead - 1) if lead else t[None]

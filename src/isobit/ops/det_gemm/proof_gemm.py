@@ -1,0 +1,214 @@
+"""What must be shown of `det_gemm`, and what `det_linear` shares with it."""
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
+from isobit.ops.det_gemm import proof_inputs as inputs
+from isobit.ops.det_gemm import proof_truth as truth
+from isobit.ops.det_gemm.op import det_gemm
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+#: Every batch size at which a kernel might change its tile or its mind.
+BATCH_SIZES = (1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096)
+
+MB = 1 << 20
+
+#: Kernels in Gluon are written for one architecture.
+HOPPER = (("cuda", 90, 32),)
+
+
+def make_gemm(case: Case, device: torch.device, options: InputOptions) -> Args:
+    *lead, M, K, N = case.dims.values()
+    a = inputs.matrix((*lead, M), K, case, device, options, side=0)
+    b = inputs.matrix((*lead, N), K, case, device, options, side=1).mT.contiguous()
+    args = {"a": a, "b": b, "out_dtype": case.options.get("out"), "numerics": None}
+    return inputs.lay_out_some(args, ("a", "b"), case.layout)
+
+
+def call_gemm(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
+    options = {"out_dtype": args["out_dtype"], "numerics": args["numerics"]}
+    return (det_gemm(args["a"], args["b"], **options, backend=backend),)
+
+
+def formula_gemm(args: Args) -> tuple[Tensor, ...]:
+    return (truth.product(args["a"], args["b"], None, args["out_dtype"]),)
+
+
+def scale_gemm(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+    a, b, out = args["a"], args["b"], args["out_dtype"]
+    sizes = {"c": truth.rounded(truth.chain_error(a, b)[0], out)}
+    if cotangents:
+        dc, M = cotangents[0], a.shape[-2]
+        da, _ = truth.chain_error(dc, b.mT)
+        db = truth.segment_error(a.mT, dc, truth.cut([M], truth.SEGMENT), None)
+        if out is not None:  # the backward rounds dc to the dtype of a and b
+            narrow = truth.narrow_dtype(a, b)
+            da = da + truth.rounded_factor(dc, b.mT, narrow)
+            db = db + truth.rounded_factor(dc.mT, a, narrow).mT
+        sizes |= {"gradient:a": truth.rounded(da, None), "gradient:b": truth.rounded(db, None)}
+    return sizes
+
+
+def exact_gemm(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
+    """Of a batch, its last matrix."""
+    a, b, dtype = args["a"], args["b"], args["a"].dtype
+    last = (-1,) * (a.ndim - 2)
+    (a, b), M = (a[last], b[last]), a.shape[-2]
+    found = {"c": truth.chain_sample((M,), a, b, None, args["out_dtype"] or dtype)}
+    if cotangents:
+        dc = cotangents[0][last].to(dtype)
+        found["gradient:a"] = truth.chain_sample((M,), dc, b.mT, None, dtype)
+        found["gradient:b"] = truth.segment_sample(a.mT, dc, [M], None, dtype)
+    return {name: ((*last, *where), bits) for name, (where, bits) in found.items()}
+
+
+def record_product(bias: bool) -> dict[str, Kernels]:
+    """Kernels of both backends: tiles for few rows and for many. What they write, and how b lies, is shared
+    between the two ops: wide and by rows in many rows of the one, in few of the other."""
+
+    def record(module: str, launch: Any, dtype: torch.dtype) -> None:
+        kernels = import_module(f"isobit.ops.det_gemm.{module}")
+        K, N = 4096, 12288
+        for M, out_dtype in ((1, F32 if bias else dtype), (1024, dtype if bias else F32)):
+            a, b = (torch.empty(1, *shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K)))
+            b = b.mT.contiguous() if out_dtype == F32 else b.mT
+            added = torch.empty(N, dtype=dtype, device="meta") if bias else None
+            kernels.product(a, b, added, out_dtype, launch=launch)
+
+    return {
+        "hopper": Kernels(partial(record, "kernels_hopper"), targets=HOPPER),
+        "triton": Kernels(partial(record, "kernels_triton")),
+    }
+
+
+def memory_product(case: Case, backend: str, direction: str) -> int:
+    """Bytes beyond inputs, outputs and gradients: nothing forward; backward the fp32 gradients of what all
+    rows share before they are rounded, and the cotangent in the operands' dtype."""
+    *_, M, K, N = case.dims.values()
+    if backend == "model":
+        return memory_of_model(M, K, N)
+    return MB + (4 * N * K + 4 * N + 2 * M * N if direction != "fwd" else 0)
+
+
+def memory_of_model(M: int, K: int, N: int) -> int:
+    """float64 operands with their exponents, whole; products a block at a time."""
+    return 32 * MB + 64 * (M * K + K * N + M * N)
+
+
+def bench() -> Any:
+    from isobit.ops.det_gemm.rivals import SERIES
+
+    return SERIES
+
+
+def observe(device: torch.device) -> list[dict[str, Any]]:
+    from isobit.ops.det_gemm.rivals import where_torch_agrees
+
+    return where_torch_agrees(device)
+
+
+_A_AND_B = ("a", "b")
+
+GEMM = Proof(
+    op_class="product",
+    outputs=("c",),
+    grad_inputs=_A_AND_B,
+    make=make_gemm,
+    call=call_gemm,
+    call_alone=call_gemm,
+    formula=formula_gemm,
+    scale=scale_gemm,
+    controls=[
+        Control(
+            "another order of the groups of 16 k",
+            lambda args: args
+            | {"a": inputs.in_other_groups(args["a"], -1), "b": inputs.in_other_groups(args["b"], -2)},
+        ),
+        Control(
+            "8 zeros before the first k",
+            lambda args: args | {"a": inputs.shifted(args["a"], -1), "b": inputs.shifted(args["b"], -2)},
+        ),
+        Control(
+            "another order of the groups of 16 columns in da",
+            lambda args: args | {"b": inputs.in_other_groups(args["b"], -1)},
+            lambda cotangents: [inputs.in_other_groups(g, -1) for g in cotangents],
+        ),
+    ],
+    padding=lambda args, rows: {"a": inputs.rows_of_nan(args["a"], rows)},
+    layouts=inputs.LAYOUTS,
+    lay_out=lambda args, layout: inputs.lay_out_some(args, _A_AND_B, layout),
+    memory=memory_product,
+    # TMA reads rows that are a multiple of 8 elements; other sizes are served by another backend.
+    cases=[
+        Case({"M": 20, "K": 104, "N": 40}, BF16),
+        Case({"M": 0, "K": 8, "N": 5}, BF16),
+        Case({"M": 3, "K": 0, "N": 5}, F16),
+        Case({"M": 5, "K": 1, "N": 1}, F16),
+        Case({"M": 17, "K": 15, "N": 33}, BF16, options={"out": F32}),
+        Case({"M": 72, "K": 24, "N": 66}, F16, layout="transposed"),
+        Case({"B": 2, "M": 9, "K": 40, "N": 24}, BF16, options={"out": F32}),
+        Case({"B": 2, "M": 3, "K": 70, "N": 18}, F16, layout="offset"),
+        Case({"M": 20, "K": 100, "N": 37}, BF16, layout="strided", options={"out": F16}),
+        Case({"M": 513, "K": 32, "N": 24}, BF16, layout="apart", options={"out": F32}),
+        Case({"M": 257, "K": 4097, "N": 1003}, BF16, heavy=True),
+        Case({"M": 4096, "K": 4096, "N": 1000}, F16, heavy=True, options={"out": F32}),
+        Case({"M": 17, "K": 14336, "N": 1000}, BF16, heavy=True, options={"out": F32}),
+        Case({"B": 6, "M": 136, "K": 1000, "N": 203}, BF16, data="random", layout="transposed", heavy=True),
+    ],
+    bit_cases=[
+        Case({"M": 130, "K": 200, "N": 104}, BF16, options={"out": F32}),
+        Case({"B": 2, "M": 66, "K": 150, "N": 70}, F16, options={"out": F32}),
+        Case({"M": 4100, "K": 4096, "N": 1000}, BF16, data="random", heavy=True),
+        Case({"M": 4100, "K": 4097, "N": 4099}, F16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 304, "K": 14336, "N": 4096}, BF16, data="random", layout="transposed", heavy=True),
+        # More than 2**31 elements in an operand: 32-bit offsets would show here. In b, then in a.
+        Case({"M": 70, "K": 4096, "N": 524800}, BF16, data="random", heavy=True, gpu_gb=70),
+        Case({"M": 524800, "K": 4096, "N": 72}, BF16, data="random", heavy=True, gpu_gb=70),
+    ],
+    memory_cases=[
+        Case({"M": 64, "K": 512, "N": 128}, BF16, data="random"),
+        Case({"M": 2048, "K": 4096, "N": 4096}, BF16, data="random", heavy=True),
+    ],
+    mutants=[
+        Mutant("fp32 operands", "a", lambda args: args | {n: args[n].float() for n in _A_AND_B}),
+        Mutant("integer operands", "a", lambda args: args | {n: args[n].int() for n in _A_AND_B}),
+        Mutant("two dtypes", "b", lambda args: args | {"b": inputs.in_other_dtype(args["b"])}),
+        Mutant("a with one dimension", "a", lambda args: args | {"a": args["a"][0]}),
+        Mutant("b with one dimension", "b", lambda args: args | {"b": args["b"][:, 0]}),
+        Mutant("a batch of one operand alone", "b", lambda args: args | {"a": args["a"][None]}),
+        Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),
+        Mutant("an integer output", "out_dtype", lambda args: args | {"out_dtype": torch.int32}),
+        Mutant("a class of something else", "numerics", lambda args: args | {"numerics": "lse/triton-1"}),
+    ],
+    bad_value=None,
+    kernels=record_product(bias=False),
+    bench=bench,
+    rows="M",
+    batch_sizes=BATCH_SIZES,
+    exact=exact_gemm,
+    agree_cases=[
+        Case({"M": 17, "K": 104, "N": 24}, BF16, options={"out": F32}),
+        *(Case({"M": 17, "K": 104, "N": 24}, BF16, data=kind, options={"out": F32})
+          for kind in inputs.ADVERSARIAL),
+        *(Case({"M": 70, "K": 72, "N": 24}, F16, data=kind, options={"out": F32})
+          for kind in inputs.ADVERSARIAL),
+        Case({"M": 20, "K": 104, "N": 40}, BF16, data="cancelling"),
+        Case({"M": 20, "K": 37, "N": 18}, BF16, layout="strided", options={"out": F32}),
+        Case({"B": 2, "M": 600, "K": 40, "N": 24}, BF16, layout="transposed", options={"out": F32}),
+        *(Case({"M": 257, "K": 4096, "N": 1000}, BF16, data=kind, heavy=True, options={"out": F32})
+          for kind in inputs.ADVERSARIAL),
+        Case({"M": 4096, "K": 4097, "N": 4099}, F16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 1, "K": 14336, "N": 4096}, BF16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 64, "K": 7168, "N": 2048}, BF16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 1024, "K": 4096, "N": 6144}, BF16, data="random", heavy=True, options={"out": F32}),
+    ],
+    slow=("model",),
+    observe=observe,
+)  # fmt: skip

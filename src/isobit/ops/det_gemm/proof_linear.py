@@ -1,0 +1,181 @@
+"""What must be shown of `det_linear`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
+from isobit.ops.det_gemm import proof_inputs as inputs
+from isobit.ops.det_gemm import proof_truth as truth
+from isobit.ops.det_gemm.op import det_linear
+from isobit.ops.det_gemm.proof_gemm import BATCH_SIZES, memory_product, record_product
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def make_linear(case: Case, device: torch.device, options: InputOptions) -> Args:
+    *lead, K, N = case.dims.values()
+    x = inputs.matrix(tuple(lead), K, case, device, options, side=0)
+    weight = inputs.matrix((N,), K, case, device, options, side=1)
+    args = {"x": x, "weight": weight, "bias": None, "numerics": None, "out_dtype": case.options.get("out")}
+    if case.options.get("bias"):
+        gen = torch.Generator().manual_seed(options.seed + 2)
+        bias = inputs.addends((N,), case.data, case.dtype, gen)
+        args["bias"] = bias.to(device, case.dtype if case.options["bias"] == "own" else case.options["bias"])
+    return lay_out_linear(args, case.layout)
+
+
+def lay_out_linear(args: Args, layout: str) -> Args:
+    args = inputs.lay_out_some(args, ("x", "weight"), layout)
+    if args["bias"] is not None and layout == "offset":
+        args["bias"] = inputs.lay_out(args["bias"][None], layout)[0]
+    return args
+
+
+def call_linear(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
+    options = {"out_dtype": args["out_dtype"], "numerics": args["numerics"]}
+    return (det_linear(args["x"], args["weight"], args["bias"], **options, backend=backend),)
+
+
+def formula_linear(args: Args) -> tuple[Tensor, ...]:
+    return (truth.product(args["x"], args["weight"].mT, args["bias"], args["out_dtype"]),)
+
+
+def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+    x, weight, bias, out = (args[n] for n in ("x", "weight", "bias", "out_dtype"))
+    error, _ = truth.chain_error(x, weight.mT)
+    if bias is not None:
+        error = error + outputs[0].abs()
+    sizes = {"y": truth.rounded(error, out)}
+    if cotangents:
+        rows = x.flatten(0, -2)
+        dy = cotangents[0].flatten(0, -2)
+        bounds = truth.cut([len(rows)], truth.SEGMENT)
+        ones = dy.new_ones(len(rows), 1)
+        dx, _ = truth.chain_error(dy, weight)
+        dweight = truth.segment_error(dy.mT, rows, bounds, None)
+        dbias = truth.segment_error(dy.mT, ones, bounds, None)
+        if out is not None:  # the backward rounds dy to the dtype of x
+            narrow = truth.narrow_dtype(x, weight)
+            dx = dx + truth.rounded_factor(dy, weight, narrow)
+            dweight = dweight + truth.rounded_factor(dy.mT, rows, narrow)
+            dbias = dbias + truth.rounded_factor(dy.mT, ones, narrow)
+        sizes |= {
+            "gradient:x": truth.rounded(dx.view(x.shape), None),
+            "gradient:weight": truth.rounded(dweight, None),
+            "gradient:bias": truth.rounded(dbias[:, 0], None),
+        }
+    return sizes
+
+
+def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
+    x, weight, bias = args["x"], args["weight"], args["bias"]
+    lead, rows = x.shape[:-1], x.flatten(0, -2)
+    found = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or x.dtype)}
+    if cotangents:
+        dy = cotangents[0].flatten(0, -2).to(x.dtype)
+        found["gradient:x"] = truth.chain_sample(lead, dy, weight, None, x.dtype)
+        found["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, x.dtype)
+        if bias is not None:
+            (where, _), bits = truth.segment_sample(
+                dy.mT, dy.new_ones(len(rows), 1), [len(rows)], None, bias.dtype
+            )
+            found["gradient:bias"] = (where[:, 0],), bits[:, 0]
+    return found
+
+
+_WIDE = {"bias": F32, "out": F32}
+
+LINEAR = Proof(
+    op_class="product",
+    outputs=("y",),
+    grad_inputs=("x", "weight", "bias"),
+    make=make_linear,
+    call=call_linear,
+    call_alone=call_linear,
+    formula=formula_linear,
+    scale=scale_linear,
+    controls=[
+        Control(
+            "another order of the groups of 16 k",
+            lambda args: args | {n: inputs.in_other_groups(args[n], -1) for n in ("x", "weight")},
+        ),
+        Control(
+            "8 zeros before the first k",
+            lambda args: args | {n: inputs.shifted(args[n], -1) for n in ("x", "weight")},
+        ),
+        Control(
+            "another order of the groups of 16 columns in dx",
+            lambda args: args | {"weight": inputs.in_other_groups(args["weight"], 0), "bias": None},
+            lambda cotangents: [inputs.in_other_groups(g, -1) for g in cotangents],
+        ),
+    ],
+    padding=lambda args, rows: {"x": inputs.rows_of_nan(args["x"], rows)},
+    layouts=inputs.LAYOUTS,
+    lay_out=lay_out_linear,
+    memory=memory_product,
+    cases=[
+        Case({"M": 20, "K": 104, "N": 40}, BF16, options={"bias": F32}),
+        Case({"M": 0, "K": 8, "N": 5}, BF16, options={"bias": "own"}),
+        Case({"M": 3, "K": 0, "N": 5}, BF16, options={"bias": F32}),
+        Case({"M": 17, "K": 1, "N": 1}, F16, options={"bias": "own"}),
+        Case({"B": 2, "T": 10, "K": 40, "N": 20}, BF16, options={"bias": "own", "out": F32}),
+        Case({"M": 65, "K": 15, "N": 17}, F16, layout="padded"),
+        Case({"M": 20, "K": 150, "N": 65}, BF16, layout="offset", options={"bias": F32, "out": F16}),
+        Case({"B": 2, "T": 300, "K": 17, "N": 9}, BF16, layout="strided", options={"bias": F32}),
+        Case({"M": 16, "K": 520, "N": 16}, F16, layout="transposed", options={"out": F32}),
+        Case({"M": 600, "K": 24, "N": 33}, BF16, layout="apart", options={"bias": "own"}),
+        Case({"M": 16, "K": 4097, "N": 1000}, BF16, heavy=True, options=_WIDE),
+        Case({"M": 1000, "K": 4096, "N": 1003}, F16, heavy=True, options={"bias": "own"}),
+        Case({"B": 4, "T": 520, "K": 14336, "N": 512}, BF16, data="random", heavy=True,
+             options={"bias": "own"}),
+    ],
+    bit_cases=[
+        Case({"M": 130, "K": 200, "N": 104}, BF16, options={"bias": "own", "out": F32}),
+        Case({"M": 66, "K": 530, "N": 72}, F16, layout="padded", options={"out": F32}),
+        Case({"M": 4100, "K": 4096, "N": 4096}, BF16, data="random", heavy=True, options={"bias": F32}),
+        Case({"M": 4100, "K": 4096, "N": 14336}, BF16, data="random", heavy=True),
+        Case({"M": 300, "K": 14336, "N": 4096}, F16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 1030, "K": 7168, "N": 2051}, BF16, data="random", heavy=True, options={"bias": "own"}),
+        # More than 2**31 outputs.
+        Case({"M": 16500, "K": 64, "N": 131072}, BF16, data="random", heavy=True, gpu_gb=70),
+    ],
+    memory_cases=[
+        Case({"M": 64, "K": 512, "N": 128}, BF16, data="random", options={"bias": "own"}),
+        Case({"M": 2048, "K": 4096, "N": 4096}, BF16, data="random", heavy=True, options={"bias": "own"}),
+    ],
+    mutants=[
+        Mutant("fp32 operands", "x", lambda args: args | {n: args[n].float() for n in ("x", "weight")}),
+        Mutant("integer operands", "x", lambda args: args | {n: args[n].int() for n in ("x", "weight")}),
+        Mutant("two dtypes", "weight", lambda args: args | {"weight": inputs.in_other_dtype(args["weight"])}),
+        Mutant("a weight with one dimension", "weight", lambda args: args | {"weight": args["weight"][0]}),
+        Mutant("a short bias", "bias", lambda args: args | {"bias": args["weight"][1:, 0].clone()}),
+        Mutant("a bias of another dtype", "bias",
+               lambda args: args | {"bias": inputs.in_other_dtype(args["weight"][:, 0])}),
+        Mutant("a bias in two dimensions", "bias", lambda args: args | {"bias": args["weight"].clone()}),
+        Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),
+        Mutant("a class of something else", "numerics", lambda args: args | {"numerics": "seg16/512"}),
+    ],
+    bad_value=None,
+    kernels=record_product(bias=True),
+    bench=list,  # timed with det_gemm
+    batch_sizes=BATCH_SIZES,
+    exact=exact_linear,
+    agree_cases=[
+        Case({"M": 17, "K": 104, "N": 23}, BF16, options=_WIDE),
+        *(Case({"M": 17, "K": 104, "N": 24}, BF16, data=kind, options={"bias": "own", "out": F32})
+          for kind in inputs.ADVERSARIAL),
+        *(Case({"M": 70, "K": 72, "N": 24}, F16, data=kind, options=_WIDE)
+          for kind in inputs.ADVERSARIAL),
+        Case({"M": 20, "K": 104, "N": 40}, F16, data="cancelling", options={"bias": "own"}),
+        Case({"B": 2, "T": 300, "K": 37, "N": 18}, F16, layout="strided", options=_WIDE),
+        *(Case({"M": 129, "K": 4096, "N": 1000}, BF16, data=kind, heavy=True, options=_WIDE)
+          for kind in inputs.ADVERSARIAL),
+        Case({"M": 4096, "K": 4096, "N": 14336}, BF16, data="random", heavy=True, options=_WIDE),
+        Case({"M": 264, "K": 4096, "N": 4096}, BF16, data="cancelling", heavy=True, options={"bias": "own"}),
+        Case({"M": 8, "K": 4096, "N": 4099}, BF16, data="random", heavy=True, options={"out": F32}),
+        Case({"M": 256, "K": 14336, "N": 4096}, F16, data="random", heavy=True, options={"out": F32}),
+    ],
+    slow=("model",),
+)  # fmt: skip
