@@ -14,13 +14,14 @@ import torch
 
 from isobit import ContractError
 from isobit.bench import tables, timing
-from isobit.bench.cases import CPU_BYTES, case_name, parse_case, small_cases
+from isobit.bench.cases import CPU_BYTES, CPU_FLOPS, case_name, parse_case, small_cases
 from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.runner import CheckFailed, run
-from isobit.bench.timing import Contender, copies_for, measure
+from isobit.bench.timing import Contender, Verdict, copies_for, measure
 from isobit.check.proof import InputOptions
 from isobit.op import known_op
+from isobit.ops.det_gemm import rivals as det_gemm_rivals
 from isobit.ops.logp import rivals as logp_rivals
 
 LOGP = known_op("logp")
@@ -33,8 +34,8 @@ def with_check(monkeypatch: pytest.MonkeyPatch, failures: list[str]) -> None:
 
 
 def with_rivals(monkeypatch: pytest.MonkeyPatch, *rivals: Rival) -> None:
-    found = {rival.name: rival for rival in rivals}
-    monkeypatch.setattr(LOGP, "proof", dataclasses.replace(LOGP.proof, rivals=lambda: found))
+    series = dataclasses.replace(logp_rivals.SERIES, rivals={rival.name: rival for rival in rivals})
+    monkeypatch.setattr(LOGP, "proof", dataclasses.replace(LOGP.proof, bench=lambda: [series]))
 
 
 def bench(**options: Any) -> dict[str, Any]:
@@ -81,10 +82,16 @@ def test_a_bad_case_is_rejected_with_its_reason(text: str, message: str) -> None
 
 
 def test_small_cases_keep_the_dimensions_and_fit_a_cpu() -> None:
-    cases = small_cases(LOGP)
+    series = logp_rivals.SERIES
+    cases = small_cases(series)
     assert [list(case.dims) for case in cases] == [["B", "T", "V"], ["N", "V"]]
-    assert all(LOGP.proof.cost(c.dims, c.dtype).bytes("fwd") <= CPU_BYTES for c in cases)
-    assert cases[0].dims["V"] == LOGP.proof.bench_cases[0].dims["V"]
+    assert all(series.cost(c.dims, c.dtype).bytes("fwd") <= CPU_BYTES for c in cases)
+    assert cases[0].dims["V"] == series.cases[0].dims["V"]
+    for product in det_gemm_rivals.SERIES:
+        (case,) = small_cases(product)
+        assert (
+            list(case.dims) == ["M", "K", "N"] and product.cost(case.dims, case.dtype).fwd_flops <= CPU_FLOPS
+        )
 
 
 # Running
@@ -280,20 +287,36 @@ def test_the_gpu_timer_captures_or_falls_back(monkeypatch: pytest.MonkeyPatch) -
     def raises() -> list[timing.Call]:
         raise RuntimeError("no such rival")
 
+    def judge(calls: Any, result: Any) -> Verdict:
+        return Verdict(float(result[0].sum()), len(calls) / 4)
+
     contenders = [
-        Contender("captured", lambda: [gpu.call(result)] * 3, judge=lambda r: float(r[0].sum())),
+        Contender("captured", lambda: [gpu.call(result)] * 3, judge=judge),
         Contender("syncs", lambda: [gpu.call(captures=False)] * 40),
         Contender("raises", raises),
     ]
-    timings, failures = measure(contenders, torch.device("cuda", 0), calls=4, repetitions=3)
+    timings, failures = measure(contenders, torch.device("cuda", 0), call_ms=0.25, repetitions=3)
     assert failures == {"raises": "RuntimeError: no such rival"}
     captured, syncs = timings["captured"], timings["syncs"]
     assert (captured.method, syncs.method) == ("graph", "event")
     assert captured.ms == syncs.ms == 1.0  # one tick a call, however many calls a sample has
-    assert (captured.peak_mb, captured.extra_mb, captured.max_abs) == (4.0, 3.0, 0.0)
-    assert syncs.host_us is not None and syncs.max_abs is None
+    assert (captured.peak_mb, captured.extra_mb, captured.verdict) == (4.0, 3.0, Verdict(0.0, 0.75))
+    assert syncs.host_us is not None and syncs.verdict == Verdict()
     graph_sleep = int(timing.GRAPH_BACKLOG_US * timing.CYCLES_PER_US)
     assert gpu.sleeps[::2] == [graph_sleep] * 3 and min(gpu.sleeps[1::2]) > graph_sleep
+
+
+def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(call_ms: float) -> tuple[int, int]:
+        """How many samples are taken, and how many calls all in all."""
+        gpu = Gpu(monkeypatch)
+        measure([Contender("ours", lambda: [gpu.call()])], torch.device("cuda", 0), call_ms)
+        return len(gpu.sleeps), gpu.calls
+
+    assert samples(0.01)[0] == timing.REPETITIONS
+    assert samples(10.0)[0] == 15 and samples(100.0)[0] == timing.MIN_REPETITIONS
+    # Warming up, memory, host time, capture, a replay, samples: no more than there must be.
+    assert samples(100.0)[1] == 3 + 1 + timing.MIN_HOST_CALLS + 1 + 1 + timing.MIN_REPETITIONS
 
 
 def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:

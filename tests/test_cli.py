@@ -193,6 +193,43 @@ def test_json_in_a_file_and_a_table_for_people(isobit: Isobit, tmp_path: Path) -
     assert done.out.splitlines()[-1].startswith("1 ok, 0 failed, 0 unsupported in ")
 
 
+def test_ops_of_one_folder_share_a_results_file(isobit: Isobit, tmp_path: Path) -> None:
+    ops = ("--op", "det_gemm", "--op", "det_gemm_dw", "--op", "logp")
+    only = ("--backend", "model", "--backend", "reference", "--law", "contract", "--device", "cpu")
+    assert isobit("check", *ops, *only, "--results", str(tmp_path)).code == 0
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "cpu").iterdir()}
+    told = {
+        name: [(c["op"], c["candidate"], c["numerics"]) for c in r["candidates"]] for name, r in found.items()
+    }
+    assert told == {
+        "check_det_gemm": [("det_gemm", "model", "chain16"), ("det_gemm_dw", "model", "seg16/512")],
+        "check_logp": [("logp", "reference", "none")],
+    }
+
+
+def test_facts_are_written_beside_the_laws(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fact = {"op": "det_gemm", "what": "the moon is full"}
+    monkeypatch.setattr(cli, "observations", lambda request: [fact])
+    ops = ("--op", "det_gemm", "--op", "logp", "--device", "cpu", "--law", "contract")
+    done = isobit(
+        "check",
+        *ops,
+        "--backend",
+        "model",
+        "--backend",
+        "reference",
+        "--results",
+        str(tmp_path),
+        "--json",
+        "-",
+    )
+    assert report(done)["observations"] == [fact] and done.code == 0
+    assert json.loads((tmp_path / "cpu" / "check_det_gemm.json").read_text())["observations"] == [fact]
+    assert "observations" not in json.loads((tmp_path / "cpu" / "check_logp.json").read_text())
+
+
 def test_switched_off_gradients_are_unsupported_and_the_rest_passes(isobit: Isobit) -> None:
     done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient", "--no-gradient", "--json", "-")
     cells = {c["law"]: c for c in report(done)["candidates"][0]["cases"]}
@@ -224,7 +261,7 @@ def test_every_law_holds_for_a_small_case_of_ones_own(isobit: Isobit) -> None:
     """Sizes that no law chose: none may take its own trouble with them for a failure of the op."""
     found = cells(isobit("check", *SMALL, "--json", "-"))
     assert {c["law"]: c["status"] for c in found} == dict.fromkeys(LAWS, OK) | {
-        "invariant": UNSUPPORTED, "compile": UNSUPPORTED,
+        "invariant": UNSUPPORTED, "agree": UNSUPPORTED, "compile": UNSUPPORTED,
     }  # fmt: skip
     assert not [c for c in found if c["status"] == FAIL]
 
@@ -233,6 +270,31 @@ def test_every_law_holds_for_a_small_case_of_ones_own(isobit: Isobit) -> None:
 def test_one_row_is_enough(isobit: Isobit, law: str) -> None:
     (cell,) = cells(isobit("check", *LOGP, "--dim", "N=1", "--dim", "V=5", "--law", law, "--json", "-"))
     assert (cell["status"], cell["reason"]) == (OK, "")
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [
+        ("det_gemm", ("M=5", "K=20", "N=7")),
+        ("det_linear", ("B=2", "T=3", "K=20", "N=7")),
+        ("det_gemm_dw", ("T=30", "K=6", "N=7")),
+    ],
+)
+def test_every_law_holds_for_small_products_of_ones_own(
+    isobit: Isobit, op: str, sizes: tuple[str, ...]
+) -> None:
+    dims = [text for size in sizes for text in ("--dim", size)]
+    done = isobit("check", "--op", op, "--device", "cpu", "--backend", "model", *dims, "--json", "-")
+    found = cells(done)
+    assert {c["law"] for c in found} == set(LAWS) and not [c for c in found if c["status"] == FAIL]
+
+
+def test_sizes_choose_the_ops_that_have_them(isobit: Isobit) -> None:
+    sizes = ("--dim", "B=2", "--dim", "T=3", "--dim", "K=4", "--dim", "N=5")
+    found = cells(
+        isobit("check", "--device", "cpu", "--law", "accuracy", "--backend", "model", *sizes, "--json", "-")
+    )
+    assert {c["op"] for c in found} == {"det_linear", "det_gemm_dw"}
 
 
 def test_dimensions_in_any_order(isobit: Isobit) -> None:

@@ -21,12 +21,12 @@ from isobit.arch import arch_key as arch_name
 from isobit.arch import default_device, triton_cannot_run
 from isobit.bench.cases import parse_case
 from isobit.bench.report import show
-from isobit.bench.rival import DIRECTIONS
 from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
 from isobit.check import report
 from isobit.check.proof import DTYPES, InputOptions
-from isobit.check.runner import FAIL, LAWS, Cell, Request, default_backend, run, small_case
+from isobit.check.request import Request, small_case
+from isobit.check.runner import FAIL, LAWS, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
 from isobit.op import OPS
 from isobit.stamp import gpu_name, results_folder, stamp
@@ -88,6 +88,7 @@ def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
 Names = list[str] | None
 ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
 PUBLIC = sorted(name for name, op in OPS.items() if op.proof is not None)
+TIMED = [name for name in PUBLIC if OPS[name].folder == name]  # ops of one folder are timed together
 
 
 @app.command()
@@ -155,13 +156,14 @@ def check(
         say(f"  {cell.status:12s}{cell.op} {cell.backend} {cell.law} [{cell.case}] {cell.seconds:.1f}s")
 
     cells = run(request, progress)
-    found = report.to_json(cells, request.device, commit)
+    seen = observations(request)
+    found = report.to_json(cells, request.device, commit, seen)
     if to_stdout:
         print(json.dumps(found, indent=1))
     elif json_path is not None:
         json_path.write_text(json.dumps(found, indent=1) + "\n")
     if results is not None:
-        _write_results(results, cells, request.device, commit, say)
+        _write_results(results, cells, seen, request.device, commit, say)
     say("\n" + report.table(cells) + "\n")
     for line in report.notes(cells):
         say(line)
@@ -190,23 +192,32 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
 
 
 def _write_results(
-    folder: Path, cells: list[Cell], device: torch.device, commit: str | None, say: Callable[[str], None]
+    folder: Path,
+    cells: list[Cell],
+    seen: list[dict[str, Any]],
+    device: torch.device,
+    commit: str | None,
+    say: Callable[[str], None],
 ) -> None:
-    for name in dict.fromkeys(c.op for c in cells):
-        path = folder / results_folder(device) / f"check_{OPS[name].folder}.json"
+    """One file a folder of ops: what is declared together is proven together."""
+    for name in dict.fromkeys(OPS[c.op].folder for c in cells):
+        path = folder / results_folder(device) / f"check_{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine = [c for c in cells if c.op == name]
-        path.write_text(json.dumps(report.to_json(mine, device, commit), indent=1) + "\n")
+        mine = [c for c in cells if OPS[c.op].folder == name]
+        facts = [fact for fact in seen if OPS[fact["op"]].folder == name]
+        path.write_text(json.dumps(report.to_json(mine, device, commit, facts), indent=1) + "\n")
         say(f"wrote {path}")
 
 
 @app.command()
 def bench(
-    op: Annotated[Names, typer.Option(help="op to time; repeatable; all by default")] = None,
+    op: Annotated[Names, typer.Option(help=f"op to time; repeatable: {', '.join(TIMED)}")] = None,
     case: Annotated[
         Names, typer.Option(help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; repeatable")
     ] = None,
-    direction: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DIRECTIONS)}")] = None,
+    direction: Annotated[
+        Names, typer.Option(help="repeatable: fwd, bwd, fwd_bwd; for products fwd, dx, dw")
+    ] = None,
     impl: Annotated[
         Names, typer.Option(help="time only this one (isobit, a rival, copy); repeatable")
     ] = None,
@@ -215,22 +226,28 @@ def bench(
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
     ] = False,
+    check_report: Annotated[
+        Path | None, typer.Option(help="a report of `isobit check` from here and now, instead of a check")
+    ] = None,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
     """Time every op beside its rivals and the floor, after checking it: a red op is not timed."""
-    for name in _known("op", op or [], PUBLIC) or PUBLIC:
+    if skip_check and check_report is not None:
+        raise ContractError("--skip-check checks nothing and --check-report vouches: give one of them")
+    for name in _known("op", op or [], PUBLIC) or TIMED:
         try:
             found = timed(
                 name,
                 [parse_case(text, OPS[name]) for text in case or []] or None,
-                direction or DIRECTIONS,
+                direction,
                 _device(device),
                 backend,
                 results,
                 skip_check,
                 impl or None,
                 commit=commit,
+                check_report=check_report,
             )
         except CheckFailed as error:
             sys.exit(f"isobit: {error}")
@@ -248,6 +265,7 @@ def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch
     for name in PUBLIC:
         print(f"{name}: {default_backend(OPS[name], where)}")
         op: Any = OPS[name]
-        for dtype in (torch.bfloat16, torch.float64):
+        spec = next(p.spec for p in op.contract.params if p.spec is not None)
+        for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
             args = op.proof.make(replace(small_case(op), dtype=dtype), where, InputOptions())
             print(f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  "))

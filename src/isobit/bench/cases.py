@@ -1,15 +1,17 @@
-"""Which sizes are timed: those an op declares, those asked for, and small ones for a CPU."""
+"""Which sizes are timed: those a series declares, those asked for, and small ones for a CPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from isobit.bench.series import Series
 from isobit.check.proof import DTYPES, Case
 from isobit.contract import ContractError
 from isobit.op import Op
 
-#: Bytes of a case that a CPU times within a second.
-CPU_BYTES = 4 << 20
+#: Bytes and operations of a case that a CPU times within a second.
+CPU_BYTES, CPU_FLOPS = 4 << 20, 16 << 20
 
 
 def case_name(case: Case) -> str:
@@ -17,11 +19,20 @@ def case_name(case: Case) -> str:
     return replace(case, data="edge").name
 
 
-def declared_dims(op: Op) -> dict[frozenset[str], Case]:
+def series_of(op: Op) -> list[Series]:
+    """What is timed under the name of an op; an error for ops that are timed under another one's."""
+    found: list[Series] = list(op.proof.bench())
+    if not found:
+        raise ContractError(f"bench {op.name}: declares nothing to time; it may be timed with {op.folder}")
+    return found
+
+
+def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
     """The first declared case of every set of dimensions, like N,V and B,T,V."""
     found: dict[frozenset[str], Case] = {}
-    for case in op.proof.bench_cases:
-        found.setdefault(frozenset(case.dims), case)
+    for one in series:
+        for case in one.cases:
+            found.setdefault(frozenset(case.dims), case)
     return found
 
 
@@ -31,7 +42,7 @@ def parse_case(text: str, op: Op) -> Case:
     def error(rule: str) -> ContractError:
         return ContractError(f"{op.name}(case: {text!r}): {rule}")
 
-    declared = declared_dims(op)
+    declared = declared_dims(series_of(op))
     known = " or ".join(",".join(case.dims) for case in declared.values())
     sizes: dict[str, int] = {}
     dtype: torch.dtype | None = None
@@ -56,14 +67,19 @@ def parse_case(text: str, op: Op) -> Case:
     return Case(dims, dtype or like.dtype, data="random")
 
 
-def small_cases(op: Op) -> list[Case]:
+def small_cases(series: Series) -> list[Case]:
     """One declared case of each set of dimensions, halved until a CPU can time it; the last dimension is
     spared longest."""
+
+    def too_large(dims: dict[str, int], case: Case) -> bool:
+        cost = series.cost(dims, case.dtype)
+        return cost.fwd_bytes > CPU_BYTES or cost.fwd_flops > CPU_FLOPS
+
     found = []
-    for case in declared_dims(op).values():
+    for case in declared_dims([series]).values():
         dims = dict(case.dims)
         *lead, last = dims
-        while op.proof.cost(dims, case.dtype).bytes("fwd") > CPU_BYTES:
+        while too_large(dims, case):
             largest = max(lead, key=dims.__getitem__, default=last)
             dims[largest if dims[largest] > 1 else last] //= 2
         found.append(replace(case, dims=dims))

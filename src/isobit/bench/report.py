@@ -1,7 +1,8 @@
 """A benchmark's results as a person reads them.
 
 A report is what the JSON file holds: `{"stamp": {...}, "notes": [...], "rows": [...]}`, with the keys `ROW`
-in every row. `notes` say which rival is missing and why, so that no table is shorter without saying so.
+in every row, and for ops with goals `"against"` and `"summary"`. `notes` say which rival is missing and why,
+so that no table is shorter without saying so.
 """
 
 from collections.abc import Sequence
@@ -14,23 +15,31 @@ Row = dict[str, Any]
 #: Keys of a row. Other tools read them.
 ROW = (
     "op", "case", "direction", "impl", "ms", "ms_q25", "ms_q75", "host_us", "peak_mb", "extra_mb",
-    "floor_ms", "tflops", "tbps", "max_abs", "method",
+    "floor_ms", "tflops", "tbps", "max_abs", "method", "equal_bits", "vs_baseline",
 )  # fmt: skip
 
 COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")
+#: Shown where some row has them.
+MORE_COLUMNS = {
+    "TFLOP/s": ("tflops", ".4g"),
+    "x baseline": ("vs_baseline", ".3f"),
+    "= bits": ("equal_bits", ".5f"),
+}
 
 CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing about speed on a GPU."
 
 
 def format_report(report: Report) -> str:
-    """The table, what is missing from it, where it comes from and what it is worth."""
+    """The table, what it amounts to, what is missing from it, where it comes from and what it is worth."""
     return f"{format_table(report['rows'])}\n\n{_footer(report)}"
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Plain text, one block a case and direction, columns aligned over all of them."""
-    lines = [COLUMNS, *map(_cells, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    more = _more(rows)
+    columns = (*COLUMNS, *more)
+    lines = [columns, *(_cells(row, more) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
     def aligned(line: Sequence[str]) -> str:
         rest = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
@@ -38,7 +47,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
     blocks = []
     for title, group in _grouped(rows):
-        blocks.append("\n".join([title, aligned(COLUMNS), *(aligned(_cells(row)) for row in group)]))
+        blocks.append("\n".join([title, aligned(columns), *(aligned(_cells(row, more)) for row in group)]))
     return "\n\n".join(blocks)
 
 
@@ -54,12 +63,13 @@ def show(report: Report) -> None:
     if not console.is_terminal:  # a file or a pipe: rich would fold the columns to a width nobody has
         print(format_report(report))
         return
+    more = _more(report["rows"])
     for title, group in _grouped(report["rows"]):
         table = Table(title=title, title_justify="left")
-        for column in COLUMNS:
+        for column in (*COLUMNS, *more):
             table.add_column(column, justify="left" if column == "impl" else "right", no_wrap=True)
         for row in group:
-            table.add_row(*_cells(row), style="bold" if row["impl"].startswith("isobit") else None)
+            table.add_row(*_cells(row, more), style="bold" if row["impl"].startswith("isobit") else None)
         console.print(table)
     console.print(_footer(report), markup=False)
 
@@ -73,8 +83,22 @@ def format_stamp(stamp: dict[str, Any]) -> str:
     return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}; {source}{checked}"
 
 
+def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """One line a goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`."""
+    lines = []
+    for e in entries:
+        mean, least = (
+            f" (goal {g:g})" if g is not None else "" for g in (e["goal_geomean"], e["goal_least"])
+        )
+        lines.append(
+            f"{'met ' if e['met'] else 'MISS'} {e['what']}: {e['geomean']:.3f}{mean} of {e['against']}, "
+            f"least {e['least']:.3f}{least} at {e['least_at']}; {e['cells']} cells"
+        )
+    return lines
+
+
 def _footer(report: Report) -> str:
-    lines = [*report["notes"], format_stamp(report["stamp"])]
+    lines = [*format_summary(report.get("summary", ())), *report["notes"], format_stamp(report["stamp"])]
     if any(row["method"] == "wall" for row in report["rows"]):
         lines.append(CPU_WARNING)
     return "\n".join(lines)
@@ -89,13 +113,18 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     return [(text, list(group)) for text, group in groupby(rows, key=title)]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _more(rows: Sequence[Row]) -> list[str]:
+    """Columns that some row has something in."""
+    return [name for name, (key, _) in MORE_COLUMNS.items() if any(r.get(key) is not None for r in rows)]
+
+
+def _cells(row: Row, more: Sequence[str]) -> tuple[str, ...]:
     def number(key: str, form: str) -> str:
-        return "-" if row[key] is None else format(row[key], form)
+        return "-" if row.get(key) is None else format(row[key], form)
 
     ms = f"{row['ms']:.4g} ({row['ms_q25']:.4g}-{row['ms_q75']:.4g})"
     ratio = f"{row['ms'] / row['floor_ms']:.2f}"
     return (
         row["impl"], ms, ratio, number("tbps", ".3g"), number("extra_mb", ".2f"), number("host_us", ".0f"),
-        number("max_abs", ".1e"), row["method"],
+        number("max_abs", ".1e"), row["method"], *(number(*MORE_COLUMNS[name]) for name in more),
     )  # fmt: skip

@@ -25,14 +25,15 @@ class Rival:
     """One rival of an op.
 
     `function(args)` returns the op's first output. `prepare` turns the op's arguments into what the rival
-    wants, before anything is timed; gradients are taken with respect to what it returns. `available`
+    wants, before anything is timed; gradients are taken with respect to what it returns. `directions` that
+    it can be timed in; None is all there are. `available`
     returns None, or the reason why the rival cannot be timed on this case and device. A `compiled`
     rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of another.
     """
 
     name: str
     function: Callable[[Args], Tensor]
-    directions: tuple[str, ...] = DIRECTIONS
+    directions: tuple[str, ...] | None = DIRECTIONS
     prepare: Callable[[Args], Args] = _unchanged
     available: Callable[[Case, torch.device], str | None] = _always
     compiled: bool = False

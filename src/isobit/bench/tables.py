@@ -4,6 +4,8 @@
     python -m isobit.bench.tables --check README.md     exits 1 if one of them is stale
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
+An op that is timed against one rival at many sizes gets grids of its share of that rival's speed instead of
+a line a case.
 """
 
 import argparse
@@ -12,7 +14,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from isobit.bench.goals import Cell, cells
 from isobit.bench.report import CPU_WARNING, Report, Row, format_stamp
 
 RESULTS = Path("results/h200")
@@ -24,8 +28,26 @@ _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
 
 
 def render_op(path: Path) -> str:
-    """The table of one results file, with the stamp under it."""
+    """The tables of one results file, with the stamp under them."""
     report: Report = json.loads(path.read_text())
+    stamp = format_stamp(report["stamp"])
+    if any(row["method"] == "wall" for row in report["rows"]):
+        stamp += f". {CPU_WARNING}"
+    body = _lines(report) if report.get("against") is None else _grids(report)
+    return f"{body}\n\n<sub>{stamp}</sub>\n"
+
+
+def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Lines of cells, the first of them the head, with that many columns on the left side aligned to it."""
+    head, *rest = lines
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rest))
+
+
+# A line a case
+
+
+def _lines(report: Report) -> str:
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in report["rows"]:
         if row["direction"] in _SHOWN:
@@ -33,14 +55,10 @@ def render_op(path: Path) -> str:
     impls = dict.fromkeys(row["impl"] for row in report["rows"])
     rivals = [name for name in impls if name not in ("isobit", "copy")]
     head = ["case", "direction", "isobit ms", "% of copy speed", *(f"{r} ms" for r in rivals), "extra MB"]
-    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2)]
+    lines = [head]
     for (case, direction), group in groups.items():
         lines.append([case, _SHOWN[direction], *_figures(group, rivals)])
-    stamp = format_stamp(report["stamp"])
-    if any(row["method"] == "wall" for row in report["rows"]):
-        stamp += f". {CPU_WARNING}"
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\n<sub>{stamp}</sub>\n"
+    return _markdown(lines, left=2)
 
 
 def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
@@ -53,6 +71,46 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
         row = group.get(rival)
         found.append(f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x)" if row else "-")
     return [*found, "-" if ours["extra_mb"] is None else f"{ours['extra_mb']:.2f}"]
+
+
+# Grids
+
+
+def _grids(report: Report) -> str:
+    """What it amounts to, then a grid for each kind of call: one size down, the others across."""
+    against, found = report["against"], cells(report["rows"], report["against"])
+    parts = [_goals(report["summary"], against)] if report["summary"] else []
+    for op in dict.fromkeys(cell.op for cell in found):
+        mine = [cell for cell in found if cell.op == op]
+        parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
+    if any(cell.other_bits for cell in found):
+        parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
+    return "\n\n".join(parts)
+
+
+def _goals(summary: Sequence[dict[str, Any]], against: str) -> str:
+    def share(value: float, goal: float | None) -> str:
+        return f"{value:.2f}" if goal is None else f"{value:.2f} (goal {goal:.2f})"
+
+    lines = [["speed as a share of " + against, "cells", "geometric mean", "slowest cell"]]
+    for e in summary:
+        mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
+        lines.append([e["what"], str(e["cells"]), mean, least])
+    return _markdown(lines, left=1)
+
+
+def _grid(found: Sequence[Cell]) -> str:
+    """The first size down, the rest across, each in ascending order; an asterisk where bits differ."""
+    down, *across = found[0].sizes
+    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in across) for cell in found))
+    known = {(cell.sizes[down], tuple(cell.sizes[name] for name in across)): cell for cell in found}
+    titles = (" ".join(f"{n}={size}" for n, size in zip(across, sizes, strict=True)) for sizes in columns)
+    lines = [[down, *titles]]
+    for size in sorted({cell.sizes[down] for cell in found}):
+        line = [known.get((size, column)) for column in columns]
+        shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
+        lines.append([str(size), *shown])
+    return _markdown(lines, left=0)
 
 
 def updated(text: str, results_dir: Path) -> str:

@@ -13,7 +13,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -27,9 +28,21 @@ Call = Callable[[], Any]
 L2_TIMES, MAX_COPIES = 4, 256
 #: Calls of one event-timed sample: their launches must fit the queue that the sleep holds back.
 MAX_EVENT_CALLS = 16
+#: Samples of one contender, and how long all of them together may take, as long as there are a few.
+REPETITIONS, MIN_REPETITIONS, SAMPLES_MS = 30, 7, 150.0
+#: Eager calls that host time is taken from, and how long they may keep the device busy.
+HOST_CALLS, MIN_HOST_CALLS, HOST_MS = 60, 4, 60.0
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
 MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a result is worth: its largest error, and the share of its elements that have isobit's bits."""
+
+    max_abs: float | None = None
+    equal_bits: float | None = None
 
 
 @dataclass(frozen=True)
@@ -37,12 +50,13 @@ class Contender:
     """One implementation of a case.
 
     `build` returns its calls, one per copy of the inputs; it runs on the stream that is timed. `judge` is
-    shown one result and returns its error. If it is not `required`, whatever it raises only loses its row.
+    shown the calls and the result of the first. If it is not `required`, whatever it raises only loses its
+    row.
     """
 
     name: str
     build: Callable[[], Sequence[Call]]
-    judge: Callable[[Any], float | None] = lambda result: None
+    judge: Callable[[Sequence[Call], Any], Verdict] = lambda calls, result: Verdict()
     required: bool = False
 
 
@@ -57,7 +71,7 @@ class Timing:
     host_us: float | None
     peak_mb: float | None
     extra_mb: float | None
-    max_abs: float | None
+    verdict: Verdict
 
 
 @dataclass
@@ -65,7 +79,7 @@ class _Lane:
     """A contender that is warm: what issues one sample of `count` calls, and what is known of it already."""
 
     calls: Sequence[Call]
-    max_abs: float | None
+    verdict: Verdict
     count: int = 1
     method: str = "wall"
     host_us: float | None = None
@@ -78,35 +92,39 @@ class _Lane:
     def timing(self) -> Timing:
         q25, median, q75 = statistics.quantiles(self.ms, n=4, method="inclusive")
         peak, extra = (None if x is None else x / MB for x in (self.peak, self.extra))
-        return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.max_abs)
+        return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.verdict)
 
 
 def measure(
-    contenders: Iterable[Contender], device: torch.device, calls: int = 1, repetitions: int | None = None
+    contenders: Iterable[Contender],
+    device: torch.device,
+    call_ms: float = 1.0,
+    repetitions: int | None = None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time contenders in turns, samples of at least `calls` calls each.
+    """Time contenders in turns. `call_ms` is about how long one call takes: a sample is as many calls as
+    fill a millisecond, within reason (events resolve a microsecond), and long calls get fewer samples.
 
     Returns timings by name, and the reason by name for each contender that could not run.
     """
     if device.type != "cuda":
-        return _measure(contenders, device, calls, repetitions or 5)
+        return _measure(contenders, device, call_ms, repetitions or 5)
     torch.cuda.synchronize(device)
     # One side stream for everything: a backward runs on the stream of its forward, and both are captured.
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        found = _measure(contenders, device, calls, repetitions or 30)
+        found = _measure(contenders, device, call_ms, repetitions)
         torch.cuda.synchronize(device)
     tidy(device)
     return found
 
 
 def _measure(
-    contenders: Iterable[Contender], device: torch.device, calls: int, repetitions: int
+    contenders: Iterable[Contender], device: torch.device, call_ms: float, repetitions: int | None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     lanes: dict[str, _Lane] = {}
     failures: dict[str, str] = {}
     for contender in contenders:
         try:
-            lanes[contender.name] = _warm(contender, device)
+            lanes[contender.name] = _warm(contender, device, call_ms)
         except Exception as error:
             if contender.required:
                 raise
@@ -114,33 +132,39 @@ def _measure(
             failures[contender.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         tidy(device)
     if device.type == "cuda":
-        pool = torch.cuda.graph_pool_handle()
+        pool, calls = torch.cuda.graph_pool_handle(), min(32, math.ceil(1 / call_ms))
         for lane in lanes.values():
             pool = _make_sample(lane, calls, pool)
-        _sample_with_events(list(lanes.values()), device, repetitions)
+        sample_ms = call_ms * max((lane.count for lane in lanes.values()), default=1)
+        often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / sample_ms)
+        _sample_with_events(list(lanes.values()), device, repetitions or often)
     else:
         for lane in lanes.values():
             lane.sample = _in_turn(lane.calls, 1)
-        _sample_with_clock(list(lanes.values()), device, repetitions)
+        _sample_with_clock(list(lanes.values()), device, repetitions or 5)
     return {name: lane.timing() for name, lane in lanes.items()}, failures
 
 
-def _warm(contender: Contender, device: torch.device) -> _Lane:
+def _within(most: int, least: int, number: float) -> int:
+    return max(least, min(most, int(number)))
+
+
+def _warm(contender: Contender, device: torch.device, call_ms: float) -> _Lane:
     """Build and run a contender until it is warm; look at its result, its memory and its host time."""
     calls = contender.build()
     for _ in range(3 if device.type == "cuda" else 1):
         calls[0]()
     if device.type != "cuda":
-        return _Lane(calls, contender.judge(calls[0]()))
+        return _Lane(calls, contender.judge(calls, calls[0]()))
     tidy(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     result = calls[0]()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    lane = _Lane(calls, contender.judge(result), peak=peak, extra=peak - _bytes_kept(result))
+    lane = _Lane(calls, contender.judge(calls, result), peak=peak, extra=peak - _bytes_kept(result))
     del result
-    lane.host_us = _host_us(calls, device)
+    lane.host_us = _host_us(calls, device, _within(HOST_CALLS, MIN_HOST_CALLS, HOST_MS / call_ms))
     return lane
 
 
@@ -151,16 +175,16 @@ def _bytes_kept(result: Any) -> int:
     return sum(storages.values())
 
 
-def _host_us(calls: Sequence[Call], device: torch.device) -> float:
+def _host_us(calls: Sequence[Call], device: torch.device, count: int) -> float:
     """Median time until an eager call returns, the device still busy with the ones before."""
     turns, seconds = cycle(calls), []
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        for _ in range(20):
-            call = next(turns)
-            begin = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begin)
+    for i in range(count):
+        if i % 20 == 0:  # or the queue fills up, and a call waits for the device
+            torch.cuda.synchronize(device)
+        call = next(turns)
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
     torch.cuda.synchronize(device)
     return statistics.median(seconds) * 1e6
 
@@ -220,6 +244,18 @@ def _sample_with_clock(lanes: Sequence[_Lane], device: torch.device, repetitions
             lane.ms.append((time.perf_counter() - begin) * 1e3)
 
 
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """What is there now is not searched for garbage. `tidy` collects between any two measurements, and most
+    of its time would go to the modules of PyTorch."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def tidy(device: torch.device) -> None:
     """Give back what nobody holds, so that memory counts do not depend on what ran before."""
     gc.collect()
@@ -273,5 +309,5 @@ def machine_rates(device: torch.device, repetitions: int | None = None) -> tuple
         return [call]
 
     contenders = [copy_contender(nbytes, device), Contender("product", product, required=True)]
-    timings, _ = measure(contenders, device, calls=4, repetitions=repetitions)
+    timings, _ = measure(contenders, device, call_ms=0.25, repetitions=repetitions)  # four calls a sample
     return nbytes / timings["copy"].ms * 1e3, 2 * side**3 / timings["product"].ms * 1e3

@@ -34,6 +34,25 @@ class Truth:
         return float(torch.stack(errors).max())  # NaN if there is one
 
 
+@dataclass(frozen=True)
+class Window:
+    """Some rows and columns of an output that are known in fp64: those that a few rows and columns of the
+    operands decide, whatever the size of the rest."""
+
+    rows: Tensor
+    columns: Tensor
+    known: Tensor
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+        found = result[0][self.rows[:, None], self.columns[None, :]]
+        return float((found.double() - self.known).abs().max())
+
+
+def spread_evenly(total: int, wanted: int, device: torch.device) -> Tensor:
+    """Up to `wanted` of `total` places, the first and the last among them."""
+    return torch.linspace(0, total - 1, min(total, wanted), dtype=torch.float64, device=device).long()
+
+
 def cotangent_like(output: Tensor) -> Tensor:
     """The same random numbers for every implementation, whatever shape it gives its output."""
     numbers = torch.randn(output.numel(), generator=torch.Generator().manual_seed(1))
@@ -49,7 +68,7 @@ def truth_of(op: Op, args: Args) -> Truth | None:
     first = next(args[name] for name in row_dims)
     lead = first.dim() - len(next(iter(row_dims.values()))) + 1
     total = math.prod(first.shape[:lead])
-    rows = torch.linspace(0, total - 1, min(total, ROWS), dtype=torch.float64, device=first.device).long()
+    rows = spread_evenly(total, ROWS, first.device)
     exact = dict(args)
     for name, value in args.items():
         if isinstance(value, Tensor):

@@ -1,0 +1,118 @@
+"""A chart from a results file: isobit's share of a rival's speed over the first size, a line for each shape.
+
+    python -m isobit.bench.charts results/h200/det_gemm.json docs/det_gemm.svg
+
+Plain SVG, without a plotting library, and the same bytes from the same file.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from isobit.bench.goals import Cell, cells
+from isobit.bench.report import format_stamp
+
+#: Colours that stay apart for most eyes; shapes beyond them begin anew, dashed.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+#: Pixels: a panel, what is left of and above it, and a line of the legend.
+WIDTH, HEIGHT, LEFT, TOP, LINE = 300, 200, 56, 40, 16
+
+
+def chart(path: Path) -> str:
+    """The SVG of a results file: a panel for each kind of call."""
+    report = json.loads(path.read_text())
+    if report.get("against") is None:
+        raise ValueError(f"{path}: was not timed against one rival")
+    found = cells(report["rows"], report["against"])
+    panels = {op: [c for c in found if c.op == op] for op in dict.fromkeys(c.op for c in found)}
+    shapes = list(dict.fromkeys(_shape(cell) for cell in found))
+    top = max(1.1, max((cell.share for cell in found), default=0) * 1.05)
+    width = len(panels) * (WIDTH + LEFT) + 20
+    height = TOP + HEIGHT + 40 + LINE * math.ceil(len(shapes) / 3) + 20
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for i, (op, mine) in enumerate(panels.items()):
+        parts += _panel(op, mine, shapes, LEFT + i * (WIDTH + LEFT), top, report["against"])
+    for i, shape in enumerate(shapes):
+        x, y = LEFT + i % 3 * (width - LEFT) // 3, TOP + HEIGHT + 50 + i // 3 * LINE
+        parts += [_line(i, [(x, y - 4), (x + 24, y - 4)]), _text(x + 30, y, shape)]
+    parts += [_text(LEFT, height - 6, format_stamp(report["stamp"]), size=7), "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def _shape(cell: Cell) -> str:
+    _, *rest = cell.sizes.items()
+    return " ".join(f"{name}={size}" for name, size in rest)
+
+
+def _panel(
+    op: str, found: Sequence[Cell], shapes: Sequence[str], left: int, top: float, against: str
+) -> list[str]:
+    name = next(iter(found[0].sizes))
+    sizes = sorted({cell.sizes[name] for cell in found})
+    steps = {size: left + round(i * WIDTH / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)}
+
+    def height(share: float) -> float:
+        return round(TOP + HEIGHT * (1 - share / top), 1)
+
+    parts = [_text(left, TOP - 16, f"{op}: share of the speed of {against}", size=12)]
+    for tenth in range(0, int(top * 10) + 1, 2):
+        y, strong = height(tenth / 10), tenth == 10
+        grey = "#888" if strong else "#ddd"
+        parts.append(f'<path d="M{left} {y}H{left + WIDTH}" stroke="{grey}"/>')
+        parts.append(_text(left - 24, y + 4, f"{tenth / 10:.1f}"))
+    parts += [_text(x - 8, TOP + HEIGHT + 16, str(size)) for size, x in steps.items()]
+    parts.append(_text(left + WIDTH // 2, TOP + HEIGHT + 30, name))
+    for i, shape in enumerate(shapes):
+        mine = sorted((c for c in found if _shape(c) == shape), key=lambda c: c.sizes[name])
+        points = [(steps[cell.sizes[name]], height(cell.share)) for cell in mine]
+        parts.append(_line(i, points))
+        # Hollow where the rival has other bits: it does not do the same work there.
+        for (x, y), cell in zip(points, mine, strict=True):
+            fill = "white" if cell.other_bits else _colour(i)
+            parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{fill}" stroke="{_colour(i)}"/>')
+    return parts
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _line(i: int, points: Sequence[tuple[float, float]]) -> str:
+    dash = ' stroke-dasharray="4 3"' if i >= len(COLOURS) else ""
+    path = " ".join(f"{x},{y}" for x, y in points)
+    return f'<polyline points="{path}" fill="none" stroke="{_colour(i)}"{dash}/>'
+
+
+def _text(x: float, y: float, text: str, size: int = 11) -> str:
+    safe = text.replace("&", "&amp;").replace("<", "&lt;")
+    return f'<text x="{x}" y="{y}" font-size="{size}">{safe}</text>'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m isobit.bench.charts", description="Charts from results.")
+    parser.add_argument("results", type=Path, help="a results file of an op with a baseline")
+    parser.add_argument("svg", type=Path, help="the file to write")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if the chart is stale")
+    options = parser.parse_args(argv)
+    try:
+        made = chart(options.results)
+        stale = not options.svg.is_file() or options.svg.read_text() != made
+        if stale and not options.check:
+            options.svg.write_text(made)
+    except (OSError, ValueError) as error:
+        print(f"{options.results}: {error}", file=sys.stderr)
+        return 1
+    state = ("stale" if options.check else "rewritten") if stale else "up to date"
+    print(f"{options.svg}: {state}")
+    return int(options.check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

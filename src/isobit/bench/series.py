@@ -1,0 +1,106 @@
+"""What an op declares to be timed: one kind of call over many sizes, its rivals, its cost, its truth."""
+
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from isobit.bench.goals import Goal
+from isobit.bench.rival import DIRECTIONS, Rival
+from isobit.bench.timing import copies_for
+from isobit.bench.truth import truth_of
+from isobit.check.proof import Args, Case, Cost, InputOptions
+from isobit.op import Op, known_op
+
+
+class Judge(Protocol):
+    """Knows the truth of some part of a result."""
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+        """Largest error of what it knows, NaN if there is one."""
+
+
+class Pool:
+    """Tensors that several cases share, so that gigabytes are drawn once and not for every size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._key: Hashable = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def keep(self, key: Hashable) -> None:
+        """Drop what was shared, unless it was shared under this key."""
+        if key != self._key or key is None:
+            self._tensors.clear()
+        self._key = key
+
+    def normal(self, name: str, rows: int, columns: int, *, dtype: torch.dtype) -> Tensor:
+        """Rows of the random matrix of this name, drawn where it will live, and anew when more are asked
+        for than there are."""
+        known = self._tensors.get(name)
+        if known is None or len(known) < rows:
+            self._tensors.pop(name, None)  # give the smaller one back first
+            gen = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+            known = torch.empty(rows, columns, dtype=dtype, device=self.device).normal_(generator=gen)
+            self._tensors[name] = known
+        return known[:rows]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One kind of call, timed over many sizes.
+
+    `make` returns the arguments of several calls in a row, enough of them that together they exceed the L2
+    cache several times. `call(args, backend)` returns the first output. `judge` looks at the arguments of
+    the first call; None judges nothing. With `inputs`, gradients with respect to them are timed as well, in
+    the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes.
+    """
+
+    op: Op
+    name: str
+    cases: Sequence[Case]
+    make: Callable[[Case, Pool], list[Args]]
+    call: Callable[[Args, str | None], Tensor]
+    cost: Callable[[dict[str, int], torch.dtype], Cost]
+    judge: Callable[[Args], Judge | None]
+    rivals: Mapping[str, Rival] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    directions: tuple[str, ...] = DIRECTIONS
+    #: Cases with the same answer share tensors; None shares nothing.
+    shared: Callable[[Case], Hashable] = lambda case: None
+    #: The rival whose speed is 1.
+    against: str | None = None
+    #: Compare the bits of rivals with ours: they might be equal.
+    bits: bool = False
+    #: Time a copy of as many bytes beside it.
+    copy: bool = True
+    goals: Sequence[Goal] = ()
+
+
+def by_rows(
+    op_name: str,
+    cases: Sequence[Case],
+    cost: Callable[[dict[str, int], torch.dtype], Cost],
+    rivals: Mapping[str, Rival],
+) -> Series:
+    """The series of an op whose proof says all: whole batches of its own inputs, forward and backward."""
+    op = known_op(op_name)
+    proof: Any = op.proof
+
+    def make(case: Case, pool: Pool) -> list[Args]:
+        args: Args = proof.make(case, pool.device, InputOptions())
+        size = sum(v.nbytes for v in args.values() if isinstance(v, Tensor))
+        more = range(copies_for(size, pool.device) - 1)
+        clones = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in args.items()} for _ in more]
+        return [args, *clones]
+
+    def call(args: Args, backend: str | None) -> Tensor:
+        first: Tensor = proof.call_alone(args, backend)[0]
+        return first
+
+    return Series(
+        op, op.name, cases, make, call, cost, lambda args: truth_of(op, args), rivals, proof.grad_inputs
+    )

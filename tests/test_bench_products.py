@@ -1,0 +1,301 @@
+"""The benchmark of matrix products: three kinds of calls in one file, shared weights, bits beside times,
+goals, grids, and a check that need not be run twice."""
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isobit import ContractError
+from isobit.bench import charts, tables
+from isobit.bench.cases import parse_case, series_of
+from isobit.bench.goals import Goal, cells, sizes_of, summary
+from isobit.bench.report import ROW, format_report
+from isobit.bench.runner import CheckFailed, run
+from isobit.bench.series import Pool
+from isobit.check.proof import Case
+from isobit.op import known_op
+from isobit.ops.det_gemm import rivals
+from isobit.stamp import gpu_name, source_sha
+
+GEMM = known_op("det_gemm")
+CPU = torch.device("cpu")
+
+
+def bench(*texts: str, **options: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "device": "cpu",
+        "repetitions": 2,
+        "skip_check": True,
+        "say": lambda text: None,
+    }
+    found = [parse_case(text, GEMM) for text in texts or ("M=3,K=40,N=24",)]
+    return run("det_gemm", found, **(defaults | options))
+
+
+# Running
+
+
+def test_three_kinds_of_calls_are_timed_in_one_file(tmp_path: Path) -> None:
+    report = bench(out_dir=tmp_path)
+    assert json.loads((tmp_path / "cpu" / "det_gemm.json").read_text()) == report
+    rows = {(row["op"], row["direction"], row["impl"]): row for row in report["rows"]}
+    assert set(rows) == {
+        ("det_gemm", "fwd", "isobit"), ("det_gemm", "fwd", "torch.mm"),
+        ("det_gemm_dx", "dx", "isobit"), ("det_gemm_dx", "dx", "torch.mm"),
+        ("det_gemm_dw", "dw", "isobit"), ("det_gemm_dw", "dw", "torch.mm_narrow"),
+    }  # fmt: skip
+    assert all(tuple(row) == ROW and row["case"] == "M=3 K=40 N=24 bf16" for row in rows.values())
+    assert report["notes"] == ["torch.mm_nosplit: needs cuBLAS", "torch.mm: a product into fp32 needs a GPU"]
+    for (op, _, impl), row in rows.items():
+        assert row["max_abs"] < (1e-4 if op == "det_gemm_dw" and impl == "isobit" else 0.1)
+        assert row["tflops"] == pytest.approx(2 * 3 * 40 * 24 / row["ms"] / 1e9, rel=1e-3)
+        # Only products in one dtype can have equal bits; those of one short sum nearly all do.
+        compared = impl == "torch.mm"
+        assert (row["equal_bits"] is not None) == compared and (not compared or row["equal_bits"] > 0.9)
+        assert (row["vs_baseline"] is not None) == (op != "det_gemm_dw")
+    forward = rows["det_gemm", "fwd", "isobit"], rows["det_gemm", "fwd", "torch.mm"]
+    assert forward[0]["vs_baseline"] == pytest.approx(forward[1]["ms"] / forward[0]["ms"], rel=1e-3)
+    assert report["against"] == "torch.mm" and report["summary"] == []  # goals are for GPUs
+
+
+def test_a_direction_chooses_a_kind_of_call() -> None:
+    report = bench(directions=["dx"], impls=["isobit"])
+    assert [row["op"] for row in report["rows"]] == ["det_gemm_dx"]
+    with pytest.raises(ContractError, match="unknown direction 'bwd'; known: fwd, dx, dw"):
+        bench(directions=["bwd"])
+
+
+def test_an_op_that_is_timed_with_another_says_so() -> None:
+    with pytest.raises(ContractError, match=r"bench det_linear: .* det_gemm"):
+        run("det_linear", device="cpu", say=lambda text: None)
+
+
+def test_what_does_not_fit_into_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(case: Case, pool: Pool) -> list[Any]:
+        if case.dims["M"] == 4:
+            raise torch.OutOfMemoryError("no")
+        return rivals.SERIES[0].make(case, pool)
+
+    series = dataclasses.replace(rivals.SERIES[0], make=make)
+    monkeypatch.setattr(GEMM, "proof", dataclasses.replace(GEMM.proof, bench=lambda: [series]))
+    report = bench("M=4,K=16,N=8", "M=2,K=16,N=8", impls=["isobit"])
+    assert [row["case"] for row in report["rows"]] == ["M=2 K=16 N=8 bf16"]
+    assert report["notes"] == ["det_gemm: M=4 K=16 N=8 bf16 does not fit into memory"]
+
+
+def test_the_declared_cells() -> None:
+    forward, dx, dw = series_of(GEMM)
+    assert [len(s.cases) for s in (forward, dx, dw)] == [81, 27, 27]
+    assert min(c.dims["M"] for c in dx.cases) == min(c.dims["M"] for c in dw.cases) == 1024
+    # Cases of one weight stand together, so that it is drawn once.
+    keys = [forward.shared(case) for case in forward.cases]
+    assert len(dict.fromkeys(keys)) == 9 == 1 + sum(a != b for a, b in pairwise(keys))
+
+
+def test_costs_count_every_operand_once() -> None:
+    dims = {"M": 2, "K": 3, "N": 5}
+    forward, dx, dw = (s.cost(dims, torch.bfloat16) for s in rivals.SERIES)
+    assert forward.bytes("fwd") == dx.bytes("dx") == 2 * (6 + 15 + 10)
+    assert dw.bytes("dw") == 2 * (6 + 10) + 4 * 15
+    assert forward.flops("fwd") == dx.flops("dx") == dw.flops("dw") == 2 * 2 * 3 * 5
+
+
+def test_weights_are_shared_and_dropped() -> None:
+    pool = Pool(CPU)
+    pool.keep("layer 1")
+    weight = pool.normal("weight", 8, 4, dtype=torch.bfloat16)
+    assert pool.normal("weight", 3, 4, dtype=torch.bfloat16).data_ptr() == weight.data_ptr()
+    assert len(pool.normal("weight", 9, 4, dtype=torch.bfloat16)) == 9  # more rows: drawn anew
+    pool.keep("layer 1")
+    kept = pool.normal("weight", 9, 4, dtype=torch.bfloat16)
+    pool.keep("layer 2")
+    assert pool.normal("weight", 9, 5, dtype=torch.bfloat16).shape == (9, 5)
+    assert kept.shape == (9, 4)
+
+
+def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul: Any = torch.backends.cuda.matmul
+    library = ["cublas"]
+
+    def preferred(name: str | None = None) -> str:
+        if name is not None:
+            library[0] = name
+        return library[0]
+
+    def state() -> tuple[Any, ...]:
+        names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+        return library[0], *(getattr(matmul, n + more) for n in names for more in ("", "_split_k"))
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    before, seen = state(), []
+    unsplit = rivals._unsplit(lambda args: seen.append(state()) or args["a"])
+    unsplit({"a": torch.zeros(1)})
+    assert seen == [("cublaslt", False, False, False, False)] and state() == before
+    with pytest.raises(KeyError):
+        rivals._unsplit(rivals._mm)({})
+    assert state() == before
+
+
+# A check that need not be run twice
+
+
+def proven(op: str, *laws: str, fail: int = 0) -> dict[str, Any]:
+    return {"op": op, "fail": fail, "cases": [{"law": law, "status": "ok"} for law in laws]}
+
+
+def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobit.check import runner
+
+    path, checked = tmp_path / "check.json", []
+    here = {"source_sha": source_sha(), "gpu": gpu_name(CPU)}
+    gemm, dw = (proven(op, "accuracy", "invariant") for op in ("det_gemm", "det_gemm_dw"))
+
+    def passed(op: str, device: torch.device) -> list[str]:
+        checked.append(op)
+        return []
+
+    def after(stamp: dict[str, str], *candidates: Any) -> Any:
+        path.write_text(json.dumps({"stamp": stamp, "candidates": candidates}))
+        return bench(skip_check=False, impls=["isobit"], check_report=path)
+
+    monkeypatch.setattr(runner, "quick_check", passed)
+    assert after(here, gemm, dw)["stamp"]["checked"] is True and checked == []
+    after(here, gemm, proven("det_gemm_dw", "accuracy"))
+    assert checked == ["det_gemm_dw"]  # of whose bits the report says nothing
+    with pytest.raises(CheckFailed, match="det_gemm fails its check in "):
+        after(here, proven("det_gemm", "accuracy", "invariant", fail=2))
+    with pytest.raises(ContractError, match="written by another source or on another device"):
+        after(here | {"source_sha": "another"}, gemm, dw)
+    path.write_text("[]")
+    with pytest.raises(ContractError, match="not a report of isobit check"):
+        bench(skip_check=False, check_report=path)
+
+
+# Goals and grids
+
+
+def a_row(op: str, M: int, N: int, impl: str, ms: float, equal: float | None = None) -> dict[str, Any]:
+    known = {"op": op, "case": f"M={M} K=16 N={N} bf16", "direction": "fwd", "impl": impl, "method": "graph"}
+    figures = {"ms": ms, "ms_q25": ms, "ms_q75": ms, "floor_ms": 0.5, "equal_bits": equal}
+    return dict.fromkeys(ROW) | known | figures
+
+
+def a_cell(op: str, M: int, N: int, share: float, equal: float | None = 1.0) -> list[dict[str, Any]]:
+    return [a_row(op, M, N, "isobit", 1.0 / share), a_row(op, M, N, "torch.mm", 1.0, equal)]
+
+
+ROWS = [
+    *a_cell("det_gemm", 1, 8, 0.5, equal=0.999),
+    *a_cell("det_gemm", 1, 32, 0.8),
+    *a_cell("det_gemm", 4096, 8, 1.0),
+    *a_cell("det_gemm_dx", 4096, 8, 0.81),
+    a_row("det_gemm", 4096, 32, "isobit", 1.0),  # without its rival: no cell
+]
+
+
+def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
+    assert sizes_of("M=1 K=16 N=8 bf16 out=fp32") == {"M": 1, "K": 16, "N": 8}
+    found = cells(ROWS, "torch.mm")
+    assert [(c.op, c.sizes["M"], c.sizes["N"], c.other_bits) for c in found] == [
+        ("det_gemm", 1, 8, True), ("det_gemm", 1, 32, False), ("det_gemm", 4096, 8, False),
+        ("det_gemm_dx", 4096, 8, False),
+    ]  # fmt: skip
+    goals = [
+        Goal("many rows", lambda cell: cell.sizes["M"] > 1, mean=0.9, least=0.85),
+        Goal("few rows", lambda cell: cell.sizes["M"] == 1, mean=0.6),
+        Goal("nothing", lambda cell: False, mean=1.0),
+    ]
+    many, few = summary(ROWS, "torch.mm", goals)
+    assert (many["geomean"], many["least"], many["met"], many["cells"]) == (0.9, 0.81, False, 2)
+    assert many["least_at"] == "det_gemm_dx M=4096 K=16 N=8 bf16"
+    assert few["geomean"] == pytest.approx(0.4**0.5, abs=1e-4) and few["met"] is True
+    assert few["goal_least"] is None
+
+
+def test_the_goals_of_products() -> None:
+    def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
+        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS)}
+
+    many, dw, few, split, other = (goal.what for goal in rivals.GOALS)
+    assert met(ROWS) == {many: False, few: False, split: False, other: True}
+    good = [
+        *a_cell("det_gemm", 16, 8, 0.95, 0.9),
+        *a_cell("det_gemm", 256, 8, 0.9),
+        *a_cell("det_gemm", 1024, 8, 0.98),
+    ]
+    good += [*a_cell("det_gemm_dx", 1024, 8, 0.99), *a_cell("det_gemm_dw", 1024, 8, 0.93, None)]
+    assert met(good) == dict.fromkeys((many, dw, few, split, other), True)
+    assert met([*good, *a_cell("det_gemm_dx", 8192, 8, 0.89)])[many] is False  # one slow cell
+    assert met([*good, *a_cell("det_gemm", 64, 8, 0.79)])[other] is False
+    assert met([*good, *a_cell("det_gemm", 64, 8, 0.79, 0.5)])[split] is True
+
+
+STAMP = {
+    "gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "python": "3.12",
+    "commit": "abc", "source_sha": "def", "date": "2026-01-02T03:04:05Z",
+    "copy_tbps": 4.26, "best_tflops": 800.0,
+}  # fmt: skip
+
+
+def write_results(path: Path) -> dict[str, Any]:
+    goal = Goal("few rows", lambda cell: cell.sizes["M"] == 1, mean=0.6)
+    report = {"stamp": STAMP, "notes": [], "against": "torch.mm", "rows": ROWS}
+    report["summary"] = summary(ROWS, "torch.mm", [goal])
+    path.write_text(json.dumps(report))
+    return report
+
+
+def test_grids_show_the_share_of_the_baseline(tmp_path: Path) -> None:
+    report = write_results(tmp_path / "det_gemm.json")
+    assert tables.render_op(tmp_path / "det_gemm.json") == (
+        "| speed as a share of torch.mm | cells | geometric mean | slowest cell |\n"
+        "| --- | ---: | ---: | ---: |\n"
+        "| few rows | 2 | 0.63 (goal 0.60) | 0.50 |\n"
+        "\n"
+        "`det_gemm`, share of the speed of torch.mm\n"
+        "\n"
+        "| M | K=16 N=8 | K=16 N=32 |\n"
+        "| ---: | ---: | ---: |\n"
+        "| 1 | 0.50\\* | 0.80 |\n"
+        "| 4096 | 1.00 | - |\n"
+        "\n"
+        "`det_gemm_dx`, share of the speed of torch.mm\n"
+        "\n"
+        "| M | K=16 N=8 |\n"
+        "| ---: | ---: |\n"
+        "| 4096 | 0.81 |\n"
+        "\n"
+        "\\* torch.mm has other bits than isobit here: it splits the sum.\n"
+        "\n"
+        "<sub>NVIDIA H200, driver 580, torch 2.11, Triton 3.6, Python 3.12; copy 4.26 TB/s, "
+        "bf16 product 800 TFLOP/s; commit abc, source def, 2026-01-02</sub>\n"
+    )
+    text = format_report(report)
+    assert (
+        "met  few rows: 0.632 (goal 0.6) of torch.mm, least 0.500 at det_gemm M=1 K=16 N=8 bf16; 2 cells"
+        in text
+    )
+    assert "x baseline" not in text  # a column that no row has anything in
+
+
+def test_a_chart_has_a_line_a_shape_and_hollow_marks_for_other_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, svg = tmp_path / "det_gemm.json", tmp_path / "chart.svg"
+    write_results(source)
+    where = [str(source), str(svg)]
+    assert charts.main(["--check", *where]) == 1 and not svg.exists()
+    assert charts.main(where) == 0 and charts.main(["--check", *where]) == 0
+    tree = ET.fromstring(svg.read_text())
+    names = [element.tag.partition("}")[2] for element in tree]
+    marks = [element for element in tree if element.tag.endswith("circle")]
+    assert names.count("polyline") == 2 * 2 + 2  # two panels of two shapes, and the legend
+    assert [mark.get("fill") == "white" for mark in marks] == [True, False, False, False]
+    source.write_text(json.dumps({"rows": [], "stamp": STAMP}))
+    assert charts.main(where) == 1 and "one rival" in capsys.readouterr().err
