@@ -17,7 +17,10 @@ tile, the loader is already filling the ring for the next.
 All of Gluon that the library uses is imported here; kernels take it from this module.
 """
 
+import inspect
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +48,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "kernel",
     "load_tiles",
     "operand_descriptor",
     "tma",
@@ -60,6 +64,13 @@ ROWS = gl.constexpr(64)
 
 #: What the loader's warps keep of their registers; the multipliers get the rest.
 LOADER_REGISTERS = gl.constexpr(24)
+
+
+def kernel(fn: Callable[..., None]) -> Any:
+    """A Gluon kernel that is specialised on its constants alone, so that any sizes, strides and alignments
+    run what was compiled once. Parameters without an annotation are not constants."""
+    free = [p.name for p in inspect.signature(fn).parameters.values() if p.annotation is p.empty]
+    return gluon.jit(fn, do_not_specialize=free)
 
 
 # Inside kernels

@@ -7,6 +7,7 @@ the ahead-of-time signatures are those of real calls and are written nowhere els
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,11 +21,52 @@ Launch = Callable[..., None]
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch on the device of the first argument, on that device's current stream."""
     device = args[0].device
-    if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
+    if device.type == "cpu":
         kernel[grid](*args, **options)
+    elif device.index == torch.accelerator.current_device_index():
+        _launch(kernel, grid, args, options)
     else:
         with torch.get_device_module(device.type).device(device):
-            kernel[grid](*args, **options)
+            _launch(kernel, grid, args, options)
+
+
+#: Compiled kernels by what they were compiled for.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Triton's own way to a compiled kernel looks at every argument and compares every global on every call,
+    which for a kernel with TMA descriptors takes longer than many a product. A kernel that is specialised on
+    constants, dtypes and boxes alone is found by those."""
+    constant = _constants(kernel)
+    if constant is None:
+        kernel[grid](*args, **options)
+        return
+    key = (id(kernel), args[0].device.index, *map(_identity, args, constant))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*args, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*args)
+
+
+@cache
+def _constants(kernel: Any) -> tuple[bool, ...] | None:
+    """Which parameters are constants, if the others are all free of specialisation."""
+    if any(not (p.is_constexpr or p.do_not_specialize) for p in kernel.params):
+        return None
+    return tuple(p.is_constexpr for p in kernel.params)
+
+
+def _identity(value: Any, constant: bool) -> Any:
+    """What of an argument a compiled kernel depends on. Layouts live as long as the process, so ids do."""
+    if constant:
+        return value if isinstance(value, int) else id(value)
+    if isinstance(value, Tensor):
+        return value.dtype
+    if hasattr(value, "block_shape"):
+        return value.base.dtype, *value.block_shape
+    return None
 
 
 @dataclass

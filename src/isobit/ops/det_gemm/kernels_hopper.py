@@ -35,6 +35,7 @@ from isobit.blocks.hopper_pipe import (
     fence_async_shared,
     gl,
     gluon,
+    kernel,
     load_tiles,
     operand_descriptor,
     tma,
@@ -79,8 +80,8 @@ _DIRECT = (Tile(2, 256, 64, 3, False), Tile(2, 128, 64, 5, False))
 _SWAPPED = (
     Tile(1, 16, 128, 8, True), Tile(2, 16, 128, 5, True),
     Tile(1, 32, 128, 8, True), Tile(2, 32, 128, 5, True),
-    Tile(1, 64, 128, 6, True), Tile(2, 64, 64, 8, True),
-    Tile(1, 128, 64, 8, True), Tile(2, 128, 64, 6, True), Tile(3, 128, 64, 5, True),
+    Tile(1, 64, 128, 6, True), Tile(1, 128, 64, 8, True), Tile(2, 64, 64, 8, True),
+    Tile(2, 128, 64, 6, True), Tile(3, 128, 64, 5, True),
     Tile(1, 256, 64, 5, True), Tile(2, 256, 64, 4, True),
 )  # fmt: skip
 
@@ -248,7 +249,7 @@ def _segments(WHICH: gl.constexpr, pipe, output, blocks, count, HAS_BLOCKS: gl.c
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["ld", "M", "N", "steps"])
+@kernel
 def product_kernel(
     out, ld, M, N, steps, bias, a_desc, b_desc, out_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
@@ -275,7 +276,7 @@ def product_kernel(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["ld", "M", "N", "steps"])
+@kernel
 def sum_kernel(
     out, ld, M, N, steps, init, blocks, count, a_desc, b_desc, out_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
