@@ -2,15 +2,17 @@
 
 In an accumulator of 64 x 256 a thread holds, of a row, the columns 8i + 2q and 8i + 2q + 1 for its own q of
 4: a *lane*. Each lane keeps its own maximum m and sum s over one *split* of the vocabulary, so that folding a
-tile needs no exchange between threads. With c = log2(e) / temperature:
+tile needs no exchange between threads. With c = log2(e) / temperature and M = m c, rounded once:
 
-    m' = max(m, z),  s' = s 2^((m - m') c) + sum 2^(z c - m' c)
+    m' = max(m, z),  s' = s 2^(M - M') + sum 2^u,  u = fma(z, c, -M')
 
-and for the entropy t, the sum of u 2^u with u = (z - m) c. At the end of a split the four lanes are brought
-to their common maximum and added. A split is one of 33 stretches of tiles, a function of V alone; 33 of them
-keep 132 SMs busy for any multiple of 512 rows. `merge_kernel` folds a row's splits in ascending order. So a
-row's bits depend on its own logits and on V, and whoever has the same logits in fp32 gets the same bits: a
-fused product, or a kernel that reads them.
+and for the entropy t, the sum of u 2^u. What is subtracted is the rounded M everywhere, so a shift that all
+logits share costs no digits; the kernels are compiled without contraction, or M would not be rounded.
+
+At the end of a split the four lanes are brought to their common maximum and added. A split is one of 33
+stretches of tiles, a function of V alone; 33 of them keep 132 SMs busy for any multiple of 512 rows.
+`merge_kernel` folds a row's splits in ascending order. So a row's bits depend on its own logits and on V, and
+whoever has the same logits in fp32 gets the same bits: a fused product, or a kernel that reads them.
 """
 
 import math
@@ -102,12 +104,12 @@ def _factor(m, d):
 
 @gluon.jit
 def fold_tile(z, m, s, t, scale, ENTROPY: gl.constexpr):
-    """(m, s, t, e): the lanes' sums after a tile's logits z, and e = 2^((z - m) scale)."""
+    """(m, s, t, e): the lanes' sums after a tile's logits z, and e = 2^u."""
     top = gl.maximum(m, _maximum(z))
-    base = finite(top)
-    u = gl.fma(z, spread(scale), -spread(base * scale))
+    base = finite(top) * scale
+    u = gl.fma(z, spread(scale), -spread(base))
     e = gl.exp2(u)
-    d = (finite(m) - base) * scale
+    d = finite(m) * scale - base
     r = _factor(m, d)
     if ENTROPY:
         t = gl.where(r == 0.0, 0.0, r * gl.fma(d, s, t)) + _sum(e * gl.maximum(u, -1000.0))
@@ -127,7 +129,7 @@ def pick(z, column, token, n, picked):
 def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
     """(m, s, t) of the rows: their four lanes at a common maximum."""
     top = gl.max(m, 1)
-    d = (finite(m) - gl.expand_dims(finite(top), 1)) * scale
+    d = finite(m) * scale - gl.expand_dims(finite(top), 1) * scale
     r = _factor(m, d)
     joined = top
     if ENTROPY:
@@ -208,9 +210,9 @@ def merge_kernel(
         m1 = tl.load(at, mask=inside, other=0.0)
         s1 = tl.load(at + capacity, mask=inside, other=1.0)
         top = tl.maximum(m, m1)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        d = (tl.where(m == float("-inf"), 0.0, m) - base) * scale
-        d1 = (tl.where(m1 == float("-inf"), 0.0, m1) - base) * scale
+        base = tl.where(top == float("-inf"), 0.0, top) * scale
+        d = tl.where(m == float("-inf"), 0.0, m) * scale - base
+        d1 = tl.where(m1 == float("-inf"), 0.0, m1) * scale - base
         r = tl.exp2(tl.where(m == float("-inf"), float("-inf"), d))
         r1 = tl.exp2(tl.where(m1 == float("-inf"), float("-inf"), d1))
         if ENTROPY:
@@ -225,15 +227,17 @@ def merge_kernel(
     known = (token >= 0) & (token < V)
     bad = tl.where(known, 0.0, float("nan"))  # a token that there is not
     z = tl.load(picked + slot, mask=inside & known, other=0.0)
+    base = m * scale
     log2_s = tl.log2(s)
-    tl.store(logp + row, tl.where(live, ((z - m) * scale - log2_s) * LN2 + bad, 0.0), mask=inside)
+    tl.store(logp + row, tl.where(live, (tl.fma(z, scale, -base) - log2_s) * LN2 + bad, 0.0), mask=inside)
     if ENTROPY:
         tl.store(entropy + row, tl.where(live, (log2_s - t / s) * LN2 + bad, 0.0), mask=inside)
     if LSE:
-        tl.store(lse + row, tl.where(live, (m * scale + log2_s) * LN2 + bad, 0.0), mask=inside)
+        tl.store(lse + row, tl.where(live, (base + log2_s) * LN2 + bad, 0.0), mask=inside)
     if STATS:
+        own = s * tl.exp2(-tl.fma(m, scale, -base))  # relative to m itself
         tl.store(stats + row, tl.where(live, m * factor, 0.0), mask=inside)
-        tl.store(stats + N + row, tl.where(live, s, 1.0), mask=inside)
+        tl.store(stats + N + row, tl.where(live, own, 1.0), mask=inside)
 
 
 class Slots:
@@ -276,6 +280,6 @@ class Slots:
         launch(
             merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
             partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity, V, splits_of(V),
-            factor, entropy, lse, stats, 128, num_warps=4,
+            factor, entropy, lse, stats, 128, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]

@@ -20,7 +20,7 @@ All of Gluon that the library uses is imported here; kernels take it from this m
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ __all__ = [
     "gluon",
     "kernel",
     "load_tiles",
+    "matrix",
     "operand_descriptor",
     "tma",
     "tma_store",
@@ -252,33 +253,48 @@ def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
-def _lies_by_rows(t: Tensor) -> bool:
-    """Whether rows of `t` are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
-    rows, columns = t.shape
-    return (columns == 1 or t.stride(1) == 1) and (rows == 1 or _aligned(t.stride(0), t))
+class Matrix(NamedTuple):
+    """Rows x columns in the memory of a tensor, from its first element on. Launchers look at several of these
+    a call, and a view of a tensor takes microseconds to make."""
+
+    base: Tensor
+    rows: int
+    columns: int
+    down: int  # elements from a row to the next
+    across: int  # from a column to the next
+
+    def turned(self) -> "Matrix":
+        return Matrix(self.base, self.columns, self.rows, self.across, self.down)
+
+    def lies_by_rows(self) -> bool:
+        """Whether rows are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
+        return (self.columns == 1 or self.across == 1) and (self.rows == 1 or self.rows_aligned())
+
+    def rows_aligned(self) -> bool:
+        return self.down > 0 and self.down * self.base.element_size() % 16 == 0
 
 
-def _aligned(stride: int, t: Tensor) -> bool:
-    return stride > 0 and stride * t.element_size() % 16 == 0
+def matrix(t: Tensor) -> Matrix:
+    """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
+    return Matrix(t, *t.shape[-2:], *t.stride()[-2:])
 
 
-def aligned_for_tma(t: Tensor) -> bool:
+def aligned_for_tma(m: Matrix) -> bool:
     """Whether TMA can read this matrix in place, by its rows or by its columns."""
-    return t.data_ptr() % 16 == 0 and (_lies_by_rows(t) or _lies_by_rows(t.t()))
+    return m.base.data_ptr() % 16 == 0 and (m.lies_by_rows() or m.turned().lies_by_rows())
 
 
-def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
-    stride = t.stride(0)
-    if not _aligned(stride, t):  # a lone row: its stride says nothing, but TMA wants a valid one
-        stride = 16 * (t.shape[1] * t.element_size() // 16 + 1) // t.element_size()
-    return TensorDescriptor(
-        t, list(t.shape), [stride, 1], [rows, columns], _shared_layout(rows, columns, t.dtype)
-    )
+    down, size = m.down, m.base.element_size()
+    if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
+        down = 16 * (m.columns * size // 16 + 1) // size
+    layout = _shared_layout(rows, columns, m.base.dtype)
+    return TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
 
 
-def operand_descriptor(t: Tensor, side: int, step: int) -> tuple[TensorDescriptor, bool]:
-    """Descriptor of an operand given as [side, k], in tiles of `side` by `step`, and whether it lies by k."""
-    if _lies_by_rows(t):
-        return descriptor(t, side, step), True
-    return descriptor(t.t(), step, side), False
+def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
+    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether it lies by k."""
+    if m.lies_by_rows():
+        return descriptor(m, side, step), True
+    return descriptor(m.turned(), step, side), False

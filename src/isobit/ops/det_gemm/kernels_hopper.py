@@ -27,6 +27,7 @@ from isobit.arch import sm_count
 from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
     ROWS,
+    Matrix,
     Pipe,
     accumulator_layout,
     aggregate,
@@ -37,6 +38,7 @@ from isobit.blocks.hopper_pipe import (
     gluon,
     kernel,
     load_tiles,
+    matrix,
     operand_descriptor,
     tma,
     tma_store,
@@ -328,7 +330,7 @@ def pack_kernel(
 
 def _why_not_tma(**operands: Tensor) -> str | None:
     for name, t in operands.items():
-        if not aligned_for_tma(t[0]) or (len(t) > 1 and t.stride(0) * t.element_size() % 16):
+        if not aligned_for_tma(matrix(t)) or (len(t) > 1 and t.stride(0) * t.element_size() % 16):
             return (
                 f"TMA cannot read {name} in place: it must begin at a multiple of 16 bytes, and its rows or "
                 f"columns be contiguous and a multiple of 16 bytes apart (shape {tuple(t.shape)}, "
@@ -353,27 +355,27 @@ def product(
     out = a.new_empty((Z, M, N), dtype=out_dtype)
     tile = choose_tile(M, N, sm_count(a.device), out_dtype.itemsize == 4)
     for z in range(Z):
+        left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
-            _multiply(out[z], b[z].t(), a[z].t(), bias, tile, launch)
-        else:
-            _multiply(out[z], a[z], b[z], bias, tile, launch)
+            left, right = right.turned(), left.turned()
+        _multiply(out[z] if z else out, left, right, bias, tile, launch)
     return out
 
 
 def _multiply(
-    out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, tile: Tile, launch: Launch
+    out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, tile: Tile, launch: Launch
 ) -> None:  # fmt: skip
     """out = a b + bias, or its transpose when the tile is swapped."""
-    (M, K), N = a.shape, b.shape[1]
+    M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.t(), tile.columns, tile.step)
+    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
     staged = not tile.swapped and N * out.element_size() % 16 == 0
-    out_desc = descriptor(out, 64, tile.columns) if staged else a_desc
+    out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
-        out, out.stride(0), M, N, -(-K // tile.step), out if bias is None else bias,
+        out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
         a_desc, b_desc, out_desc, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step, tile.stages,
         tile.group, accumulator_layout(tile.columns), tile.swapped, bias is not None, staged, registers,
         num_warps=4, maxnreg=at_launch,
@@ -409,14 +411,14 @@ def sum_into(
     """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype. Those rows are a packed
     stream's, or the first 64 * steps ones, or all. Only the first `rows` rows of out are computed. Both
     numbers are on the device."""
-    a, b = dy.t(), x
-    (M, K), N = a.shape, b.shape[1]
+    a, b = matrix(dy).turned(), matrix(x)
+    M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
     tile = min(_SUMS, key=lambda tile: _microseconds(tile, M, N, sms))
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.t(), tile.columns, tile.step)
+    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
-    out_desc = descriptor(out, 64, tile.columns) if staged else a_desc
+    out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     blocks, count = out, out

@@ -1,0 +1,125 @@
+"""What Hopper launchers decide on the host: which tile, what TMA can read, which kernel is known already."""
+
+import pytest
+import torch
+
+from isobit.blocks import hopper_pipe, launch
+from isobit.blocks.hopper_lse import COLUMNS, SPLITS, splits_of
+from isobit.ops.det_gemm import kernels_hopper as products
+from isobit.ops.linear_logp import kernels_hopper as forward
+from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+from isobit.ops.logp import kernels_hopper as logp
+
+BF16 = torch.bfloat16
+SMS = 132  # of an H200
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# Tiles
+
+
+def waves(tile: products.Tile, M: int, N: int) -> float:
+    rows, columns = (N, M) if tile.swapped else (M, N)
+    return -(-rows // tile.rows) * -(-columns // tile.columns) / SMS
+
+
+def test_decode_gives_the_weight_the_rows_and_keeps_most_multiprocessors_busy() -> None:
+    for M in (1, 4, 16):
+        tile = products.choose_tile(M, 4096, SMS)
+        assert tile.swapped and tile.columns == 16
+        assert waves(tile, M, 4096) >= 64 / SMS
+
+
+def test_large_products_take_the_large_tile_unless_a_smaller_one_fills_the_waves_better() -> None:
+    assert products.choose_tile(4096, 4096, SMS).columns == 256  # 3.9 waves
+    assert products.choose_tile(1024, 6144, SMS).columns == 128  # 2.9 waves of half the size, not 1.5
+    assert not products.choose_tile(8192, 151936, SMS).swapped
+
+
+def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
+    assert products.choose_tile(4096, 4096, SMS, staged_fp32=True).columns == 128
+
+
+@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *products._SUMS])
+def test_tiles_fit_an_sm(tile: products.Tile) -> None:
+    ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
+    assert ring <= 227 * 1024
+    at_launch, own = tile.registers
+    warps = 4 * tile.multipliers + 4
+    assert at_launch * warps * 32 <= 65536
+    if tile.multipliers > 1:  # the first multiplier gets what the others and the loader leave
+        rest = at_launch * warps - 4 * own * (tile.multipliers - 1) - 4 * hopper_pipe.LOADER_REGISTERS.value
+        assert rest // 4 >= own
+
+
+def test_splits_are_a_function_of_the_vocabulary() -> None:
+    assert splits_of(1) == 1 and splits_of(COLUMNS) == 1 and splits_of(COLUMNS + 1) == 2
+    assert splits_of(151936) == SPLITS
+
+
+# Matrices
+
+
+@pytest.mark.parametrize(
+    ("tensor", "readable"),
+    [
+        (empty(64, 64), True),
+        (empty(64, 64).t(), True),
+        (empty(64, 72)[:, :64], True),
+        (empty(64, 65)[:, :64], False),  # rows begin between two words
+        (empty(64, 128)[:, ::2], False),
+        (empty(1, 65), True),  # a lone row begins anywhere
+        (empty(64, 65)[:1], True),
+        (empty(65, 1), True),
+        (empty(1, 64).expand(64, 64), False),
+    ],
+)
+def test_what_tma_can_read(tensor: torch.Tensor, readable: bool) -> None:
+    assert hopper_pipe.aligned_for_tma(hopper_pipe.matrix(tensor)) is readable
+
+
+def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
+    desc, by_k = hopper_pipe.operand_descriptor(hopper_pipe.matrix(empty(3, 70)[:1]), 64, 64)
+    assert by_k and desc.strides[0] * 2 % 16 == 0 and desc.strides[0] >= 70
+
+
+# Launching
+
+
+KERNELS = [
+    products.product_kernel, products.sum_kernel, forward.forward_kernel, backward.slab_kernel,
+    logp.fold_kernel,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> None:
+    assert launch._constants(kernel) is not None
+
+
+def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:
+    assert launch._constants(products.pack_kernel) is None
+
+
+def test_sizes_do_not_make_another_kernel_but_dtypes_boxes_and_constants_do() -> None:
+    seen = []
+
+    def keep(kernel: object, grid: object, *args: object, **options: object) -> None:
+        constants = launch._constants(kernel)
+        assert constants is not None
+        seen.append(tuple(map(launch._identity, args, constants)))
+
+    def call(M: int, dtype: torch.dtype = BF16, out: torch.dtype = BF16) -> None:
+        a, b = empty(1, M, 520, dtype=dtype), empty(1, 4096, 520, dtype=dtype).mT
+        products.product(a, b, None, out, launch=keep)
+
+    call(4096)
+    call(4095)
+    call(4096, torch.float16)
+    call(4096, out=torch.float32)
+    call(16)
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 4
