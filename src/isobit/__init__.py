@@ -1,7 +1,10 @@
 """isobit: kernels for RL post-training whose bits do not depend on the batch."""
 
+from isobit import nn
 from isobit.contract import ContractError
 from isobit.op import OPS, Explanation, UnsupportedError, known_op
+from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
+from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
 
 __version__ = "0.1.0"
@@ -18,4 +21,16 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
     return known_op(op).explain(*args, **kwargs)
 
 
-__all__ = ["OPS", "ContractError", "Explanation", "UnsupportedError", "explain", "logp"]
+__all__ = [
+    "OPS",
+    "ContractError",
+    "Explanation",
+    "UnsupportedError",
+    "det_gemm",
+    "det_gemm_dw",
+    "det_linear",
+    "explain",
+    "linear_logp",
+    "logp",
+    "nn",
+]

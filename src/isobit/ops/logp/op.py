@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.arch import triton_cannot_run
+from isobit.arch import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.op import NONE, op
 from isobit.ops.logp import reference
@@ -121,6 +121,28 @@ def _(**args: Any) -> Any:
     return _kernels().logp_bwd(**args)
 
 
+@cache
+def _hopper() -> Any:
+    from isobit.ops.logp import kernels_hopper
+
+    return kernels_hopper
+
+
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["logits"].device) or _hopper().why_not(args)
+
+
+@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
+def _(**args: Any) -> Any:
+    return _hopper().logp(**args)
+
+
+# The gradient is elementwise, from the sums that the forward left: there is no order in it.
+@backward.backend("hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["logits"].device))
+def _(**args: Any) -> Any:
+    return _kernels().logp_bwd(**args)
+
+
 forward.backend("reference", numerics=NONE)(reference.logp)
 backward.backend("reference", numerics=NONE)(reference.logp_bwd)
 
@@ -191,7 +213,8 @@ def logp(
             both differentiable.
         validate: check ids on a GPU too (a host sync). None checks on CPU tensors, and everywhere
             with ISOBIT_VALIDATE=1.
-        backend: force "triton" or "reference"; None takes the first that can serve.
+        backend: force "triton", "hopper" (bits of `linear_logp`) or "reference"; None takes the first that
+            can serve.
 
     Returns:
         logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.

@@ -1,4 +1,4 @@
-"""What must be shown of `logp`: inputs that would expose a wrong kernel, the truth, error scales, costs."""
+"""What must be shown of `logp`: inputs that would expose a wrong kernel, the truth, error scales."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args, Case, Cost, InputOptions, Mutant, Proof
+from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
 from isobit.ops.logp import reference
 from isobit.ops.logp.op import forward, logp
 
@@ -170,14 +170,7 @@ def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
     return sizes
 
 
-# Cost
-
-
-def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """One read forward, one read and one write backward; the vectors of N are noise but counted."""
-    N = math.prod(v for k, v in dims.items() if k != "V")
-    logits = N * dims["V"] * dtype.itemsize
-    return Cost(fwd_bytes=logits + N * (8 + 12), bwd_bytes=2 * logits + N * (8 + 16))
+# Memory and kernels
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
@@ -203,10 +196,21 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         kernels.logp_bwd(z, ids, mask, stats, *grads, IGNORE, 1.0, launch=launch)
 
 
-def rivals() -> dict[str, Any]:
-    from isobit.ops.logp.rivals import RIVALS
+def record_hopper(launch: Any, dtype: torch.dtype) -> None:
+    """The forward; its backward is that of the portable kernels."""
+    from isobit.ops.logp import kernels_hopper as kernels
 
-    return RIVALS
+    for full in (False, True):
+        z = torch.empty(4096, 50257, dtype=dtype, device="meta")
+        ids = torch.empty(4096, dtype=torch.int64, device="meta")
+        mask = torch.empty(4096, dtype=torch.bool, device="meta") if full else None
+        kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, full, launch=launch)
+
+
+def bench() -> Any:
+    from isobit.ops.logp.rivals import SERIES
+
+    return [SERIES]
 
 
 # Cases
@@ -252,25 +256,16 @@ forward.proof = Proof(
     call_alone=call_alone,
     formula=formula,
     scale=scale,
-    reorder=reorder,
+    controls=[Control("the vocabulary rolled by one column", reorder)],
     padding=padding,
     layouts=("shifted", "padded", "offset"),
     lay_out=lambda args, layout: args | {"logits": lay_out(args["logits"], layout)},
     memory=memory,
-    cost=cost,
     cases=_SMALL + _HEAVY,
     bit_cases=_BITS,
     memory_cases=[
         Case({"N": 8, "V": 50257}, F32),
         Case({"N": 600, "V": 50257}, BF16, data="random", heavy=True),
-    ],
-    bench_cases=[
-        Case({"B": 32, "T": 256, "V": 32768}, F16, data="random"),
-        Case({"B": 32, "T": 256, "V": 50257}, F16, data="random"),
-        Case({"B": 32, "T": 256, "V": 50304}, F16, data="random"),
-        Case({"B": 32, "T": 256, "V": 131072}, F16, data="random"),
-        Case({"B": 8, "T": 1024, "V": 151936}, BF16, data="random"),
-        Case({"N": 8, "V": 151936}, BF16, data="random"),
     ],
     mutants=[
         Mutant("temperature 0", "temperature", lambda a: a | {"temperature": 0.0}),
@@ -280,6 +275,10 @@ forward.proof = Proof(
         Mutant("V = 0", "logits", lambda a: a | {"logits": a["logits"][..., :0]}),
     ],
     bad_value=bad_value,
-    record=record,
-    rivals=rivals,
+    kernels={
+        "triton": Kernels(record),
+        "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
+    },
+    bench=bench,
+    positive=("V",),
 )

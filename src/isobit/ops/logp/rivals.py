@@ -1,10 +1,13 @@
-"""What people use instead of `logp`."""
+"""What people use instead of `logp`, and the sizes at which both are timed."""
+
+import math
 
 import torch
 from torch import Tensor
 
 from isobit.bench.rival import Rival, cannot_import
-from isobit.check.proof import Args, Case
+from isobit.bench.series import by_rows
+from isobit.check.proof import Args, Case, Cost
 
 
 def native(args: Args) -> Tensor:
@@ -43,3 +46,25 @@ RIVALS: dict[str, Rival] = {
         Rival("liger", _liger, directions=("fwd",), prepare=_liger_inputs, available=_liger_available),
     )
 }
+
+
+def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """One read forward, one read and one write backward; the vectors of N are noise but counted."""
+    N = math.prod(v for k, v in dims.items() if k != "V")
+    logits = N * dims["V"] * dtype.itemsize
+    return Cost(fwd_bytes=logits + N * (8 + 12), bwd_bytes=2 * logits + N * (8 + 16))
+
+
+SERIES = by_rows(
+    "logp",
+    cases=[
+        Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
+        Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
+        Case({"B": 32, "T": 256, "V": 50304}, torch.float16, data="random"),
+        Case({"B": 32, "T": 256, "V": 131072}, torch.float16, data="random"),
+        Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
+        Case({"N": 8, "V": 151936}, torch.bfloat16, data="random"),
+    ],
+    cost=cost,
+    rivals=RIVALS,
+)

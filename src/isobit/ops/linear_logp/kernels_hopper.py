@@ -1,0 +1,263 @@
+"""`linear_logp` on Hopper: one matrix product forward, no logits stored; class lse/1.
+
+A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
+logits, which stay in registers, into running sums (`isobit.blocks.hopper_lse`). With a mask the rows that
+count are packed first, so that the others cost nothing; a row's bits do not know.
+
+With room for all of [N, V] it keeps e = 2^((z - m) c) of every logit, and what m was, for the backward in
+`kernels_hopper_bwd`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.arch import sm_count
+from isobit.blocks.hopper_lse import (
+    COLUMNS,
+    LANES,
+    LOG2E,
+    OF_ROWS,
+    SPLITS,
+    Slots,
+    as_lanes,
+    columns_of,
+    finite,
+    fold_tile,
+    pick,
+    splits_of,
+    store_split,
+)
+from isobit.blocks.hopper_pipe import (
+    LOADER_REGISTERS,
+    ROWS,
+    Pipe,
+    accumulator_layout,
+    aggregate,
+    aligned_for_tma,
+    descriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    kernel,
+    load_tiles,
+    matrix,
+    operand_descriptor,
+    tma,
+    tma_store,
+)
+from isobit.blocks.launch import Launch, run
+from isobit.ops.det_gemm.kernels_hopper import Tile, pack
+
+#: Tiles of the kernels here. Staging a 16-bit tile takes the room of a fourth stage.
+_FOLD = Tile(2, COLUMNS, 64, 4, False)
+TILE_STAGED = Tile(2, COLUMNS, 64, 3, False)
+
+_COLUMNS = gl.constexpr(COLUMNS)
+ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+# Forward
+
+
+@aggregate
+class Fold:
+    """What the forward's multipliers read of the slots, and where their sums go."""
+
+    ids: gl.tensor
+    scales: gl.tensor
+    bias: gl.tensor
+    partial: gl.tensor  # [splits, 3, capacity]: m, s, t
+    picked: gl.tensor  # [capacity]: the logit of the row's token
+    kept_base: gl.tensor  # [capacity, tiles, 4]: the maximum that a lane's kept values are relative to
+    kept: tma.tensor_descriptor
+    staging: gl.shared_memory_descriptor
+    rows: gl.tensor
+    capacity: gl.tensor
+    V: gl.tensor
+    LAYOUT: gl.constexpr
+    ROUND: gl.constexpr  # the dtype that logits are rounded to, or None
+    HAS_BIAS: gl.constexpr
+    ENTROPY: gl.constexpr
+    KEEP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, ids, scales, bias, partial, picked, kept_base, kept, staging, rows, capacity, V,
+        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP,
+    ):  # fmt: skip
+        self.ids = ids
+        self.scales = scales
+        self.bias = bias
+        self.partial = partial
+        self.picked = picked
+        self.kept_base = kept_base
+        self.kept = kept
+        self.staging = staging
+        self.rows = rows
+        self.capacity = capacity
+        self.V = V
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        self.ROUND = gl.constexpr(ROUND)
+        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
+        self.ENTROPY = gl.constexpr(ENTROPY)
+        self.KEEP = gl.constexpr(KEEP)
+
+    @gluon.jit
+    def keep(self, e, m, block, n, row, inside, tiles, WHICH: gl.constexpr):
+        """Store a tile's e, and what each lane subtracted."""
+        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+        at = (gl.expand_dims(row, 1).to(gl.int64) * tiles + n) * 4 + lane
+        gl.store(self.kept_base + at, finite(m), mask=gl.expand_dims(inside, 1))
+        tile = gl.convert_layout(gl.reshape(e, (ROWS, _COLUMNS)), self.LAYOUT)
+        put_tile(tile, self.kept, self.staging, block * 2 + WHICH, n, WHICH)
+
+
+@gluon.jit
+def put_tile(tile, desc, staging, rows_of_64, n, WHICH: gl.constexpr):
+    """64 x 256 values, rounded, out through shared memory and TMA."""
+    buffer = staging.index(WHICH)
+    tma.store_wait(0)  # the tile before has left the buffer
+    buffer.store(tile.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, [rows_of_64 * ROWS, n * _COLUMNS], buffer)
+
+
+@gluon.jit
+def _fold_splits(WHICH: gl.constexpr, pipe, fold):
+    """A multiplier of the forward: the sums of its 64 rows over each of the program's splits."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+        block, first, end, split = pipe.item(item)
+        row = (block * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, OF_ROWS)
+        inside = row < fold.rows
+        token = gl.load(fold.ids + row, mask=inside, other=-1)
+        scale = gl.expand_dims(gl.load(fold.scales + row, mask=inside, other=1.0), 1)
+        m = gl.full((ROWS, 4), float("-inf"), gl.float32, LANES)
+        s = gl.zeros((ROWS, 4), gl.float32, LANES)
+        t = gl.zeros((ROWS, 4), gl.float32, LANES)
+        picked = gl.zeros((ROWS, 4), gl.float32, LANES)
+        for n in range(first, end):
+            acc = gl.zeros((ROWS, _COLUMNS), gl.float32, fold.LAYOUT)
+            acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
+            z = as_lanes(acc)
+            column = columns_of(n)
+            if fold.HAS_BIAS:
+                z += gl.load(fold.bias + column, mask=column < fold.V, other=0.0).to(gl.float32)
+            if fold.ROUND is not None:
+                z = z.to(fold.ROUND).to(gl.float32)
+            if (n + 1) * _COLUMNS > fold.V:
+                z = gl.where(column < fold.V, z, float("-inf"))
+            picked = pick(z, column, token, n, picked)
+            m, s, t, e = fold_tile(z, m, s, t, scale, fold.ENTROPY)
+            if fold.KEEP:
+                fold.keep(e, m, block, n, row, inside, pipe.tiles_n, WHICH)
+        store_split(
+            fold.partial, fold.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
+            fold.capacity, fold.ENTROPY,
+        )  # fmt: skip
+    if fold.KEEP:
+        tma.store_wait(0)
+
+
+@kernel
+def forward_kernel(
+    partial, picked, ids, scales, bias, kept_base, count, capacity, V, steps, a_desc, b_desc, kept_desc,
+    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
+    KEEP: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Sums of every split of every row, and the logit of its token."""
+    rows = gl.load(count)
+    pipe = Pipe.create(a_desc, b_desc, rows, V, SPLITS, steps, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    staging = pipe.a_ring  # not touched unless KEEP
+    if KEEP:
+        shape: gl.constexpr = [2] + kept_desc.block_type.shape
+        staging = gl.allocate_shared_memory(kept_desc.dtype, shape, kept_desc.layout)
+    fold = Fold(
+        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, capacity, V,
+        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (load_tiles, (pipe,))],
+        [4, 1], [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+# Launchers
+
+
+def why_not(args: dict[str, Any]) -> str | None:
+    """Why these kernels cannot serve a call, or None."""
+    hidden, weight, V = args["hidden"], args["weight"], args["vocab_size"] or len(args["weight"])
+    D = hidden.shape[-1]
+    if hidden.dtype not in (torch.bfloat16, torch.float16):
+        return "tensor cores take bf16 and fp16; other dtypes are triton's"
+    if args["softcap"] is not None:
+        return "softcap is triton's: the sums here fold it into no multiplication"
+    if args["logit_scale"] is not None and args["logit_scale"] <= 0:
+        return "a logit_scale that is not positive is triton's: it would turn maxima into minima"
+    if hidden.numel() == 0 or V == 0:
+        return "there is nothing to multiply"
+    if D % 8 or not aligned_for_tma(matrix(weight)) or weight.stride(1) != 1:
+        return f"TMA reads rows that are multiples of 16 bytes apart; D = {D} or weight's strides are not"
+    return None
+
+
+def rows_for_tma(hidden: Tensor) -> Tensor:
+    """[N, D] that TMA can read: a view where that is possible."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat if aligned_for_tma(matrix(flat)) and flat.stride(1) == 1 else flat.contiguous()
+
+
+def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple[Slots, float]:
+    """(slots of a call's rows, factor of its logits)."""
+    factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
+    scale = LOG2E * factor / args["temperature"]
+    slots = Slots(
+        args["token_ids"],
+        args["mask"],
+        args["row_temperature"],
+        args["ignore_index"],
+        scale,
+        pack_rows,
+        launch,
+    )
+    return slots, factor
+
+
+def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(logp, entropy, lse, stats, kept, kept_base)."""
+    hidden, weight = args["hidden"], args["weight"]
+    V, keep = args["vocab_size"] or len(weight), args["keep"]
+    rows = rows_for_tma(hidden)
+    D = rows.shape[1]
+    slots, factor = packed_slots(args, args["mask"] is not None or keep, launch)
+    if slots.packed:
+        rows = pack(rows, slots.rows, launch)
+    tile, entropy, bias = TILE_STAGED if keep else _FOLD, args["return_entropy"], args["bias"]
+    kept = kept_base = None
+    tiles = -(-V // COLUMNS)
+    if keep:
+        kept = rows.new_empty(slots.capacity, tiles * COLUMNS)
+        kept_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
+    partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
+    picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
+    a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
+    b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)
+    at_launch, registers = tile.registers
+    items = slots.capacity // tile.rows * splits_of(V)
+    launch(
+        forward_kernel, (min(items, sm_count(rows.device)),),
+        partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
+        partial if kept_base is None else kept_base, slots.count, slots.capacity, V, -(-D // tile.step),
+        a_desc, b_desc, a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns),
+        tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
+        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, registers,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+    )  # fmt: skip
+    flags = (entropy, args["return_lse"], args["return_stats"])
+    shape = args["token_ids"].shape
+    return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base

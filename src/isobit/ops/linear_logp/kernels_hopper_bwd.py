@@ -1,0 +1,333 @@
+"""The backward of `linear_logp` on Hopper, slab by slab of the vocabulary.
+
+The forward's main loop computes a slab's logits again and leaves their gradient, rounded once to the inputs'
+dtype,
+
+    dz = e (a + b u) + [v = token] g,   u = fma(z, c, -M),  e = 2^u
+
+with a, b, g of the row from the gradients of logp, entropy and lse; then
+
+    dH += dz W[slab]       in segments of 512 of ascending v, folded in fp32 from slab to slab
+    dW[slab] = dz^T H      in segments of 512 rows that count, packed
+
+both in class seg16/512, and a slab is a multiple of 512 wide, so its width changes no bit. Where the forward
+kept its e, one pass over them makes dz of all of [N, V], and no logits are computed again.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.arch import sm_count
+from isobit.blocks.hopper_lse import COLUMNS, Slots
+from isobit.blocks.hopper_pipe import (
+    LOADER_REGISTERS,
+    ROWS,
+    Pipe,
+    accumulator_layout,
+    aggregate,
+    descriptor,
+    gl,
+    gluon,
+    kernel,
+    load_tiles,
+    matrix,
+    operand_descriptor,
+    tma,
+)
+from isobit.blocks.launch import Launch, run
+from isobit.ops.det_gemm.kernels_hopper import pack, sum_into
+from isobit.ops.det_gemm.stream import SEGMENT
+from isobit.ops.linear_logp.kernels_hopper import (
+    ROUND,
+    TILE_STAGED,
+    packed_slots,
+    put_tile,
+    rows_for_tma,
+    why_not,
+)
+
+#: Bytes of d-logits held at a time, unless the caller says otherwise.
+WORKSPACE = 64 << 20
+
+_COLUMNS = gl.constexpr(COLUMNS)
+
+
+@triton.jit
+def weigh_kernel(
+    weights, rows, ids, scales, count, stats, entropy, dlogp, dentropy, dlse, N, capacity, V, factor,
+    HAS_LOGP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The four numbers by which a row's logits become their gradients: weights [4, capacity] = M, a, b, g.
+    All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW."""
+    LN2: tl.constexpr = 0.6931471805599453
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(ids + slot)
+    live = (slot < tl.load(count)) & (token >= 0) & (token < V)
+    row = tl.load(rows + slot, mask=live, other=0)
+    scale = tl.load(scales + slot, mask=live, other=1.0)
+    m = tl.load(stats + row, mask=live, other=0.0) / factor
+    base = m * scale
+    s = tl.load(stats + N + row, mask=live, other=1.0) * tl.exp2(tl.fma(m, scale, -base))  # relative to base
+    g = tl.zeros((BLOCK,), tl.float32)
+    if HAS_LOGP:
+        g = tl.load(dlogp + row, mask=live, other=0.0)
+    a = -g
+    if HAS_LSE:
+        a += tl.load(dlse + row, mask=live, other=0.0)
+    b = tl.zeros((BLOCK,), tl.float32)
+    if HAS_ENTROPY:
+        b = -tl.load(dentropy + row, mask=live, other=0.0)
+        a += b * (tl.load(entropy + row, mask=live, other=0.0) - tl.log2(s) * LN2)
+    slope = scale * LN2  # of the logits that are softmaxed, by those of the product: factor / temperature
+    tl.store(weights + slot, tl.where(live, base, 0.0))
+    tl.store(weights + capacity + slot, tl.where(live, a * slope / s, 0.0))
+    tl.store(weights + 2 * capacity + slot, tl.where(live, b * LN2 * slope / s, 0.0))
+    tl.store(weights + 3 * capacity + slot, tl.where(live, g * slope, 0.0))
+
+
+@aggregate
+class Slab:
+    """What the backward's multipliers read of the slots, and the slab of d-logits that they leave."""
+
+    ids: gl.tensor
+    scales: gl.tensor
+    weights: gl.tensor
+    bias: gl.tensor
+    desc: tma.tensor_descriptor
+    staging: gl.shared_memory_descriptor
+    capacity: gl.tensor
+    first: gl.tensor
+    V: gl.tensor
+    LAYOUT: gl.constexpr
+    ROUND: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    ENTROPY: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, ids, scales, weights, bias, desc, staging, capacity, first, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY
+    ):
+        self.ids = ids
+        self.scales = scales
+        self.weights = weights
+        self.bias = bias
+        self.desc = desc
+        self.staging = staging
+        self.capacity = capacity
+        self.first = first
+        self.V = V
+        self.LAYOUT = gl.constexpr(LAYOUT)
+        self.ROUND = gl.constexpr(ROUND)
+        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
+        self.ENTROPY = gl.constexpr(ENTROPY)
+
+
+@gluon.jit
+def _differentiate(WHICH: gl.constexpr, pipe, slab):
+    """A multiplier of the backward: the d-logits of its 64 rows in each of the program's tiles."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+        block, n, _, _ = pipe.item(item)
+        row = (block * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, slab.LAYOUT))
+        column = n * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(0, slab.LAYOUT))
+        token = gl.load(slab.ids + row) - slab.first
+        scale = gl.load(slab.scales + row)[:, None]
+        base = gl.load(slab.weights + row)[:, None]
+        a = gl.load(slab.weights + slab.capacity + row)[:, None]
+        acc = gl.zeros((ROWS, _COLUMNS), gl.float32, slab.LAYOUT)
+        acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
+        if slab.HAS_BIAS:
+            bias = gl.load(slab.bias + slab.first + column, mask=column < slab.V, other=0.0)
+            acc += bias.to(gl.float32)[None, :]
+        if slab.ROUND is not None:
+            acc = acc.to(slab.ROUND).to(gl.float32)
+        u = gl.fma(acc, scale, -base)
+        if slab.ENTROPY:
+            b = gl.load(slab.weights + 2 * slab.capacity + row)[:, None]
+            dz = gl.exp2(u) * gl.fma(gl.maximum(u, -1000.0), b, a)
+        else:
+            dz = gl.exp2(u) * a
+        if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
+            g = gl.load(slab.weights + 3 * slab.capacity + row)[:, None]
+            dz = gl.where(column[None, :] == token[:, None], dz + g, dz)
+        put_tile(dz, slab.desc, slab.staging, block * 2 + WHICH, n, WHICH)
+    tma.store_wait(0)
+
+
+@kernel
+def slab_kernel(
+    ids, scales, weights, bias, count, capacity, first, V, steps, a_desc, b_desc, out_desc,
+    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
+    ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """d-logits of V columns from `first` on, for every row."""
+    rows = gl.load(count)
+    pipe = Pipe.create(a_desc, b_desc, rows, V, 0, steps, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    shape: gl.constexpr = [2] + out_desc.block_type.shape
+    staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
+    slab = Slab(
+        ids, scales, weights, bias, out_desc, staging, capacity, first, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY
+    )
+    gl.warp_specialize(
+        [(_differentiate, (0, pipe, slab)), (_differentiate, (1, pipe, slab)), (load_tiles, (pipe,))],
+        [4, 1], [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@triton.jit
+def kept_kernel(
+    out, kept, kept_base, ids, scales, weights, count, capacity, first, tiles, width, stride,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
+    e 2^(base c - M) a + [v = token] g."""
+    slot = tl.program_id(0).to(tl.int64)
+    inside = slot < tl.load(count)
+    n = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    j = tl.arange(0, 256)
+    column = n[:, None] * 256 + j[None, :]
+    there = (column < width) & inside
+    lane = (slot * tiles + first // 256 + n)[:, None] * 4 + (j % 8 // 2)[None, :]
+    base = tl.load(kept_base + lane, mask=there, other=0.0)
+    moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
+    e = tl.load(kept + slot * tiles * 256 + first + column, mask=there, other=0.0).to(tl.float32)
+    dz = e * moved * tl.load(weights + capacity + slot)
+    hit = first + column == tl.load(ids + slot)
+    dz = tl.where(hit, dz + tl.load(weights + 3 * capacity + slot), dz)
+    tl.store(out + slot * stride + column, dz.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def bias_kernel(dbias, dz, count, columns, stride, BLOCK: tl.constexpr):
+    """Column sums of d-logits over the rows that count, 16 at a time in ascending order."""
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(count)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rows, 16):
+        i = first + tl.arange(0, 16)
+        inside = (i < rows)[:, None] & (j < columns)[None, :]
+        values = tl.load(dz + i.to(tl.int64)[:, None] * stride + j[None, :], mask=inside, other=0.0)
+        total += tl.sum(values.to(tl.float32), 0)
+    tl.store(dbias + j, total.to(dbias.dtype.element_ty), mask=j < columns)
+
+
+@triton.jit
+def unpack_kernel(out, source, rows, ids, count, V, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
+    none."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (slot < tl.load(count))[:, None] & (j < columns)[None, :]
+    row = tl.load(rows + slot).to(tl.int64)
+    values = tl.load(source + slot.to(tl.int64)[:, None] * columns + j[None, :], mask=inside, other=0.0)
+    token = tl.load(ids + slot)[:, None]
+    values = tl.where((token >= 0) & (token < V), values, tl.where(token == -2, 0.0, float("nan")))
+    tl.store(out + row[:, None] * columns + j[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+# Launchers
+
+
+def why_not_bwd(args: dict[str, Any]) -> str | None:
+    return why_not(args)
+
+
+def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias), each if it is wanted."""
+    hidden, weight, bias = args["hidden"], args["weight"], args["bias"]
+    V = args["vocab_size"] or len(weight)
+    kept = args["kept"] if args["dentropy"] is None else None  # entropy's gradient needs the logits again
+    want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
+    rows = rows_for_tma(hidden)
+    N, D = rows.shape
+    # Sums over tokens run over packed rows; dH alone needs none, unless it would help.
+    packed = want_weight or want_bias or args["mask"] is not None or kept is not None
+    slots, factor = packed_slots(args, packed, launch)
+    capacity = slots.capacity
+    out = rows.new_empty(capacity, D) if want_hidden else None
+    if packed:
+        # The packed rows lie where dhidden will, until it is written last.
+        rows = pack(rows, slots.rows, launch, out=out)
+    weights = _weigh(slots, args, N, V, factor, launch)
+    dh = torch.empty((capacity, D), dtype=torch.float32, device=rows.device) if want_hidden else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
+    dbias = torch.empty_like(bias) if want_bias else None
+    for unused in (dweight, dbias):
+        if unused is not None:
+            unused[V:].zero_()
+    steps = (slots.count + 63) // 64 if want_weight else None
+    room = args["workspace_bytes"] or WORKSPACE
+    if kept is not None:  # what they leave of it
+        room = max(room - kept.nbytes - args["kept_scale"].nbytes, WORKSPACE)
+    width = min(max(room // (2 * capacity) // SEGMENT, 1) * SEGMENT, -(-V // COLUMNS) * COLUMNS)
+    dz = rows.new_empty(capacity, width)
+    for first in range(0, V, width):
+        columns = min(width, V - first)
+        slab, part = dz[:, :columns], weight[first : first + columns]
+        if kept is None:
+            _slab(slab, rows, part, slots, weights, args, first, launch)
+        else:
+            _from_kept(slab, kept, args["kept_scale"], slots, weights, first, launch)
+        if dh is not None:
+            sum_into(dh, part, slab.t(), init=dh if first else None, rows=slots.count, launch=launch)
+        if dweight is not None:
+            sum_into(dweight[first : first + columns], rows, slab, steps=steps, launch=launch)
+        if dbias is not None:
+            grid = (-(-columns // 64),)
+            launch(
+                bias_kernel, grid, dbias[first:], slab, slots.count, columns, dz.stride(0), 64, num_warps=2
+            )
+    if out is not None:
+        if packed:
+            out.zero_()
+        grid = (capacity // 64, -(-D // 256))
+        launch(unpack_kernel, grid, out, dh, slots.rows, slots.ids, slots.count, V, D, 64, 256)
+        out = out[:N].view(hidden.shape)
+    return out, dweight, dbias
+
+
+def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch) -> Tensor:
+    weights = torch.empty((4, slots.capacity), dtype=torch.float32, device=slots.rows.device)
+    entropy, *grads = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
+    flat = [weights if t is None else t.reshape(-1) for t in (entropy, *grads)]
+    launch(
+        weigh_kernel, (slots.capacity // 128,), weights, slots.rows, slots.ids, slots.scales, slots.count,
+        args["stats"], *flat, N, slots.capacity, V, factor, *(g is not None for g in grads), 128,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return weights
+
+
+def _from_kept(
+    out: Tensor, kept: Tensor, base: Tensor, slots: Slots, weights: Tensor, first: int, launch: Launch
+) -> None:  # fmt: skip
+    tiles = -(-out.shape[1] // COLUMNS)
+    launch(
+        kept_kernel, (slots.capacity, -(-tiles // 8)), out, kept, base, slots.ids, slots.scales, weights,
+        slots.count, slots.capacity, first, kept.shape[1] // COLUMNS, out.shape[1], out.stride(0), 8,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _slab(
+    out: Tensor, rows: Tensor, weight: Tensor, slots: Slots, weights: Tensor, args: dict[str, Any],
+    first: int, launch: Launch,
+) -> None:  # fmt: skip
+    tile, V, bias = TILE_STAGED, len(weight), args["bias"]
+    a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
+    b_desc, _ = operand_descriptor(matrix(weight), tile.columns, tile.step)
+    at_launch, registers = tile.registers
+    tiles = slots.capacity // tile.rows * -(-V // COLUMNS)
+    launch(
+        slab_kernel, (min(tiles, sm_count(rows.device)),),
+        slots.ids, slots.scales, weights, weight if bias is None else bias, slots.count, slots.capacity,
+        first, V, -(-rows.shape[1] // tile.step), a_desc, b_desc, descriptor(matrix(out), 64, tile.columns),
+        tile.step, tile.stages, tile.group, accumulator_layout(tile.columns), ROUND[args["logits_dtype"]],
+        bias is not None, args["dentropy"] is not None, registers,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+    )  # fmt: skip

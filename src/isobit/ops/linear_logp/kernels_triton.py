@@ -1,0 +1,395 @@
+"""`linear_logp` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
+
+The backward is in `kernels_triton_bwd.py`, on pieces from here.
+
+Rows with a valid token that count are listed first, in the caller's order, without a host sync: *slots*.
+Kernels read hidden states through that list, so all other rows cost nothing, wherever they are.
+
+A program takes a tile of slots and a *split* of 2048 columns. It walks the split in tiles of columns: one
+chain of matrix steps over ascending D, then an online log-sum-exp (m, s, t) as `isobit.blocks.triton_rows`
+keeps it, brought to a new maximum once a tile, the tile's columns added by a tree of halves. A second kernel
+folds the splits of a row in ascending order.
+
+Tiles and splits are constants of the dtype, the order over the vocabulary is a function of V alone, and no
+two programs add to one place. So a row's bits are its own, and those of dweight and dbias depend on the rows
+that count and on their order. The class is `linear-lse/triton-1`, on each hardware with its own matrix step.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.interpreter import INTERPRETED
+from isobit.blocks.launch import Launch, run
+from isobit.blocks.rows import row_strides
+from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset
+from isobit.ops.logp.reference import live_rows
+
+LOG2E = math.log2(math.e)
+
+#: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
+SPLIT = tl.constexpr(2048)
+
+#: Bytes for dz in the backward, and for the splits' sums in the forward, unless the caller says otherwise.
+WORKSPACE_BYTES = 1 << 26
+
+#: Rows of tiles that are visited before the next column of tiles, so that they share operands in the cache.
+GROUP = tl.constexpr(8)
+
+#: Slots of a program of the kernel that folds splits.
+FOLD_ROWS = 128
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile of outputs, how much of the summed dimension is loaded at once, warps, loads
+    in flight. The columns of a tile of logits take part in the order of sums, so the tile is a constant."""
+
+    rows: int
+    cols: int
+    k: int
+    warps: int
+    stages: int
+
+
+#: By bytes of an element. Untuned: on Hopper another backend is the fast one.
+TILES = {2: Tile(128, 128, 64, warps=8, stages=3), 4: Tile(64, 64, 32, warps=4, stages=2)}
+if INTERPRETED.value:  # which pays by the operation, and promises no bits
+    TILES[4] = TILES[2]
+
+
+def compile_options(tile: Tile) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    if torch.version.hip:
+        options |= {"matrix_instr_nonkdim": 16, "num_stages": 2}  # a shared memory of 64 KB
+    return options
+
+
+# Pieces of kernels
+
+
+@triton.jit
+def place(tiles_m, tiles_n):
+    """(row, column) of this program's tile, walked in groups of GROUP rows of tiles."""
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    inside = program - group * (GROUP * tiles_n)
+    return group * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def steps(left, right, acc):
+    """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
+    if INTERPRETED:
+        # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 x, rounded to nearest even as DTYPE holds it."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # which it truncates to, see `narrow`
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def tanh(x):
+    a = tl.abs(x)
+    e = tl.exp2(a * -2.8853900817779268)  # exp(-2a)
+    far = (1.0 - e) / (1.0 + e)
+    q = x * x  # near 0 the difference above has lost its digits; the series to a^9 has them all
+    near = a + a * q * (
+        -0.33333333333333333
+        + q * (0.13333333333333333 + q * (-0.053968253968253968 + q * 0.021869488536155203))
+    )
+    y = tl.where(a < 0.25, near, far)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def row_sums(x, ROWS: tl.constexpr, LOG_COLS: tl.constexpr):
+    """Sums of the rows of a tile: the second half is added to the first, again and again.
+
+    Each addition is of two numbers, so the register layout has no say in it. In that of a matrix product the
+    high bits of a column are registers of one thread, which makes most of this tree free.
+    """
+    for i in tl.static_range(LOG_COLS):
+        x = tl.sum(tl.reshape(x, [ROWS, 2, 1 << (LOG_COLS - 1 - i)]), axis=1)
+    return tl.reshape(x, [ROWS])
+
+
+@triton.jit
+def listed(rows, slot, count):
+    """(row that a slot holds, whether it holds one)."""
+    live = slot < count
+    return tl.load(rows + slot, mask=live, other=0).to(tl.int64), live
+
+
+@triton.jit
+def logits_tile(
+    hidden_at, live, weight, bias, col, V, D, blocks, weight_s, softcap, inv_softcap, logit_scale,
+    LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile of rows, whose hidden states begin at `hidden_at`, in some columns. Before the
+    temperature; what they are from column V on means nothing."""
+    k = tl.arange(0, K)
+    left_at = hidden_at[:, None] + k[None, :]
+    right_at = weight + col.to(tl.int64)[None, :] * weight_s + k[:, None]
+    z = tl.zeros([ROWS, COLS], tl.float32)
+    for i in range(blocks):
+        inside = k < D - i * K
+        left = tl.load(left_at, mask=live[:, None] & inside[None, :], other=0.0)
+        right = tl.load(right_at, mask=inside[:, None] & (col < V)[None, :], other=0.0)
+        z = steps(left, right, z)
+        left_at += K
+        right_at += K
+    if bias is not None:
+        z += tl.load(bias + col, mask=col < V, other=0.0).to(tl.float32)[None, :]
+    if LOGITS is not None:
+        z = rounded(z, LOGITS)
+    if logit_scale is not None:
+        z = z * logit_scale
+    if softcap is not None:
+        z = softcap * tanh(z * inv_softcap)
+    return z
+
+
+@triton.jit
+def tile_sums(m, s, t, z, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LOG_COLS: tl.constexpr):
+    """Add the columns of a tile to the sums of its rows."""
+    top = tl.maximum(m, tl.max(z, axis=1))
+    ref = finite_or_zero(top)
+    s, t = rescale(m, s, t, ref, scale)
+    u = (z - ref[:, None]) * scale[:, None]
+    e = tl.exp2(u)
+    s = s + row_sums(e, ROWS, LOG_COLS)
+    if ENTROPY:
+        # 2^-1000 is 0 in fp32, and 0 * -inf would be NaN.
+        t = t + row_sums(e * tl.maximum(u, -1000.0), ROWS, LOG_COLS)
+    return top, s, t
+
+
+# Kernels
+
+
+# `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
+# turn the bias that is added after the loop into the start value of the dot, and that rounds otherwise.
+@triton.jit(do_not_specialize=["blocks", "first"])
+def logp_splits(
+    hidden, weight, bias, ids, rows, count, scales, at_token, partials, scale, first, slots,
+    V, D, blocks, n_splits, inner, hidden_so, hidden_si, weight_s, softcap, inv_softcap, logit_scale,
+    LOGITS: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
+    LOG_COLS: tl.constexpr,
+):  # fmt: skip
+    """(m, s, t) of a split of each slot from `first` on, into partials [3, splits, slots]; and the logit of
+    its token, from the split that has it."""
+    tile, split = place(tl.cdiv(slots, ROWS), n_splits)
+    live_slots = tl.load(count) - first
+    if tile * ROWS >= live_slots:
+        return
+    slot = tile * ROWS + tl.arange(0, ROWS)
+    row, live = listed(rows + first, slot, live_slots)
+    token = tl.load(ids + row, mask=live, other=0)
+    each = tl.zeros([ROWS], tl.float32) + scale
+    if scales is not None:
+        each = tl.load(scales + row, mask=live, other=1.0)
+    hidden_at = hidden + row_offset(row, inner, hidden_so, hidden_si)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    t = tl.zeros([ROWS], tl.float32)
+    z_token = tl.zeros([ROWS], tl.float32)
+    lo = split * SPLIT
+    hi = tl.minimum(lo + SPLIT, V)
+    for col0 in range(lo, hi, COLS):
+        col = col0 + tl.arange(0, COLS)
+        z = logits_tile(
+            hidden_at, live, weight, bias, col, V, D, blocks, weight_s, softcap, inv_softcap, logit_scale,
+            LOGITS, ROWS, COLS, K,
+        )  # fmt: skip
+        # One column at most is not 0 here: a sum in any order.
+        z_token += tl.sum(tl.where(col[None, :] == token[:, None], z, 0.0), axis=1)
+        z = tl.where((col < V)[None, :], z, float("-inf"))
+        m, s, t = tile_sums(m, s, t, z, each, ENTROPY, ROWS, LOG_COLS)
+    tl.store(at_token + slot, z_token, mask=live & (token >= lo) & (token < hi))
+    at = partials + split.to(tl.int64) * slots + slot
+    step = tl.full([], 1, tl.int64) * n_splits * slots
+    tl.store(at, m, mask=live)
+    tl.store(at + step, s, mask=live)
+    if ENTROPY:
+        tl.store(at + 2 * step, t, mask=live)
+
+
+@triton.jit(do_not_specialize=["first"])
+def logp_fold(
+    at_token, partials, rows, count, scales, inverses, logp, entropy, lse, stats, scale, inverse,
+    first, slots, N, n_splits, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Fold the splits of each slot in ascending order, and write its row's results."""
+    live_slots = tl.load(count) - first
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row, live = listed(rows + first, slot, live_slots)
+    each = tl.zeros([ROWS], tl.float32) + scale
+    inv = tl.zeros([ROWS], tl.float32) + inverse
+    if scales is not None:
+        each = tl.load(scales + row, mask=live, other=1.0)
+        inv = tl.load(inverses + row, mask=live, other=1.0)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    t = tl.zeros([ROWS], tl.float32)
+    at = partials + slot
+    step = tl.full([], 1, tl.int64) * n_splits * slots
+    for split in range(n_splits):
+        m1 = tl.load(at, mask=live, other=0.0)
+        s1 = tl.load(at + step, mask=live, other=1.0)
+        t1 = tl.zeros([ROWS], tl.float32)
+        if entropy is not None:
+            t1 = tl.load(at + 2 * step, mask=live, other=0.0)
+        top = tl.maximum(m, m1)
+        ref = finite_or_zero(top)
+        s, t = rescale(m, s, t, ref, each)
+        s1, t1 = rescale(m1, s1, t1, ref, each)
+        m, s, t = top, s + s1, t + t1
+        at += slots
+    ln2: tl.constexpr = 0.6931471805599453
+    log_s = tl.log2(s) * ln2
+    z = tl.load(at_token + slot, mask=live, other=0.0)
+    # (z - m) first: both may be huge, their difference keeps its digits.
+    tl.store(logp + row, (z - m) * inv - log_s, mask=live)
+    if stats is not None:
+        tl.store(stats + row, m, mask=live)
+        tl.store(stats + N + row, s, mask=live)
+    if lse is not None:
+        tl.store(lse + row, m * inv + log_s, mask=live)
+    if entropy is not None:
+        tl.store(entropy + row, log_s - t / s * ln2, mask=live)
+
+
+# Launchers
+
+
+class Call(NamedTuple):
+    """What forward and backward prepare alike."""
+
+    vocab: int
+    live: Tensor  # [N]: counts
+    ids: Tensor  # [N]
+    rows: Tensor  # [N], int32: the row of every slot
+    count: Tensor  # [1], int32: how many slots there are
+    scales: Tensor | None  # [N]: log2(e) / temperature of every row
+    inverses: Tensor | None  # [N]: 1 / temperature
+    scale: float
+    inverse: float
+    hidden: Tensor  # walked as [outer, inner] rows
+    walk: tuple[int, ...]  # inner, outer stride, inner stride
+    transforms: tuple[float | None, ...]  # softcap, 1 / softcap, logit_scale
+    constants: dict[str, Any]
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+) -> Call:
+    lead, N = token_ids.shape, token_ids.numel()
+    vocab = weight.shape[0] if vocab_size is None else vocab_size
+    ids = token_ids.reshape(N)
+    live = live_rows(token_ids, mask, ignore_index).reshape(N)
+    good = live & (ids >= 0) & (ids < vocab)
+    seen = good.cumsum(0)
+    # The first row that makes it so many; past the last slot the search answers N, which no kernel reads.
+    rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=hidden.device)).int()
+    scales = inverses = None
+    if row_temperature is not None:
+        # In fp64, as the numbers below are: a temperature gives the same bits either way.
+        each = row_temperature.reshape(N).double()
+        scales, inverses = (LOG2E / each).float(), (1.0 / each).float()
+    inner, (hidden,), strides = row_strides(lead, (hidden,))
+    transforms = (softcap, None if softcap is None else 1.0 / softcap, logit_scale)
+    tile = TILES[hidden.element_size()]
+    rounding = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[logits_dtype]
+    constants = {"LOGITS": rounding, **sizes_of(tile), **compile_options(tile)}
+    return Call(
+        vocab, live, ids, rows, seen[-1:].int(), scales, inverses, LOG2E / temperature,
+        1.0 / temperature, hidden, (inner, *strides), transforms, constants,
+    )  # fmt: skip
+
+
+def sizes_of(tile: Tile) -> dict[str, int]:
+    return {"ROWS": tile.rows, "COLS": tile.cols, "K": tile.k}
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+    return_entropy: bool,
+    return_lse: bool,
+    return_stats: bool,
+    keep: bool,
+    workspace_bytes: int | None,
+    launch: Launch = run,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Forward launcher. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    call = prepare(
+        hidden, weight, token_ids, mask, row_temperature, ignore_index, temperature, softcap, logit_scale,
+        logits_dtype, vocab_size,
+    )  # fmt: skip
+    lead, N, D = token_ids.shape, token_ids.numel(), hidden.shape[-1]
+    # Rows that no kernel writes: 0 where they do not count, NaN where the token is not valid.
+    fill = torch.where(call.live, float("nan"), 0.0).view(lead)
+    out, entropy, lse, stats = fill, None, None, None
+    if return_entropy:
+        entropy = fill.clone()
+    if return_lse:
+        lse = fill.clone()
+    if return_stats:
+        stats = torch.stack((fill, torch.ones_like(fill)))
+    if N == 0:
+        return out, entropy, lse, stats
+    splits, tile = triton.cdiv(call.vocab, SPLIT.value), TILES[hidden.element_size()]
+    sums = 3 if return_entropy else 2
+    allowed = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    slots = min(N, max(1, allowed // (4 * sums * splits * tile.rows)) * tile.rows)
+    empty = partial(torch.empty, device=hidden.device, dtype=torch.float32)
+    at_token, partials = empty(slots), empty(sums, splits, slots)
+    for first in range(0, N, slots):
+        launch(
+            logp_splits, (triton.cdiv(slots, tile.rows) * splits,),
+            call.hidden, weight, bias, call.ids, call.rows, call.count, call.scales, at_token, partials,
+            call.scale, first, slots, call.vocab, D, triton.cdiv(D, tile.k), splits, *call.walk,
+            weight.stride(0), *call.transforms, ENTROPY=return_entropy,
+            LOG_COLS=tile.cols.bit_length() - 1, **call.constants,
+        )  # fmt: skip
+        launch(
+            logp_fold, (triton.cdiv(slots, FOLD_ROWS),),
+            at_token, partials, call.rows, call.count, call.scales, call.inverses, out, entropy, lse, stats,
+            call.scale, call.inverse, first, slots, N, splits,
+            ROWS=FOLD_ROWS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, entropy, lse, stats

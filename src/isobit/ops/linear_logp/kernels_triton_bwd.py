@@ -1,0 +1,291 @@
+"""The backward of `linear_logp` in portable Triton.
+
+A *slab* of the vocabulary and a chunk of slots (rows that count, see `kernels_triton.py`) at a time, as many
+as the workspace holds. One kernel computes the logits again, by the same text as the forward, and writes
+their gradients dz in the inputs' dtype:
+
+    dz = (dlogp * [col = id] + p * (dlse - dlogp - dentropy * (log p + entropy))) / temperature * slope
+
+with p = 2^u / s from the (m, s) that the forward kept. Then
+
+    dhidden += dz weight        one chain over ascending columns: a slab continues the chain of the last
+    dweight  = dz^T hidden      a fresh chain for every 512 slots, folded in ascending order
+    dbias    = dz^T 1           the same
+
+Sums that a slab or a chunk leaves open wait in fp32, so the workspace cannot change bits.
+"""
+
+from functools import partial
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.interpreter import narrow
+from isobit.blocks.launch import Launch, run
+from isobit.blocks.triton_rows import row_offset
+from isobit.ops.linear_logp.kernels_triton import (
+    TILES,
+    WORKSPACE_BYTES,
+    compile_options,
+    listed,
+    logits_tile,
+    place,
+    prepare,
+    sizes_of,
+    steps,
+)
+
+#: Slots that one chain of dweight takes.
+SEGMENT = tl.constexpr(512)
+
+#: Columns that slabs are multiples of.
+SLAB = 256
+
+#: Below this width a slab spends its time on the open sums of dhidden; chunks of slots are better then.
+WIDE_SLAB = 4096
+
+
+@triton.jit(do_not_specialize=["blocks", "first", "col_first"])
+def dlogits_tile(
+    hidden, weight, bias, ids, rows, count, scales, inverses, stats, entropy, dlogp, dentropy, dlse, dz,
+    scale, inverse, first, slots, col_first, width, N, V, D, blocks, inner, hidden_so, hidden_si, weight_s,
+    softcap, inv_softcap, logit_scale,
+    LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """dz [slots, width]: gradients of the logits, as they come out of the product, of one slab and chunk."""
+    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(width, COLS))
+    live_slots = tl.load(count) - first
+    if tile * ROWS >= live_slots:
+        return
+    slot = tile * ROWS + tl.arange(0, ROWS)
+    row, live = listed(rows + first, slot, live_slots)
+    token = tl.load(ids + row, mask=live, other=0)
+    col_in_slab = tile_n * COLS + tl.arange(0, COLS)
+    col = col_first + col_in_slab
+    z = logits_tile(
+        hidden + row_offset(row, inner, hidden_so, hidden_si), live, weight, bias, col, V, D, blocks,
+        weight_s, softcap, inv_softcap, logit_scale, LOGITS, ROWS, COLS, K,
+    )  # fmt: skip
+
+    each = tl.zeros([ROWS], tl.float32) + scale
+    inv = tl.zeros([ROWS], tl.float32) + inverse
+    if scales is not None:
+        each = tl.load(scales + row, mask=live, other=1.0)
+        inv = tl.load(inverses + row, mask=live, other=1.0)
+    m = tl.load(stats + row, mask=live, other=0.0)
+    s = tl.load(stats + N + row, mask=live, other=1.0)
+    on_target = tl.zeros([ROWS], tl.float32)
+    on_p = tl.zeros([ROWS], tl.float32)
+    on_plogp = tl.zeros([ROWS], tl.float32)
+    if dlogp is not None:
+        on_target = tl.load(dlogp + row, mask=live, other=0.0) * inv
+        on_p = -on_target
+    if dlse is not None:
+        on_p += tl.load(dlse + row, mask=live, other=0.0) * inv
+    if dentropy is not None:
+        on_plogp = -tl.load(dentropy + row, mask=live, other=0.0) * inv
+        on_p += on_plogp * tl.load(entropy + row, mask=live, other=0.0)
+
+    u = (z - m[:, None]) * each[:, None]
+    p = tl.exp2(u) * (1.0 / s)[:, None]
+    weighted = tl.zeros([ROWS, COLS], tl.float32) + on_p[:, None]
+    if dentropy is not None:
+        ln2: tl.constexpr = 0.6931471805599453
+        # 2^-1000 is 0 in fp32, and 0 * -inf would be NaN.
+        weighted += on_plogp[:, None] * ((tl.maximum(u, -1000.0) - tl.log2(s)[:, None]) * ln2)
+    d = p * weighted + tl.where(col[None, :] == token[:, None], on_target[:, None], 0.0)
+    if softcap is not None:
+        slope = z * inv_softcap
+        d = d * (1.0 - slope * slope)
+    if logit_scale is not None:
+        d = d * logit_scale
+    d = tl.where((col < V)[None, :], d, 0.0)
+    at = dz + slot.to(tl.int64)[:, None] * width + col_in_slab[None, :]
+    tl.store(at, narrow(d, dz), mask=live[:, None] & (col_in_slab < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "col_first"])
+def dhidden_tile(
+    dz, weight, rows, count, open_sums, dhidden, first, slots, col_first, width, V, D, weight_s,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile of dz weight. The chain goes on from open_sums [slots, D], and back into it, except in the FIRST
+    and in the LAST slab."""
+    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(D, COLS))
+    live_slots = tl.load(count) - first
+    if tile * ROWS >= live_slots:
+        return
+    slot = tile * ROWS + tl.arange(0, ROWS)
+    row, live = listed(rows + first, slot, live_slots)
+    d = tile_n * COLS + tl.arange(0, COLS)
+    v = tl.arange(0, K)
+    inside = live[:, None] & (d < D)[None, :]
+    sums_at = slot.to(tl.int64)[:, None] * D + d[None, :]
+    left_at = dz + slot.to(tl.int64)[:, None] * width + v[None, :]
+    right_at = weight + (col_first + v).to(tl.int64)[:, None] * weight_s + d[None, :]
+    step = tl.full([], K, tl.int64) * weight_s
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    if not FIRST:
+        acc = tl.load(open_sums + sums_at, mask=inside, other=0.0)
+    for i in range(tl.cdiv(width, K)):
+        left = tl.load(left_at, mask=live[:, None] & (v < width - i * K)[None, :], other=0.0)
+        real = v < V - col_first - i * K
+        right = tl.load(right_at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+        acc = steps(left, right, acc)
+        left_at += K
+        right_at += step
+    if LAST:
+        tl.store(dhidden + row[:, None] * D + d[None, :], narrow(acc, dhidden), mask=inside)
+    else:
+        tl.store(open_sums + sums_at, acc, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "col_first"])
+def dweight_tile(
+    dz, hidden, rows, count, open_sums, dweight, first, slots, col_first, width, V, D, inner,
+    hidden_so, hidden_si, FIRST: tl.constexpr, LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile of dz^T hidden, a chain for every segment of slots. The fold goes on from open_sums [width, D],
+    and back into it, except in the FIRST and in the LAST chunk."""
+    tile, tile_n = place(tl.cdiv(width, ROWS), tl.cdiv(D, COLS))
+    col_in_slab = tile * ROWS + tl.arange(0, ROWS)
+    d = tile_n * COLS + tl.arange(0, COLS)
+    wide = col_in_slab < width
+    sums_at = col_in_slab.to(tl.int64)[:, None] * D + d[None, :]
+    inside = wide[:, None] & (d < D)[None, :]
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    if not FIRST:
+        total = tl.load(open_sums + sums_at, mask=inside, other=0.0)
+    live_slots = tl.minimum(tl.load(count) - first, slots)
+    for start in range(0, live_slots, SEGMENT):
+        stop = tl.minimum(start + SEGMENT, live_slots)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for slot0 in range(start, stop, K):
+            slot = slot0 + tl.arange(0, K)
+            row, live = listed(rows + first, slot, live_slots)
+            left_at = dz + slot.to(tl.int64)[None, :] * width + col_in_slab[:, None]
+            left = tl.load(left_at, mask=wide[:, None] & live[None, :], other=0.0)
+            right_at = hidden + row_offset(row, inner, hidden_so, hidden_si)[:, None] + d[None, :]
+            right = tl.load(right_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+            acc = steps(left, right, acc)
+        total += acc
+    if LAST:
+        col = col_first + col_in_slab
+        at = dweight + col.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(at, narrow(total, dweight), mask=inside & (col < V)[:, None])
+    else:
+        tl.store(open_sums + sums_at, total, mask=inside)
+
+
+# Launchers
+
+
+def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tuple[int, int]:
+    """(slots of a chunk, columns of a slab) of the backward: schedule only.
+
+    All slots and a wide slab where they fit; else chunks of slots, whose dweight stays open between them. A
+    chunk is a multiple of a segment, and at least one of them by one SLAB is always taken.
+    """
+    elements = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // itemsize
+    slots, columns = triton.cdiv(N, SEGMENT.value) * SEGMENT.value, triton.cdiv(vocab, SLAB) * SLAB
+    width = min(columns, elements // slots // SLAB * SLAB)
+    if width < min(columns, WIDE_SLAB):
+        width = min(columns, WIDE_SLAB, max(SLAB, elements // SEGMENT.value // SLAB * SLAB))
+        slots = min(slots, max(1, elements // width // SEGMENT.value) * SEGMENT.value)
+    return slots, width
+
+
+def linear_logp_bwd(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor | None,
+    kept: Tensor | None,
+    kept_scale: Tensor | None,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+    workspace_bytes: int | None,
+    launch: Launch = run,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Backward launcher. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
+    call = prepare(
+        hidden, weight, token_ids, mask, row_temperature, ignore_index, temperature, softcap, logit_scale,
+        logits_dtype, vocab_size,
+    )  # fmt: skip
+    N, D, V = token_ids.numel(), hidden.shape[-1], call.vocab
+    dhidden = dweight = dbias = None
+    if want_hidden:  # rows that no kernel writes: 0, or NaN where the token is not valid
+        fill = torch.where(call.live, float("nan"), 0.0).to(hidden.dtype)
+        dhidden = fill[:, None].expand(N, D).contiguous().view(hidden.shape)
+    if want_weight:
+        dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    if want_bias and bias is not None:
+        dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    if N == 0:
+        return dhidden, dweight, dbias
+
+    slots, width = parts(N, V, hidden.element_size(), workspace_bytes)
+    tile = TILES[hidden.element_size()]
+    shape = {**sizes_of(tile), **compile_options(tile)}
+    empty = partial(torch.empty, device=hidden.device, dtype=torch.float32)
+    dz = empty(min(slots, N), width, dtype=hidden.dtype)
+    # With a frozen head a chunk is done with all slabs before the next, and its open sums are the only ones.
+    chunk_by_chunk = not (want_weight or want_bias)
+    open_rows = empty(len(dz) if chunk_by_chunk else N, D) if want_hidden and width < V else None
+    open_columns = empty(width, D) if want_weight and slots < N else None
+    open_bias = empty(width, 1) if want_bias and slots < N else None
+    ones = hidden.new_ones(1)  # one number, read again and again
+    # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
+    given = [x if x is None else x.contiguous() for x in (stats, entropy, dlogp, dentropy, dlse)]
+    tiles_of_rows, tiles_of_columns = triton.cdiv(len(dz), tile.rows), triton.cdiv(width, tile.cols)
+    tiles_of_d = triton.cdiv(D, tile.cols)
+    chunks, slabs = range(0, N, slots), range(0, V, width)
+    each_part = product(chunks, slabs) if chunk_by_chunk else ((f, c) for c, f in product(slabs, chunks))
+    for first, col in each_part:
+        here = (first, len(dz), col, width)
+        launch(
+            dlogits_tile, (tiles_of_rows * tiles_of_columns,),
+            call.hidden, weight, bias, call.ids, call.rows, call.count, call.scales, call.inverses,
+            *given, dz, call.scale, call.inverse, *here, N, V, D, triton.cdiv(D, tile.k), *call.walk,
+            weight.stride(0), *call.transforms, **call.constants,
+        )  # fmt: skip
+        if want_hidden:
+            open_here = open_rows if open_rows is None or chunk_by_chunk else open_rows[first:]
+            launch(
+                dhidden_tile, (tiles_of_rows * tiles_of_d,),
+                dz, weight, call.rows, call.count, open_here, dhidden, *here, V, D, weight.stride(0),
+                FIRST=col == 0, LAST=col + width >= V, **shape,
+            )  # fmt: skip
+        at_end = {"FIRST": first == 0, "LAST": first + slots >= N}
+        if want_weight:
+            launch(
+                dweight_tile, (triton.cdiv(width, tile.rows) * tiles_of_d,),
+                dz, call.hidden, call.rows, call.count, open_columns, dweight, *here, V, D, *call.walk,
+                **at_end, **shape,
+            )  # fmt: skip
+        if want_bias:
+            launch(
+                dweight_tile, (triton.cdiv(width, tile.rows),),
+                dz, ones, call.rows, call.count, open_bias, dbias, *here, V, 1, 1, 0, 0,
+                **at_end, **shape,
+            )  # fmt: skip
+    return dhidden, dweight, dbias

@@ -1,0 +1,465 @@
+"""Log-probability of chosen tokens from hidden states and an LM head, without storing the logits.
+
+For every row h of `hidden`, with the options in this order and all of it in fp32:
+
+    z       = weight h + bias           one chain of products over ascending D
+    z       = round(z, logits_dtype)    as engines with 16-bit logits do; gradients pass straight through
+    z       = z * logit_scale
+    z       = softcap * tanh(z / softcap)
+    z       = z / temperature           a number, or one for every row
+    lse     = log sum_v exp(z[v])
+    logp    = z[token_id] - lse
+    entropy = lse - sum_v softmax(z)[v] * z[v]
+
+A row counts unless its token id is `ignore_index` or its mask is 0; a row that does not count gives 0, gets a
+zero gradient, and what it holds reaches no result.
+
+Backward, with p = softmax(z) and H = entropy, for every row
+
+    dz[v] = (dlogp * ([v = token_id] - p[v]) + p[v] * (dlse - dentropy * (log p[v] + H))) / temperature
+
+times the slopes of softcap and logit_scale, rounded once to the inputs' dtype by the kernels. From it
+
+    dhidden = dz weight,    dweight = dz^T hidden,    dbias = dz^T 1
+
+in fp32, rounded once to the dtype of what they are gradients of. The logits are computed a second time for
+that, a part of the vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are kept.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from isobit.arch import hopper_cannot_run, triton_cannot_run
+from isobit.contract import F32, Contract, ContractError, Float, Int, Mask, dtype_name
+from isobit.op import NONE, op
+from isobit.ops.linear_logp import reference
+from isobit.ops.logp.reference import live_rows
+
+
+@op("linear_logp")
+def forward(
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
+    bias: Float[Tensor, "V"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
+    row_temperature: F32[Tensor, "*"] | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_stats: bool = True,
+    keep: bool = False,
+    workspace_bytes: int | None = None,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> tuple[
+    F32[Tensor, "*"],
+    F32[Tensor, "* if return_entropy"],
+    F32[Tensor, "* if return_lse"],
+    F32[Tensor, "2 * if return_stats"],
+    Float[Tensor, "R C in hidden if keep"],
+    F32[Tensor, "R G 4 if keep"],
+]:
+    """(logp, entropy, lse, stats, kept, kept_scale).
+
+    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). What
+    kept and kept_scale hold is the backend's business; `kept_sizes` says how large they are."""
+
+
+@op("linear_logp_bwd")
+def backward(
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
+    bias: Float[Tensor, "V"] | None,
+    mask: Mask[Tensor, "*"] | None,
+    row_temperature: F32[Tensor, "*"] | None,
+    stats: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    kept: Float[Tensor, "R C"] | None,
+    kept_scale: F32[Tensor, "R G 4"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    dlse: F32[Tensor, "*"] | None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    want_hidden: bool = True,
+    want_weight: bool = True,
+    want_bias: bool = False,
+    workspace_bytes: int | None = None,
+    backend: str | None = None,
+) -> tuple[
+    Float[Tensor, "* D in hidden if want_hidden"],
+    Float[Tensor, "V D in weight if want_weight"],
+    Float[Tensor, "V in bias or hidden if want_bias"],
+]:
+    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one."""
+
+
+# Rules that annotations cannot express
+
+
+def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    own, bias, each = args["hidden"].dtype, args["bias"], args["row_temperature"]
+    if args["weight"].dtype != own:
+        raise contract.error("weight", args["weight"], f"dtype must be that of hidden, {dtype_name(own)}")
+    if bias is not None and bias.dtype not in (own, torch.float32):
+        raise contract.error("bias", bias, f"dtype must be that of hidden, {dtype_name(own)}, or fp32")
+    if each is not None and each.dtype not in (own, torch.float32):
+        raise contract.error("row_temperature", each, "dtype must be fp32")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+        if args[name] is not None and not holds(args[name]):
+            raise contract.error(name, args[name], rule)
+
+    # Kernels multiply by inverses of these, in fp32.
+    require("temperature", lambda t: 1e-38 <= t <= 1e38, "must be a positive number, 1e-38 to 1e38")
+    require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
+    require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
+    require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
+    require("workspace_bytes", lambda n: n >= 0, "must not be negative")
+    if args["row_temperature"] is not None and args["temperature"] != 1.0:
+        raise contract.error("temperature", args["temperature"], "must be 1.0 with row_temperature")
+    wide = torch.iinfo(args["token_ids"].dtype).max
+    require("ignore_index", lambda i: -(2**31) <= i < 2**31 or abs(i) <= wide,
+            "must be a value that token_ids can hold")  # fmt: skip
+
+
+def _sizes(contract: Contract, args: dict[str, Any]) -> None:
+    V, D = args["weight"].shape
+    if V == 0 or D == 0:
+        raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
+    if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
+        raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
+
+
+def _what_is_needed(contract: Contract, args: dict[str, Any]) -> None:
+    if args["dentropy"] is not None and args["entropy"] is None:
+        raise contract.error("entropy", None, "is required with dentropy")
+    if args["want_bias"] and args["bias"] is None:
+        raise contract.error("bias", None, "is required with want_bias")
+
+
+def vocabulary(args: dict[str, Any]) -> int:
+    """Rows of the weight that are tokens."""
+    return args["weight"].shape[0] if args["vocab_size"] is None else args["vocab_size"]
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    ids, V = args["token_ids"], vocabulary(args)
+    live = live_rows(ids, args["mask"], args["ignore_index"])
+    bad = (live & ((ids < 0) | (ids >= V))).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
+        raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
+
+
+def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
+    each = args["row_temperature"]
+    if each is None:
+        return
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    bad = (live & ~((each >= 1e-38) & (each <= 1e38))).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        rule = f"{each[tuple(at)].item()} at {at} is not a positive number, 1e-38 to 1e38"
+        raise contract.error("row_temperature", each, rule)
+
+
+for declared in (forward, backward):
+    declared.rule(_one_dtype)
+    declared.rule(_scalars)
+    declared.rule(_sizes)
+backward.rule(_what_is_needed)
+forward.value_rule(_ids_in_range)
+forward.value_rule(_temperatures_are_positive)
+
+
+# Kept probabilities
+
+#: What the rows and columns of kept probabilities are rounded up to: the tile that they are written in.
+KEPT_ROWS, KEPT_COLUMNS = 128, 256
+
+
+def kept_bytes(N: int, vocab: int) -> int:
+    """Memory that keeps the probabilities of N rows, in 16 bits, and what they are relative to."""
+    rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
+    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS))
+
+
+def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
+    """Sizes of `kept` [R, C] and `kept_scale` [R, G, 4], from shapes, options and the device alone, because a
+    compiled graph must know them before a backend is chosen. 0 where no backend could keep anything."""
+    hidden = args["hidden"]
+    N, vocab = math.prod(hidden.shape[:-1]), vocabulary(args)
+    if (
+        hidden.dtype.itemsize != 2
+        or args["softcap"] is not None
+        or hopper_cannot_run(hidden.device) is not None
+    ):
+        return {"R": 0, "C": 0, "G": 0}
+    groups = -(-vocab // KEPT_COLUMNS)
+    return {"R": -(-N // KEPT_ROWS) * KEPT_ROWS, "C": groups * KEPT_COLUMNS, "G": groups}
+
+
+forward.sizes = kept_sizes
+
+
+# Backends, fastest first
+
+
+def _lazily(module: str) -> Any:
+    """Kernels, imported when a call first needs them."""
+    return cache(partial(import_module, f"isobit.ops.linear_logp.{module}"))
+
+
+_hopper, _triton = _lazily("kernels_hopper"), _lazily("kernels_triton")
+_hopper_bwd, _triton_bwd = _lazily("kernels_hopper_bwd"), _lazily("kernels_triton_bwd")
+
+
+def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The outputs of a forward that never keeps anything. Where memory was promised it is there, and NaN: a
+    backward that took it for probabilities would not go unnoticed."""
+    if not args["keep"]:
+        return (*outputs, None, None)
+    hidden, (rows, columns, groups) = args["hidden"], kept_sizes(args).values()
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        *outputs,
+        hidden.new_empty(rows, columns),
+        hidden.new_full((rows, groups, 4), math.nan, dtype=wide),
+    )
+
+
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["hidden"].device) or _hopper().why_not(args)
+
+
+def _hopper_cannot_serve_bwd(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["hidden"].device) or _hopper_bwd().why_not_bwd(args)
+
+
+@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
+def _(**args: Any) -> Any:
+    return _hopper().linear_logp(**args)
+
+
+@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve_bwd)
+def _(**args: Any) -> Any:
+    return _hopper_bwd().linear_logp_bwd(**args)
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    if args["hidden"].dtype == torch.float64:
+        return "inputs are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["hidden"].device)
+
+
+def _triton_numerics(device: torch.device) -> str:
+    """The interpreter multiplies with numpy and promises no bits."""
+    return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
+
+
+@forward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
+def _(**args: Any) -> Any:
+    return _kept_nothing(args, _triton().linear_logp(**args))
+
+
+@backward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
+def _(**args: Any) -> Any:
+    return _triton_bwd().linear_logp_bwd(**args)
+
+
+@forward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _kept_nothing(args, reference.linear_logp(**args))
+
+
+backward.backend("reference", numerics=NONE)(reference.linear_logp_bwd)
+
+
+# Autograd, once for all backends
+
+_TENSORS = ("hidden", "weight", "token_ids", "bias", "mask", "row_temperature")
+_KEPT = ("stats", "entropy", "kept", "kept_scale")
+_SCALARS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+
+
+def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    _, entropy, _, stats, kept, kept_scale = outputs
+    tensors = {name: args[name] for name in _TENSORS}
+    if not args["keep"] or len(kept) == 0:
+        kept = kept_scale = None  # type: ignore[assignment]
+    tensors |= {"stats": stats, "kept": kept, "kept_scale": kept_scale}
+    return tensors | {"entropy": entropy if args["return_entropy"] else None}
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+    wanted = ("hidden", "weight", "bias")
+    found = backward(
+        *(kept[name] for name in (*_TENSORS, *_KEPT)),
+        *grads[:3],
+        *(kept[name] for name in _SCALARS),
+        *(name in kept["needs"] for name in wanted),
+        kept["workspace_bytes"],
+        kept["backend"],
+    )
+    return {name: g for name, g in zip(wanted, found, strict=True) if name in kept["needs"]}
+
+
+forward.derivative(backward, save=_save, gradient=_gradient, constant=(3, 4, 5), flags=("return_stats",))
+backward.not_differentiable(
+    "isobit.linear_logp has no second derivative: its backward is made of kernels without a gradient of "
+    "their own. Differentiate a log_softmax of the logits instead where you need one."
+)
+
+
+# What people call
+
+
+def _can_keep(
+    workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None
+) -> bool:
+    """Whether a backward can follow for which there is room to keep all probabilities."""
+    followed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not (followed and torch.is_grad_enabled()):
+        return False
+    vocab = len(weight) if vocab_size is None else vocab_size
+    return kept_bytes(math.prod(hidden.shape[:-1]), vocab) <= workspace_bytes
+
+
+@overload
+def linear_logp(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, bias: Tensor | None = ...,
+    mask: Tensor | None = ..., ignore_index: int = ..., temperature: float | Tensor = ...,
+    softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
+    vocab_size: int | None = ...,
+    return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
+    workspace_bytes: int | None = ..., validate: bool | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def linear_logp(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, bias: Tensor | None = ...,
+    mask: Tensor | None = ..., ignore_index: int = ..., temperature: float | Tensor = ...,
+    softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
+    vocab_size: int | None = ...,
+    return_entropy: bool = ..., return_lse: bool = ...,
+    workspace_bytes: int | None = ..., validate: bool | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    workspace_bytes: int | None = None,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probabilities of `token_ids` under softmax of hidden @ weight.T, in fp32, without storing logits.
+
+    Args:
+        hidden: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
+            the last dimension contiguous: `hidden[:, :-1]` is read in place.
+        weight: [V, D], of the same dtype: the weight of the LM head.
+        token_ids: [*], int32 or int64. In a row that counts an id outside of the vocabulary is a
+            ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
+            it adds nothing to dweight and dbias, and nothing is read out of bounds.
+        bias: [V], of the same dtype or fp32; added in fp32.
+        mask: [*], bool or integer; a row counts where it is nonzero.
+        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
+            gradient, and what they hold, NaN included, reaches no result.
+        temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
+            (no gradient goes to it).
+        softcap: logits become softcap * tanh(logits / softcap).
+        logit_scale: logits are multiplied by it, before the softcap.
+        logits_dtype: bf16 or fp16 rounds the logits to it, before all of that, as an engine with logits in
+            that dtype does. None keeps them in fp32.
+        vocab_size: rows of the weight from here on are padding: they take no part, and get zero gradients.
+        return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
+            differentiable.
+        workspace_bytes: how much memory gradients of logits may take in the backward; None is 64 MB. Where
+            that does not hold those of the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it.
+            The size changes no bits, with one exception: where it holds all probabilities, the hopper
+            backend keeps them from the forward, in 16 bits, and computes no logits a second time. That
+            changes bits of gradients, so let it hold those of every batch, or of none.
+        validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
+
+    Gradients go to hidden, weight and bias, and only those that are wanted are computed. On the hopper and
+    triton backends a row's results and its row of dhidden do not depend on the other rows, and dweight and
+    dbias are functions of the rows that count, in their order (`isobit.explain` names the numerics class).
+
+    Example:
+        >>> import torch, isobit
+        >>> head = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]], requires_grad=True)
+        >>> logp = isobit.linear_logp(torch.eye(2), head, torch.tensor([2, 0]))
+        >>> logp
+        tensor([-0.4076, -1.0986], grad_fn=<DerivativeBackward>)
+        >>> logp.sum().backward()
+        >>> head.grad[:, 1]
+        tensor([ 0.6667, -0.3333, -0.3333])
+    """
+    each = None
+    if isinstance(temperature, Tensor):
+        each, temperature = temperature, 1.0
+        if each.requires_grad and torch.is_grad_enabled():
+            raise ContractError("linear_logp(temperature): no gradient goes to a temperature; detach() it")
+    # Positional, in the order of the contract.
+    out, entropy, lse, *_ = forward(
+        hidden,
+        weight,
+        token_ids,
+        bias,
+        mask,
+        each,
+        ignore_index,
+        temperature,
+        softcap,
+        logit_scale,
+        logits_dtype,
+        vocab_size,
+        return_entropy,
+        return_lse,
+        False,  # autograd asks for the stats where a backward can follow
+        workspace_bytes is not None
+        and backend in (None, "hopper")
+        and _can_keep(workspace_bytes, hidden, weight, bias, vocab_size),
+        workspace_bytes,
+        validate,
+        backend,
+    )
+    if not (return_entropy or return_lse):
+        return out
+    return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

@@ -1,0 +1,299 @@
+"""`linear_logp` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
+
+`formula` is what the op means. It is differentiable, works in fp64 for fp64 inputs and in fp32 for all
+others, and holds several [N, V] temporaries. `linear_logp` and `linear_logp_bwd` are the backend: the same
+numbers, a bounded number of rows and of vocabulary at a time, with the gradient written out. They keep the
+gradient of the logits in fp32, where the kernels round it to the inputs' dtype.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.ops.logp.reference import live_rows
+
+#: Bytes of one [rows, V] temporary, unless `workspace_bytes` says otherwise; a few are alive at a time.
+CHUNK_BYTES = 1 << 26
+
+#: Elements of the weight that are widened to fp32 at a time.
+SLAB_ELEMENTS = 1 << 24
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    row_temperature: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever they hold."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    vocab = weight.shape[0] if vocab_size is None else vocab_size
+    live = live_rows(token_ids, mask, ignore_index)
+    good = (token_ids >= 0) & (token_ids < vocab)
+    # Replaced before the product, so that what a dead row holds reaches neither results nor gradients.
+    h = torch.where(live[..., None], hidden.to(dtype), 0.0)
+    z = h @ weight[:vocab].to(dtype).t()
+    if bias is not None:
+        z = z + bias[:vocab].to(dtype)
+    if logits_dtype is not None:
+        z = z + (z.to(logits_dtype).to(dtype) - z).detach()  # the gradient passes the rounding
+    if logit_scale is not None:
+        z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if row_temperature is not None:
+        z = z / torch.where(live, row_temperature, 1.0)[..., None]
+    z = z / temperature
+    log_p = z.log_softmax(-1)
+    token = torch.where(good, token_ids, 0).long()
+    logp = log_p.gather(-1, token[..., None])[..., 0]
+    p = log_p.exp()
+    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)  # a banned token: 0 * -inf is 0 here
+    lse = z.logsumexp(-1)
+    nan = torch.where(good, 0.0, float("nan"))
+    return tuple(torch.where(live, x + nan, 0.0) for x in (logp, entropy, lse))  # type: ignore[return-value]
+
+
+# The backend
+
+
+class Head(NamedTuple):
+    """From hidden states to logits, and back."""
+
+    weight: Tensor
+    bias: Tensor | None
+    vocab: int
+    softcap: float | None
+    logit_scale: float | None
+    logits_dtype: torch.dtype | None
+    dtype: torch.dtype
+
+    def slabs(self) -> Iterator[slice]:
+        """Parts of the vocabulary whose weights are widened at a time."""
+        step = max(1, SLAB_ELEMENTS // max(1, self.weight.shape[1]))
+        return (slice(v, min(v + step, self.vocab)) for v in range(0, self.vocab, step))
+
+    def wide(self, v: slice) -> Tensor:
+        return self.weight[v].to(self.dtype)
+
+    def logits(self, h: Tensor) -> Tensor:
+        z = torch.empty(h.shape[0], self.vocab, dtype=self.dtype, device=h.device)
+        for v in self.slabs():
+            z[:, v] = product(h, self.wide(v).t())
+        if self.bias is not None:
+            z += self.bias[: self.vocab]
+        if self.logits_dtype is not None:
+            z = z.to(self.logits_dtype).to(self.dtype)
+        if self.logit_scale is not None:
+            z *= self.logit_scale
+        if self.softcap is not None:
+            z = self.softcap * torch.tanh(z / self.softcap)
+        return z
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """The derivative of a logit by the sum of products that it was made of."""
+        slope = 1.0 if self.logit_scale is None else self.logit_scale
+        return slope if self.softcap is None else slope * (1.0 - (z / self.softcap) ** 2)
+
+
+class Rows(NamedTuple):
+    """Everything that has rows, by rows."""
+
+    hidden: Tensor
+    ids: Tensor
+    live: Tensor
+    good: Tensor
+    temperature: Tensor | float
+
+    def chunk(self, rows: slice) -> "Rows":
+        temperature = self.temperature if isinstance(self.temperature, float) else self.temperature[rows]
+        return Rows(self.hidden[rows], self.ids[rows], self.live[rows], self.good[rows], temperature)
+
+    def states(self, dtype: torch.dtype) -> Tensor:
+        """Hidden states, with zeros in rows that do not count or have no valid token."""
+        return torch.where(self.good[:, None], self.hidden.to(dtype), 0.0)
+
+    def tokens(self) -> Tensor:
+        return torch.where(self.good, self.ids, 0).long()[:, None]
+
+    def fill(self) -> Tensor:
+        """What rows without a valid token get: 0 if they do not count, else NaN."""
+        return torch.where(self.live & ~self.good, float("nan"), 0.0)
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+    return_entropy: bool,
+    return_lse: bool,
+    return_stats: bool,
+    keep: bool,
+    workspace_bytes: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    lead = token_ids.shape
+    head = head_of(hidden, weight, bias, softcap, logit_scale, logits_dtype, vocab_size)
+    rows = flat_rows(hidden, token_ids, mask, ignore_index, row_temperature, temperature, head)
+    results = torch.empty((5, lead.numel()), dtype=head.dtype, device=hidden.device)
+    for part in chunks(rows, head, workspace_bytes):
+        results[:, part] = _forward_rows(rows.chunk(part), head, return_entropy)
+    logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in results)
+    wanted = ((entropy, return_entropy), (lse, return_lse), (torch.stack((m, s)), return_stats))
+    return (logp, *(x if asked else None for x, asked in wanted))
+
+
+def _forward_rows(rows: Rows, head: Head, want_entropy: bool) -> Tensor:
+    z = head.logits(rows.states(head.dtype))
+    m = z.amax(-1)
+    at_token = z.gather(-1, rows.tokens())[:, 0]
+    u = (z - torch.where(m == float("-inf"), 0.0, m)[:, None]) / _column(rows.temperature)
+    e = u.exp()
+    s = e.sum(-1)
+    log_s = s.log()
+    entropy = torch.zeros_like(s)
+    if want_entropy:
+        entropy = log_s - torch.where(e == 0, 0.0, e * u).sum(-1) / s
+    logp = (at_token - m) / rows.temperature - log_s
+    lse = m / rows.temperature + log_s
+    filled = (torch.where(rows.good, x, rows.fill()) for x in (logp, entropy, lse, m))
+    return torch.stack((*filled, torch.where(rows.good, s, 1.0)))
+
+
+def linear_logp_bwd(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    row_temperature: Tensor | None,
+    stats: Tensor,
+    entropy: Tensor | None,
+    kept: Tensor | None,
+    kept_scale: Tensor | None,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    ignore_index: int,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+    workspace_bytes: int | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Backward. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
+    head = head_of(hidden, weight, bias, softcap, logit_scale, logits_dtype, vocab_size)
+    rows = flat_rows(hidden, token_ids, mask, ignore_index, row_temperature, temperature, head)
+    m, s = stats.reshape(2, -1)
+    none = torch.zeros((), dtype=stats.dtype, device=hidden.device)
+    g_logp, g_entropy, g_lse, h_entropy = (
+        none.expand(m.shape) if g is None else g.reshape(-1) for g in (dlogp, dentropy, dlse, entropy)
+    )
+    dhidden = None
+    if want_hidden:
+        dhidden = torch.empty(rows.hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    sums = torch.zeros(weight.shape, dtype=head.dtype, device=hidden.device) if want_weight else None
+    dbias = torch.zeros(weight.shape[0], dtype=head.dtype, device=hidden.device)
+    for part in chunks(rows, head, workspace_bytes):
+        here = rows.chunk(part)
+        h = here.states(head.dtype)
+        z = head.logits(h)
+        u = (z - m[part, None]) / _column(here.temperature)
+        p = u.exp() / s[part, None]
+        dz = p * (g_lse - g_logp)[part, None]
+        if dentropy is not None:
+            log_p = torch.where(p == 0, 0.0, u - s[part, None].log())
+            dz -= p * (log_p + h_entropy[part, None]) * g_entropy[part, None]
+        dz.scatter_add_(-1, here.tokens(), g_logp[part, None].to(dz.dtype))
+        dz *= head.slope(z) / _column(here.temperature)
+        dz = torch.where(here.good[:, None], dz, 0.0)
+        if dhidden is not None:
+            dh = torch.zeros_like(h)
+            for v in head.slabs():
+                dh += product(dz[:, v], head.wide(v))
+            dhidden[part] = torch.where(here.good[:, None], dh, here.fill()[:, None]).to(hidden.dtype)
+        if sums is not None:
+            for v in head.slabs():
+                sums[v] += product(dz[:, v].t(), h)
+        if want_bias:
+            dbias[: head.vocab] += dz.sum(0)
+    return (
+        None if dhidden is None else dhidden.view(hidden.shape),
+        None if sums is None else sums.to(weight.dtype),
+        dbias.to(bias.dtype) if want_bias and bias is not None else None,
+    )
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in IEEE arithmetic, whatever PyTorch was told to do with fp32 products."""
+    settings: Any = torch.backends
+    ours = (settings.mkldnn if a.device.type == "cpu" else settings.cuda).matmul
+    exact = {settings.fp32_precision, ours.fp32_precision} <= {"none", "ieee"}
+    return a @ b if exact or a.dtype == torch.float64 else (a.double() @ b.double()).to(a.dtype)
+
+
+def head_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+) -> Head:
+    vocab = weight.shape[0] if vocab_size is None else vocab_size
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return Head(weight, bias, vocab, softcap, logit_scale, logits_dtype, dtype)
+
+
+def flat_rows(
+    hidden: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    ignore_index: int,
+    row_temperature: Tensor | None,
+    temperature: float,
+    head: Head,
+) -> Rows:
+    """Everything by rows (hidden states as a view wherever one exists)."""
+    N = token_ids.numel()
+    ids = token_ids.reshape(N)
+    live = live_rows(token_ids, mask, ignore_index).reshape(N)
+    good = live & (ids >= 0) & (ids < head.vocab)
+    each: Tensor | float = float(temperature)
+    if row_temperature is not None:
+        each = torch.where(good, row_temperature.reshape(N), 1.0) * temperature
+    return Rows(hidden.reshape(N, hidden.shape[-1]), ids, live, good, each)
+
+
+def chunks(rows: Rows, head: Head, workspace_bytes: int | None) -> list[slice]:
+    bytes_a_row = head.vocab * head.dtype.itemsize
+    step = max(1, (CHUNK_BYTES if workspace_bytes is None else workspace_bytes) // bytes_a_row)
+    return [slice(i, i + step) for i in range(0, rows.hidden.shape[0], step)]
+
+
+def _column(x: Tensor | float) -> Tensor | float:
+    return x if isinstance(x, float) else x[:, None]
