@@ -54,6 +54,24 @@ LSE_TRITON_1 = Numerics(
     "NVIDIA GPUs through Triton, each architecture and Triton version for itself; proven on H200",
 )
 
+LSE_1 = Numerics(
+    "lse/1",
+    "A log-sum-exp over fp32 logits as a tensor-core product leaves them in registers: tiles of 256 columns,"
+    " four lanes of a row in each, 33 splits whose bounds are a function of the row's length alone, lanes"
+    " joined at the end of a split and splits folded in ascending order; `exp2` and `log2` as Triton emits"
+    " them. Logits that come from a product are those of chain16; gradients that are sums are of seg16/512.",
+    "NVIDIA Hopper (sm_90), each Triton version for itself",
+)
+
+LINEAR_LSE_TRITON_1 = Numerics(
+    "linear-lse/triton-1",
+    "A product and a log-sum-exp over it: one chain of the hardware's matrix steps over ascending features,"
+    " tiles of 128 columns (64 for fp32 inputs) added by trees of halves with one rescaling a tile, splits of"
+    " 2048 columns folded in ascending order, no contraction of products and sums; `exp2` and `log2` as"
+    " Triton emits them for the device.",
+    "GPUs through Triton, each architecture and Triton version for itself",
+)
+
 NO_CLASS = Numerics(
     "none",
     "Accuracy, contract and repeatability, without a promise about bits.",
@@ -61,7 +79,7 @@ NO_CLASS = Numerics(
 )
 
 #: Every class by name.
-NUMERICS = {str(n): n for n in (CHAIN16, SEG16_512, LSE_TRITON_1, NO_CLASS)}
+NUMERICS = {str(n): n for n in (CHAIN16, SEG16_512, LSE_TRITON_1, LSE_1, LINEAR_LSE_TRITON_1, NO_CLASS)}
 
 
 def known_numerics(name: str | Numerics) -> Numerics:

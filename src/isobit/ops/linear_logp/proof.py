@@ -1,0 +1,231 @@
+"""What must be shown of `linear_logp`: its inputs are in `proof_inputs.py`, the truth and the errors of its
+classes in `proof_truth.py`, equal bits beyond those of every op in `proof_bits.py`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Proof
+from isobit.check.trial import in_fp64
+from isobit.ops.linear_logp import proof_inputs as inputs
+from isobit.ops.linear_logp import proof_truth as truth
+from isobit.ops.linear_logp import reference
+from isobit.ops.linear_logp.op import forward, linear_logp
+from isobit.ops.linear_logp.proof_bits import also
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+MB = 1 << 20
+
+#: What the backward holds of d-logits at a time, unless it is told otherwise.
+SLAB = 64 * MB
+
+
+# Calls
+
+
+def call(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
+    flags: dict[str, Any] = {"return_entropy": True, "return_lse": True, "validate": validate}
+    logp, entropy, lse = linear_logp(**_named(args), **flags, backend=backend)
+    return logp, truth.constant(entropy, logp) if inputs.keeps(args) else entropy, lse
+
+
+def call_alone(args: Args, backend: str | None) -> tuple[Tensor, ...]:
+    """Only the log-probabilities: not asking for the rest must not change their bits."""
+    return (linear_logp(**_named(args), backend=backend),)
+
+
+def _named(args: Args) -> Args:
+    """Arguments as the public function takes them: one for both kinds of temperature."""
+    given = dict(args)
+    each = given.pop("row_temperature")
+    return given if each is None else given | {"temperature": each}
+
+
+# Memory
+
+
+def memory(case: Case, backend: str, direction: str) -> int:
+    """Bytes beyond inputs, outputs and gradients."""
+    sizes = dict(case.dims)
+    V, D = sizes.pop("V"), sizes.pop("D")
+    N, item = math.prod(sizes.values()), case.dtype.itemsize
+    if backend == "reference":
+        rows = min(N * V, max(reference.CHUNK_BYTES // 4, V))
+        wide = min(V * D, max(reference.SLAB_ELEMENTS, D))
+        return 4 * (12 * rows + 3 * wide + V * D + 3 * N * D) + 256 * N + MB
+    packed = item * N * D if case.options.get("mask") else 0
+    if direction == "fwd":
+        # The sums of every split: on Hopper 33 of them. Portable kernels take as much as a slab at most.
+        return packed + 8 * MB + (SLAB if backend == "triton" else 0)
+    # Sums of dhidden between slabs; of the weight between chunks of rows, where kernels take those.
+    open_sums = 4 * N * D + (4 * 4096 * D if backend == "triton" else 0)
+    return packed + SLAB + open_sums + 64 * N + 8 * MB
+
+
+# Kernels
+
+
+def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args, Args]:
+    """Arguments of a forward and of its backward: with nothing optional, or with everything."""
+
+    def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    optional = ("bias", "mask", "row_temperature", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+    given = dict.fromkeys((*optional, "workspace_bytes"))
+    args: Args = {"hidden": empty(N, D, dtype=dtype), "weight": empty(V, D, dtype=dtype), **given}
+    args |= {"token_ids": empty(N, dtype=torch.int64), "ignore_index": inputs.IGNORE, "temperature": 1.0}
+    if full:
+        args |= {"bias": empty(V), "mask": empty(N, dtype=torch.bool), "row_temperature": empty(N)}
+        args |= {"logit_scale": 0.5, "logits_dtype": BF16}
+    ours = args | {"return_entropy": full, "return_lse": full, "return_stats": True, "keep": False}
+    theirs = args | {"stats": empty(2, N), "kept": None, "kept_scale": None, "dlogp": empty(N)}
+    theirs |= {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
+    return ours, theirs | {"want_hidden": True, "want_weight": True, "want_bias": full}
+
+
+def record_triton(launch: Any, dtype: torch.dtype) -> None:
+    """Nothing optional in one slab; then everything in two, which leaves sums open between them."""
+    from isobit.ops.linear_logp import kernels_triton, kernels_triton_bwd
+
+    for full in (False, True):
+        ours, theirs = _meta(dtype, 4096, 1024, 8192 if full else 2048, full)
+        more = {"softcap": 30.0} if full else {}
+        kernels_triton.linear_logp(**ours | more, launch=launch)
+        room = {"workspace_bytes": 4096 * 4096 * dtype.itemsize} if full else {}
+        kernels_triton_bwd.linear_logp_bwd(**theirs | more | room, launch=launch)
+        if dtype == F32:
+            return  # its tile is another, its branches are the same
+
+
+def record_hopper(launch: Any, dtype: torch.dtype) -> None:
+    """Nothing optional, everything, and probabilities that are kept."""
+    from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_bwd
+
+    narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
+    N, V = 4096, 131072
+    for full in (False, True):
+        ours, theirs = _meta(narrow, N, 2048, V, full)
+        kernels_hopper.linear_logp(launch=launch, **ours)
+        kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs)
+        if dtype == F32:
+            return
+    ours, theirs = _meta(narrow, N, 2048, V, False)
+    *_, kept, kept_scale = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
+    kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_scale": kept_scale})
+
+
+def bench() -> Any:
+    from isobit.ops.linear_logp.rivals import SERIES
+
+    return SERIES
+
+
+# What a check writes down
+
+
+def observe(device: torch.device) -> list[dict[str, Any]]:
+    """How far logp is from fp64 at logits of unit scale, by D: the law's bound is of the worst case."""
+    found = {}
+    for D in (64, 1024, 4096):
+        case = Case({"N": 256, "D": D, "V": 32768}, BF16, data="random")
+        args = inputs.make(case, device, InputOptions())
+        error = call_alone(args, None)[0].double() - truth.formula(in_fp64(args))[0]
+        found[D] = float(error.abs().max())
+    return [{"what": "largest error of logp at logits of unit scale, by D", "dtype": "bf16", "D": found}]
+
+
+# Cases
+
+# Kernels compile anew for every combination of options, and of sizes that are multiples of 16. That is what a
+# check on a GPU spends its time on, so the same few combinations come again.
+_SMALL = [
+    Case({"N": 32, "D": 48, "V": 272}, BF16),
+    Case({"N": 20, "D": 24, "V": 130}, F32, options={"mask": torch.bool, "bias": "own", "temperature": 0.7}),
+    Case({"N": 0, "D": 8, "V": 7}, F32),
+    Case({"N": 9, "D": 8, "V": 1}, BF16, options={"bias": "own"}),
+    Case({"B": 2, "T": 9, "D": 72, "V": 300}, F16, layout="shifted",
+         options={"each": True, "ids": torch.int32}),
+    Case({"N": 17, "D": 33, "V": 65}, BF16, layout="offset", options={"mask": torch.uint8, "bias": "own"}),
+    Case({"N": 32, "D": 16, "V": 272}, BF16, options={"vocab": 259, "bias": "own", "logits_dtype": BF16}),
+    Case({"N": 17, "D": 16, "V": 90}, F32, layout="padded", options={"softcap": 3.0, "logit_scale": 1.5}),
+    Case({"N": 32, "D": 16, "V": 304}, F16, options={"workspace_bytes": inputs.FULL, "mask": torch.bool}),
+    Case({"N": 32, "D": 16, "V": 704}, BF16, layout="apart",
+         options={"workspace_bytes": 1, "logit_scale": 0.5}),
+]  # fmt: skip
+
+
+def _heavy(
+    N: int, D: int, V: int, dtype: torch.dtype, data: str = "edge", gpu_gb: int = 16, **options: Any
+) -> Case:
+    """A case for a GPU: on a CPU its truth alone takes minutes."""
+    return Case({"N": N, "D": D, "V": V}, dtype, data, options=options, heavy=True, gpu_gb=gpu_gb)
+
+
+_HEAVY = [
+    _heavy(65537, 16, 257, BF16, "random", bias="own"),
+    _heavy(1, 896, 151936, BF16, "random"),
+    _heavy(80, 64, 151936, F16, mask=torch.bool, each=True, bias=F32),
+    _heavy(80, 4096, 1000, BF16, bias="own", temperature=0.7),
+    _heavy(208, 512, 50257, BF16, "random", logits_dtype=BF16, bias="own"),
+    _heavy(608, 1024, 8208, F16, workspace_bytes=inputs.FULL),
+    _heavy(304, 256, 5003, BF16, softcap=30.0, logit_scale=2.0),
+]
+
+_BITS = [
+    Case({"N": 300, "D": 136, "V": 1000}, BF16, options={"bias": "own"}),
+    _heavy(1100, 1024, 50257, BF16, "random", mask=torch.bool, each=True),
+    _heavy(530, 896, 151936, F16, "random", temperature=0.7),
+    _heavy(200, 72, 3000, F32, "random"),
+    # More than 2**31 logits: 32-bit offsets would show here.
+    _heavy(16500, 64, 131072, BF16, "random", gpu_gb=70),
+]
+
+_AGREE = [
+    Case({"N": 1100, "D": 136, "V": 1300}, BF16, options={"bias": "own"}),
+    _heavy(1300, 72, 3000, F16, mask=torch.bool, vocab=2700),
+    _heavy(300, 4096, 50257, BF16, "random", temperature=0.7),
+    _heavy(129, 896, 151936, BF16, "random", logits_dtype=BF16, bias="own"),
+]
+
+forward.proof = Proof(
+    op_class="logprob",
+    outputs=("logp", "entropy", "lse"),
+    grad_inputs=("hidden", "weight", "bias"),
+    make=inputs.make,
+    call=call,
+    call_alone=call_alone,
+    formula=truth.formula,
+    scale=truth.scale,
+    controls=[
+        Control("the vocabulary rolled by one column", inputs.rolled_vocabulary),
+        Control("another order of the groups of 16 features", inputs.other_groups_of_features),
+        Control("the vocabulary rolled, in dhidden", inputs.rolled_vocabulary, lambda cotangents: cotangents),
+    ],
+    padding=inputs.padding,
+    layouts=inputs.LAYOUTS,
+    lay_out=inputs.lay_out,
+    memory=memory,
+    cases=_SMALL + _HEAVY,
+    bit_cases=_BITS,
+    memory_cases=[
+        Case({"N": 64, "D": 64, "V": 300}, BF16, data="random"),
+        _heavy(4096, 2048, 50257, BF16, "random"),
+        _heavy(2048, 1024, 32768, BF16, "random", mask=torch.bool, bias="own"),
+    ],
+    mutants=inputs.MUTANTS,
+    bad_value=inputs.bad_value,
+    kernels={
+        "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
+        "triton": Kernels(record_triton),
+    },
+    bench=bench,
+    batch_sizes=(1, 2, 7, 63, 64, 65, 127, 128, 129, 256, 257),
+    agree_cases=_AGREE,
+    positive=("D", "V"),
+    observe=observe,
+    also=also,
+)

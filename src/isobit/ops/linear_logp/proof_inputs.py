@@ -1,0 +1,210 @@
+"""Inputs that would expose a wrong `linear_logp`: hidden states whose logits are of many kinds, rows and
+vocabulary that do not count, other layouts, and calls that must be refused."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Case, InputOptions, Mutant
+from isobit.ops.det_gemm.proof_inputs import in_other_groups
+from isobit.ops.linear_logp.op import kept_bytes, vocabulary
+
+IGNORE = -100
+NAN, INF = float("nan"), float("inf")
+
+#: Room for all probabilities of any case here.
+FULL = 1 << 37
+
+#: Hidden states as a view with holes, at every alignment, and starting inside of a 16-byte word; the weight
+#: with rows farther apart; d-logits in the narrowest slabs that there are.
+LAYOUTS = ("shifted", "padded", "offset", "apart", "narrow slabs")
+
+
+def make(case: Case, device: torch.device, options: InputOptions) -> Args:
+    """Inputs of a case. In every fourth row of a masked case the row does not count and holds NaN, as do the
+    rows of a weight that are padding."""
+    dims, chosen = dict(case.dims), case.options
+    V, D = dims.pop("V"), dims.pop("D")
+    lead, vocab = tuple(dims.values()), chosen.get("vocab", V)
+    N = math.prod(lead)
+    gen = torch.Generator().manual_seed(options.seed)
+    ids = torch.randint(0, vocab, (N,), generator=gen)
+    if case.data == "edge":
+        hidden, weight = (t.to(device, case.dtype) for t in _edge(ids, D, V, vocab, gen))
+    else:  # drawn where it will live: benchmark cases hold a billion numbers
+        there = torch.Generator(device).manual_seed(options.seed)
+        hidden, weight = (torch.empty(n, D, dtype=case.dtype, device=device) for n in (N, V))
+        for t in (hidden, weight):
+            t.normal_(generator=there) if case.data == "random" else t.fill_(options.constant)
+        weight.mul_(D**-0.5)
+    if options.token is not None:
+        ids = torch.full((N,), options.token % vocab)
+    args: Args = {"bias": _bias(case, V, ids, gen), "row_temperature": None, "mask": None}
+    if chosen.get("each"):
+        args["row_temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
+    if chosen.get("mask"):
+        index = torch.arange(N)
+        args["mask"] = (index % 4 != 3).to(chosen["mask"])
+        ids[index % 8 == 6] = IGNORE
+        dead = (index % 4 == 3) | (index % 8 == 6)
+        hidden[dead.to(device)] = NAN
+        if chosen.get("each"):
+            args["row_temperature"][dead] = NAN
+    weight[vocab:] = NAN
+    by_rows = {"token_ids": ids.to(chosen.get("ids", torch.int64)), "hidden": hidden}
+    by_rows |= {n: args[n] for n in ("mask", "row_temperature") if args[n] is not None}
+    args |= {n: t.to(device).reshape(*lead, *t.shape[1:]) for n, t in by_rows.items()}
+    args["bias"] = None if args["bias"] is None else args["bias"].to(device)
+    names = ("softcap", "logit_scale", "logits_dtype", "workspace_bytes")
+    args |= {"weight": weight, "ignore_index": IGNORE, "temperature": chosen.get("temperature", 1.0)}
+    args |= {name: chosen.get(name) for name in names} | {"vocab_size": chosen.get("vocab")}
+    return lay_out(args, case.layout)
+
+
+def _edge(ids: Tensor, D: int, V: int, vocab: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows that plain randn never shows, by turns; the chosen token sits where it hurts. The first feature
+    has the same weight in every token: what a hidden state has of it shifts all logits."""
+    hidden, weight = torch.randn(len(ids), D, generator=gen), torch.randn(V, D, generator=gen) / D**0.5
+    if D > 1:
+        weight[:, 0] = 1.0
+    last = vocab - 1
+    toward = weight / weight.square().sum(-1, keepdim=True)  # one of these adds 1 to the token's logit
+    for i in range(len(ids)):
+        kind = i % 8
+        if kind == 1:  # most of the mass in the last column: a dropped tail shows
+            hidden[i] += 12.0 * toward[last]
+            ids[i] = last
+        elif kind in (2, 3):  # exp overflows, or underflows, without max-subtraction
+            hidden[i, 0] = 200.0 if kind == 2 else -200.0
+        elif kind == 4:  # one logit dominates: logp of it is a tiny number
+            hidden[i] += 40.0 * toward[ids[i]]
+        elif kind == 5:  # ties
+            hidden[i] = 0.0
+            ids[i] = last
+        elif kind == 6:
+            hidden[i] *= 20.0
+        elif kind == 7:
+            hidden[i] *= 2.0**-10
+    return hidden, weight
+
+
+def _bias(case: Case, V: int, ids: Tensor, gen: torch.Generator) -> Tensor | None:
+    """With banned tokens, except where a rounding of the logits or a cap would make numbers of them."""
+    wanted = case.options.get("bias")
+    if wanted is None:
+        return None
+    bias = torch.randn(V, generator=gen)
+    if not {"logits_dtype", "softcap"} & set(case.options):
+        banned = torch.arange(V) % 7 == 3
+        banned[ids] = False
+        bias[banned] = -INF
+    bias[case.options.get("vocab", V) :] = INF
+    return bias.to(case.dtype if wanted == "own" else wanted)
+
+
+def keeps(args: Args) -> bool:
+    """Whether there is room for all probabilities. Kernels that keep them do not use them for the gradient of
+    the entropy, so where there is room the entropy is taken for a constant here."""
+    if args["workspace_bytes"] is None:
+        return False
+    return kept_bytes(args["token_ids"].numel(), vocabulary(args)) <= args["workspace_bytes"]
+
+
+# Changes that must change nothing
+
+
+def lay_out(args: Args, layout: str) -> Args:
+    """The same values under other strides and alignments, NaN between them; or in another workspace."""
+    if layout == "dense":
+        return args
+    if layout == "narrow slabs":
+        return args | {"workspace_bytes": 1}
+    hidden = args["hidden"]
+    *lead, D = hidden.shape
+    if layout == "apart":  # whole 16-byte words, as TMA reads them
+        wide = args["weight"].new_full((len(args["weight"]), D + 16), NAN)[:, :D]
+        return args | {"weight": wide.copy_(args["weight"])}
+    if layout == "shifted":  # hidden[:, :-1] of one token more
+        view = hidden.new_full((*lead[:-1], lead[-1] + 1, D), NAN)[..., :-1, :]
+    elif layout == "padded":
+        view = hidden.new_full((*lead, D + 5), NAN)[..., :D]
+    else:  # "offset"
+        view = hidden.new_full((*lead, D + 3), NAN)[..., 1 : D + 1]
+    return args | {"hidden": view.copy_(hidden)}
+
+
+def padding(args: Args, rows: int) -> Args:
+    """Rows to append that must change nothing: NaN, and not counting."""
+    mask, each = args["mask"], args["row_temperature"]
+    return {
+        "hidden": args["hidden"].new_full((rows, args["hidden"].shape[-1]), NAN),
+        "token_ids": args["token_ids"].new_full((rows,), IGNORE),
+        "mask": None if mask is None else mask.new_zeros(rows),
+        "row_temperature": None if each is None else each.new_full((rows,), NAN),
+    }
+
+
+# Changes that must change bits
+
+
+def rolled_vocabulary(args: Args) -> Args:
+    """Every token one column farther: the same mathematics, another order of the sums over tokens."""
+    V, ids = vocabulary(args), args["token_ids"]
+
+    def rolled(t: Tensor | None) -> Tensor | None:
+        return None if t is None else torch.cat([t[:V].roll(1, 0), t[V:]])
+
+    moved = torch.where((ids >= 0) & (ids < V), (ids + 1) % V, ids)
+    return args | {"weight": rolled(args["weight"]), "bias": rolled(args["bias"]), "token_ids": moved}
+
+
+def other_groups_of_features(args: Args) -> Args:
+    return args | {name: in_other_groups(args[name], -1) for name in ("hidden", "weight")}
+
+
+# Calls that must be refused
+
+
+def bad_value(args: Args) -> tuple[Args, int]:
+    """A live row with a token id one past the end."""
+    ids = args["token_ids"].clone()
+    ids.view(-1)[0] = vocabulary(args)
+    return args | {"token_ids": ids}, 0
+
+
+def _with(what: str, name: str, value: Any) -> Mutant:
+    """The call with another value of one argument, or what a function makes of the arguments."""
+    return Mutant(what, name, lambda args: args | {name: value(args) if callable(value) else value})
+
+
+def _no_features(args: Args) -> Args:
+    return args | {name: args[name][..., :0] for name in ("hidden", "weight")}
+
+
+MUTANTS = [
+    _with("temperature 0", "temperature", 0.0),
+    _with("temperature NaN", "temperature", NAN),
+    _with("a negative softcap", "softcap", -1.0),
+    _with("an infinite logit_scale", "logit_scale", INF),
+    _with("logits in fp64", "logits_dtype", torch.float64),
+    _with("no vocabulary", "vocab_size", 0),
+    _with("a vocabulary larger than the weight", "vocab_size", lambda a: len(a["weight"]) + 1),
+    _with("a negative workspace", "workspace_bytes", -1),
+    _with("a float mask", "mask", lambda a: torch.ones_like(a["token_ids"], dtype=torch.float32)),
+    _with("a mask that is too short", "mask", lambda a: a["token_ids"][1:] > 0),
+    _with("an integer weight", "weight", lambda a: a["weight"].int()),
+    _with("a weight of another dtype", "weight", lambda a: a["weight"].double()),
+    _with("a weight with one dimension", "weight", lambda a: a["weight"][0]),
+    _with("a weight without rows", "weight", lambda a: a["weight"][:0]),
+    Mutant("no features", "weight", _no_features),
+    _with("a short bias", "bias", lambda a: a["weight"][1:, 0].clone()),
+    _with("a bias in two dimensions", "bias", lambda a: a["weight"].clone()),
+    _with("an integer bias", "bias", lambda a: a["weight"][:, 0].int()),
+    _with("a bias of another dtype", "bias", lambda a: a["weight"][:, 0].double()),
+    _with("a bias on another device", "bias", lambda a: a["weight"][:, 0].to("meta")),
+    _with("temperatures for too few rows", "row_temperature", lambda a: a["hidden"][1:, 0].float()),
+    _with("integer temperatures", "row_temperature", lambda a: a["token_ids"].clone()),
+    _with("an ignore_index that ids cannot hold", "ignore_index", 2**70),
+]

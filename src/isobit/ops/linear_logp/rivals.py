@@ -1,0 +1,243 @@
+"""What people use instead of `linear_logp`, the shapes at which both are timed, and how fast is fast enough.
+
+Four series, for N tokens with D features and a vocabulary of V:
+
+    linear_logp          logp, without gradients
+    linear_logp_train    and the gradients of hidden states and weight
+    linear_logp_frozen   and that of the hidden states alone
+    linear_logp_kept     gradients as in training, with memory for all probabilities between the passes
+
+The baseline of all four is G, the time of one bare matrix product of that size: hidden states times weight in
+bf16, stored. It is no log-probability; it is the least that any of this can cost, once forward and three or
+four times with gradients. Products of odd sizes are slow in cuBLAS, so the vocabulary is filled up to a
+multiple of 64 for it: G at V = 50257 is that at 50304.
+
+Not here: the kernel of verl, which comes with that whole package and not alone.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isobit.bench.goals import Cell, Goal
+from isobit.bench.rival import Rival, cannot_import
+from isobit.bench.series import Pool, Series
+from isobit.bench.timing import copies_for
+from isobit.bench.truth import spread_evenly
+from isobit.check.proof import Args, Case, Cost
+from isobit.ops.linear_logp.op import forward, linear_logp
+from isobit.ops.linear_logp.proof_inputs import FULL
+
+#: (N, D, V). Vocabularies of GPT-2, as it is and filled up, Llama 3, DeepSeek V3, Qwen 2.5; two round ones.
+SHAPES = (
+    (4096, 2048, 32768), (4096, 2048, 50257), (4096, 2048, 50304), (4096, 2048, 131072),
+    (8192, 4096, 151936), (16384, 4096, 128256), (2048, 7168, 129280), (512, 896, 151936),
+)  # fmt: skip
+#: Vocabularies at which torch.compile is timed, D = 2048: it compiles for tens of seconds.
+COMPILED = (32768, 131072)
+
+BASELINE = "bare_gemm"
+
+#: In PyTorch from 2.13 on.
+_TORCH = "linear_cross_entropy"
+
+
+# Rivals
+
+
+class _Product(torch.autograd.Function):
+    """One product, of which a column goes on, so that a gradient can be asked for. The gradients are zeros
+    that nothing computes: what is timed is the product."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, filled: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, filled.t())[:, :1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+        return *(t.new_zeros(()).expand_as(t) if needed else None for t, needed in wanted), None
+
+
+def _bare(args: Args) -> Tensor:
+    out: Tensor = _Product.apply(args["hidden"], args["weight"], args["filled"])
+    return out
+
+
+def _filled(args: Args) -> Args:
+    """The weight with zeros up to a multiple of 64 rows."""
+    return args | {"filled": F.pad(args["weight"], (0, 0, 0, -len(args["weight"]) % 64))}
+
+
+def native(args: Args) -> Tensor:
+    log_p = (args["hidden"] @ args["weight"].t()).float().log_softmax(-1)
+    return log_p.gather(-1, args["token_ids"][:, None])[:, 0]
+
+
+def _cce(args: Args, **options: Any) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    loss = linear_cross_entropy(
+        args["hidden"], args["weight"], args["token_ids"], reduction="none", **options
+    )
+    return -loss
+
+
+def _liger(args: Args) -> Tensor:
+    """The sum over all tokens, a scalar. It computes gradients in its forward, where they are asked for."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, weight = args["hidden"], args["weight"]
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, args["token_ids"])
+
+
+def _torch(args: Args) -> Tensor:
+    linear_cross_entropy: Any = getattr(F, _TORCH)
+    return -linear_cross_entropy(args["hidden"], args["weight"], args["token_ids"], reduction="none")
+
+
+def _needs(module: str, case: Case, device: torch.device) -> str | None:
+    return "its kernels need a GPU" if device.type == "cpu" else cannot_import(module)
+
+
+def _in_torch(case: Case, device: torch.device) -> str | None:
+    return None if hasattr(F, _TORCH) else f"not in torch {torch.__version__}"
+
+
+def _worth_compiling(case: Case, device: torch.device) -> str | None:
+    if case.dims["V"] in COMPILED and case.dims["D"] == 2048:
+        return None
+    return f"compiled for D=2048 and V={' and '.join(map(str, COMPILED))} only"
+
+
+def _rivals(*more: Rival) -> dict[str, Rival]:
+    bare = Rival(BASELINE, _bare, directions=None, prepare=_filled)
+    return {rival.name: rival for rival in (bare, *more)}
+
+
+_OTHERS = (
+    Rival("native", native, directions=None),
+    Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True),
+    # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
+    Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy")),
+    Rival("liger", _liger, directions=None, available=partial(_needs, "liger_kernel.transformers")),
+    Rival("torch.lce", _torch, directions=None, available=_in_torch),
+)
+_EXACT = Rival("cce_exact", partial(_cce, filter_eps=None), directions=None,
+               available=partial(_needs, "cut_cross_entropy"))  # fmt: skip
+
+
+# The truth
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Log-probabilities in fp64: of some rows, and of all where only their sum can be judged."""
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return spread_evenly(len(self.ids), 64, self.ids.device)
+
+    @cached_property
+    def known(self) -> Tensor:
+        return _exact(self.hidden[self.rows], self.weight, self.ids[self.rows])
+
+    @cached_property
+    def total(self) -> float:
+        parts = zip(self.hidden.split(512), self.ids.split(512), strict=True)
+        return sum(float(_exact(h, self.weight, ids).sum()) for h, ids in parts)
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+        """Of a sum, the error a row. A product has no log-probabilities: no figure."""
+        found = result[0].detach()
+        if found.ndim == 2:
+            return math.inf
+        if found.ndim == 0:
+            return abs(float(found) - self.total) / len(self.ids)
+        return float((found[self.rows].double() - self.known).abs().max())
+
+
+def _exact(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """logp in fp64, a part of the vocabulary at a time."""
+    wide = hidden.double()
+    sums = [(wide @ part.double().t()).logsumexp(-1) for part in weight.split(16384)]
+    chosen = (wide * weight[ids].double()).sum(-1)
+    return chosen - torch.stack(sums).logsumexp(0)
+
+
+def _judge(args: Args) -> Sampled:
+    return Sampled(args["hidden"], args["weight"], args["token_ids"])
+
+
+# Series
+
+
+def _args(case: Case, pool: Pool, **options: Any) -> list[Args]:
+    """Logits of unit scale. The weights of a rotation together exceed the L2 cache several times."""
+    N, D, V = (case.dims[name] for name in "NDV")
+    hidden = pool.normal("hidden", N, D, dtype=case.dtype) * D**-0.5
+    gen = torch.Generator(pool.device).manual_seed(5)
+    ids = torch.randint(0, V, (N,), generator=gen, device=pool.device)
+    copies = range(copies_for(V * D * case.dtype.itemsize, pool.device))
+    weights = [pool.normal(f"weight {i}", V, D, dtype=case.dtype) for i in copies]
+    return [{"hidden": hidden, "weight": weight, "token_ids": ids, **options} for weight in weights]
+
+
+def _call(args: Args, backend: str | None) -> Tensor:
+    return linear_logp(**args, backend=backend)
+
+
+def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """Operands once a product, gradients once; as many products in the backward as there are gradients."""
+    N, D, V = (dims[name] for name in "NDV")
+    operands, flops = (N * D + V * D) * dtype.itemsize, 2 * N * D * V
+    return Cost(operands + 12 * N, products * operands, flops, products * flops)
+
+
+def _shape(op: str, chooses: Callable[[dict[str, int]], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
+    return lambda cell: cell.op == op and chooses(cell.sizes)
+
+
+#: As shares of the speed of one product: 1 / 1.02 and so on.
+GOALS = (
+    Goal("logp, D >= 2048",
+         _shape("linear_logp", lambda n: n["D"] >= 2048 and n["V"] % 64 == 0), mean=0.980, least=0.926),
+    Goal("logp, D = 896", _shape("linear_logp", lambda n: n["D"] == 896), least=0.833),
+    Goal("logp, V = 50257", _shape("linear_logp", lambda n: n["V"] == 50257), least=0.800),
+    Goal("logp and all gradients", _shape("linear_logp_train"), mean=0.227),
+    Goal("logp and the gradient of hidden states", _shape("linear_logp_frozen"), mean=0.303),
+    Goal("logp and all gradients, probabilities kept", _shape("linear_logp_kept"), mean=0.294),
+)  # fmt: skip
+
+
+def _series(name: str, inputs: tuple[str, ...], rivals: dict[str, Rival], **options: Any) -> Series:
+    def shared(case: Case) -> tuple[Any, ...]:
+        return (case.dims["D"], case.dims["V"], case.dtype)
+
+    return Series(
+        op=forward, name=name, make=partial(_args, **options), call=_call, cost=partial(_cost, len(inputs)),
+        cases=[Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES],
+        judge=_judge, rivals=rivals, inputs=inputs, directions=("fwd_bwd",) if inputs else ("fwd",),
+        shared=shared, against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (),
+    )  # fmt: skip
+
+
+SERIES: Sequence[Series] = (
+    _series("linear_logp", (), _rivals(*_OTHERS)),
+    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT)),
+    _series("linear_logp_frozen", ("hidden",), _rivals()),
+    _series("linear_logp_kept", ("hidden", "weight"), _rivals(), workspace_bytes=FULL),
+)
