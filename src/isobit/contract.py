@@ -273,7 +273,7 @@ class Contract:
         return spec.dtypes[0] if spec.dtypes and dtype not in spec.dtypes else dtype
 
     def empty_outputs(self, values: tuple[Any, ...], dims: dict[str, Any]) -> list[Tensor]:
-        """Outputs with the promised shapes and dtypes, uninitialised; those not asked for have no elements."""
+        """Outputs with the promised shapes and dtypes, uninitialised; those not asked for are empty."""
         outs = []
         for spec in self.outputs:
             if spec.like is not None:

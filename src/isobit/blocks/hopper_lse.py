@@ -259,8 +259,8 @@ class Slots:
             mask = mask.view(torch.uint8)
         launch(
             compact_kernel, (1,), self.rows, self.ids, self.scales, self.count,
-            token_ids.reshape(-1), unused if mask is None else mask.reshape(-1),
-            unused if row_temperature is None else row_temperature.reshape(-1),
+            token_ids.contiguous(), unused if mask is None else mask.contiguous(),
+            unused if row_temperature is None else row_temperature.contiguous(),
             N, self.capacity, ignore_index, scale,
             mask is not None, row_temperature is not None, pack, 1024, num_warps=8,
         )  # fmt: skip

@@ -60,13 +60,13 @@ def _constants(kernel: Any) -> tuple[bool, ...] | None:
 
 def _identity(value: Any, constant: bool) -> Any:
     """What of an argument a compiled kernel depends on. Layouts live as long as the process, so ids do."""
+    if isinstance(value, int):
+        return value if constant else None
     if constant:
-        return value if isinstance(value, int) else id(value)
+        return id(value)
     if isinstance(value, Tensor):
         return value.dtype
-    if hasattr(value, "block_shape"):
-        return value.base.dtype, *value.block_shape
-    return None
+    return value.base.dtype, *value.block_shape  # a TMA descriptor
 
 
 @dataclass

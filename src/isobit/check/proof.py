@@ -178,6 +178,6 @@ class Proof:
     positive: tuple[str, ...] = ()
     #: What a check writes down without judging it: (device) -> facts. Asked on GPUs only.
     observe: Callable[[torch.device], list[dict[str, Any]]] | None = None
-    #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they do
-    #: not apply. Part of the agree law.
+    #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they
+    #: do not apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None

@@ -294,7 +294,8 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
 def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch) -> Tensor:
     weights = torch.empty((4, slots.capacity), dtype=torch.float32, device=slots.rows.device)
     entropy, *grads = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
-    flat = [weights if t is None else t.reshape(-1) for t in (entropy, *grads)]
+    # The gradient of a sum is one number with strides of 0.
+    flat = [weights if t is None else t.contiguous() for t in (entropy, *grads)]
     launch(
         weigh_kernel, (slots.capacity // 128,), weights, slots.rows, slots.ids, slots.scales, slots.count,
         args["stats"], *flat, N, slots.capacity, V, factor, *(g is not None for g in grads), 128,
