@@ -2,17 +2,27 @@
 documents point at, and that examples run."""
 
 import ast
+import contextlib
 import doctest
 import inspect
+import io
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import isobit
+from isobit.check.request import small_args
+from isobit.numerics import NUMERICS
 from isobit.op import OPS
 
 ROOT = Path(__file__).parent.parent
@@ -146,13 +156,35 @@ def test_everything_exported_is_there() -> None:
     assert all(hasattr(isobit, name) for name in isobit.__all__)
 
 
-def test_every_op_folder_has_its_three_files() -> None:
+#: The ways that run on a CPU: plain PyTorch whose formula is the truth, or the exact arithmetic of a class.
+CPU_WAYS = {"reference.py", "model.py"}
+
+
+def test_every_op_folder_has_a_declaration_a_proof_and_a_cpu_way() -> None:
     folders = [p for p in (PACKAGE / "ops").iterdir() if p.is_dir() and p.name != "__pycache__"]
-    assert {p.name for p in folders} >= {"logp"}
+    assert {p.name for p in folders} >= {"logp", "det_gemm"}
     for folder in folders:
-        assert {"op.py", "reference.py", "proof.py"} <= {p.name for p in folder.iterdir()}, folder.name
+        files = {p.name for p in folder.iterdir()}
+        assert {"op.py", "proof.py"} <= files and CPU_WAYS & files, folder.name
         declared = {op.proof is not None for name, op in OPS.items() if name == folder.name}
-        assert declared == {True}, f"{folder.name}: the folder has the name of the op that people call"
+        assert declared == {True}, f"{folder.name}: the folder has the name of an op that people call"
+
+
+@pytest.mark.parametrize("name", PUBLIC_OPS)
+def test_the_cpu_way_of_an_op_serves_cpu_tensors(name: str) -> None:
+    op = OPS[name]
+    ways = {way.removesuffix(".py") for way in CPU_WAYS if (PACKAGE / "ops" / op.folder / way).is_file()}
+    assert op.explain(**small_args(op, torch.device("cpu"))).backend in ways
+    assert ways <= {backend.name for backend in op.backends}
+
+
+@pytest.mark.parametrize("name", PUBLIC_OPS)
+def test_every_numerics_class_is_known_and_on_the_page(name: str) -> None:
+    page = (ROOT / "docs" / "numerics.md").read_text()
+    for op in (OPS[name], OPS[name].backward):
+        for backend in op.backends if op is not None else ():
+            numerics = backend.numerics_on(torch.device("cpu"))
+            assert numerics in NUMERICS and f"`{numerics}`" in page, (name, backend.name)
 
 
 # Examples
@@ -171,6 +203,56 @@ def test_public_functions_have_an_example_that_runs(name: str) -> None:
 
 def test_there_are_public_functions() -> None:
     assert {"logp", "explain"} <= set(PUBLIC_FUNCTIONS)
+
+
+def blocks(page: str) -> list[tuple[str, str | None]]:
+    """(Python, what it prints or None) of every example on a page: a plain block after one is its output."""
+    found = re.findall(r"```python\n(.*?)```\n(?:```\n(.*?)```\n)?", (ROOT / page).read_text(), re.S)
+    return [(code, output or None) for code, output in found]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md"])
+def test_examples_on_pages_run(page: str) -> None:
+    found, scope = blocks(page), dict[str, Any]()
+    assert len(found) > 4 and any(output for _, output in found)
+    if page != "README.md":  # models, which have tests of their own; examples are what prints something
+        found = [(code, output) for code, output in found if output]
+    for code, output in found:  # each may use what those before it made
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="isobit: det_gemm")  # that the model is slow is known
+            exec(code, scope)
+        assert output is None or printed.getvalue() == output
+
+
+def test_the_op_of_the_guide_can_be_added_and_proven(tmp_path: Path) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    guide = page.partition("\n## Adding an op\n")[2].partition("\n## ")[0]
+    files = re.findall(r"\*\*\d\. [^`]*`(\w+\.py)`.*?```python\n(.*?)```", guide, re.S)
+    (tolerance,) = re.findall(r"```json\n(.*?)```", guide, re.S)
+    package = tmp_path / "isobit"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = package / "ops" / "margin"
+    folder.mkdir()
+    for name, text in files:
+        (folder / name).write_text(text)
+    assert {"op.py", "proof.py", "reference.py", "rivals.py", "__init__.py"} == {name for name, _ in files}
+    with (package / "__init__.py").open("a") as init:
+        init.write("from isobit.ops.margin import margin\n")
+    tolerances = package / "check" / "tolerances.json"
+    known = json.loads(tolerances.read_text())
+    known["classes"] |= json.loads(f"{{{tolerance}}}")
+    tolerances.write_text(json.dumps(known))
+
+    def isobit_command(*words: str) -> str:
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", "isobit", *words, "--op", "margin", "--device", "cpu"]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "all laws hold" in isobit_command("check")
+    assert "native" in isobit_command("bench", "--skip-check", "--direction", "fwd")
 
 
 # Documents
