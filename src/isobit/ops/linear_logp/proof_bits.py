@@ -69,6 +69,10 @@ def one_stream(trial: Trial) -> list[OutputCheck]:
     room = kept_bytes(N, vocabulary(args))  # with so much, probabilities would be kept
     for nbytes in (1, room // 5, room // 2):
         checks += same(f"workspace_bytes={nbytes}", args | {"workspace_bytes": nbytes}, cotangents)
+    # Who else wants a gradient does not show in those of rows.
+    for name in (name for name in whole if name in rows.args):
+        alone = replace(trial, only=(name,)).backward(args)[1]
+        checks.append(same_bits(f"gradient:{name}", alone[name], whole[name], "asked for alone"))
     # Controls
     turned = torch.cat(everyone.split(GROUP)[::-1])
     changed = gradients(rows.select(args, turned), rows.of_outputs(cotangents, turned))
