@@ -251,6 +251,31 @@ def write_results(path: Path) -> dict[str, Any]:
     return report
 
 
+def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_path: Path) -> None:
+    def a_row(size: int, impl: str, ms: float, extra: float | None) -> dict[str, Any]:
+        sizes = f"N={size} D={2 * size} V={3 * size} bf16"
+        return {"op": "linear_logp", "case": sizes, "direction": "fwd", "impl": impl, "ms": ms,
+                "method": "graph", "extra_mb": extra}  # fmt: skip
+
+    rows = [
+        a_row(size, *rest)
+        for size in (1, 2, 3)
+        for rest in (("isobit", 1.02, 4.3), ("bare_gemm", 1.0, 0.0), ("cce", 3.06, 530.0))
+    ]
+    rows += [a_row(4, "cce", 9.0, None)]  # neither ours nor the baseline: nothing to set beside
+    report = {"stamp": STAMP, "notes": [], "against": "bare_gemm", "rows": rows, "summary": []}
+    (tmp_path / "linear_logp.json").write_text(json.dumps(report))
+    found = tables.render_op(tmp_path / "linear_logp.json").splitlines()
+    assert found[:5] == [
+        "`linear_logp`",
+        "",
+        "| case | isobit ms | times bare_gemm | extra MB | cce ms |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| N=1 D=2 V=3 bf16 | 1.02 | 1.02 | 4.30 | 3.06 (3.00x, 530 MB) |",
+    ]
+    assert sum(line.startswith("| N=") for line in found) == 3
+
+
 def test_grids_show_the_share_of_the_baseline(tmp_path: Path) -> None:
     report = write_results(tmp_path / "det_gemm.json")
     assert tables.render_op(tmp_path / "det_gemm.json") == (

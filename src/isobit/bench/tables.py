@@ -4,8 +4,8 @@
     python -m isobit.bench.tables --check README.md     exits 1 if one of them is stale
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
-An op that is timed against one rival at many sizes gets grids of its share of that rival's speed instead of
-a line a case.
+An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
+sizes of one, else in a line a case, beside the other rivals and what memory each takes.
 """
 
 import argparse
@@ -77,15 +77,52 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
 
 
 def _grids(report: Report) -> str:
-    """What it amounts to, then a grid for each kind of call: one size down, the others across."""
+    """What it amounts to, then a grid for each kind of call: one size down, the others across. Where most of
+    a grid would be empty, a line a case."""
     against, found = report["against"], cells(report["rows"], report["against"])
     parts = [_goals(report["summary"], against)] if report["summary"] else []
     for op in dict.fromkeys(cell.op for cell in found):
         mine = [cell for cell in found if cell.op == op]
-        parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
+        down, *across = mine[0].sizes
+        room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})
+        if 2 * len(mine) >= room:
+            parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
+        else:
+            parts.append(f"`{op}`\n\n{_beside(report, op, against)}")
     if any(cell.other_bits for cell in found):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
+
+
+def _beside(report: Report, op: str, against: str) -> str:
+    """A line a case: ms, how many times the baseline's, extra MB; and of each rival ms, how many times ours,
+    and extra MB."""
+    groups: dict[str, dict[str, Row]] = {}
+    for row in report["rows"]:
+        if row["op"] == op:
+            groups.setdefault(row["case"], {})[row["impl"]] = row
+    impls = dict.fromkeys(name for group in groups.values() for name in group)
+    rivals = [name for name in impls if name not in ("isobit", against)]
+    lines = [["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]]
+    for case, group in groups.items():
+        if not {"isobit", against} <= set(group):
+            continue  # why is in the notes of the file
+        ours, base = group["isobit"], group[against]
+        line = [case, f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
+        for row in (group.get(name) for name in rivals):
+            shown = (
+                "-"
+                if row is None
+                else f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row)} MB)"
+            )
+            line.append(shown)
+        lines.append(line)
+    return _markdown(lines, left=1)
+
+
+def _megabytes(row: Row) -> str:
+    extra = row["extra_mb"]
+    return "-" if extra is None else f"{extra:.2f}" if extra < 10 else f"{extra:.0f}"
 
 
 def _goals(summary: Sequence[dict[str, Any]], against: str) -> str:

@@ -387,7 +387,7 @@ def linear_logp(
 
     Args:
         hidden: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
-            the last dimension contiguous: `hidden[:, :-1]` is read in place.
+            the last dimension contiguous; `hidden[:, :-1]` may be copied by a backend, 2 N D bytes.
         weight: [V, D], of the same dtype: the weight of the LM head.
         token_ids: [*], int32 or int64. In a row that counts an id outside of the vocabulary is a
             ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
