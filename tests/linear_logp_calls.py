@@ -130,6 +130,22 @@ def banned_tokens(call: Call) -> Call:
 
 EVERYTHING = {"softcap": 3.0, "logit_scale": 1.5, "vocab_size": 30, "mask": some, "temperature": each}
 
+
+def every_other_row(call: Call) -> Call:
+    """Everything with rows as a view with gaps, in which lies what must not be read."""
+
+    def spaced(t: Tensor) -> Tensor:
+        if t.ndim > 1:
+            return t
+        return torch.stack((t, torch.ones_like(t)), 1)[:, 0]
+
+    return call.rows(spaced)
+
+
+def one_token(call: Call) -> Call:
+    return replace(call, token_ids=torch.tensor(3).expand(call.token_ids.shape))
+
+
 CALLS: dict[str, Call] = {
     "fp32": make(7),
     "bf16": make(7, dtype=BF16),
@@ -155,6 +171,8 @@ CALLS: dict[str, Call] = {
     "no leading shape": make(),
     "three dimensions": make(2, 1, 3, mask=some, temperature=each),
     "shifted": shifted(make(2, 4, mask=some)),
+    "every other row": every_other_row(make(7, mask=some, temperature=each)),
+    "one token for all": one_token(make(5)),
     "several splits": make(3, D=3, V=2100, bias=F32),
     "banned tokens": banned_tokens(make(5, V=200, bias=F32)),
     "several tiles": make(70, D=70, V=70, bias=F32, mask=some),

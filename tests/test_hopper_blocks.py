@@ -104,6 +104,30 @@ def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:
     assert launch._constants(products.pack_kernel) is None
 
 
+def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:
+    """Triton types numbers by their value, and its launcher would cut one that does not fit."""
+    assert launch._identity(2**31, False) != launch._identity(2**31 - 1, False) == launch._identity(1, False)
+    assert launch._identity(0.5, True) != launch._identity(0.25, True)
+
+
+def test_packed_rows_are_apart_as_tma_wants_them() -> None:
+    seen = []
+    x, dy = empty(1, 128, 12).mT.contiguous().mT, empty(1, 128, 24)[:, :, :20]
+    rows, ints = empty(128, dtype=torch.int32), empty(2, dtype=torch.int32)
+    stream = products.Stream(rows, ints, ints, ints[:1])
+    assert products.why_not_token_product(x, dy) is None
+    products.token_product(x, dy, stream, None, launch=lambda *args, **options: seen.append(args))
+    (product,) = (args for args in seen if args[0] is products.sum_kernel)
+    boxes = [a for a in product if isinstance(a, hopper_pipe.TensorDescriptor)]
+    assert boxes and all(box.strides[0] * 2 % 16 == 0 for box in boxes)
+    assert all(box.strides[0] >= box.shape[1] for box in boxes)
+
+
+def test_a_descriptor_does_not_guess_the_stride_of_several_rows() -> None:
+    with pytest.raises(AssertionError, match="12 elements apart"):
+        hopper_pipe.descriptor(hopper_pipe.matrix(empty(128, 12)), 64, 64)
+
+
 def test_sizes_do_not_make_another_kernel_but_dtypes_boxes_and_constants_do() -> None:
     seen = []
 

@@ -393,3 +393,16 @@ def test_it_takes_the_arguments_of_the_op_in_their_order() -> None:
 
 def test_it_is_exported() -> None:
     assert isobit.linear_logp is linear_logp and "linear_logp" in isobit.__all__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": "x"}, {"weight": torch.tensor(1.0)}, {"bias": [1.0]},
+        {"workspace_bytes": "1G"}, {"vocab_size": "a"},
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_whatever_the_workspace(change: dict[str, Any]) -> None:
+    good = {"hidden": torch.randn(3, 4), "weight": torch.randn(5, 4), "token_ids": torch.tensor([1, 2, 3])}
+    with pytest.raises(ContractError):
+        linear_logp(**(good | {"workspace_bytes": 1} | change))

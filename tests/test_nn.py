@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
 import isobit
@@ -169,6 +170,33 @@ def test_layers_that_would_not_notice_are_not_swapped_silently() -> None:
     with pytest.warns(UserWarning, match="left as they are: 0: its forward was replaced on the object"):
         swap = swap_linear(m)
     assert swap.swapped == [] and swap.skipped["1"] == "it is a DetLinear already"
+
+
+def test_layers_that_are_never_called_are_not_swapped_silently() -> None:
+    """In evaluation PyTorch's encoder layer hands its weights to a fused kernel and calls none of them."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dtype=BF16), 1)
+    with pytest.warns(UserWarning, match="reads the weight without calling the layer"):
+        swap = swap_linear(encoder)
+    assert not swap.swapped and {"layers.0.linear1", "layers.0.linear2"} <= set(swap.skipped)
+
+
+def test_an_undo_does_not_overwrite_what_came_after() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4, dtype=BF16))
+    swap = swap_linear(model)
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    with pytest.raises(ContractError, match=r"Swap.undo: 1 is a Parametrized\w+ by now; undo that first"):
+        swap.undo()
+    assert type(model[0]) is DetLinear
+    torch.nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    swap.undo()
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
+def test_it_is_called_as_a_linear_layer_is() -> None:
+    layer = DetLinear(8, 4, dtype=BF16)
+    x = randn(3, 8)
+    assert torch.equal(layer(input=x), layer(x))
+    assert layer.to("meta")(x.to("meta")).shape == (3, 4)
 
 
 @pytest.mark.parametrize("thing", [DetLinear, swap_linear])

@@ -71,11 +71,13 @@ class DetLinear(nn.Linear):
         made.weight, made.bias = linear.weight, linear.bias
         return made.train(linear.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight = input, self.weight
         bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        kind = x.device.type
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if autocast and torch.float64 not in (x.dtype, weight.dtype):  # which autocast leaves alone
+            dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         elif weight.dtype not in (torch.bfloat16, torch.float16):
@@ -102,7 +104,11 @@ class Swap:
     _layers: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Make them `nn.Linear` again. Does nothing the second time."""
+        """Make them `nn.Linear` again. Does nothing the second time. A layer that something else has given
+        another class since (parametrize, FSDP) is an error, and none is touched: undo that first."""
+        for name, layer in zip(self.swapped, self._layers, strict=False):
+            if type(layer) is not DetLinear:
+                raise ContractError(f"Swap.undo: {name} is a {type(layer).__name__} by now; undo that first")
         for layer in self._layers:
             layer.__class__ = nn.Linear
             for option in ("out_dtype", "numerics", "backend"):
@@ -122,8 +128,9 @@ def swap_linear(
 
     The layers stay the objects that they were, with their parameters, hooks and names; only their class
     changes. So tied weights stay tied, and an optimizer or a wrapper that holds a layer still holds it.
-    A subclass of `nn.Linear` may do more than multiply, and a layer whose `forward` was replaced on the
-    object would not notice a new class: both are left as they are, listed in `skipped`, and warned about.
+    A subclass of `nn.Linear` may do more than multiply, a layer whose `forward` was replaced on the object
+    would not notice a new class, and PyTorch's own transformer layers do not call theirs: such layers are
+    left as they are, listed in `skipped`, and warned about.
 
     Args:
         model: any module; itself, if it is an `nn.Linear`, under the name "".
@@ -148,7 +155,7 @@ def swap_linear(
         raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     chosen, by_name = _chosen(linears, where)
-    reasons = {name: _cannot_swap(layer) for name, layer in chosen.items()}
+    reasons = {name: _cannot_swap(layer) or _not_called(model, name) for name, layer in chosen.items()}
     found = Swap(skipped={name: reason for name, reason in reasons.items() if reason is not None})
     if found.skipped:
         text = "; ".join(f"{name}: {reason}" for name, reason in found.skipped.items())
@@ -175,6 +182,14 @@ def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Lin
         rule = f"no linear layer {unknown[0]!r}; there are: {known}"
         raise ContractError(f"swap_linear(where: {names}): {rule}")
     return {name: linears[name] for name in names}, True
+
+
+def _not_called(model: nn.Module, name: str) -> str | None:
+    """PyTorch's own transformer layers read the weights of their linear layers in evaluation, past them."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if name and isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        return f"its {type(parent).__name__} reads the weight without calling the layer"
+    return None
 
 
 def _cannot_swap(layer: nn.Linear) -> str | None:

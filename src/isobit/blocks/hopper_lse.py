@@ -29,9 +29,6 @@ from isobit.blocks.launch import Launch
 COLUMNS = 256
 SPLITS = 33
 
-#: The token of a row that does not count.
-DEAD = -2
-
 LOG2E = math.log2(math.e)
 
 #: A thread's share of a tile, as (row, i, lane, parity): column = 8 i + 2 lane + parity.
@@ -49,7 +46,6 @@ LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, TILE.value)))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, LANES.value))
 
 _COLUMNS = gl.constexpr(COLUMNS)
-_DEAD = gl.constexpr(DEAD)
 
 
 def splits_of(V: int) -> int:
@@ -155,11 +151,12 @@ def store_split(
 
 @triton.jit
 def compact_kernel(
-    rows, ids, scales, count, token_ids, mask, row_temperature, N, capacity, ignore_index, scale,
+    rows, ids, scales, count, token_ids, mask, row_temperature, N, capacity, ignore_index, scale, V,
     HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each slot holds: the row it came from, its token, its scale. With PACK the rows that count, in the
-    caller's order, and holes of row -1 after them; without, every row in its own place. One program."""
+    """What each slot holds: the row it came from, its token, its scale. With PACK the rows that count and
+    have a token below V, in the caller's order, and holes of row -1 after them; without, every row in its
+    own place. The token of a hole or of a row that does not count is -2. One program."""
     seen = 0
     for first in range(0, N, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -170,9 +167,9 @@ def compact_kernel(
         slot = i
         taken = i < N
         if PACK:
-            slot = seen + tl.cumsum(live.to(tl.int32), 0) - 1
-            taken = live
-            seen += tl.sum(live.to(tl.int32), 0)
+            taken = live & (token >= 0) & (token < V)
+            slot = seen + tl.cumsum(taken.to(tl.int32), 0) - 1
+            seen += tl.sum(taken.to(tl.int32), 0)
         # A token that 32 bits cannot hold is outside of any vocabulary: -1 says so as well.
         known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
         tl.store(rows + slot, i, mask=taken)
@@ -193,6 +190,24 @@ def compact_kernel(
 
 
 @triton.jit
+def blank_kernel(
+    out, token_ids, mask, N, columns, ignore_index, V,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of out [N, columns] that have no slot: 0 if they do not count, else NaN."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(token_ids + i, mask=i < N, other=0)
+    live = token != ignore_index
+    if HAS_MASK:
+        live = live & (tl.load(mask + i, mask=i < N, other=0) != 0)
+    blank = (i < N) & ((live == 0) | (token < 0) | (token >= V))
+    value = tl.where(live, float("nan"), 0.0)[:, None] + tl.zeros((ROWS, COLUMNS), tl.float32)
+    at = out + i.to(tl.int64)[:, None] * columns + j[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=blank[:, None] & (j < columns)[None, :])
+
+
+@triton.jit
 def merge_kernel(
     logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, capacity, V, splits, factor,
     ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,8 +220,8 @@ def merge_kernel(
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)
-    for split in range(splits):
-        at = partial + split.to(tl.int64) * 3 * capacity + slot
+    at = partial + slot
+    for _ in range(splits):
         m1 = tl.load(at, mask=inside, other=0.0)
         s1 = tl.load(at + capacity, mask=inside, other=1.0)
         top = tl.maximum(m, m1)
@@ -221,6 +236,7 @@ def merge_kernel(
             t = old + tl.where(r1 == 0.0, 0.0, r1 * tl.fma(d1, s1, t1))
         s = tl.fma(s, r, s1 * r1)
         m = top
+        at += 3 * capacity
     LN2: tl.constexpr = 0.6931471805599453
     token = tl.load(ids + slot, mask=inside, other=-2)
     live = token != -2
@@ -245,24 +261,35 @@ class Slots:
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
-        ignore_index: int, scale: float, pack: bool, launch: Launch,
+        ignore_index: int, scale: float, V: int, pack: bool, launch: Launch,
     ) -> None:  # fmt: skip
         N = token_ids.numel()
         device = token_ids.device
-        self.packed = pack
+        self.packed, self.ignore_index, self.V = pack, ignore_index, V
         self.capacity = -(-N // 128) * 128
         ints = torch.empty(2 * self.capacity + 1, dtype=torch.int32, device=device)
         self.rows, self.ids, self.count = ints[: self.capacity], ints[self.capacity : -1], ints[-1:]
         self.scales = torch.empty(self.capacity, dtype=torch.float32, device=device)
-        unused = self.count
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
+        self._tokens = token_ids.contiguous()
+        self._mask = None if mask is None else mask.contiguous()
         launch(
             compact_kernel, (1,), self.rows, self.ids, self.scales, self.count,
-            token_ids.contiguous(), unused if mask is None else mask.contiguous(),
-            unused if row_temperature is None else row_temperature.contiguous(),
-            N, self.capacity, ignore_index, scale,
+            self._tokens, self.count if mask is None else self._mask,
+            self.count if row_temperature is None else row_temperature.contiguous(),
+            N, self.capacity, ignore_index, scale, V,
             mask is not None, row_temperature is not None, pack, 1024, num_warps=8,
+        )  # fmt: skip
+
+    def blank(self, out: Tensor, launch: Launch) -> None:
+        """What no slot will write of a matrix with a row for every row: 0 where it does not count, NaN where
+        its token is none."""
+        N, columns = len(out), out[0].numel()
+        mask = self.count if self._mask is None else self._mask
+        launch(
+            blank_kernel, (-(-N // 64), -(-columns // 256)), out, self._tokens, mask, N, columns,
+            self.ignore_index, self.V, self._mask is not None, 64, 256,
         )  # fmt: skip
 
     def merge(
@@ -271,12 +298,18 @@ class Slots:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits."""
         N = shape.numel()
-        fresh = torch.zeros if self.packed else torch.empty  # packed: rows that do not count stay 0
 
-        def new(wanted: bool, *more: int) -> Tensor | None:
-            return fresh((*more, *shape), dtype=torch.float32, device=partial.device) if wanted else None
+        def new(wanted: bool) -> Tensor | None:
+            if not wanted:
+                return None
+            made = torch.empty(shape, dtype=torch.float32, device=partial.device)
+            if self.packed:
+                self.blank(made.view(N, 1), launch)
+            return made
 
-        out = (new(True), new(entropy), new(lse), new(stats, 2))
+        kept = torch.zeros if self.packed else torch.empty  # nobody reads those of a row that has no slot
+        m_and_s = kept((2, *shape), dtype=torch.float32, device=partial.device) if stats else None
+        out = (new(True), new(entropy), new(lse), m_and_s)
         launch(
             merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
             partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity, V, splits_of(V),

@@ -161,6 +161,7 @@ class Pipe:
         for s in gl.static_range(STAGES):
             mbarrier.init(ready.index(s), count=1)
             mbarrier.init(empty.index(s), count=MULTIPLIERS)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
         tiles_n = gl.cdiv(N, COLUMNS)
         spans = gl.where(spans == 0, tiles_n, gl.minimum(spans, tiles_n))
         return Pipe(
@@ -288,6 +289,7 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
     down, size = m.down, m.base.element_size()
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
+        assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
         down = 16 * (m.columns * size // 16 + 1) // size
     layout = _shared_layout(rows, columns, m.base.dtype)
     return TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)

@@ -42,7 +42,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: 
     if constant is None:
         kernel[grid](*args, **options)
         return
-    key = (id(kernel), args[0].device.index, *map(_identity, args, constant))
+    key = (id(kernel), args[0].device.index, *options.values(), *map(_identity, args, constant))
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, **options)
@@ -59,14 +59,15 @@ def _constants(kernel: Any) -> tuple[bool, ...] | None:
 
 
 def _identity(value: Any, constant: bool) -> Any:
-    """What of an argument a compiled kernel depends on. Layouts live as long as the process, so ids do."""
+    """What of an argument a compiled kernel depends on: of a number only whether 32 bits hold it. Layouts
+    live as long as the process, so their ids do."""
     if isinstance(value, int):
-        return value if constant else None
-    if constant:
-        return id(value)
+        return value if constant else -(2**31) <= value < 2**31
     if isinstance(value, Tensor):
         return value.dtype
-    return value.base.dtype, *value.block_shape  # a TMA descriptor
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return value.base.dtype, *value.block_shape
+    return value if isinstance(value, float) else id(value)
 
 
 @dataclass

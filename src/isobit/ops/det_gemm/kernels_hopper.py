@@ -16,7 +16,7 @@ computes the transpose and stores it transposed), so that 16 tokens do not pay f
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -104,7 +104,7 @@ def _microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
     return -(-tiles // sms) * slowest
 
 
-@cache
+@lru_cache(maxsize=4096)  # M is whatever the batch was
 def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
     """The tile for an M x N output. Swapped tiles store element by element: they are for few tokens, and for
     outputs that would leave most SMs idle. An fp32 tile can be staged at 128 columns only."""
@@ -312,7 +312,7 @@ def sum_kernel(
 
 @triton.jit
 def pack_kernel(
-    out, rows, source, stride_row, stride_column, columns,
+    out, rows, source, stride_out, stride_row, stride_column, columns,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this."""
@@ -322,7 +322,7 @@ def pack_kernel(
     inside = (j < columns)[None, :]
     at = row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
     values = tl.load(source + at, mask=(row >= 0)[:, None] & inside, other=0.0)
-    tl.store(out + slot[:, None] * columns + j[None, :], values, mask=inside)
+    tl.store(out + slot[:, None] * stride_out + j[None, :], values, mask=inside)
 
 
 # Launchers
@@ -396,11 +396,15 @@ def token_product(
 
 
 def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = None) -> Tensor:
-    """t's rows in the slots that `rows` gives them, a multiple of 64 slots; zeros where it is -1."""
+    """t's rows in the slots that `rows` gives them, a multiple of 64 slots; zeros where it is -1. Its own
+    rows are multiples of 16 bytes apart, so TMA can read it whatever t was like."""
     slots, columns = len(rows), t.shape[1]
-    out = t.new_empty(slots, columns) if out is None else out
+    if out is None:
+        apart = 16 // t.element_size()
+        out = t.new_empty(slots, -(-columns // apart) * apart)[:, :columns]
     grid = (slots // BLOCK, -(-columns // 256))
-    launch(pack_kernel, grid, out, rows, t, t.stride(0), t.stride(1), columns, BLOCK, 256)
+    strides = (out.stride(0), t.stride(0), t.stride(1))
+    launch(pack_kernel, grid, out, rows, t, *strides, columns, BLOCK, 256)
     return out
 
 

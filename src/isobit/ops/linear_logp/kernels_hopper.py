@@ -191,7 +191,7 @@ def forward_kernel(
 
 def why_not(args: dict[str, Any]) -> str | None:
     """Why these kernels cannot serve a call, or None."""
-    hidden, weight, V = args["hidden"], args["weight"], args["vocab_size"] or len(args["weight"])
+    hidden, weight = args["hidden"], args["weight"]
     D = hidden.shape[-1]
     if hidden.dtype not in (torch.bfloat16, torch.float16):
         return "tensor cores take bf16 and fp16; other dtypes are triton's"
@@ -199,8 +199,6 @@ def why_not(args: dict[str, Any]) -> str | None:
         return "softcap is triton's: the sums here fold it into no multiplication"
     if args["logit_scale"] is not None and args["logit_scale"] <= 0:
         return "a logit_scale that is not positive is triton's: it would turn maxima into minima"
-    if hidden.numel() == 0 or V == 0:
-        return "there is nothing to multiply"
     if D % 8 or not aligned_for_tma(matrix(weight)) or weight.stride(1) != 1:
         return f"TMA reads rows that are multiples of 16 bytes apart; D = {D} or weight's strides are not"
     return None
@@ -216,22 +214,27 @@ def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple
     """(slots of a call's rows, factor of its logits)."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     scale = LOG2E * factor / args["temperature"]
-    slots = Slots(
-        args["token_ids"],
-        args["mask"],
-        args["row_temperature"],
-        args["ignore_index"],
-        scale,
-        pack_rows,
-        launch,
-    )
+    V = args["vocab_size"] or len(args["weight"])
+    rows = (args["token_ids"], args["mask"], args["row_temperature"])
+    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch)
     return slots, factor
+
+
+def nothing(hidden: Tensor, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """The results of no rows."""
+    shape = hidden.shape[:-1]
+    wanted = (True, args["return_entropy"], args["return_lse"], args["return_stats"])
+    leads = ((), (), (), (2,))
+    made = [hidden.new_empty((*lead, *shape), dtype=torch.float32) for lead in leads]
+    return *(t if want else None for t, want in zip(made, wanted, strict=True)), None, None
 
 
 def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats, kept, kept_base)."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
+    if hidden.numel() == 0:
+        return nothing(hidden, args)
     rows = rows_for_tma(hidden)
     D = rows.shape[1]
     slots, factor = packed_slots(args, args["mask"] is not None or keep, launch)

@@ -99,6 +99,7 @@ class Slab:
     bias: gl.tensor
     desc: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
+    rows: gl.tensor
     capacity: gl.tensor
     first: gl.tensor
     V: gl.tensor
@@ -109,7 +110,21 @@ class Slab:
 
     @gluon.constexpr_function
     def __init__(
-        self, ids, scales, weights, bias, desc, staging, capacity, first, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY
+        self,
+        ids,
+        scales,
+        weights,
+        bias,
+        desc,
+        staging,
+        rows,
+        capacity,
+        first,
+        V,
+        LAYOUT,
+        ROUND,
+        HAS_BIAS,
+        ENTROPY,
     ):
         self.ids = ids
         self.scales = scales
@@ -117,6 +132,7 @@ class Slab:
         self.bias = bias
         self.desc = desc
         self.staging = staging
+        self.rows = rows
         self.capacity = capacity
         self.first = first
         self.V = V
@@ -155,6 +171,7 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
         if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
             g = gl.load(slab.weights + 3 * slab.capacity + row)[:, None]
             dz = gl.where(column[None, :] == token[:, None], dz + g, dz)
+        dz = gl.where((row < slab.rows)[:, None], dz, 0.0)  # a hole has the bias for logits: 2^u may be inf
         put_tile(dz, slab.desc, slab.staging, block * 2 + WHICH, n, WHICH)
     tma.store_wait(0)
 
@@ -171,7 +188,20 @@ def slab_kernel(
     shape: gl.constexpr = [2] + out_desc.block_type.shape
     staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     slab = Slab(
-        ids, scales, weights, bias, out_desc, staging, capacity, first, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY
+        ids,
+        scales,
+        weights,
+        bias,
+        out_desc,
+        staging,
+        rows,
+        capacity,
+        first,
+        V,
+        LAYOUT,
+        ROUND,
+        HAS_BIAS,
+        ENTROPY,
     )
     gl.warp_specialize(
         [(_differentiate, (0, pipe, slab)), (_differentiate, (1, pipe, slab)), (load_tiles, (pipe,))],
@@ -196,7 +226,8 @@ def kept_kernel(
     base = tl.load(kept_base + lane, mask=there, other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
     e = tl.load(kept + slot * tiles * 256 + first + column, mask=there, other=0.0).to(tl.float32)
-    dz = e * moved * tl.load(weights + capacity + slot)
+    # A lane that had seen nothing but -inf has no base: its e are 0, whatever they are moved by.
+    dz = tl.where(e == 0.0, 0.0, e * moved) * tl.load(weights + capacity + slot)
     hit = first + column == tl.load(ids + slot)
     dz = tl.where(hit, dz + tl.load(weights + 3 * capacity + slot), dz)
     tl.store(out + slot * stride + column, dz.to(out.dtype.element_ty), mask=column < width)
@@ -243,6 +274,9 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     V = args["vocab_size"] or len(weight)
     kept = args["kept"] if args["dentropy"] is None else None  # entropy's gradient needs the logits again
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
+    if hidden.numel() == 0:
+        wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
+        return tuple(torch.zeros_like(t) if want else None for t, want in wanted)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
     # Sums over tokens run over packed rows; dH alone needs none, unless it would help.
@@ -261,9 +295,9 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         if unused is not None:
             unused[V:].zero_()
     steps = (slots.count + 63) // 64 if want_weight else None
-    room = args["workspace_bytes"] or WORKSPACE
+    room = WORKSPACE if args["workspace_bytes"] is None else args["workspace_bytes"]
     if kept is not None:  # what they leave of it
-        room = max(room - kept.nbytes - args["kept_scale"].nbytes, WORKSPACE)
+        room -= kept.nbytes + args["kept_scale"].nbytes
     width = min(max(room // (2 * capacity) // SEGMENT, 1) * SEGMENT, -(-V // COLUMNS) * COLUMNS)
     dz = rows.new_empty(capacity, width)
     for first in range(0, V, width):
@@ -284,7 +318,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
             )
     if out is not None:
         if packed:
-            out.zero_()
+            slots.blank(out[:N], launch)
         grid = (capacity // 64, -(-D // 256))
         launch(unpack_kernel, grid, out, dh, slots.rows, slots.ids, slots.count, V, D, 64, 256)
         out = out[:N].view(hidden.shape)
@@ -298,7 +332,7 @@ def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, la
     flat = [weights if t is None else t.contiguous() for t in (entropy, *grads)]
     launch(
         weigh_kernel, (slots.capacity // 128,), weights, slots.rows, slots.ids, slots.scales, slots.count,
-        args["stats"], *flat, N, slots.capacity, V, factor, *(g is not None for g in grads), 128,
+        args["stats"].contiguous(), *flat, N, slots.capacity, V, factor, *(g is not None for g in grads), 128,
         enable_fp_fusion=False,
     )  # fmt: skip
     return weights

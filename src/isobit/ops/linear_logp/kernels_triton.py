@@ -309,7 +309,7 @@ def prepare(
 ) -> Call:
     lead, N = token_ids.shape, token_ids.numel()
     vocab = weight.shape[0] if vocab_size is None else vocab_size
-    ids = token_ids.reshape(N)
+    ids = token_ids.reshape(N).contiguous()  # a view of every k-th token would be read as its neighbours
     live = live_rows(token_ids, mask, ignore_index).reshape(N)
     good = live & (ids >= 0) & (ids < vocab)
     seen = good.cumsum(0)

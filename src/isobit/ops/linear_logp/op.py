@@ -338,7 +338,12 @@ backward.not_differentiable(
 def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None
 ) -> bool:
-    """Whether a backward can follow for which there is room to keep all probabilities."""
+    """Whether a backward can follow for which there is room to keep all probabilities. The contract has not
+    been checked yet: what breaks it keeps nothing, and is refused in a moment."""
+    tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
+    numbers = isinstance(workspace_bytes, int) and isinstance(vocab_size, int | None)
+    if not (tensors and numbers and hidden.ndim and weight.ndim):
+        return False
     followed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if not (followed and torch.is_grad_enabled()):
         return False
@@ -405,7 +410,8 @@ def linear_logp(
         vocab_size: rows of the weight from here on are padding: they take no part, and get zero gradients.
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
             differentiable.
-        workspace_bytes: how much memory gradients of logits may take in the backward; None is 64 MB. Where
+        workspace_bytes: how much memory gradients of logits may take in the backward; None is 64 MB. What a
+            kernel needs at least it takes (hopper: 512 columns, 1 KB a row). Where
             that does not hold those of the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it.
             The size changes no bits, with one exception: where it holds all probabilities, the hopper
             backend keeps them from the forward, in 16 bits, and computes no logits a second time. That

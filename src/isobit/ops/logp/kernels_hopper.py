@@ -2,7 +2,7 @@
 
 It is here so that a fused and an unfused path can agree bit for bit: logits of `det_gemm` in fp32, read by
 this kernel into the registers in which a product would have left them, go through the same functions. The
-triton backend reads faster; this one serves when it is asked for, by name or by class.
+triton backend reads faster; this one serves when it is asked for by name.
 """
 
 from typing import Any
@@ -62,8 +62,6 @@ def why_not(args: dict[str, Any]) -> str | None:
     logits = args["logits"]
     if logits.dtype == torch.float64:
         return "logits are fp64; the kernels compute in fp32"
-    if logits.numel() == 0:
-        return "there is nothing to read"
     if _rows(logits) is None:
         return f"its rows are not a fixed distance apart: strides {logits.stride()}"
     return None
@@ -85,7 +83,11 @@ def logp(
     z = _rows(logits)
     assert z is not None
     N, V = z.shape
-    slots = Slots(token_ids, mask, None, ignore_index, LOG2E / temperature, False, launch)
+    if N == 0:
+        wanted = ((True, ()), (return_entropy, ()), (return_lse, ()), (return_stats, (2,)))
+        made = (z.new_empty((*lead, *token_ids.shape), dtype=torch.float32) for _, lead in wanted)
+        return tuple(t if want else None for t, (want, _) in zip(made, wanted, strict=True))  # type: ignore
+    slots = Slots(token_ids, mask, None, ignore_index, LOG2E / temperature, V, False, launch)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=z.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
     launch(

@@ -1,0 +1,120 @@
+"""The rows that Hopper kernels work on: what is packed, what is left blank, and what a bad token may reach.
+
+The kernels that do this are plain Triton, so the interpreter runs them here, in one child process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+NAN = float("nan")
+
+
+def interpreted() -> dict[str, Any]:
+    """Everything that the tests below look at, computed with Triton in its interpreter."""
+    from isobit.blocks.hopper_lse import LOG2E, Slots
+    from isobit.blocks.launch import run
+    from isobit.ops.det_gemm.kernels_hopper import pack
+    from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+
+    V, N = 256, 6
+    tokens = torch.tensor([5, 1000, -100, 7, -3, 9])  # 1 and 4 are no tokens of this vocabulary
+    mask = torch.tensor([1, 1, 1, 1, 1, 0])  # neither is counted: 2, by its token, and 5
+    found: dict[str, Any] = {}
+
+    def slots_of(ids: torch.Tensor, mask: torch.Tensor | None, packed: bool) -> Slots:
+        return Slots(ids, mask, None, -100, LOG2E, V, packed, run)
+
+    slots = slots_of(tokens, mask, True)
+    found["packed"] = [slots.rows[:4].tolist(), slots.ids[:4].tolist(), slots.count.item()]
+    strided = torch.stack((tokens, tokens + 1), 1)[:, 0]
+    found["strided"] = slots_of(strided, mask[:, None].expand(N, 2)[:, 0], True).ids[:4].tolist()
+    own = slots_of(tokens, mask, False)
+    found["in place"] = [own.rows[:7].tolist(), own.ids[:7].tolist(), own.count.item()]
+
+    out = torch.full((N, 3), 8.0)
+    slots.blank(out, run)
+    found["blank"] = out[:, 0].tolist()
+
+    # Sums of one split in which every logit of a row was the row's own number.
+    partial = torch.zeros(1, 3, slots.capacity)
+    partial[0, 0, :2], partial[0, 1, :2] = torch.tensor([2.0, 3.0]), float(V)
+    picked = torch.full((slots.capacity,), NAN)
+    picked[:2] = torch.tensor([2.0, 3.0])
+    logp, _, lse, stats = slots.merge(partial, picked, tokens.shape, V, 1.0, False, True, True, run)
+    assert lse is not None and stats is not None
+    found["logp"], found["lse"] = logp.tolist(), lse.tolist()
+    found["stats"] = stats[:, [0, 3]].tolist()
+
+    # d-logits from kept values: a hole, and a lane that saw nothing but -inf below a maximum of -150.
+    args = {
+        "entropy": None, "dlogp": torch.ones(1).expand(N), "dentropy": None, "dlse": None,
+        "stats": torch.tensor([[-150.0], [1.0]]).expand(2, N),
+    }  # fmt: skip
+    weights = backward._weigh(slots, args, N, V, 1.0, run)
+    kept = torch.zeros(slots.capacity, V, dtype=torch.bfloat16)
+    base = torch.zeros(slots.capacity, 1, 4)
+    kept[:, 1], base[:, 0, 0] = 1.0, -150.0
+    kept[2:] = float("inf")  # what lies in holes is anything
+    dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
+    backward._from_kept(dz, kept, base, slots, weights, 0, run)
+    found["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
+
+    # Rows whose length is no multiple of 16 bytes, packed for TMA.
+    source = torch.arange(5 * 12).reshape(5, 12).bfloat16()
+    taken = torch.full((64,), -1, dtype=torch.int32)
+    taken[:2] = torch.tensor([3, 1])
+    dense = pack(source, taken)
+    found["pack"] = [dense[:3].tolist(), dense.stride(0) * 2 % 16, source[[3, 1]].tolist()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_packed_rows_count_and_have_a_token(found: dict[str, Any]) -> None:
+    assert found["packed"] == [[0, 3, -1, -1], [5, 7, -2, -2], 2]
+    assert found["strided"] == [5, 7, -2, -2]  # whatever the strides of tokens and mask
+
+
+def test_rows_in_place_say_which_of_them_count(found: dict[str, Any]) -> None:
+    rows, ids, count = found["in place"]
+    assert rows == [0, 1, 2, 3, 4, 5, -1] and count == 6
+    assert ids == [5, 1000, -2, 7, -1, -2, -2]
+
+
+def test_what_has_no_slot_is_zero_or_nan(found: dict[str, Any]) -> None:
+    assert found["blank"] == pytest.approx([8.0, NAN, 0.0, 8.0, NAN, 0.0], nan_ok=True)
+
+
+def test_results_go_back_to_the_rows_they_are_of(found: dict[str, Any]) -> None:
+    log_v = torch.tensor(256.0).log().item()
+    assert found["logp"] == pytest.approx([-log_v, NAN, 0, -log_v, NAN, 0], nan_ok=True)
+    assert found["lse"] == pytest.approx([2 + log_v, NAN, 0, 3 + log_v, NAN, 0], nan_ok=True)
+    assert found["stats"] == [[2.0, 3.0], pytest.approx([256.0, 256.0])]
+
+
+def test_holes_and_empty_lanes_reach_no_gradient(found: dict[str, Any]) -> None:
+    nans, (first, second), holes = found["dz"]
+    assert nans == 0 and holes == 0
+    assert first == [-1.0, 1.0, 0.0] and second == [-1.0, 0.0, 1.0]
+
+
+def test_packed_rows_can_be_read_by_tma(found: dict[str, Any]) -> None:
+    (first, second, hole), apart, expected = found["pack"]
+    assert [first, second] == expected and not any(hole) and apart == 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted()))
