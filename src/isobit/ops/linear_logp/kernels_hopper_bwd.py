@@ -217,11 +217,11 @@ def kept_kernel(
     """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
     e 2^(base c - M) a + [v = token] g."""
     slot = tl.program_id(0).to(tl.int64)
-    inside = slot < tl.load(count)
+    read = tl.where(slot < tl.load(count), width, 0)  # columns; of a hole none
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
     j = tl.arange(0, 256)
     column = n[:, None] * 256 + j[None, :]
-    there = (column < width) & inside
+    there = column < read
     lane = (slot * tiles + first // 256 + n)[:, None] * 4 + (j % 8 // 2)[None, :]
     base = tl.load(kept_base + lane, mask=there, other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
