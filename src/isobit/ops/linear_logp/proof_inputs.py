@@ -19,7 +19,7 @@ FULL = 1 << 37
 
 #: Hidden states as a view with holes, at every alignment, and starting inside of a 16-byte word; the weight
 #: with rows farther apart; d-logits in the narrowest slabs that there are.
-LAYOUTS = ("shifted", "padded", "offset", "apart", "narrow slabs")
+LAYOUTS = ("shifted", "padded", "offset", "apart", "narrow slabs", "every other")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
@@ -121,6 +121,8 @@ def lay_out(args: Args, layout: str) -> Args:
         return args
     if layout == "narrow slabs":
         return args | {"workspace_bytes": 1}
+    if layout == "every other":  # what has one number a row, with another number after each
+        return args | {name: _every_other(args[name]) for name in ("token_ids", "mask", "row_temperature")}
     hidden = args["hidden"]
     *lead, D = hidden.shape
     if layout == "apart":  # whole 16-byte words, as TMA reads them
@@ -133,6 +135,10 @@ def lay_out(args: Args, layout: str) -> Args:
     else:  # "offset"
         view = hidden.new_full((*lead, D + 3), NAN)[..., 1 : D + 1]
     return args | {"hidden": view.copy_(hidden)}
+
+
+def _every_other(t: Tensor | None) -> Tensor | None:
+    return None if t is None else torch.stack((t, torch.ones_like(t)), -1)[..., 0]
 
 
 def padding(args: Args, rows: int) -> Args:
