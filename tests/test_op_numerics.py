@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import isobit
 from isobit import ContractError, UnsupportedError
 from isobit.contract import F32, Float
+from isobit.numerics import CHAIN16, SEG16_512
 from isobit.op import NONE, follow, op
 
 #: (op, backend, its arguments) of every backend that ran.
@@ -242,3 +244,10 @@ def test_meta_tensors_have_shapes_and_need_no_backend() -> None:
     out = double(x, x, None, None)
     out.sum().backward()
     assert list(out.shape) == [5] and out.device.type == "meta" and x.grad is not None and ran() == []
+
+
+def test_a_class_is_as_good_as_its_name() -> None:
+    x, weight = torch.ones(2, 16, dtype=torch.bfloat16), torch.ones(3, 16, dtype=torch.bfloat16)
+    assert torch.equal(isobit.det_linear(x, weight, numerics=CHAIN16), isobit.det_linear(x, weight))
+    with pytest.raises(ContractError, match="unknown numerics class"):
+        isobit.det_linear(x, weight, numerics=SEG16_512)

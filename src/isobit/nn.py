@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.contract import ContractError, describe
+from isobit.numerics import Numerics
 from isobit.ops.det_gemm import det_linear
 
 
@@ -45,7 +46,7 @@ class DetLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         out_dtype: torch.dtype | None = None,
-        numerics: str | None = None,
+        numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -57,7 +58,7 @@ class DetLinear(nn.Linear):
         linear: nn.Linear,
         *,
         out_dtype: torch.dtype | None = None,
-        numerics: str | None = None,
+        numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> "DetLinear":
         """A layer with the very parameters of `linear` (not copies: tied weights stay tied)."""
@@ -121,7 +122,7 @@ def swap_linear(
     where: Callable[[str, nn.Linear], bool] | Iterable[str] | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    numerics: str | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Swap:
     """Turn the `nn.Linear` layers of a model into `DetLinear`, in place.

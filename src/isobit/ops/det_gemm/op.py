@@ -26,7 +26,7 @@ from torch import Tensor
 
 from isobit.arch import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Half, Int, Mask, dtype_name
-from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512
+from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
 from isobit.op import Op, follow, op
 from isobit.ops.det_gemm import stream as token_stream
 
@@ -339,12 +339,16 @@ gemm_dw.not_differentiable(
 # What people call
 
 
+def _name(numerics: str | Numerics | None) -> str | None:
+    return str(numerics) if isinstance(numerics, Numerics) else numerics
+
+
 def det_gemm(
     a: Tensor,
     b: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    numerics: str | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """The product a b, in bits that do not depend on the batch.
@@ -374,7 +378,7 @@ def det_gemm(
         >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
         True
     """
-    return gemm(a, b, out_dtype, numerics, backend)
+    return gemm(a, b, out_dtype, _name(numerics), backend)
 
 
 def det_linear(
@@ -383,7 +387,7 @@ def det_linear(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    numerics: str | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """x weight^T + bias, in bits that do not depend on the batch: a drop-in for `F.linear`.
@@ -415,7 +419,7 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
-    return linear(x, weight, bias, out_dtype, numerics, backend)
+    return linear(x, weight, bias, out_dtype, _name(numerics), backend)
 
 
 def det_gemm_dw(
@@ -425,7 +429,7 @@ def det_gemm_dw(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     init: Tensor | None = None,
-    numerics: str | None = None,
+    numerics: str | Numerics | None = None,
     validate: bool | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -461,4 +465,4 @@ def det_gemm_dw(
         >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
         True
     """
-    return gemm_dw(x, dy, mask, cu_seqlens, init, numerics, validate, backend)
+    return gemm_dw(x, dy, mask, cu_seqlens, init, _name(numerics), validate, backend)
