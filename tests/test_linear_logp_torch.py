@@ -406,3 +406,10 @@ def test_bad_input_is_refused_whatever_the_workspace(change: dict[str, Any]) -> 
     good = {"hidden": torch.randn(3, 4), "weight": torch.randn(5, 4), "token_ids": torch.tensor([1, 2, 3])}
     with pytest.raises(ContractError):
         linear_logp(**(good | {"workspace_bytes": 1} | change))
+
+
+def test_explain_takes_the_arguments_of_the_call() -> None:
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([1, 2, 3])
+    assert (
+        isobit.explain("linear_logp", hidden, weight, ids, temperature=torch.ones(3)).backend == "reference"
+    )

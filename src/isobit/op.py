@@ -111,6 +111,8 @@ class Op:
     backends: list[Backend] = field(default_factory=list)
     rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
     value_rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
+    #: Arguments of the public function as those of the op, where one name means two things there.
+    translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     #: (args) -> sizes by name, for dimensions of outputs that no input has.
     sizes: Callable[[dict[str, Any]], dict[str, int]] | None = None
     backward: "Op | None" = None  # the op that is there for this one's derivative alone, if there is one
@@ -400,6 +402,7 @@ class Op:
             what = "given twice" if twice else "unknown"
             raise ContractError(f"{self.name}: argument(s) {what}: {', '.join(twice or unknown)}")
         given = dict(zip(names, positional, strict=False)) | named
+        given = given if self.translate is None else self.translate(given)
         values = tuple(given.get(p.name, p.default) for p in self.contract.params)
         self.contract.check_types(values)
         args, _ = self._validated(values, fake=True)

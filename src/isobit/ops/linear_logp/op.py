@@ -335,6 +335,16 @@ backward.not_differentiable(
 # What people call
 
 
+def _rows_have_their_own(args: dict[str, Any]) -> dict[str, Any]:
+    """A temperature that is a tensor is one for every row."""
+    if not isinstance(args.get("temperature"), Tensor):
+        return args
+    return args | {"row_temperature": args["temperature"], "temperature": 1.0}
+
+
+forward.translate = _rows_have_their_own
+
+
 def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None
 ) -> bool:
