@@ -56,7 +56,7 @@ __all__ = [
     "tma_store",
 ]  # fmt: skip
 
-# Triton 3.8 renamed the two copies.
+# Triton 3.9 has other names for the two copies than 3.6 and 3.7.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
