@@ -19,6 +19,7 @@ from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
 from isobit.ops.linear_logp import op
 from isobit.ops.linear_logp.op import KEPT_ROWS, backward, forward, kept_bytes, kept_sizes, linear_logp
+from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 from linear_logp_calls import (
     BF16,
     F16,
@@ -287,7 +288,7 @@ def test_probabilities_are_kept_only_where_they_fit_and_a_backward_follows(
     monkeypatch.setattr(forward, "backends", [replace(plain, run=spy)])
     call = make(4)
     room = kept_bytes(4, 33)
-    assert room == KEPT_ROWS * (256 * 2 + 16)
+    assert room == KEPT_ROWS * (256 * 2 + 16) + WORKSPACE_BYTES  # and a slab beside them
     for requires_grad, workspace in ((True, room), (True, room - 1), (True, None), (False, room)):
         hidden = call.hidden.detach().requires_grad_(requires_grad)
         linear_logp(hidden, call.weight, call.token_ids, workspace_bytes=workspace)

@@ -39,21 +39,21 @@ from triton.language.core import _aggregate as aggregate
 __all__ = [
     "LOADER_REGISTERS",
     "ROWS",
+    "Matrix",
     "Pipe",
     "TensorDescriptor",
     "accumulator_layout",
-    "aggregate",
     "aligned_for_tma",
     "descriptor",
-    "fence_async_shared",
     "gl",
     "gluon",
     "kernel",
     "load_tiles",
     "matrix",
     "operand_descriptor",
+    "put_tile",
+    "record",
     "tma",
-    "tma_store",
 ]  # fmt: skip
 
 # Triton 3.9 has other names for the two copies than 3.6 and 3.7.
@@ -74,7 +74,30 @@ def kernel(fn: Callable[..., None]) -> Any:
     return gluon.jit(fn, do_not_specialize=free)
 
 
+def record(cls: type) -> Any:
+    """A class whose annotations are what it holds inside kernels, given in their order."""
+    names = tuple(cls.__annotations__)
+    constant = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
+
+    def __init__(self, *values):  # Triton reads this too, and knows only plain targets of loops
+        for i in range(len(names)):
+            setattr(self, names[i], gl.constexpr(values[i]) if constant[i] else values[i])
+
+    cls.__init__ = gluon.constexpr_function(__init__)
+    return aggregate(cls)
+
+
 # Inside kernels
+
+
+@gluon.jit
+def put_tile(tile, desc, staging, row, column, WHICH: gl.constexpr):
+    """A multiplier's part of a tile, rounded, out through its own buffer and TMA."""
+    buffer = staging.index(WHICH)
+    tma.store_wait(0)  # the tile before has left the buffer
+    buffer.store(tile.to(desc.dtype))
+    fence_async_shared()
+    tma_store(desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -99,7 +122,7 @@ def _before(stage, STAGES: gl.constexpr):
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
-@aggregate
+@record
 class Pipe:
     """The ring, and the tiles that it serves: tiles_m x tiles_n of them, each `steps` steps of k long, every
     row of them cut into `spans` spans of equal length but for one tile."""
@@ -121,29 +144,6 @@ class Pipe:
     STEP: gl.constexpr
     STAGES: gl.constexpr
     GROUP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, a_desc, b_desc, a_ring, b_ring, ready, empty, tiles_m, tiles_n, spans, steps,
-        A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
-    ):  # fmt: skip
-        self.a_desc = a_desc
-        self.b_desc = b_desc
-        self.a_ring = a_ring
-        self.b_ring = b_ring
-        self.ready = ready
-        self.empty = empty
-        self.tiles_m = tiles_m
-        self.tiles_n = tiles_n
-        self.spans = spans
-        self.steps = steps
-        self.A_BY_K = gl.constexpr(A_BY_K)
-        self.B_BY_K = gl.constexpr(B_BY_K)
-        self.MULTIPLIERS = gl.constexpr(MULTIPLIERS)
-        self.COLUMNS = gl.constexpr(COLUMNS)
-        self.STEP = gl.constexpr(STEP)
-        self.STAGES = gl.constexpr(STAGES)
-        self.GROUP = gl.constexpr(GROUP)
 
     @gluon.jit
     def create(

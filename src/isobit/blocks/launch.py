@@ -19,8 +19,10 @@ Launch = Callable[..., None]
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch on the device of the first argument, on that device's current stream."""
+    """Launch on the device of the first argument, on that device's current stream. No programs, no launch."""
     device = args[0].device
+    if 0 in grid:
+        return
     if device.type == "cpu":
         kernel[grid](*args, **options)
     elif device.index == torch.accelerator.current_device_index():

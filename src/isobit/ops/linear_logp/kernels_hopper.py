@@ -34,18 +34,17 @@ from isobit.blocks.hopper_pipe import (
     ROWS,
     Pipe,
     accumulator_layout,
-    aggregate,
     aligned_for_tma,
     descriptor,
-    fence_async_shared,
     gl,
     gluon,
     kernel,
     load_tiles,
     matrix,
     operand_descriptor,
+    put_tile,
+    record,
     tma,
-    tma_store,
 )
 from isobit.blocks.launch import Launch, run
 from isobit.ops.det_gemm.kernels_hopper import Tile, pack
@@ -61,7 +60,7 @@ ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.flo
 # Forward
 
 
-@aggregate
+@record
 class Fold:
     """What the forward's multipliers read of the slots, and where their sums go."""
 
@@ -82,28 +81,6 @@ class Fold:
     ENTROPY: gl.constexpr
     KEEP: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, ids, scales, bias, partial, picked, kept_base, kept, staging, rows, capacity, V,
-        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP,
-    ):  # fmt: skip
-        self.ids = ids
-        self.scales = scales
-        self.bias = bias
-        self.partial = partial
-        self.picked = picked
-        self.kept_base = kept_base
-        self.kept = kept
-        self.staging = staging
-        self.rows = rows
-        self.capacity = capacity
-        self.V = V
-        self.LAYOUT = gl.constexpr(LAYOUT)
-        self.ROUND = gl.constexpr(ROUND)
-        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
-        self.ENTROPY = gl.constexpr(ENTROPY)
-        self.KEEP = gl.constexpr(KEEP)
-
     @gluon.jit
     def keep(self, e, m, block, n, row, inside, tiles, WHICH: gl.constexpr):
         """Store a tile's e, and what each lane subtracted."""
@@ -111,17 +88,7 @@ class Fold:
         at = (gl.expand_dims(row, 1).to(gl.int64) * tiles + n) * 4 + lane
         gl.store(self.kept_base + at, finite(m), mask=gl.expand_dims(inside, 1))
         tile = gl.convert_layout(gl.reshape(e, (ROWS, _COLUMNS)), self.LAYOUT)
-        put_tile(tile, self.kept, self.staging, block * 2 + WHICH, n, WHICH)
-
-
-@gluon.jit
-def put_tile(tile, desc, staging, rows_of_64, n, WHICH: gl.constexpr):
-    """64 x 256 values, rounded, out through shared memory and TMA."""
-    buffer = staging.index(WHICH)
-    tma.store_wait(0)  # the tile before has left the buffer
-    buffer.store(tile.to(desc.dtype))
-    fence_async_shared()
-    tma_store(desc, [rows_of_64 * ROWS, n * _COLUMNS], buffer)
+        put_tile(tile, self.kept, self.staging, (block * 2 + WHICH) * ROWS, n * _COLUMNS, WHICH)
 
 
 @gluon.jit
@@ -220,24 +187,17 @@ def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple
     return slots, factor
 
 
-def nothing(hidden: Tensor, args: dict[str, Any]) -> tuple[Tensor | None, ...]:
-    """The results of no rows."""
-    shape = hidden.shape[:-1]
-    wanted = (True, args["return_entropy"], args["return_lse"], args["return_stats"])
-    leads = ((), (), (), (2,))
-    made = [hidden.new_empty((*lead, *shape), dtype=torch.float32) for lead in leads]
-    return *(t if want else None for t, want in zip(made, wanted, strict=True)), None, None
-
-
 def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats, kept, kept_base)."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
-    if hidden.numel() == 0:
-        return nothing(hidden, args)
-    rows = rows_for_tma(hidden)
-    D = rows.shape[1]
+    shape, D = hidden.shape[:-1], hidden.shape[-1]
     slots, factor = packed_slots(args, args["mask"] is not None or keep, launch)
+    flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
+    if slots.capacity == 0:  # TMA knows no empty matrix
+        none = hidden.new_empty(0, dtype=torch.float32)
+        return *slots.merge(none, none, shape, V, factor, *flags, launch), None, None
+    rows = rows_for_tma(hidden)
     if slots.packed:
         rows = pack(rows, slots.rows, launch)
     tile, entropy, bias = TILE_STAGED if keep else _FOLD, args["return_entropy"], args["bias"]
@@ -261,6 +221,4 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         ROUND[args["logits_dtype"]], bias is not None, entropy, keep, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
-    flags = (entropy, args["return_lse"], args["return_stats"])
-    shape = args["token_ids"].shape
     return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base

@@ -28,7 +28,6 @@ from isobit.blocks.hopper_pipe import (
     ROWS,
     Pipe,
     accumulator_layout,
-    aggregate,
     descriptor,
     gl,
     gluon,
@@ -36,6 +35,8 @@ from isobit.blocks.hopper_pipe import (
     load_tiles,
     matrix,
     operand_descriptor,
+    put_tile,
+    record,
     tma,
 )
 from isobit.blocks.launch import Launch, run
@@ -45,13 +46,10 @@ from isobit.ops.linear_logp.kernels_hopper import (
     ROUND,
     TILE_STAGED,
     packed_slots,
-    put_tile,
     rows_for_tma,
     why_not,
 )
-
-#: Bytes of d-logits held at a time, unless the caller says otherwise.
-WORKSPACE = 64 << 20
+from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -89,7 +87,7 @@ def weigh_kernel(
     tl.store(weights + 3 * capacity + slot, tl.where(live, g * slope, 0.0))
 
 
-@aggregate
+@record
 class Slab:
     """What the backward's multipliers read of the slots, and the slab of d-logits that they leave."""
 
@@ -107,39 +105,6 @@ class Slab:
     ROUND: gl.constexpr
     HAS_BIAS: gl.constexpr
     ENTROPY: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        ids,
-        scales,
-        weights,
-        bias,
-        desc,
-        staging,
-        rows,
-        capacity,
-        first,
-        V,
-        LAYOUT,
-        ROUND,
-        HAS_BIAS,
-        ENTROPY,
-    ):
-        self.ids = ids
-        self.scales = scales
-        self.weights = weights
-        self.bias = bias
-        self.desc = desc
-        self.staging = staging
-        self.rows = rows
-        self.capacity = capacity
-        self.first = first
-        self.V = V
-        self.LAYOUT = gl.constexpr(LAYOUT)
-        self.ROUND = gl.constexpr(ROUND)
-        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
-        self.ENTROPY = gl.constexpr(ENTROPY)
 
 
 @gluon.jit
@@ -172,7 +137,7 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
             g = gl.load(slab.weights + 3 * slab.capacity + row)[:, None]
             dz = gl.where(column[None, :] == token[:, None], dz + g, dz)
         dz = gl.where((row < slab.rows)[:, None], dz, 0.0)  # a hole has the bias for logits: 2^u may be inf
-        put_tile(dz, slab.desc, slab.staging, block * 2 + WHICH, n, WHICH)
+        put_tile(dz, slab.desc, slab.staging, (block * 2 + WHICH) * ROWS, n * _COLUMNS, WHICH)
     tma.store_wait(0)
 
 
@@ -295,7 +260,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         if unused is not None:
             unused[V:].zero_()
     steps = (slots.count + 63) // 64 if want_weight else None
-    room = WORKSPACE if args["workspace_bytes"] is None else args["workspace_bytes"]
+    room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
     if kept is not None:  # what they leave of it
         room -= kept.nbytes + args["kept_scale"].nbytes
     width = min(max(room // (2 * capacity) // SEGMENT, 1) * SEGMENT, -(-V // COLUMNS) * COLUMNS)

@@ -28,15 +28,13 @@ from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
 from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset
+from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 from isobit.ops.logp.reference import live_rows
 
 LOG2E = math.log2(math.e)
 
 #: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)
-
-#: Bytes for dz in the backward, and for the splits' sums in the forward, unless the caller says otherwise.
-WORKSPACE_BYTES = 1 << 26
 
 #: Rows of tiles that are visited before the next column of tiles, so that they share operands in the cache.
 GROUP = tl.constexpr(8)

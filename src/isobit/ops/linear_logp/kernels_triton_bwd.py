@@ -28,7 +28,6 @@ from isobit.blocks.launch import Launch, run
 from isobit.blocks.triton_rows import row_offset
 from isobit.ops.linear_logp.kernels_triton import (
     TILES,
-    WORKSPACE_BYTES,
     compile_options,
     listed,
     logits_tile,
@@ -37,6 +36,7 @@ from isobit.ops.linear_logp.kernels_triton import (
     sizes_of,
     steps,
 )
+from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 
 #: Slots that one chain of dweight takes.
 SEGMENT = tl.constexpr(512)

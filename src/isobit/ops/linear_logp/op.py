@@ -200,9 +200,10 @@ KEPT_ROWS, KEPT_COLUMNS = 128, 256
 
 
 def kept_bytes(N: int, vocab: int) -> int:
-    """Memory that keeps the probabilities of N rows, in 16 bits, and what they are relative to."""
+    """Memory that keeps the probabilities of N rows, in 16 bits, what they are relative to, and beside them a
+    slab of gradients of the usual size."""
     rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
-    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS))
+    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + reference.WORKSPACE_BYTES
 
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
@@ -421,11 +422,11 @@ def linear_logp(
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
             differentiable.
         workspace_bytes: how much memory gradients of logits may take in the backward; None is 64 MB. What a
-            kernel needs at least it takes (hopper: 512 columns, 1 KB a row). Where
-            that does not hold those of the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it.
-            The size changes no bits, with one exception: where it holds all probabilities, the hopper
-            backend keeps them from the forward, in 16 bits, and computes no logits a second time. That
-            changes bits of gradients, so let it hold those of every batch, or of none.
+            kernel needs at least it takes (hopper: 512 columns, 1 KB a row). Where it does not hold those of
+            the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it. The size changes no bits,
+            with one exception: where it holds all probabilities and 64 MB, the hopper backend keeps them
+            from the forward, in 16 bits, and computes no logits a second time. That changes bits of
+            gradients, so let it hold those of every batch, or of none.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
         backend: force "hopper", "triton" or "reference"; None takes the first that can serve.

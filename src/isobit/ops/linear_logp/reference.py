@@ -12,10 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isobit.ops.logp.reference import formula as logp_formula
 from isobit.ops.logp.reference import live_rows
 
 #: Bytes of one [rows, V] temporary, unless `workspace_bytes` says otherwise; a few are alive at a time.
 CHUNK_BYTES = 1 << 26
+
+#: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
+#: the caller says otherwise.
+WORKSPACE_BYTES = 1 << 26
 
 #: Elements of the weight that are widened to fp32 at a time.
 SLAB_ELEMENTS = 1 << 24
@@ -39,7 +44,6 @@ def formula(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab = weight.shape[0] if vocab_size is None else vocab_size
     live = live_rows(token_ids, mask, ignore_index)
-    good = (token_ids >= 0) & (token_ids < vocab)
     # Replaced before the product, so that what a dead row holds reaches neither results nor gradients.
     h = torch.where(live[..., None], hidden.to(dtype), 0.0)
     z = h @ weight[:vocab].to(dtype).t()
@@ -53,15 +57,7 @@ def formula(
         z = softcap * torch.tanh(z / softcap)
     if row_temperature is not None:
         z = z / torch.where(live, row_temperature, 1.0)[..., None]
-    z = z / temperature
-    log_p = z.log_softmax(-1)
-    token = torch.where(good, token_ids, 0).long()
-    logp = log_p.gather(-1, token[..., None])[..., 0]
-    p = log_p.exp()
-    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)  # a banned token: 0 * -inf is 0 here
-    lse = z.logsumexp(-1)
-    nan = torch.where(good, 0.0, float("nan"))
-    return tuple(torch.where(live, x + nan, 0.0) for x in (logp, entropy, lse))  # type: ignore[return-value]
+    return logp_formula(z, token_ids, mask, ignore_index, temperature)
 
 
 # The backend

@@ -83,10 +83,6 @@ def logp(
     z = _rows(logits)
     assert z is not None
     N, V = z.shape
-    if N == 0:
-        wanted = ((True, ()), (return_entropy, ()), (return_lse, ()), (return_stats, (2,)))
-        made = (z.new_empty((*lead, *token_ids.shape), dtype=torch.float32) for _, lead in wanted)
-        return tuple(t if want else None for t, (want, _) in zip(made, wanted, strict=True))  # type: ignore
     slots = Slots(token_ids, mask, None, ignore_index, LOG2E / temperature, V, False, launch)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=z.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
