@@ -51,6 +51,21 @@ def interpreted() -> dict[str, Any]:
     found["logp"], found["lse"] = logp.tolist(), lse.tolist()
     found["stats"] = stats[:, [0, 3]].tolist()
 
+    # Three splits with maxima that rise, fall and are missing, from logits of which most are banned.
+    logits = torch.tensor([1.0, -2.0, 0.5, 7.0, 6.5, 3.0, -float("inf"), -float("inf")])
+    splits = (logits[:3], logits[3:6], logits[6:])
+    three = Slots(torch.tensor([3]), None, None, -100, LOG2E, 600, True, run)
+    partial = torch.zeros(3, 3, three.capacity)
+    for i, z in enumerate(splits):
+        u = (z - z.max().clamp(min=-1e9)) * LOG2E
+        e = u.exp2()
+        partial[i, :, 0] = torch.stack((z.max(), e.sum(), (e * u.clamp(min=-1000)).sum()))
+    merged = three.merge(partial, logits[3].expand(three.capacity), torch.Size([1]), 600, 1.0, True, True,
+                         False, run)  # fmt: skip
+    log_p = logits.log_softmax(0)
+    truth = (log_p[3], -(log_p.exp() * log_p.clamp(min=-1000)).sum(), logits.logsumexp(0))
+    found["merged"] = [[float(x) for x in merged[:3]], [float(x) for x in truth]]  # type: ignore[arg-type]
+
     # d-logits from kept values: a hole, and a lane that saw nothing but -inf below a maximum of -150.
     args = {
         "entropy": None, "dlogp": torch.ones(1).expand(N), "dentropy": None, "dlse": None,
@@ -103,6 +118,11 @@ def test_results_go_back_to_the_rows_they_are_of(found: dict[str, Any]) -> None:
     assert found["logp"] == pytest.approx([-log_v, NAN, 0, -log_v, NAN, 0], nan_ok=True)
     assert found["lse"] == pytest.approx([2 + log_v, NAN, 0, 3 + log_v, NAN, 0], nan_ok=True)
     assert found["stats"] == [[2.0, 3.0], pytest.approx([256.0, 256.0])]
+
+
+def test_splits_are_brought_to_one_maximum(found: dict[str, Any]) -> None:
+    merged, truth = found["merged"]
+    assert merged == pytest.approx(truth, rel=1e-6)
 
 
 def test_holes_and_empty_lanes_reach_no_gradient(found: dict[str, Any]) -> None:
