@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from isobit.blocks import hopper_pipe, launch
-from isobit.blocks.hopper_lse import COLUMNS, SPLITS, splits_of
+from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
 from isobit.ops.det_gemm import kernels_hopper as products
+from isobit.ops.det_gemm.stream import SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+from isobit.ops.linear_logp.slabs import slabs
 from isobit.ops.logp import kernels_hopper as logp
 
 BF16 = torch.bfloat16
@@ -16,6 +18,46 @@ SMS = 132  # of an H200
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# Slabs of d-logits
+
+CALLS = [  # slots, D, V, rows of dW that there are
+    (4096, 2048, 50257, 50257), (8192, 4096, 151936, 152064), (16384, 4096, 128256, 128256),
+    (512, 896, 151936, 151936), (128, 8, 1, 1), (128, 4096, 3000, 3000), (65536, 64, 700, 700),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20, 1 << 26, 1 << 40])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("slots", "D", "V", "rows"), CALLS)
+def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
+    slots: int, D: int, V: int, rows: int, frozen: bool, room: int
+) -> None:
+    plan = slabs(V, slots, D, room, 0 if frozen else rows, SMS)
+    assert [s.first for s in plan] == [0, *(s.end for s in plan[:-1])] and plan[-1].end == V
+    assert all(s.first % SEGMENT == 0 for s in plan)
+    for slab in plan:
+        assert slab.stride >= slab.end - slab.first
+        if slab.lent:  # behind the slab's own rows of dW, which are written while it is read
+            assert not frozen and slab.end * D + slots * slab.stride <= rows * D
+        else:
+            assert slots * slab.stride * 2 <= max(room, slots * SEGMENT * 2)
+
+
+def test_memory_of_the_gradient_makes_slabs_wider() -> None:
+    lent, own = (slabs(128256, 16384, 4096, 1 << 26, rows, SMS) for rows in (128256, 0))
+    assert lent[0].lent and lent[0].end > 10 * own[0].end and len(lent) < len(own) / 3
+
+
+def test_blocks_share_the_slots_that_are_taken() -> None:
+    slots = Slots(torch.zeros(300, dtype=torch.int64), None, None, -100, 1.0, 7, True, lambda *a, **k: None)
+    slots.count.fill_(130)
+    blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), None, None, 128)
+    assert [b.count.item() for b in blocks] == [128, 2, 0]
+    assert [len(b.hidden) for b in blocks] == [128, 128, 44]
+    assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]
+    assert all(b.weights.shape == (4, 128) and b.weights.stride(0) == 384 for b in blocks)
 
 
 # Tiles

@@ -77,7 +77,8 @@ def interpreted() -> dict[str, Any]:
     kept[:, 1], base[:, 0, 0] = 1.0, -150.0
     kept[2:] = float("inf")  # what lies in holes is anything
     dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
-    backward._from_kept(dz, kept, base, slots, weights, 0, run)
+    (block,) = backward._blocks(dz, slots, weights, kept, base, slots.capacity)
+    backward._from_kept(dz, block, 0, run)
     found["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
 
     # Rows whose length is no multiple of 16 bytes, packed for TMA.

@@ -10,11 +10,11 @@ with a, b, g of the row from the gradients of logp, entropy and lse; then
     dH += dz W[slab]       in segments of 512 of ascending v, folded in fp32 from slab to slab
     dW[slab] = dz^T H      in segments of 512 rows that count, packed
 
-both in class seg16/512, and a slab is a multiple of 512 wide, so its width changes no bit. Where the forward
-kept its e, one pass over them makes dz of all of [N, V], and no logits are computed again.
+both in class seg16/512. How wide a slab is (`slabs`) changes no bit. Where the forward kept its e, a pass
+over them makes dz, and no logits are computed again.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,7 +41,6 @@ from isobit.blocks.hopper_pipe import (
 )
 from isobit.blocks.launch import Launch, run
 from isobit.ops.det_gemm.kernels_hopper import pack, sum_into
-from isobit.ops.det_gemm.stream import SEGMENT
 from isobit.ops.linear_logp.kernels_hopper import (
     ROUND,
     TILE_STAGED,
@@ -50,6 +49,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     why_not,
 )
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import BLOCK_SLOTS, slabs
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -244,50 +244,86 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         return tuple(torch.zeros_like(t) if want else None for t, want in wanted)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
-    # Sums over tokens run over packed rows; dH alone needs none, unless it would help.
-    packed = want_weight or want_bias or args["mask"] is not None or kept is not None
+    # Sums over tokens run over packed rows, all together; dH alone needs neither.
+    over_tokens = want_weight or want_bias
+    packed = over_tokens or args["mask"] is not None or kept is not None
     slots, factor = packed_slots(args, packed, launch)
-    capacity = slots.capacity
-    out = rows.new_empty(capacity, D) if want_hidden else None
-    if packed:
-        # The packed rows lie where dhidden will, until it is written last.
-        rows = pack(rows, slots.rows, launch, out=out)
-    weights = _weigh(slots, args, N, V, factor, launch)
-    dh = torch.empty((capacity, D), dtype=torch.float32, device=rows.device) if want_hidden else None
+    height = slots.capacity if over_tokens else min(slots.capacity, BLOCK_SLOTS)
+    out = rows.new_empty(slots.capacity, D) if want_hidden else None
+    dh = rows.new_empty(height, D, dtype=torch.float32) if want_hidden else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
     dbias = torch.empty_like(bias) if want_bias else None
-    for unused in (dweight, dbias):
-        if unused is not None:
-            unused[V:].zero_()
+    if packed:
+        rows = pack(rows, slots.rows, launch, out=out)  # they lie where dhidden will
+    weights = _weigh(slots, args, N, V, factor, launch)
     steps = (slots.count + 63) // 64 if want_weight else None
     room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
     if kept is not None:  # what they leave of it
         room -= kept.nbytes + args["kept_scale"].nbytes
-    width = min(max(room // (2 * capacity) // SEGMENT, 1) * SEGMENT, -(-V // COLUMNS) * COLUMNS)
-    dz = rows.new_empty(capacity, width)
-    for first in range(0, V, width):
-        columns = min(width, V - first)
-        slab, part = dz[:, :columns], weight[first : first + columns]
-        if kept is None:
-            _slab(slab, rows, part, slots, weights, args, first, launch)
-        else:
-            _from_kept(slab, kept, args["kept_scale"], slots, weights, first, launch)
-        if dh is not None:
-            sum_into(dh, part, slab.t(), init=dh if first else None, rows=slots.count, launch=launch)
-        if dweight is not None:
-            sum_into(dweight[first : first + columns], rows, slab, steps=steps, launch=launch)
-        if dbias is not None:
-            grid = (-(-columns // 64),)
-            launch(
-                bias_kernel, grid, dbias[first:], slab, slots.count, columns, dz.stride(0), 64, num_warps=2
-            )
+    plan = slabs(V, height, D, room, len(weight) if want_weight else 0, sm_count(rows.device))
+    own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
+    # A packed row lies at its own place or before it. So, from the last block to the first, a block's rows of
+    # dhidden overwrite none that is still to be read.
+    for block in reversed(_blocks(rows, slots, weights, kept, args["kept_scale"], height)):
+        for slab in plan:
+            columns = slice(slab.first, slab.end)
+            memory = dweight.view(-1) if slab.lent and dweight is not None else own
+            dz = memory[-height * slab.stride :].view(height, slab.stride)
+            dz = dz[: len(block.rows), : slab.end - slab.first]
+            if kept is None:
+                _slab(dz, block, weight[columns], args, slab.first, launch)
+            else:
+                _from_kept(dz, block, slab.first, launch)
+            if dh is not None:
+                init = dh if slab.first else None
+                sum_into(dh, weight[columns], dz.t(), init=init, rows=block.count, launch=launch)
+            if dweight is not None:
+                sum_into(dweight[columns], rows, dz, steps=steps, launch=launch)
+            if dbias is not None:
+                _sum_bias(dbias[columns], dz, block, launch)
+        if out is not None:
+            grid = (len(block.rows) // 64, -(-D // 256))
+            launch(unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D, 64, 256)
     if out is not None:
+        out = out[:N]
         if packed:
-            slots.blank(out[:N], launch)
-        grid = (capacity // 64, -(-D // 256))
-        launch(unpack_kernel, grid, out, dh, slots.rows, slots.ids, slots.count, V, D, 64, 256)
-        out = out[:N].view(hidden.shape)
+            slots.blank(out, launch)
+        out = out.view(hidden.shape)
+    for padding in (dweight, dbias):
+        if padding is not None:
+            padding[V:].zero_()
     return out, dweight, dbias
+
+
+class Block(NamedTuple):
+    """Slots whose d-logits are made and used together."""
+
+    hidden: Tensor  # [slots, D], or fewer where the rest are holes
+    rows: Tensor  # [slots]
+    ids: Tensor
+    scales: Tensor
+    weights: Tensor  # [4, slots]: `weigh_kernel`'s
+    count: Tensor  # [1]: the slots that are taken
+    kept: Tensor | None  # [slots, C]: the forward's e
+    kept_base: Tensor | None
+
+
+def _blocks(
+    hidden: Tensor, slots: Slots, weights: Tensor, kept: Tensor | None, base: Tensor | None, height: int
+) -> list[Block]:  # fmt: skip
+    """All slots, `height` at a time."""
+    starts = range(0, slots.capacity, height)
+    counts = slots.count
+    if len(starts) > 1:
+        before = torch.arange(0, slots.capacity, height, dtype=torch.int32, device=counts.device)
+        counts = (counts - before).clamp(0, height)
+    made = []
+    for i, start in enumerate(starts):
+        own = slice(start, start + height)
+        of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
+        both = (None if t is None else t[own] for t in (kept, base))
+        made.append(Block(hidden[own], *of_slots, weights[:, own], counts[i : i + 1], *both))
+    return made
 
 
 def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch) -> Tensor:
@@ -303,31 +339,34 @@ def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, la
     return weights
 
 
-def _from_kept(
-    out: Tensor, kept: Tensor, base: Tensor, slots: Slots, weights: Tensor, first: int, launch: Launch
-) -> None:  # fmt: skip
+def _from_kept(out: Tensor, block: Block, first: int, launch: Launch) -> None:
+    assert block.kept is not None
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
-        kept_kernel, (slots.capacity, -(-tiles // 8)), out, kept, base, slots.ids, slots.scales, weights,
-        slots.count, slots.capacity, first, kept.shape[1] // COLUMNS, out.shape[1], out.stride(0), 8,
-        num_warps=4, enable_fp_fusion=False,
+        kept_kernel, (len(block.rows), -(-tiles // 8)), out, block.kept, block.kept_base, block.ids,
+        block.scales, block.weights, block.count, block.weights.stride(0), first,
+        block.kept.shape[1] // COLUMNS, out.shape[1], out.stride(0), 8, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _slab(
-    out: Tensor, rows: Tensor, weight: Tensor, slots: Slots, weights: Tensor, args: dict[str, Any],
-    first: int, launch: Launch,
+    out: Tensor, block: Block, weight: Tensor, args: dict[str, Any], first: int, launch: Launch
 ) -> None:  # fmt: skip
     tile, V, bias = TILE_STAGED, len(weight), args["bias"]
-    a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
+    a_desc, _ = operand_descriptor(matrix(block.hidden), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight), tile.columns, tile.step)
     at_launch, registers = tile.registers
-    tiles = slots.capacity // tile.rows * -(-V // COLUMNS)
+    tiles = len(block.rows) // tile.rows * -(-V // COLUMNS)
     launch(
-        slab_kernel, (min(tiles, sm_count(rows.device)),),
-        slots.ids, slots.scales, weights, weight if bias is None else bias, slots.count, slots.capacity,
-        first, V, -(-rows.shape[1] // tile.step), a_desc, b_desc, descriptor(matrix(out), 64, tile.columns),
-        tile.step, tile.stages, tile.group, accumulator_layout(tile.columns), ROUND[args["logits_dtype"]],
-        bias is not None, args["dentropy"] is not None, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        slab_kernel, (min(tiles, sm_count(out.device)),),
+        block.ids, block.scales, block.weights, weight if bias is None else bias, block.count,
+        block.weights.stride(0), first, V, -(-weight.shape[1] // tile.step), a_desc, b_desc,
+        descriptor(matrix(out), 64, tile.columns), tile.step, tile.stages, tile.group,
+        accumulator_layout(tile.columns), ROUND[args["logits_dtype"]], bias is not None,
+        args["dentropy"] is not None, registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _sum_bias(dbias: Tensor, dz: Tensor, block: Block, launch: Launch) -> None:
+    grid = (-(-len(dbias) // 64),)
+    launch(bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0), 64, num_warps=2)

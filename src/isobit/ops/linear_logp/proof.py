@@ -180,6 +180,8 @@ _BITS = [
     Case({"N": 300, "D": 136, "V": 1000}, BF16, options={"bias": "own"}),
     _heavy(1100, 1024, 50257, BF16, "random", mask=torch.bool, each=True),
     _heavy(530, 896, 151936, F16, "random", temperature=0.7),
+    # Several blocks of rows, where dhidden is asked for alone.
+    _heavy(9000, 72, 1300, BF16, "random", mask=torch.bool),
     _heavy(200, 72, 3000, F32, "random"),
     # More than 2**31 logits: 32-bit offsets would show here.
     _heavy(16500, 64, 131072, BF16, "random", gpu_gb=70),
