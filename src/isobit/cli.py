@@ -1,4 +1,4 @@
-"""The `isobit` command: check, bench, info."""
+"""The `isobit` command: check, memcheck, bench, info."""
 
 import json
 import re
@@ -24,6 +24,7 @@ from isobit.bench.report import show
 from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
 from isobit.check import report
+from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.request import Request, small_case
 from isobit.check.runner import FAIL, LAWS, Cell, default_backend, observations, run
@@ -207,6 +208,33 @@ def _write_results(
         facts = [fact for fact in seen if OPS[fact["op"]].folder == name]
         path.write_text(json.dumps(report.to_json(mine, device, commit, facts), indent=1) + "\n")
         say(f"wrote {path}")
+
+
+@app.command()
+def memcheck(
+    op: Annotated[Names, typer.Option(help="op; repeatable; all by default")] = None,
+    backend: Annotated[Names, typer.Option(help="backend; repeatable; all with kernels by default")] = None,
+    results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/memcheck_<op>.json")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds that one op and backend may take")] = 900.0,
+) -> None:
+    """Run the small cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
+    ops = _known("op", op or [], PUBLIC) or tuple(PUBLIC)
+    known = list(dict.fromkeys(b for name in ops for b in OPS[name].proof.kernels))
+    wanted = _known("backend", backend or [], known) or tuple(known)
+    print(f"isobit {isobit.__version__} memcheck; a minute or more each")
+    passed = True
+    for folder in dict.fromkeys(OPS[name].folder for name in ops):
+        names = [name for name in ops if OPS[name].folder == folder]
+        pairs = [(name, b) for name in names for b in wanted if b in OPS[name].proof.kernels]
+        found = under_sanitizer(pairs, commit, timeout, print)
+        passed = passed and found["passed"]
+        if results is not None:
+            path = results / results_folder(default_device()) / f"memcheck_{folder}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"wrote {path}")
+    raise typer.Exit(int(not passed))
 
 
 @app.command()

@@ -1,0 +1,179 @@
+"""No kernel touches memory that is not its own: an op's small cases under NVIDIA's compute-sanitizer.
+
+    isobit memcheck --op linear_logp
+
+A process of its own makes the calls, forward and backward: every small case as it is declared, and again with
+integers that are anything (token ids, masks and offsets from -2^63 to 2^63 - 1), which nobody validates on a
+GPU. Every tensor is an allocation of its own there, with padding behind it, so that one element too far is
+seen. What TMA moves is bounded by its descriptor, in hardware; the sanitizer judges all other accesses.
+
+First it must find the wrong write of a kernel that has one: a sanitizer that does not would prove nothing.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from isobit.arch import arch_key, default_device
+from isobit.check.proof import Args
+from isobit.check.trial import Trial, Unsupported
+from isobit.contract import ContractError
+from isobit.op import UnsupportedError, known_op
+from isobit.stamp import stamp
+
+SCHEMA = 1
+
+#: Exit code of a process in which the sanitizer found something.
+FOUND = 99
+
+#: Bytes behind every allocation that belong to nobody.
+PADDING = 1 << 16
+
+CONTROL = "--control"
+
+
+@dataclass
+class Run:
+    """One process under the sanitizer. `errors` is None if it has not said how many there are."""
+
+    op: str
+    backend: str
+    errors: int | None
+    calls: int
+    unsupported: int
+    seconds: float
+    passed: bool
+    summary: str
+
+
+def memcheck(
+    pairs: list[tuple[str, str]],
+    commit: str | None = None,
+    timeout: float = 900.0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The report on ops and backends: one process each, after the control."""
+    if shutil.which("compute-sanitizer") is None:
+        raise ContractError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
+    runs = []
+    for op, backend in [(CONTROL, ""), *pairs]:
+        found = _run(op, backend, timeout)
+        runs.append(found)
+        progress(f"  {'ok' if found.passed else 'FAIL':6s}{op} {backend}: {found.summary}, "
+                 f"{found.calls} calls, {found.seconds:.0f} s")  # fmt: skip
+        if op == CONTROL and not found.passed:
+            raise ContractError(f"compute-sanitizer has not found the control's wrong write: {found.summary}")
+    device = default_device()
+    head = {"schema": SCHEMA, "suite": "isobit memcheck", "stamp": stamp(device, commit), "tool": _version()}
+    return {**head, "passed": all(r.passed for r in runs), "runs": [asdict(r) for r in runs]}
+
+
+def _run(op: str, backend: str, timeout: float) -> Run:
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        log, out = Path(folder, "log"), Path(folder, "out")
+        command = [
+            "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", str(FOUND), "--padding",
+            str(PADDING), "--log-file", str(log), sys.executable, "-m", "isobit.check.memcheck", op, backend,
+        ]  # fmt: skip
+        env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        with out.open("w") as standard:
+            try:
+                done = subprocess.run(command, stdout=standard, stderr=standard, env=env, timeout=timeout)
+                code = str(done.returncode)
+            except subprocess.TimeoutExpired:
+                code = f"none, it was stopped after {timeout:.0f} s"
+        said = log.read_text() if log.exists() else ""
+        lines = out.read_text().splitlines()
+    statuses = [json.loads(line)["status"] for line in lines if line.startswith('{"case"')]
+    counted = re.search(r"ERROR SUMMARY: (\d+) error", said)
+    errors = int(counted[1]) if counted else None
+    if op == CONTROL:
+        passed, summary = bool(errors) and code == str(FOUND), f"{errors} errors, and there is one"
+    else:
+        passed, summary = errors == 0 and code == "0" and "ok" in statuses, f"{errors} errors"
+    if not passed:
+        summary += f", exit code {code}: {_first_error(said) or ' / '.join(lines[-3:])}"
+    calls, unsupported = statuses.count("ok"), statuses.count("UNSUPPORTED")
+    return Run(op, backend, errors, calls, unsupported, time.perf_counter() - start, passed, summary)
+
+
+def _first_error(said: str) -> str:
+    """What the sanitizer says first, and where."""
+    lines = [line.removeprefix("=========").strip() for line in said.splitlines()]
+    at = next((i for i, line in enumerate(lines) if line.startswith(("Invalid", "Program hit"))), None)
+    return "" if at is None else " / ".join(lines[at : at + 3])
+
+
+def _version() -> str:
+    done = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"[Vv]ersion\s+([\w.]+)", done.stdout)
+    return f"compute-sanitizer {found[1] if found else 'of unknown version'}"
+
+
+# In the process that the sanitizer watches
+
+
+def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
+    """Make the calls, and say which were made."""
+    op, device = known_op(op_name), default_device()
+    cases = [case for case in (*op.proof.cases, *op.proof.bit_cases) if not case.heavy]
+    for case in cases:
+        trial = Trial(op, backend, device, case, arch_key(device))
+        for what, change in {"": _as_declared, " with any integers": _any_integers}.items():
+            status = "ok"
+            try:
+                trial.backward(change(trial.args()), validate=False)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+            except (Unsupported, UnsupportedError):
+                status = "UNSUPPORTED"
+            yield {"case": case.name + what, "status": status}
+
+
+def _as_declared(args: Args) -> Args:
+    return args
+
+
+def _any_integers(args: Args) -> Args:
+    """The same call with the extremes of every integer type in turn, in place: strides stay what they are."""
+    for t in args.values():
+        if isinstance(t, torch.Tensor) and not t.is_floating_point() and t.dtype != torch.bool:
+            low, high = torch.iinfo(t.dtype).min, torch.iinfo(t.dtype).max
+            values = (low, -1, high, low + 1, 1 << 20, high - 1, -(1 << 31), (1 << 31) - 1, 1 << 31)
+            there = torch.tensor([v for v in values if low <= v <= high], dtype=t.dtype, device=t.device)
+            t.copy_(there.repeat(t.numel() // len(there) + 1)[: t.numel()].view(t.shape))
+    return args
+
+
+@triton.jit
+def _one_too_many(out, n):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 128)
+    tl.store(out + i, 1.0, mask=i <= n)
+
+
+def write_past_the_end() -> None:
+    """The control: one element too far."""
+    _one_too_many[(1,)](torch.empty(100, device=default_device()), 100)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == CONTROL:
+        write_past_the_end()
+    else:
+        for call in watched(*sys.argv[1:3]):
+            print(json.dumps(call), flush=True)
