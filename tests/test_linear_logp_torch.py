@@ -326,17 +326,17 @@ def record(
 
     hidden = empty(N, D, dtype=dtype) if hidden is None else hidden
     lead = hidden.shape[:-1]
-    bias = empty(V) if full or wants[2] else None
-    tensors = (hidden, empty(V, D, dtype=dtype), empty(*lead, dtype=torch.int64), bias,
-               empty(*lead, dtype=torch.bool) if full else None, empty(*lead) if full else None)  # fmt: skip
-    scalars = (-100, 1.0, 30.0, 2.0, BF16, None) if full else (-100, 1.0, None, None, None, None)
-    out, entropy, lse, stats = kernels.linear_logp(
-        *tensors, *scalars, full, full, True, False, None, launch=launch
-    )
-    grads = (out, entropy, lse) if full else (out, None, None)
-    kernels_bwd.linear_logp_bwd(
-        *tensors, stats, entropy, None, None, *grads, *scalars, *wants, None, launch=launch
-    )
+    args = {p.name: p.default for declared in (forward, backward) for p in declared.contract.params}
+    args |= {"hidden": hidden, "weight": empty(V, D, dtype=dtype)}
+    args |= {"token_ids": empty(*lead, dtype=torch.int64), "return_entropy": full, "return_lse": full}
+    args["bias"] = empty(V) if full or wants[2] else None
+    args |= zip(("want_hidden", "want_weight", "want_bias"), wants, strict=True)
+    if full:
+        args |= {"mask": empty(*lead, dtype=torch.bool), "row_temperature": empty(*lead)}
+        args |= {"softcap": 30.0, "logit_scale": 2.0, "logits_dtype": BF16}
+    logp, entropy, lse, stats = kernels.linear_logp(launch, **args)
+    args |= {"stats": stats, "entropy": entropy, "dlogp": logp, "dentropy": entropy, "dlse": lse}
+    kernels_bwd.linear_logp_bwd(launch, **args)
 
 
 @pytest.fixture(scope="module")

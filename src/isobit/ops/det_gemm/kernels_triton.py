@@ -10,15 +10,14 @@ Sizes choose the tile. A tile decides which program computes an output and how m
 does not decide which k share a step or in which order steps come, so all tiles give the same bits.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import INTERPRETED, narrow
+from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.det_gemm import stream as token_stream
 from isobit.ops.det_gemm.stream import Stream
 
@@ -26,21 +25,6 @@ SEGMENT = tl.constexpr(token_stream.SEGMENT)
 
 #: Rows of the stream that are loaded at once: a block of its tables.
 BLOCK_T = tl.constexpr(token_stream.BLOCK)
-
-#: Tiles of one column of outputs that are visited before the next column, so that what they share is still
-#: in the cache.
-GROUP = tl.constexpr(8)
-
-
-class Tile(NamedTuple):
-    """Rows and columns of the output, k at a time, warps, loads in flight."""
-
-    rows: int
-    cols: int
-    k: int
-    warps: int
-    stages: int
-
 
 #: Decode, a few rows or columns, and everything else. The last is the largest that fits an A100's shared
 #: memory three times. Untuned: on Hopper another backend is the fast one.
@@ -61,36 +45,15 @@ def tile_for(rows: int, cols: int) -> Tile:
     return TILES["small" if rows <= 64 or cols <= 64 else "large"]
 
 
-def compile_options(tile: Tile) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-    if torch.version.hip:
-        # One shape of matrix instruction for every tile, or the tile would decide how many k share a step;
-        # and one buffer, for a shared memory of 64 KB.
-        options |= {"matrix_instr_nonkdim": 16, "num_stages": 2}
-    return options
-
-
 @triton.jit
-def place(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(z, first row, first column) of this program's tile, walked in groups of GROUP rows of tiles."""
+def corner(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(z, first row, first column) of this program's tile."""
     tiles_m, tiles_n = tl.cdiv(rows, ROWS), tl.cdiv(cols, COLS)
     per_matrix = tiles_m.to(tl.int64) * tiles_n
     program = tl.program_id(0).to(tl.int64)
     z = program // per_matrix
-    tile = (program - z * per_matrix).to(tl.int32)
-    group = tile // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = tile - group * (GROUP * tiles_n)
-    return z, (group * GROUP + inside % height) * ROWS, inside // height * COLS
-
-
-@triton.jit
-def steps(left, right, acc):
-    """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
-    if INTERPRETED:
-        # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, acc)
+    tile_m, tile_n = place(tiles_m, tiles_n, (program - z * per_matrix).to(tl.int32))
+    return z, tile_m * ROWS, tile_n * COLS
 
 
 # `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
@@ -101,7 +64,7 @@ def product_tile(
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of out [Z, M, N] = a [Z, M, K] b [Z, K, N] + bias [N]."""
-    z, row0, col0 = place(M, N, ROWS, COLS)
+    z, row0, col0 = corner(M, N, ROWS, COLS)
     row = row0 + tl.arange(0, ROWS).to(tl.int64)
     col = col0 + tl.arange(0, COLS).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -131,7 +94,7 @@ def token_product_tile(
 
     A chain for every segment, folded in ascending order. Without tables all T rows count, as one sequence.
     """
-    z, row0, col0 = place(N, K, ROWS, COLS)
+    z, row0, col0 = corner(N, K, ROWS, COLS)
     n = row0 + tl.arange(0, ROWS).to(tl.int64)
     k = col0 + tl.arange(0, COLS).to(tl.int64)
     dy_at = dy + z * dy_sz + n[:, None] * dy_sn

@@ -28,6 +28,7 @@ from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
 from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset
+from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 from isobit.ops.logp.reference import live_rows
 
@@ -36,57 +37,17 @@ LOG2E = math.log2(math.e)
 #: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)
 
-#: Rows of tiles that are visited before the next column of tiles, so that they share operands in the cache.
-GROUP = tl.constexpr(8)
-
 #: Slots of a program of the kernel that folds splits.
 FOLD_ROWS = 128
 
-
-class Tile(NamedTuple):
-    """Rows and columns of a tile of outputs, how much of the summed dimension is loaded at once, warps, loads
-    in flight. The columns of a tile of logits take part in the order of sums, so the tile is a constant."""
-
-    rows: int
-    cols: int
-    k: int
-    warps: int
-    stages: int
-
-
-#: By bytes of an element. Untuned: on Hopper another backend is the fast one.
+#: By bytes of an element: constants, since the columns of a tile of logits take part in the order of sums.
+#: Untuned: on Hopper another backend is the fast one.
 TILES = {2: Tile(128, 128, 64, warps=8, stages=3), 4: Tile(64, 64, 32, warps=4, stages=2)}
 if INTERPRETED.value:  # which pays by the operation, and promises no bits
     TILES[4] = TILES[2]
 
 
-def compile_options(tile: Tile) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-    if torch.version.hip:
-        options |= {"matrix_instr_nonkdim": 16, "num_stages": 2}  # a shared memory of 64 KB
-    return options
-
-
 # Pieces of kernels
-
-
-@triton.jit
-def place(tiles_m, tiles_n):
-    """(row, column) of this program's tile, walked in groups of GROUP rows of tiles."""
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = program - group * (GROUP * tiles_n)
-    return group * GROUP + inside % height, inside // height
-
-
-@triton.jit
-def steps(left, right, acc):
-    """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
-    if INTERPRETED:
-        # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -190,7 +151,7 @@ def logp_splits(
 ):  # fmt: skip
     """(m, s, t) of a split of each slot from `first` on, into partials [3, splits, slots]; and the logit of
     its token, from the split that has it."""
-    tile, split = place(tl.cdiv(slots, ROWS), n_splits)
+    tile, split = place(tl.cdiv(slots, ROWS), n_splits, tl.program_id(0))
     live_slots = tl.load(count) - first
     if tile * ROWS >= live_slots:
         return
@@ -277,7 +238,9 @@ def logp_fold(
 class Call(NamedTuple):
     """What forward and backward prepare alike."""
 
-    vocab: int
+    N: int
+    D: int
+    V: int
     live: Tensor  # [N]: counts
     ids: Tensor  # [N]
     rows: Tensor  # [N], int32: the row of every slot
@@ -289,105 +252,65 @@ class Call(NamedTuple):
     hidden: Tensor  # walked as [outer, inner] rows
     walk: tuple[int, ...]  # inner, outer stride, inner stride
     transforms: tuple[float | None, ...]  # softcap, 1 / softcap, logit_scale
-    constants: dict[str, Any]
+    rounding: tl.dtype | None
+    tile: Tile
+    constants: dict[str, Any]  # of the tile: its sizes, and how kernels are compiled
 
 
-def prepare(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-) -> Call:
-    lead, N = token_ids.shape, token_ids.numel()
-    vocab = weight.shape[0] if vocab_size is None else vocab_size
+def prepare(args: dict[str, Any]) -> Call:
+    token_ids, softcap, temperature = args["token_ids"], args["softcap"], args["temperature"]
+    N, V = token_ids.numel(), args["vocab_size"] or len(args["weight"])
     ids = token_ids.reshape(N).contiguous()  # a view of every k-th token would be read as its neighbours
-    live = live_rows(token_ids, mask, ignore_index).reshape(N)
-    good = live & (ids >= 0) & (ids < vocab)
+    live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
+    good = live & (ids >= 0) & (ids < V)
     seen = good.cumsum(0)
     # The first row that makes it so many; past the last slot the search answers N, which no kernel reads.
-    rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=hidden.device)).int()
+    rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=ids.device)).int()
     scales = inverses = None
-    if row_temperature is not None:
+    if args["row_temperature"] is not None:
         # In fp64, as the numbers below are: a temperature gives the same bits either way.
-        each = row_temperature.reshape(N).double()
+        each = args["row_temperature"].reshape(N).double()
         scales, inverses = (LOG2E / each).float(), (1.0 / each).float()
-    inner, (hidden,), strides = row_strides(lead, (hidden,))
-    transforms = (softcap, None if softcap is None else 1.0 / softcap, logit_scale)
+    inner, (hidden,), strides = row_strides(token_ids.shape, (args["hidden"],))
+    transforms = (softcap, None if softcap is None else 1.0 / softcap, args["logit_scale"])
+    rounding = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[args["logits_dtype"]]
     tile = TILES[hidden.element_size()]
-    rounding = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[logits_dtype]
-    constants = {"LOGITS": rounding, **sizes_of(tile), **compile_options(tile)}
+    constants = {"ROWS": tile.rows, "COLS": tile.cols, "K": tile.k, **compile_options(tile)}
     return Call(
-        vocab, live, ids, rows, seen[-1:].int(), scales, inverses, LOG2E / temperature,
-        1.0 / temperature, hidden, (inner, *strides), transforms, constants,
+        N, hidden.shape[-1], V, live, ids, rows, seen[-1:].int(), scales, inverses, LOG2E / temperature,
+        1.0 / temperature, hidden, (inner, *strides), transforms, rounding, tile, constants,
     )  # fmt: skip
 
 
-def sizes_of(tile: Tile) -> dict[str, int]:
-    return {"ROWS": tile.rows, "COLS": tile.cols, "K": tile.k}
-
-
-def linear_logp(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    return_entropy: bool,
-    return_lse: bool,
-    return_stats: bool,
-    keep: bool,
-    workspace_bytes: int | None,
-    launch: Launch = run,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Forward launcher. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
-    call = prepare(
-        hidden, weight, token_ids, mask, row_temperature, ignore_index, temperature, softcap, logit_scale,
-        logits_dtype, vocab_size,
-    )  # fmt: skip
-    lead, N, D = token_ids.shape, token_ids.numel(), hidden.shape[-1]
+def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    call, weight, workspace_bytes = prepare(args), args["weight"], args["workspace_bytes"]
+    N, D, V, tile = call.N, call.D, call.V, call.tile
     # Rows that no kernel writes: 0 where they do not count, NaN where the token is not valid.
-    fill = torch.where(call.live, float("nan"), 0.0).view(lead)
-    out, entropy, lse, stats = fill, None, None, None
-    if return_entropy:
-        entropy = fill.clone()
-    if return_lse:
-        lse = fill.clone()
-    if return_stats:
-        stats = torch.stack((fill, torch.ones_like(fill)))
+    logp = torch.where(call.live, float("nan"), 0.0).view(args["token_ids"].shape)
+    entropy = logp.clone() if args["return_entropy"] else None
+    lse = logp.clone() if args["return_lse"] else None
+    stats = torch.stack((logp, torch.ones_like(logp))) if args["return_stats"] else None
+    results = (logp, entropy, lse, stats)
     if N == 0:
-        return out, entropy, lse, stats
-    splits, tile = triton.cdiv(call.vocab, SPLIT.value), TILES[hidden.element_size()]
-    sums = 3 if return_entropy else 2
+        return results
+    splits, sums = triton.cdiv(V, SPLIT.value), 2 if entropy is None else 3
     allowed = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     slots = min(N, max(1, allowed // (4 * sums * splits * tile.rows)) * tile.rows)
-    empty = partial(torch.empty, device=hidden.device, dtype=torch.float32)
+    empty = partial(torch.empty, device=logp.device, dtype=torch.float32)
     at_token, partials = empty(slots), empty(sums, splits, slots)
     for first in range(0, N, slots):
         launch(
             logp_splits, (triton.cdiv(slots, tile.rows) * splits,),
-            call.hidden, weight, bias, call.ids, call.rows, call.count, call.scales, at_token, partials,
-            call.scale, first, slots, call.vocab, D, triton.cdiv(D, tile.k), splits, *call.walk,
-            weight.stride(0), *call.transforms, ENTROPY=return_entropy,
+            call.hidden, weight, args["bias"], call.ids, call.rows, call.count, call.scales, at_token,
+            partials, call.scale, first, slots, V, D, triton.cdiv(D, tile.k), splits, *call.walk,
+            weight.stride(0), *call.transforms, LOGITS=call.rounding, ENTROPY=entropy is not None,
             LOG_COLS=tile.cols.bit_length() - 1, **call.constants,
         )  # fmt: skip
         launch(
             logp_fold, (triton.cdiv(slots, FOLD_ROWS),),
-            at_token, partials, call.rows, call.count, call.scales, call.inverses, out, entropy, lse, stats,
+            at_token, partials, call.rows, call.count, call.scales, call.inverses, *results,
             call.scale, call.inverse, first, slots, N, splits,
             ROWS=FOLD_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out, entropy, lse, stats
+    return results

@@ -17,6 +17,7 @@ Sums that a slab or a chunk leaves open wait in fp32, so the workspace cannot ch
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -26,16 +27,8 @@ from torch import Tensor
 from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.triton_rows import row_offset
-from isobit.ops.linear_logp.kernels_triton import (
-    TILES,
-    compile_options,
-    listed,
-    logits_tile,
-    place,
-    prepare,
-    sizes_of,
-    steps,
-)
+from isobit.blocks.triton_tiles import place, steps
+from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 
 #: Slots that one chain of dweight takes.
@@ -56,7 +49,7 @@ def dlogits_tile(
     LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """dz [slots, width]: gradients of the logits, as they come out of the product, of one slab and chunk."""
-    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(width, COLS))
+    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(width, COLS), tl.program_id(0))
     live_slots = tl.load(count) - first
     if tile * ROWS >= live_slots:
         return
@@ -115,7 +108,7 @@ def dhidden_tile(
 ):  # fmt: skip
     """A tile of dz weight. The chain goes on from open_sums [slots, D], and back into it, except in the FIRST
     and in the LAST slab."""
-    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(D, COLS))
+    tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(D, COLS), tl.program_id(0))
     live_slots = tl.load(count) - first
     if tile * ROWS >= live_slots:
         return
@@ -152,7 +145,7 @@ def dweight_tile(
 ):  # fmt: skip
     """A tile of dz^T hidden, a chain for every segment of slots. The fold goes on from open_sums [width, D],
     and back into it, except in the FIRST and in the LAST chunk."""
-    tile, tile_n = place(tl.cdiv(width, ROWS), tl.cdiv(D, COLS))
+    tile, tile_n = place(tl.cdiv(width, ROWS), tl.cdiv(D, COLS), tl.program_id(0))
     col_in_slab = tile * ROWS + tl.arange(0, ROWS)
     d = tile_n * COLS + tl.arange(0, COLS)
     wide = col_in_slab < width
@@ -200,52 +193,23 @@ def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tup
     return slots, width
 
 
-def linear_logp_bwd(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    stats: Tensor,
-    entropy: Tensor | None,
-    kept: Tensor | None,
-    kept_scale: Tensor | None,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    workspace_bytes: int | None,
-    launch: Launch = run,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Backward launcher. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
-    call = prepare(
-        hidden, weight, token_ids, mask, row_temperature, ignore_index, temperature, softcap, logit_scale,
-        logits_dtype, vocab_size,
-    )  # fmt: skip
-    N, D, V = token_ids.numel(), hidden.shape[-1], call.vocab
+def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias), each if it is wanted, in the dtypes of what they are gradients of."""
+    call, weight, bias = prepare(args), args["weight"], args["bias"]
+    N, D, V, hidden, tile = call.N, call.D, call.V, call.hidden, call.tile
+    want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     dhidden = dweight = dbias = None
     if want_hidden:  # rows that no kernel writes: 0, or NaN where the token is not valid
         fill = torch.where(call.live, float("nan"), 0.0).to(hidden.dtype)
         dhidden = fill[:, None].expand(N, D).contiguous().view(hidden.shape)
     if want_weight:
         dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    if want_bias and bias is not None:
+    if want_bias:
         dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
     if N == 0:
         return dhidden, dweight, dbias
 
-    slots, width = parts(N, V, hidden.element_size(), workspace_bytes)
-    tile = TILES[hidden.element_size()]
-    shape = {**sizes_of(tile), **compile_options(tile)}
+    slots, width = parts(N, V, hidden.element_size(), args["workspace_bytes"])
     empty = partial(torch.empty, device=hidden.device, dtype=torch.float32)
     dz = empty(min(slots, N), width, dtype=hidden.dtype)
     # With a frozen head a chunk is done with all slabs before the next, and its open sums are the only ones.
@@ -255,7 +219,8 @@ def linear_logp_bwd(
     open_bias = empty(width, 1) if want_bias and slots < N else None
     ones = hidden.new_ones(1)  # one number, read again and again
     # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
-    given = [x if x is None else x.contiguous() for x in (stats, entropy, dlogp, dentropy, dlse)]
+    given = (args[name] for name in ("stats", "entropy", "dlogp", "dentropy", "dlse"))
+    given = [x if x is None else x.contiguous() for x in given]
     tiles_of_rows, tiles_of_columns = triton.cdiv(len(dz), tile.rows), triton.cdiv(width, tile.cols)
     tiles_of_d = triton.cdiv(D, tile.cols)
     chunks, slabs = range(0, N, slots), range(0, V, width)
@@ -264,28 +229,28 @@ def linear_logp_bwd(
         here = (first, len(dz), col, width)
         launch(
             dlogits_tile, (tiles_of_rows * tiles_of_columns,),
-            call.hidden, weight, bias, call.ids, call.rows, call.count, call.scales, call.inverses,
+            hidden, weight, bias, call.ids, call.rows, call.count, call.scales, call.inverses,
             *given, dz, call.scale, call.inverse, *here, N, V, D, triton.cdiv(D, tile.k), *call.walk,
-            weight.stride(0), *call.transforms, **call.constants,
+            weight.stride(0), *call.transforms, LOGITS=call.rounding, **call.constants,
         )  # fmt: skip
         if want_hidden:
             open_here = open_rows if open_rows is None or chunk_by_chunk else open_rows[first:]
             launch(
                 dhidden_tile, (tiles_of_rows * tiles_of_d,),
                 dz, weight, call.rows, call.count, open_here, dhidden, *here, V, D, weight.stride(0),
-                FIRST=col == 0, LAST=col + width >= V, **shape,
+                FIRST=col == 0, LAST=col + width >= V, **call.constants,
             )  # fmt: skip
         at_end = {"FIRST": first == 0, "LAST": first + slots >= N}
         if want_weight:
             launch(
                 dweight_tile, (triton.cdiv(width, tile.rows) * tiles_of_d,),
-                dz, call.hidden, call.rows, call.count, open_columns, dweight, *here, V, D, *call.walk,
-                **at_end, **shape,
+                dz, hidden, call.rows, call.count, open_columns, dweight, *here, V, D, *call.walk,
+                **at_end, **call.constants,
             )  # fmt: skip
         if want_bias:
             launch(
                 dweight_tile, (triton.cdiv(width, tile.rows),),
                 dz, ones, call.rows, call.count, open_bias, dbias, *here, V, 1, 1, 0, 0,
-                **at_end, **shape,
+                **at_end, **call.constants,
             )  # fmt: skip
     return dhidden, dweight, dbias

@@ -127,35 +127,15 @@ class Rows(NamedTuple):
         return torch.where(self.live & ~self.good, float("nan"), 0.0)
 
 
-def linear_logp(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    return_entropy: bool,
-    return_lse: bool,
-    return_stats: bool,
-    keep: bool,
-    workspace_bytes: int | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
-    lead = token_ids.shape
-    head = head_of(hidden, weight, bias, softcap, logit_scale, logits_dtype, vocab_size)
-    rows = flat_rows(hidden, token_ids, mask, ignore_index, row_temperature, temperature, head)
-    results = torch.empty((5, lead.numel()), dtype=head.dtype, device=hidden.device)
-    for part in chunks(rows, head, workspace_bytes):
-        results[:, part] = _forward_rows(rows.chunk(part), head, return_entropy)
-    logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in results)
-    wanted = ((entropy, return_entropy), (lse, return_lse), (torch.stack((m, s)), return_stats))
-    return (logp, *(x if asked else None for x, asked in wanted))
+    head, rows = head_and_rows(args)
+    results = torch.empty((5, len(rows.ids)), dtype=head.dtype, device=rows.hidden.device)
+    for part in chunks(rows, head, args["workspace_bytes"]):
+        results[:, part] = _forward_rows(rows.chunk(part), head, args["return_entropy"])
+    logp, entropy, lse, m, s = (r.reshape(args["token_ids"].shape).clone() for r in results)
+    optional = {"entropy": entropy, "lse": lse, "stats": torch.stack((m, s))}
+    return (logp, *(x if args[f"return_{name}"] else None for name, x in optional.items()))
 
 
 def _forward_rows(rows: Rows, head: Head, want_entropy: bool) -> Tensor:
@@ -175,52 +155,30 @@ def _forward_rows(rows: Rows, head: Head, want_entropy: bool) -> Tensor:
     return torch.stack((*filled, torch.where(rows.good, s, 1.0)))
 
 
-def linear_logp_bwd(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    row_temperature: Tensor | None,
-    stats: Tensor,
-    entropy: Tensor | None,
-    kept: Tensor | None,
-    kept_scale: Tensor | None,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    workspace_bytes: int | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
     """Backward. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
-    head = head_of(hidden, weight, bias, softcap, logit_scale, logits_dtype, vocab_size)
-    rows = flat_rows(hidden, token_ids, mask, ignore_index, row_temperature, temperature, head)
+    head, rows = head_and_rows(args)
+    hidden, weight, stats = args["hidden"], args["weight"], args["stats"]
+    want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     m, s = stats.reshape(2, -1)
     none = torch.zeros((), dtype=stats.dtype, device=hidden.device)
     g_logp, g_entropy, g_lse, h_entropy = (
-        none.expand(m.shape) if g is None else g.reshape(-1) for g in (dlogp, dentropy, dlse, entropy)
+        none.expand(m.shape) if args[name] is None else args[name].reshape(-1)
+        for name in ("dlogp", "dentropy", "dlse", "entropy")
     )
     dhidden = None
     if want_hidden:
         dhidden = torch.empty(rows.hidden.shape, dtype=hidden.dtype, device=hidden.device)
     sums = torch.zeros(weight.shape, dtype=head.dtype, device=hidden.device) if want_weight else None
     dbias = torch.zeros(weight.shape[0], dtype=head.dtype, device=hidden.device)
-    for part in chunks(rows, head, workspace_bytes):
+    for part in chunks(rows, head, args["workspace_bytes"]):
         here = rows.chunk(part)
         h = here.states(head.dtype)
         z = head.logits(h)
         u = (z - m[part, None]) / _column(here.temperature)
         p = u.exp() / s[part, None]
         dz = p * (g_lse - g_logp)[part, None]
-        if dentropy is not None:
+        if args["dentropy"] is not None:
             log_p = torch.where(p == 0, 0.0, u - s[part, None].log())
             dz -= p * (log_p + h_entropy[part, None]) * g_entropy[part, None]
         dz.scatter_add_(-1, here.tokens(), g_logp[part, None].to(dz.dtype))
@@ -239,7 +197,7 @@ def linear_logp_bwd(
     return (
         None if dhidden is None else dhidden.view(hidden.shape),
         None if sums is None else sums.to(weight.dtype),
-        dbias.to(bias.dtype) if want_bias and bias is not None else None,
+        dbias.to(args["bias"].dtype) if want_bias else None,
     )
 
 
@@ -251,38 +209,20 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if exact or a.dtype == torch.float64 else (a.double() @ b.double()).to(a.dtype)
 
 
-def head_of(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-) -> Head:
-    vocab = weight.shape[0] if vocab_size is None else vocab_size
+def head_and_rows(args: dict[str, Any]) -> tuple[Head, Rows]:
+    """What forward and backward compute on (hidden states as a view wherever one exists)."""
+    hidden, weight, token_ids = args["hidden"], args["weight"], args["token_ids"]
+    N, vocab = token_ids.numel(), args["vocab_size"] or len(weight)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return Head(weight, bias, vocab, softcap, logit_scale, logits_dtype, dtype)
-
-
-def flat_rows(
-    hidden: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    ignore_index: int,
-    row_temperature: Tensor | None,
-    temperature: float,
-    head: Head,
-) -> Rows:
-    """Everything by rows (hidden states as a view wherever one exists)."""
-    N = token_ids.numel()
+    softcap, logit_scale, logits_dtype = args["softcap"], args["logit_scale"], args["logits_dtype"]
+    head = Head(weight, args["bias"], vocab, softcap, logit_scale, logits_dtype, dtype)
     ids = token_ids.reshape(N)
-    live = live_rows(token_ids, mask, ignore_index).reshape(N)
-    good = live & (ids >= 0) & (ids < head.vocab)
-    each: Tensor | float = float(temperature)
-    if row_temperature is not None:
-        each = torch.where(good, row_temperature.reshape(N), 1.0) * temperature
-    return Rows(hidden.reshape(N, hidden.shape[-1]), ids, live, good, each)
+    live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
+    good = live & (ids >= 0) & (ids < vocab)
+    each: Tensor | float = float(args["temperature"])
+    if args["row_temperature"] is not None:
+        each = torch.where(good, args["row_temperature"].reshape(N), 1.0) * args["temperature"]
+    return head, Rows(hidden.reshape(N, hidden.shape[-1]), ids, live, good, each)
 
 
 def chunks(rows: Rows, head: Head, workspace_bytes: int | None) -> list[slice]:
