@@ -218,7 +218,7 @@ def memcheck(
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
     timeout: Annotated[float, typer.Option(help="seconds that one op and backend may take")] = 900.0,
 ) -> None:
-    """Run the small cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
+    """Run the cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
     ops = _known("op", op or [], PUBLIC) or tuple(PUBLIC)
     known = list(dict.fromkeys(b for name in ops for b in OPS[name].proof.kernels))
     wanted = _known("backend", backend or [], known) or tuple(known)
