@@ -11,8 +11,6 @@ The baseline of all four is G, the time of one bare matrix product of that size:
 bf16, stored. It is no log-probability; it is the least that any of this can cost, once forward and three or
 four times with gradients. Products of odd sizes are slow in cuBLAS, so the vocabulary is filled up to a
 multiple of 64 for it: G at V = 50257 is that at 50304.
-
-Not here: the kernel of verl, which comes with that whole package and not alone.
 """
 
 import math
@@ -43,6 +41,8 @@ SHAPES = (
 COMPILED = (32768, 131072)
 
 BASELINE = "bare_gemm"
+
+_VERL = "verl.utils.kernel.linear_cross_entropy"
 
 #: In PyTorch from 2.13 on.
 _TORCH = "linear_cross_entropy"
@@ -100,6 +100,14 @@ def _liger(args: Args) -> Tensor:
     return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, args["token_ids"])
 
 
+def _verl(args: Args) -> Tensor:
+    """It computes the entropy as well, always."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    out: Tensor = linear_cross_entropy(args["hidden"], args["weight"], args["token_ids"])[0]
+    return out
+
+
 def _torch(args: Args) -> Tensor:
     linear_cross_entropy: Any = getattr(F, _TORCH)
     return -linear_cross_entropy(args["hidden"], args["weight"], args["token_ids"], reduction="none")
@@ -130,6 +138,7 @@ _OTHERS = (
     # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
     Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy")),
     Rival("liger", _liger, directions=None, available=partial(_needs, "liger_kernel.transformers")),
+    Rival("verl", _verl, directions=None, available=partial(_needs, _VERL)),
     Rival("torch.lce", _torch, directions=None, available=_in_torch),
 )
 _EXACT = Rival("cce_exact", partial(_cce, filter_eps=None), directions=None,
