@@ -9,7 +9,7 @@ from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.det_gemm.stream import SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp.slabs import slabs
+from isobit.ops.linear_logp.slabs import block_slots, slabs
 from isobit.ops.logp import kernels_hopper as logp
 
 BF16 = torch.bfloat16
@@ -50,12 +50,17 @@ def test_memory_of_the_gradient_makes_slabs_wider() -> None:
     assert lent[0].lent and lent[0].end > 10 * own[0].end and len(lent) < len(own) / 3
 
 
+def test_blocks_are_equally_tall() -> None:
+    assert [block_slots(n) for n in (128, 4096, 4224, 16384, 16512)] == [128, 4096, 2176, 4096, 3328]
+
+
 def test_blocks_share_the_slots_that_are_taken() -> None:
     slots = Slots(torch.zeros(300, dtype=torch.int64), None, None, -100, 1.0, 7, True, lambda *a, **k: None)
     slots.count.fill_(130)
     blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), None, None, 128)
     assert [b.count.item() for b in blocks] == [128, 2, 0]
     assert [len(b.hidden) for b in blocks] == [128, 128, 44]
+    assert len({b.count.data_ptr() % 16 for b in blocks}) == 1  # another alignment is another kernel
     assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]
     assert all(b.weights.shape == (4, 128) and b.weights.stride(0) == 384 for b in blocks)
 

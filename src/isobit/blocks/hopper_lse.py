@@ -156,9 +156,10 @@ def compact_kernel(
 ):  # fmt: skip
     """What each slot holds: the row it came from, its token, its scale. With PACK the rows that count and
     have a token below V, in the caller's order, and holes of row -1 after them; without, every row in its
-    own place. The token of a hole or of a row that does not count is -2. One program."""
+    own place. The token of a hole or of a row that does not count is -2. One program with PACK."""
     seen = 0
-    for first in range(0, N, BLOCK):
+    begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
+    for first in range(begin, N, step):
         i = first + tl.arange(0, BLOCK)
         token = tl.load(token_ids + i, mask=i < N, other=0)
         live = (i < N) & (token != ignore_index)
@@ -180,8 +181,8 @@ def compact_kernel(
         tl.store(scales + slot, own, mask=taken)
     if not PACK:
         seen = N
-    tl.store(count, seen)
-    for first in range(0, capacity, BLOCK):
+    tl.store(count, seen)  # by every program, and the same
+    for first in range(begin, capacity, step):
         slot = first + tl.arange(0, BLOCK)
         hole = (slot >= seen) & (slot < capacity)
         tl.store(rows + slot, -1, mask=hole)
@@ -221,7 +222,7 @@ def merge_kernel(
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)
     at = partial + slot
-    for _ in range(splits):
+    for _ in tl.range(splits, loop_unroll_factor=4):  # so that loads need not wait for one another
         m1 = tl.load(at, mask=inside, other=0.0)
         s1 = tl.load(at + capacity, mask=inside, other=1.0)
         top = tl.maximum(m, m1)
@@ -274,12 +275,13 @@ class Slots:
             mask = mask.view(torch.uint8)
         self._tokens = token_ids.contiguous()
         self._mask = None if mask is None else mask.contiguous()
+        block, programs = (4096, 1) if pack else (512, -(-self.capacity // 512))
         launch(
-            compact_kernel, (1,), self.rows, self.ids, self.scales, self.count,
+            compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count,
             self._tokens, self.count if mask is None else self._mask,
             self.count if row_temperature is None else row_temperature.contiguous(),
             N, self.capacity, ignore_index, scale, V,
-            mask is not None, row_temperature is not None, pack, 1024, num_warps=8,
+            mask is not None, row_temperature is not None, pack, block, num_warps=block // 256,
         )  # fmt: skip
 
     def blank(self, out: Tensor, launch: Launch) -> None:

@@ -49,7 +49,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     why_not,
 )
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
-from isobit.ops.linear_logp.slabs import BLOCK_SLOTS, slabs
+from isobit.ops.linear_logp.slabs import block_slots, slabs
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -180,19 +180,20 @@ def kept_kernel(
     TILES: tl.constexpr,
 ):  # fmt: skip
     """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
-    e 2^(base c - M) a + [v = token] g."""
+    e 2^(base c - M) a + [v = token] g. Both hold whole tiles: the width is a multiple of 256."""
     slot = tl.program_id(0).to(tl.int64)
     read = tl.where(slot < tl.load(count), width, 0)  # columns; of a hole none
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
-    j = tl.arange(0, 256)
-    column = n[:, None] * 256 + j[None, :]
-    there = column < read
-    lane = (slot * tiles + first // 256 + n)[:, None] * 4 + (j % 8 // 2)[None, :]
-    base = tl.load(kept_base + lane, mask=there, other=0.0)
+    column = n[:, None] * 256 + tl.arange(0, 256)[None, :]
+    e = tl.load(kept + slot * tiles * 256 + first + column, mask=column < read, other=0.0)
+    lane = (slot * tiles + first // 256 + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    base = tl.load(kept_base + lane, mask=(n * 256 < read)[:, None], other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
-    e = tl.load(kept + slot * tiles * 256 + first + column, mask=there, other=0.0).to(tl.float32)
-    # A lane that had seen nothing but -inf has no base: its e are 0, whatever they are moved by.
-    dz = tl.where(e == 0.0, 0.0, e * moved) * tl.load(weights + capacity + slot)
+    # A lane is columns 8 i + 2 lane and the next. One that had seen nothing but -inf has no base: its e are
+    # 0, whatever they are moved by.
+    e = tl.reshape(e.to(tl.float32), (TILES, 32, 4, 2))
+    dz = tl.where(e == 0.0, 0.0, e * moved[:, None, :, None]) * tl.load(weights + capacity + slot)
+    dz = tl.reshape(dz, (TILES, 256))
     hit = first + column == tl.load(ids + slot)
     dz = tl.where(hit, dz + tl.load(weights + 3 * capacity + slot), dz)
     tl.store(out + slot * stride + column, dz.to(out.dtype.element_ty), mask=column < width)
@@ -248,13 +249,13 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     over_tokens = want_weight or want_bias
     packed = over_tokens or args["mask"] is not None or kept is not None
     slots, factor = packed_slots(args, packed, launch)
-    height = slots.capacity if over_tokens else min(slots.capacity, BLOCK_SLOTS)
     out = rows.new_empty(slots.capacity, D) if want_hidden else None
+    if packed:
+        rows = pack(rows, slots.rows, launch, out=out)  # they lie where dhidden will
+    height = slots.capacity if over_tokens else block_slots(slots.capacity)
     dh = rows.new_empty(height, D, dtype=torch.float32) if want_hidden else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
     dbias = torch.empty_like(bias) if want_bias else None
-    if packed:
-        rows = pack(rows, slots.rows, launch, out=out)  # they lie where dhidden will
     weights = _weigh(slots, args, N, V, factor, launch)
     steps = (slots.count + 63) // 64 if want_weight else None
     room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
@@ -267,7 +268,10 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     for block in reversed(_blocks(rows, slots, weights, kept, args["kept_scale"], height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
-            memory = dweight.view(-1) if slab.lent and dweight is not None else own
+            memory = own
+            if slab.lent:
+                assert dweight is not None
+                memory = dweight.view(-1)
             dz = memory[-height * slab.stride :].view(height, slab.stride)
             dz = dz[: len(block.rows), : slab.end - slab.first]
             if kept is None:
@@ -315,14 +319,15 @@ def _blocks(
     starts = range(0, slots.capacity, height)
     counts = slots.count
     if len(starts) > 1:
+        # Four times each, so that all of them are aligned alike: Triton compiles for that.
         before = torch.arange(0, slots.capacity, height, dtype=torch.int32, device=counts.device)
-        counts = (counts - before).clamp(0, height)
+        counts = (counts - before[:, None].expand(-1, 4)).clamp(0, height)
     made = []
     for i, start in enumerate(starts):
         own = slice(start, start + height)
         of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
         both = (None if t is None else t[own] for t in (kept, base))
-        made.append(Block(hidden[own], *of_slots, weights[:, own], counts[i : i + 1], *both))
+        made.append(Block(hidden[own], *of_slots, weights[:, own], counts.view(-1)[4 * i : 4 * i + 1], *both))
     return made
 
 
@@ -345,7 +350,8 @@ def _from_kept(out: Tensor, block: Block, first: int, launch: Launch) -> None:
     launch(
         kept_kernel, (len(block.rows), -(-tiles // 8)), out, block.kept, block.kept_base, block.ids,
         block.scales, block.weights, block.count, block.weights.stride(0), first,
-        block.kept.shape[1] // COLUMNS, out.shape[1], out.stride(0), 8, num_warps=4, enable_fp_fusion=False,
+        block.kept.shape[1] // COLUMNS, tiles * COLUMNS, out.stride(0), 8,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -58,6 +58,8 @@ def memory(case: Case, backend: str, direction: str) -> int:
         return 4 * (12 * rows + 3 * wide + V * D + 3 * N * D) + 256 * N + MB
     packed = item * N * D if case.options.get("mask") else 0
     if direction == "fwd":
+        if backend == "hopper" and case.layout == "shifted":
+            packed += item * N * D  # TMA cannot walk these rows; the backward packs them in any case
         # The sums of every split: on Hopper 33 of them. Portable kernels take as much as a slab at most.
         return packed + 8 * MB + (SLAB if backend == "triton" else 0)
     # Sums of dhidden between slabs; of the weight between chunks of rows, where kernels take those.
@@ -102,7 +104,7 @@ def record_triton(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """Nothing optional, everything, and probabilities that are kept."""
+    """Nothing optional, everything, probabilities that are kept, and a frozen head."""
     from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_bwd
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
@@ -116,6 +118,8 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     ours, theirs = _meta(narrow, N, 2048, V, False)
     *_, kept, kept_scale = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_scale": kept_scale})
+    ours, theirs = _meta(narrow, 2 * N, 2048, 8192, False)
+    kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
 
 
 def bench() -> Any:
@@ -180,8 +184,6 @@ _BITS = [
     Case({"N": 300, "D": 136, "V": 1000}, BF16, options={"bias": "own"}),
     _heavy(1100, 1024, 50257, BF16, "random", mask=torch.bool, each=True),
     _heavy(530, 896, 151936, F16, "random", temperature=0.7),
-    # Several blocks of rows, where dhidden is asked for alone.
-    _heavy(9000, 72, 1300, BF16, "random", mask=torch.bool),
     _heavy(200, 72, 3000, F32, "random"),
     # More than 2**31 logits: 32-bit offsets would show here.
     _heavy(16500, 64, 131072, BF16, "random", gpu_gb=70),
@@ -192,6 +194,10 @@ _AGREE = [
     _heavy(1300, 72, 3000, F16, mask=torch.bool, vocab=2700),
     _heavy(300, 4096, 50257, BF16, "random", temperature=0.7),
     _heavy(129, 896, 151936, BF16, "random", logits_dtype=BF16, bias="own"),
+    # Blocks of rows where dhidden is asked for alone, slabs in the memory of dweight where it is not; and
+    # probabilities that are kept.
+    _heavy(4500, 2048, 9000, BF16, "random", mask=torch.bool, vocab=8900, workspace_bytes=8 * MB),
+    _heavy(4500, 512, 3000, F16, "random", mask=torch.bool, workspace_bytes=inputs.FULL),
 ]
 
 forward.proof = Proof(
@@ -218,6 +224,9 @@ forward.proof = Proof(
         Case({"N": 64, "D": 64, "V": 300}, BF16, data="random"),
         _heavy(4096, 2048, 50257, BF16, "random"),
         _heavy(2048, 1024, 32768, BF16, "random", mask=torch.bool, bias="own"),
+        Case(
+            {"B": 4, "T": 4000, "D": 2048, "V": 8192}, BF16, "random", layout="shifted", heavy=True, gpu_gb=16
+        ),
     ],
     mutants=inputs.MUTANTS,
     bad_value=inputs.bad_value,

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from isobit.ops.det_gemm.stream import SEGMENT
 
-#: Slots of a block. Of 64 MB, taller blocks would mean more traffic of dH's sums (once a slab), lower ones
-#: more of the weight (once a block): 8 / width + 4 / slots bytes a product are least here.
+#: Slots of a block, at most. Of 64 MB, taller blocks would mean more traffic of dH's sums (once a slab),
+#: lower ones more of the weight (once a block): 8 / width + 4 / slots bytes a product are least here.
 BLOCK_SLOTS = 4096
 
 #: What a slab costs beside its products, in columns' worth of them: the traffic of dH's sums.
@@ -38,10 +38,16 @@ class Slab(NamedTuple):
         return -(-(self.end - self.first) // SEGMENT) * SEGMENT
 
 
+def block_slots(slots: int) -> int:
+    """Slots of each block, but for the last: as few blocks as can be, equally tall."""
+    blocks = -(-slots // BLOCK_SLOTS)
+    return -(-slots // (128 * blocks)) * 128
+
+
 @lru_cache(maxsize=4096)  # the number of rows is whatever the batch was
 def slabs(V: int, slots: int, D: int, room: int, lent_rows: int, sms: int) -> tuple[Slab, ...]:
-    """The slabs of a vocabulary for so many slots, each as wide as memory allows, and at least 512; or a
-    little less wide, where its tiles then fill the SMs better.
+    """The slabs of a vocabulary for so many slots, each as wide as memory allows, and at least 512; or less
+    wide by up to 15 * 512, where its tiles then fill the SMs better.
 
     `room` bytes are ours. dW [lent_rows, D], if it is wanted, lends what lies behind a slab's own rows of it.
     """
