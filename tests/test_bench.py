@@ -228,7 +228,7 @@ class Gpu:
     """Enough of torch.cuda to run the timer: an event's time is the number of calls made so far."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.calls = 0
+        self.calls = self.captures = 0
         self.capturing = False
         self.sleeps: list[int] = []
         gpu = self
@@ -250,8 +250,9 @@ class Gpu:
                 gpu.calls += self.made
 
         @contextlib.contextmanager
-        def capture(graph: Graph, pool: Any, stream: Any) -> Iterator[None]:
+        def capture(graph: Graph, stream: Any) -> Iterator[None]:
             before, gpu.capturing = gpu.calls, True
+            gpu.captures += 1
             try:
                 yield
             finally:
@@ -262,7 +263,7 @@ class Gpu:
             "Event": Event, "CUDAGraph": Graph, "graph": capture, "Stream": lambda device: None,
             "stream": lambda stream: contextlib.nullcontext(), "current_stream": lambda: None,
             "synchronize": lambda device=None: None, "empty_cache": lambda: None,
-            "graph_pool_handle": lambda: object(), "reset_peak_memory_stats": lambda device: None,
+            "reset_peak_memory_stats": lambda device: None,
             "memory_allocated": lambda device: 1 << 20, "max_memory_allocated": lambda device: 5 << 20,
             "_sleep": self.sleeps.append,
             "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=60 << 20),
@@ -304,6 +305,13 @@ def test_the_gpu_timer_captures_or_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert syncs.host_us is not None and syncs.verdict == Verdict()
     graph_sleep = int(timing.GRAPH_BACKLOG_US * timing.CYCLES_PER_US)
     assert gpu.sleeps[::2] == [graph_sleep] * 3 and min(gpu.sleeps[1::2]) > graph_sleep
+
+
+def test_no_capture_is_tried_of_what_says_that_it_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    contenders = [Contender("syncs", lambda: [gpu.call(captures=False)], graph=False)]
+    timings, _ = measure(contenders, torch.device("cuda", 0), repetitions=3)
+    assert timings["syncs"].method == "event" and gpu.captures == 0
 
 
 def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.MonkeyPatch) -> None:

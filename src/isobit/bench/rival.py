@@ -29,6 +29,7 @@ class Rival:
     it can be timed in; None is all there are. `available`
     returns None, or the reason why the rival cannot be timed on this case and device. A `compiled`
     rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of another.
+    One without `graph` waits for the device inside of a call, so no CUDA graph can capture it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Rival:
     prepare: Callable[[Args], Args] = _unchanged
     available: Callable[[Case, torch.device], str | None] = _always
     compiled: bool = False
+    graph: bool = True
 
 
 def cannot_import(module: str) -> str | None:

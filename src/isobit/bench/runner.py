@@ -184,7 +184,8 @@ class _Bench:
             if rival.compiled:  # else earlier cases count towards the limit beyond which it runs eagerly
                 torch.compiler.reset()
             build = partial(_rival_calls, rival, copies, series.inputs, direction)
-            found.append(Contender(name, build, verdict_on_rival if series.bits else verdict))
+            judged = verdict_on_rival if series.bits else verdict
+            found.append(Contender(name, build, judged, graph=rival.graph))
         return found
 
     def function(self, backend: str | None) -> Callable[[Args], Tensor]:

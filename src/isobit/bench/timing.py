@@ -51,13 +51,14 @@ class Contender:
 
     `build` returns its calls, one per copy of the inputs; it runs on the stream that is timed. `judge` is
     shown the calls and the result of the first. If it is not `required`, whatever it raises only loses its
-    row.
+    row. Without `graph` no capture is tried: PyTorch never gives back what a broken one has allocated.
     """
 
     name: str
     build: Callable[[], Sequence[Call]]
     judge: Callable[[Sequence[Call], Any], Verdict] = lambda calls, result: Verdict()
     required: bool = False
+    graph: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _Lane:
 
     calls: Sequence[Call]
     verdict: Verdict
+    graph: bool = True
     count: int = 1
     method: str = "wall"
     host_us: float | None = None
@@ -132,9 +134,8 @@ def _measure(
             failures[contender.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         tidy(device)
     if device.type == "cuda":
-        pool, calls = torch.cuda.graph_pool_handle(), min(32, math.ceil(1 / call_ms))
         for lane in lanes.values():
-            pool = _make_sample(lane, calls, pool)
+            _make_sample(lane, min(32, math.ceil(1 / call_ms)))
         sample_ms = call_ms * max((lane.count for lane in lanes.values()), default=1)
         often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / sample_ms)
         _sample_with_events(list(lanes.values()), device, repetitions or often)
@@ -162,7 +163,8 @@ def _warm(contender: Contender, device: torch.device, call_ms: float) -> _Lane:
     result = calls[0]()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    lane = _Lane(calls, contender.judge(calls, result), peak=peak, extra=peak - _bytes_kept(result))
+    verdict, extra = contender.judge(calls, result), peak - _bytes_kept(result)
+    lane = _Lane(calls, verdict, contender.graph, peak=peak, extra=extra)
     del result
     lane.host_us = _host_us(calls, device, _within(HOST_CALLS, MIN_HOST_CALLS, HOST_MS / call_ms))
     return lane
@@ -189,25 +191,27 @@ def _host_us(calls: Sequence[Call], device: torch.device, count: int) -> float:
     return statistics.median(seconds) * 1e6
 
 
-def _make_sample(lane: _Lane, calls: int, pool: Any) -> Any:
-    """Capture the lane's calls, whole rotations of them, or fall back to events. Graphs share one memory
-    pool: only one replays at a time and nobody reads their results. Returns the pool for the next lane."""
+def _make_sample(lane: _Lane, calls: int) -> None:
+    """Capture the lane's calls, whole rotations of them, or fall back to events. Each graph has memory of its
+    own: with that of others, a capture that breaks would keep theirs as well."""
     rotation = len(lane.calls)
     lane.count = rotation * math.ceil(calls / rotation)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph() if lane.graph else None
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
-            _in_turn(lane.calls, lane.count)()
-        graph.replay()
-        torch.cuda.synchronize()
+        if graph is not None:
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                _in_turn(lane.calls, lane.count)()
+            graph.replay()
+            torch.cuda.synchronize()
     except Exception:  # a sync, an allocation, a launch elsewhere: each ends a capture in its way
         torch.cuda.synchronize()
-        lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS)
-        lane.sample = _in_turn(lane.calls, lane.count)
-        lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
-        return torch.cuda.graph_pool_handle()  # the allocator takes the broken capture's pool for busy
-    lane.method, lane.sample, lane.backlog_us = "graph", graph.replay, GRAPH_BACKLOG_US
-    return pool
+        graph = None
+    if graph is not None:
+        lane.method, lane.sample, lane.backlog_us = "graph", graph.replay, GRAPH_BACKLOG_US
+        return
+    lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS)
+    lane.sample = _in_turn(lane.calls, lane.count)
+    lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
 
 
 def _in_turn(calls: Sequence[Call], count: int) -> Call:

@@ -136,13 +136,15 @@ _OTHERS = (
     Rival("native", native, directions=None),
     Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True),
     # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
-    Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy")),
-    Rival("liger", _liger, directions=None, available=partial(_needs, "liger_kernel.transformers")),
+    Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy"), graph=False),
+    Rival(
+        "liger", _liger, directions=None, available=partial(_needs, "liger_kernel.transformers"), graph=False
+    ),
     Rival("verl", _verl, directions=None, available=partial(_needs, _VERL)),
     Rival("torch.lce", _torch, directions=None, available=_in_torch),
 )
 _EXACT = Rival("cce_exact", partial(_cce, filter_eps=None), directions=None,
-               available=partial(_needs, "cut_cross_entropy"))  # fmt: skip
+               available=partial(_needs, "cut_cross_entropy"), graph=False)  # fmt: skip
 
 
 # The truth
