@@ -138,7 +138,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Sums of every split of every row, and the logit of its token."""
     rows = gl.load(count)
-    pipe = Pipe.create(a_desc, b_desc, rows, V, SPLITS, steps, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    pipe = Pipe.create(a_desc, b_desc, rows, V, steps, SPLITS, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
     staging = pipe.a_ring  # not touched unless KEEP
     if KEEP:
         shape: gl.constexpr = [2] + kept_desc.block_type.shape
@@ -174,7 +174,9 @@ def why_not(args: dict[str, Any]) -> str | None:
 def rows_for_tma(hidden: Tensor) -> Tensor:
     """[N, D] that TMA can read: a view where that is possible."""
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return flat if aligned_for_tma(matrix(flat)) and flat.stride(1) == 1 else flat.contiguous()
+    if aligned_for_tma(matrix(flat)) and flat.stride(1) == 1:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)  # contiguous() may return what begins anywhere
 
 
 def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple[Slots, float]:

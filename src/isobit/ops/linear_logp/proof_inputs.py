@@ -17,9 +17,9 @@ NAN, INF = float("nan"), float("inf")
 #: Room for all probabilities of any case here.
 FULL = 1 << 37
 
-#: Hidden states as a view with holes, at every alignment, and starting inside of a 16-byte word; the weight
-#: with rows farther apart; d-logits in the narrowest slabs that there are.
-LAYOUTS = ("shifted", "padded", "offset", "apart", "narrow slabs", "every other")
+#: Hidden states as a view with holes, at every alignment, and starting inside of a 16-byte word, with holes
+#: and without; the weight with rows farther apart; d-logits in the narrowest slabs that there are.
+LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "narrow slabs", "every other")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
@@ -130,6 +130,8 @@ def lay_out(args: Args, layout: str) -> Args:
         return args | {"weight": wide.copy_(args["weight"])}
     if layout == "shifted":  # hidden[:, :-1] of one token more
         view = hidden.new_full((*lead[:-1], lead[-1] + 1, D), NAN)[..., :-1, :]
+    elif layout == "inside":
+        view = hidden.new_full((hidden.numel() + 1,), NAN)[1:].view(hidden.shape)
     elif layout == "padded":
         view = hidden.new_full((*lead, D + 5), NAN)[..., :D]
     else:  # "offset"
