@@ -209,11 +209,21 @@ def blank_kernel(
 
 
 @triton.jit
+def _taken(x, i):
+    """Column i of x [BLOCK, 8]: a thread has all of a row in its registers."""
+    return tl.sum(tl.where((tl.arange(0, 8) == i)[None, :], x, 0.0), 1)
+
+
+@triton.jit
 def merge_kernel(
     logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, capacity, V, splits, factor,
     ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's splits in ascending order, and write its results where the row came from."""
+    """Fold a row's splits in ascending order, and write its results where the row came from.
+
+    Splits are loaded 8 at a time, or each would wait for the one before; those that there are not are empty
+    and change nothing.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < tl.load(count)
     row = tl.load(rows + slot, mask=inside, other=0).to(tl.int64)
@@ -221,23 +231,28 @@ def merge_kernel(
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)
-    at = partial + slot
-    for _ in tl.range(splits, loop_unroll_factor=4):  # so that loads need not wait for one another
-        m1 = tl.load(at, mask=inside, other=0.0)
-        s1 = tl.load(at + capacity, mask=inside, other=1.0)
-        top = tl.maximum(m, m1)
-        base = tl.where(top == float("-inf"), 0.0, top) * scale
-        d = tl.where(m == float("-inf"), 0.0, m) * scale - base
-        d1 = tl.where(m1 == float("-inf"), 0.0, m1) * scale - base
-        r = tl.exp2(tl.where(m == float("-inf"), float("-inf"), d))
-        r1 = tl.exp2(tl.where(m1 == float("-inf"), float("-inf"), d1))
+    for first in range(0, splits, 8):
+        split = first + tl.arange(0, 8)
+        at = partial + split.to(tl.int64)[None, :] * 3 * capacity + slot[:, None]
+        there = inside[:, None] & (split < splits)[None, :]
+        ms = tl.load(at, mask=there, other=float("-inf"))
+        ss = tl.load(at + capacity, mask=there, other=0.0)
         if ENTROPY:
-            t1 = tl.load(at + 2 * capacity, mask=inside, other=0.0)
-            old = tl.where(r == 0.0, 0.0, r * tl.fma(d, s, t))
-            t = old + tl.where(r1 == 0.0, 0.0, r1 * tl.fma(d1, s1, t1))
-        s = tl.fma(s, r, s1 * r1)
-        m = top
-        at += 3 * capacity
+            ts = tl.load(at + 2 * capacity, mask=there, other=0.0)
+        for i in tl.static_range(8):
+            m1, s1 = _taken(ms, i), _taken(ss, i)
+            top = tl.maximum(m, m1)
+            base = tl.where(top == float("-inf"), 0.0, top) * scale
+            d = tl.where(m == float("-inf"), 0.0, m) * scale - base
+            d1 = tl.where(m1 == float("-inf"), 0.0, m1) * scale - base
+            r = tl.exp2(tl.where(m == float("-inf"), float("-inf"), d))
+            r1 = tl.exp2(tl.where(m1 == float("-inf"), float("-inf"), d1))
+            if ENTROPY:
+                t1 = _taken(ts, i)
+                old = tl.where(r == 0.0, 0.0, r * tl.fma(d, s, t))
+                t = old + tl.where(r1 == 0.0, 0.0, r1 * tl.fma(d1, s1, t1))
+            s = tl.fma(s, r, s1 * r1)
+            m = top
     LN2: tl.constexpr = 0.6931471805599453
     token = tl.load(ids + slot, mask=inside, other=-2)
     live = token != -2
@@ -315,6 +330,6 @@ class Slots:
         launch(
             merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
             partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity, V, splits_of(V),
-            factor, entropy, lse, stats, 128, num_warps=4, enable_fp_fusion=False,
+            factor, entropy, lse, stats, 128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]

@@ -111,6 +111,17 @@ def _item(t, tiles_m, spans, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _by_length(i, spans, tiles_n):
+    """The i-th span, where those that are one tile longer than others come first."""
+    longer = tiles_n % spans
+    if i < longer:
+        span = gl.cdiv((i + 1) * spans, longer) - 1
+    else:
+        span = (i - longer) * spans // (spans - longer)
+    return span
+
+
+@gluon.jit
 def _after(stage, phase, STAGES: gl.constexpr):
     """The next stage; the phase that its barriers will complete changes with every round."""
     wraps = stage + 1 == STAGES
@@ -125,7 +136,8 @@ def _before(stage, STAGES: gl.constexpr):
 @record
 class Pipe:
     """The ring, and the tiles that it serves: tiles_m x tiles_n of them, each `steps` steps of k long, every
-    row of them cut into `spans` spans of equal length but for one tile."""
+    row of them cut into `spans` spans of equal length but for one tile: SPANS of them, or one for every tile
+    where SPANS is 0 or more than that."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
@@ -137,6 +149,7 @@ class Pipe:
     tiles_n: gl.tensor
     spans: gl.tensor
     steps: gl.tensor
+    SPANS: gl.constexpr
     A_BY_K: gl.constexpr  # a lies by rows: k is contiguous
     B_BY_K: gl.constexpr
     MULTIPLIERS: gl.constexpr
@@ -147,11 +160,11 @@ class Pipe:
 
     @gluon.jit
     def create(
-        a_desc, b_desc, M, N, spans, steps,
+        a_desc, b_desc, M, N, steps, SPANS: gl.constexpr,
         A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
         STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ):  # fmt: skip
-        """The ring of an M x N output, all stages empty; spans = 0 stands for spans of one tile."""
+        """The ring of an M x N output, all stages empty."""
         a_shape: gl.constexpr = [STAGES * MULTIPLIERS] + a_desc.block_type.shape
         b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
         a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
@@ -163,11 +176,13 @@ class Pipe:
             mbarrier.init(empty.index(s), count=MULTIPLIERS)
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         tiles_n = gl.cdiv(N, COLUMNS)
-        spans = gl.where(spans == 0, tiles_n, gl.minimum(spans, tiles_n))
+        spans = tiles_n
+        if SPANS:
+            spans = gl.minimum(tiles_n, SPANS)
         return Pipe(
             a_desc, b_desc, a_ring, b_ring, ready, empty,
             gl.cdiv(M, MULTIPLIERS * ROWS), tiles_n, spans, steps,
-            A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
+            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
         )  # fmt: skip
 
     @gluon.jit
@@ -176,8 +191,16 @@ class Pipe:
 
     @gluon.jit
     def item(self, t):
-        """(row of tiles, first tile, one past the last tile, span) of item t."""
+        """(row of tiles, first tile, one past the last tile, span) of item t.
+
+        Longer spans are the first of a band and the last of the next, so that all programs, which take every
+        so many-th item, get about as many tiles.
+        """
         m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
+        if self.SPANS:
+            if m // self.GROUP % 2 == 1:
+                span = self.spans - 1 - span
+            span = _by_length(span, self.spans, self.tiles_n)
         return m, span * self.tiles_n // self.spans, (span + 1) * self.tiles_n // self.spans, span
 
     @gluon.jit

@@ -242,7 +242,7 @@ def product_kernel(
 ):  # fmt: skip
     """out [M, N] = a b + bias, where M is the weight's side when SWAPPED."""
     pipe = Pipe.create(
-        a_desc, b_desc, M, N, 0, steps, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
+        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
     )
     output = Output.create(pipe, out, ld, M, N, bias, out_desc, LAYOUT, SWAPPED, HAS_BIAS, STAGED)
     if MULTIPLIERS == 1:
@@ -275,7 +275,7 @@ def sum_kernel(
     if COUNTED_ROWS:
         M = gl.load(M)
     pipe = Pipe.create(
-        a_desc, b_desc, M, N, 0, steps, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
+        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
     )
     output = Output.create(pipe, out, ld, M, N, init, out_desc, LAYOUT, False, HAS_INIT, STAGED)
     if MULTIPLIERS == 1:

@@ -149,7 +149,7 @@ def slab_kernel(
 ):  # fmt: skip
     """d-logits of V columns from `first` on, for every row."""
     rows = gl.load(count)
-    pipe = Pipe.create(a_desc, b_desc, rows, V, 0, steps, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    pipe = Pipe.create(a_desc, b_desc, rows, V, steps, 0, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
     shape: gl.constexpr = [2] + out_desc.block_type.shape
     staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     slab = Slab(
