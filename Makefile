@@ -19,13 +19,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m isobit.bench.tables --check README.md
+	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md
 
 bench: $(READY)
 	$(BIN)/isobit bench --results results
 
 tables: $(READY)
-	$(BIN)/python -m isobit.bench.tables README.md
+	$(BIN)/python -m isobit.bench.tables README.md docs/linear_logp.md
+	$(BIN)/python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -255,7 +255,7 @@ def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_pat
     def a_row(size: int, impl: str, ms: float, extra: float | None) -> dict[str, Any]:
         sizes = f"N={size} D={2 * size} V={3 * size} bf16"
         return {"op": "linear_logp", "case": sizes, "direction": "fwd", "impl": impl, "ms": ms,
-                "method": "graph", "extra_mb": extra}  # fmt: skip
+                "method": "graph", "extra_mb": extra, "max_abs": ms / 100}  # fmt: skip
 
     rows = [
         a_row(size, *rest)
@@ -273,7 +273,25 @@ def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_pat
         "| --- | ---: | ---: | ---: | ---: |",
         "| N=1 D=2 V=3 bf16 | 1.02 | 1.02 | 4.30 | 3.06 (3.00x, 530 MB) |",
     ]
-    assert sum(line.startswith("| N=") for line in found) == 3
+    assert "| N=3 D=6 V=9 bf16 | 1e-02 | 3e-02 |" in found
+    assert sum(line.startswith("| N=") for line in found) == 2 * 3  # times, and errors
+
+
+def test_a_page_may_show_some_kinds_of_calls(tmp_path: Path) -> None:
+    write_results(tmp_path / "det_gemm.json")
+    page = "<!-- results:det_gemm det_gemm_dx -->\n<!-- /results -->\n"
+    shown = tables.updated(page, tmp_path)
+    assert "`det_gemm_dx`, share" in shown and "`det_gemm`, share" not in shown
+    assert shown.startswith(page.splitlines()[0]) and tables.updated(shown, tmp_path) == shown
+    with pytest.raises(ValueError, match="no 'logp' was timed; known: det_gemm, det_gemm_dx"):
+        tables.updated(page.replace("det_gemm_dx", "logp"), tmp_path)
+
+
+def test_a_goal_that_is_missed_says_so(tmp_path: Path) -> None:
+    report = write_results(tmp_path / "det_gemm.json")
+    report["summary"][0] |= {"geomean": 0.2936, "goal_geomean": 0.2941}
+    (tmp_path / "det_gemm.json").write_text(json.dumps(report))
+    assert "| few rows | 2 | 0.294 (goal 0.294 **missed**) |" in tables.render_op(tmp_path / "det_gemm.json")
 
 
 def test_grids_show_the_share_of_the_baseline(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
-sizes of one, else in a line a case, beside the other rivals and what memory each takes.
+sizes of one, else in a line a case, beside the other rivals, what memory each takes and how wrong it is.
+`<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from isobit.bench.report import CPU_WARNING, Report, Row, format_stamp
 
 RESULTS = Path("results/h200")
 
-_MARKED = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results:([\w-]+)((?: [\w-]+)*) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 #: Directions that are shown. A backward alone is in the files; what users pay for is both together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
 
 
-def render_op(path: Path) -> str:
-    """The tables of one results file, with the stamp under them."""
+def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
+    """The tables of one results file, all or those of some kinds of calls, with the stamp under them."""
     report: Report = json.loads(path.read_text())
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
-    body = _lines(report) if report.get("against") is None else _grids(report)
+    body = _lines(report) if report.get("against") is None else _grids(report, kinds)
     return f"{body}\n\n<sub>{stamp}</sub>\n"
 
 
@@ -76,12 +77,16 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
 # Grids
 
 
-def _grids(report: Report) -> str:
+def _grids(report: Report, kinds: Sequence[str]) -> str:
     """What it amounts to, then a grid for each kind of call: one size down, the others across. Where most of
     a grid would be empty, a line a case."""
     against, found = report["against"], cells(report["rows"], report["against"])
     parts = [_goals(report["summary"], against)] if report["summary"] else []
-    for op in dict.fromkeys(cell.op for cell in found):
+    known = dict.fromkeys(cell.op for cell in found)
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"no {kind!r} was timed; known: {', '.join(known)}")
+    for op in kinds or known:
         mine = [cell for cell in found if cell.op == op]
         down, *across = mine[0].sizes
         room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})
@@ -96,28 +101,30 @@ def _grids(report: Report) -> str:
 
 def _beside(report: Report, op: str, against: str) -> str:
     """A line a case: ms, how many times the baseline's, extra MB; and of each rival ms, how many times ours,
-    and extra MB."""
+    and extra MB. Of calls without gradients, how wrong each is."""
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         if row["op"] == op:
             groups.setdefault(row["case"], {})[row["impl"]] = row
+    # Why one is missing is in the notes of the file.
+    groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
     rivals = [name for name in impls if name not in ("isobit", against)]
-    lines = [["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]]
+    times = [["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]]
+    errors = [["largest error against fp64", "isobit", *rivals]]
     for case, group in groups.items():
-        if not {"isobit", against} <= set(group):
-            continue  # why is in the notes of the file
         ours, base = group["isobit"], group[against]
-        line = [case, f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
-        for row in (group.get(name) for name in rivals):
-            shown = (
-                "-"
-                if row is None
-                else f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row)} MB)"
-            )
-            line.append(shown)
-        lines.append(line)
-    return _markdown(lines, left=1)
+        theirs = [group.get(name) for name in rivals]
+        own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
+        times.append([case, *own, *("-" if row is None else _compared(row, ours) for row in theirs)])
+        wrong = (None if row is None else row["max_abs"] for row in (ours, *theirs))
+        errors.append([case, *("-" if x is None else f"{x:.0e}" for x in wrong)])
+    with_errors = rivals and all(group["isobit"]["direction"] == "fwd" for group in groups.values())
+    return "\n\n".join(_markdown(t, left=1) for t in ([times, errors] if with_errors else [times]))
+
+
+def _compared(row: Row, ours: Row) -> str:
+    return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row)} MB)"
 
 
 def _megabytes(row: Row) -> str:
@@ -127,7 +134,9 @@ def _megabytes(row: Row) -> str:
 
 def _goals(summary: Sequence[dict[str, Any]], against: str) -> str:
     def share(value: float, goal: float | None) -> str:
-        return f"{value:.2f}" if goal is None else f"{value:.2f} (goal {goal:.2f})"
+        digits = 2 if value >= 0.5 else 3
+        missed = " **missed**" if goal is not None and value < goal else ""
+        return f"{value:.{digits}f}" + (f" (goal {goal:.{digits}f}{missed})" if goal is not None else "")
 
     lines = [["speed as a share of " + against, "cells", "geometric mean", "slowest cell"]]
     for e in summary:
@@ -154,7 +163,11 @@ def updated(text: str, results_dir: Path) -> str:
     """The page with every marked table rendered anew."""
     if not _MARKED.search(text):
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
-    return _MARKED.sub(lambda m: f"{m[1]}{render_op(results_dir / f'{m[2]}.json')}{m[3]}", text)
+
+    def rendered(found: re.Match[str]) -> str:
+        return f"{found[1]}{render_op(results_dir / f'{found[2]}.json', found[3].split())}{found[4]}"
+
+    return _MARKED.sub(rendered, text)
 
 
 def update(path: Path, results_dir: Path = RESULTS) -> bool:

@@ -53,18 +53,18 @@ def draw(report: dict[str, Any]) -> str:
     ]
     for i, (key, (title, logarithmic)) in enumerate(PANELS.items()):
         left = LEFT + i * (WIDTH + LEFT)
-        parts.append(_text(left, TOP - 16, f"{title}; N={ROWS} D={FEATURES}"))
+        parts.append(_text(left, TOP - 16, f"{title}; N={ROWS} D={FEATURES}, over V"))
         parts += _panel(lines(report, key), names, left, logarithmic)
     for i, name in enumerate(names):
         x, y = LEFT + i % 3 * (width - LEFT) // 3, TOP + HEIGHT + 46 + i // 3 * LINE
-        parts += [_polyline(i, [(x, y - 4), (x + 24, y - 4)]), _text(x + 30, y, name)]
+        parts += [_polyline(i, name, [(x, y - 4), (x + 24, y - 4)]), _text(x + 30, y, name)]
     parts += [_text(LEFT, height - 6, format_stamp(report["stamp"]), size=6), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
 def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> list[str]:
-    most_v = max((v for points in found.values() for v, _ in points), default=1)
-    most = max((y for points in found.values() for _, y in points), default=1.0)
+    sizes = sorted({v for points in found.values() for v, _ in points})
+    most = max((y for points in found.values() for _, y in points), default=0.0) or 1.0
 
     def scaled(y: float) -> float:
         return math.log10(max(y, 1.0)) if logarithmic else y
@@ -72,29 +72,39 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
     top = max(scaled(most), 1e-9) * 1.05
 
     def place(v: int, y: float) -> tuple[float, float]:
-        return round(left + WIDTH * v / most_v, 1), round(TOP + HEIGHT * (1 - scaled(y) / top), 1)
+        """Vocabularies are equally far apart: two of them differ by their alignment, not by their size."""
+        across = (sizes.index(v) + 0.5) / len(sizes)
+        return round(left + WIDTH * across, 1), round(TOP + HEIGHT * (1 - scaled(y) / top), 1)
 
-    ticks = [10.0**i for i in range(int(top) + 1)] if logarithmic else [most * i / 4 for i in range(5)]
+    ticks = [10.0**i for i in range(int(top) + 1)] if logarithmic else _round_steps(most)
     parts = []
     for tick in ticks:
-        _, y = place(0, tick)
+        y = round(TOP + HEIGHT * (1 - scaled(tick) / top), 1)
         parts.append(f'<path d="M{left} {y}H{left + WIDTH}" stroke="#ddd"/>')
-        parts.append(_text(left - 40, y + 4, f"{tick:.3g}"))
-    for v in sorted({v for points in found.values() for v, _ in points}):
+        parts.append(_text(left - 40, y + 4, f"{tick:g}"))
+    for v in sizes:
         parts.append(_text(place(v, 1.0)[0] - 16, TOP + HEIGHT + 16, str(v)))
     for i, name in enumerate(names):
         points = [place(v, y) for v, y in found.get(name, [])]
-        parts.append(_polyline(i, points))
+        parts.append(_polyline(i, name, points))
         parts += [
             f'<circle cx="{x}" cy="{y}" r="2.5" fill="{COLOURS[i % len(COLOURS)]}"/>' for x, y in points
         ]
     return parts
 
 
-def _polyline(i: int, points: Sequence[tuple[float, float]]) -> str:
+def _round_steps(most: float) -> list[float]:
+    """0 and up, by the smallest 1, 2 or 5 of some power of ten of which at most five fit."""
+    power = 10.0 ** math.floor(math.log10(most / 5))
+    step = next(step * power for step in (1, 2, 5, 10) if 5 * step * power >= most)
+    return [i * step for i in range(int(most / step) + 1)]
+
+
+def _polyline(i: int, name: str, points: Sequence[tuple[float, float]]) -> str:
     path = " ".join(f"{x},{y}" for x, y in points)
     dash = ' stroke-dasharray="4 3"' if i >= len(COLOURS) else ""
-    return f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % len(COLOURS)]}"{dash}/>'
+    width = ' stroke-width="2.5"' if name.startswith("isobit") else ""
+    return f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % len(COLOURS)]}"{dash}{width}/>'
 
 
 def _text(x: float, y: float, text: str, size: int = 11) -> str:
