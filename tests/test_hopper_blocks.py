@@ -20,6 +20,46 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+# Descriptors
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns", "down"), [(64, 128, 128), (64, 128, 256), (1, 100, 100)])
+def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
+    rows: int, columns: int, down: int, dtype: torch.dtype
+) -> None:
+    hopper_pipe._descriptors.clear()
+    one, other = (torch.zeros(rows, down, dtype=dtype)[:, :columns] for _ in range(2))
+    first, second = (hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64) for t in (one, other))
+    assert type(second) is type(first) and first.base is one and second.base is other
+    # By Triton's own constructor, which the first went through.
+    built = hopper_pipe.TensorDescriptor(
+        other, second.shape, second.strides, second.block_shape, second.layout
+    )
+    assert vars(built) == vars(second) and vars(second) | {"base": one} == vars(first)
+
+
+def test_a_descriptor_of_another_matrix_is_another() -> None:
+    hopper_pipe._descriptors.clear()
+    t = torch.zeros(64, 128, dtype=BF16)
+    made = [hopper_pipe.descriptor(hopper_pipe.matrix(u), 64, box)
+            for u, box in ((t, 64), (t, 32), (t[:32], 64), (t[:, :64], 64), (t.half(), 64))]  # fmt: skip
+    assert len(hopper_pipe._descriptors) == len(made) == 5
+    assert [d.shape for d in made] == [[64, 128], [64, 128], [32, 128], [64, 64], [64, 128]]
+
+
+def test_a_descriptor_keeps_no_memory_and_checks_every_address() -> None:
+    hopper_pipe._descriptors.clear()
+    t = torch.zeros(64, 128, dtype=BF16)
+    hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64)
+    assert not any(
+        isinstance(v, torch.Tensor) for known in hopper_pipe._descriptors.values() for v in known.values()
+    )
+    inside = torch.zeros(64 * 128 + 1, dtype=BF16)[1:].view(64, 128)
+    with pytest.raises(AssertionError, match="16 bytes"):
+        hopper_pipe.descriptor(hopper_pipe.matrix(inside), 64, 64)
+
+
 # Slabs of d-logits
 
 CALLS = [  # slots, D, V, rows of dW that there are

@@ -4,7 +4,9 @@ that was asked for and that of the backward, value rules, and what can be declar
 # ruff: noqa: F722, F821
 # "* V" in an annotation names dimensions, not types.
 
-from collections.abc import Iterator
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from isobit import ContractError, UnsupportedError
 from isobit.contract import F32, Contract, Float, Like
 from isobit.op import NONE, OPS, Op, op
 from toy_op import RAN, call, even, ran, scale, scale_bwd
+
+op_module = sys.modules["isobit.op"]  # `isobit.op` the function hides it
 
 
 @pytest.fixture(autouse=True)
@@ -275,8 +279,92 @@ def test_value_rules_elsewhere_than_on_a_cpu(
     if environment is not None:
         monkeypatch.setenv("ISOBIT_VALIDATE", environment)
     # The meta device stands for one that is not a CPU: the rule runs and finds no values to read.
-    scale._validated((torch.empty(2, 4, device="meta"), 2.0, False, validate, None))
+    values = (torch.empty(2, 4, device="meta"), 2.0, False, validate, None)
+    scale._check_values(dict(zip(scale.contract.names, values, strict=True)))
     assert rule_ran() is runs
+
+
+# Calls like earlier ones
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Filled with what is looked at again: rules, and backends."""
+    seen: list[str] = []
+
+    def rule(contract: Contract, args: dict[str, Any]) -> None:
+        seen.append("rule")
+        if args["factor"] == 7.0:
+            raise contract.error("factor", args["factor"], "is seven")
+
+    def when(args: dict[str, Any]) -> None:
+        seen.append("backend")
+
+    monkeypatch.setattr(scale, "rules", [rule])
+    monkeypatch.setattr(scale, "backends", [dataclasses.replace(b, when=when) for b in scale.backends])
+    monkeypatch.setattr(scale, "_served", {})
+    return seen
+
+
+def test_a_call_like_an_earlier_one_is_not_asked_about_again(asked: list[str]) -> None:
+    for _ in range(3):
+        call(even())
+        call(even() + 1.0)
+    call(even(requires_grad=True))[0].sum().backward()
+    torch.ops.isobit.test_op_scale(even(), 2.0, False, None, None)
+    assert asked == ["rule", "backend"] and ran().count("fast") == 8
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: call(torch.ones(4, 4)),
+        lambda: call(torch.ones(3, 8)[:, :4]),  # strides
+        lambda: call(torch.ones(13)[1:].view(3, 4)),  # another alignment
+        lambda: call(even().bfloat16()),
+        lambda: call(even(), 3.0),
+        lambda: call(even(), 2.0, True),
+        lambda: call(even(), backend="plain"),
+        lambda: call(even(), validate=False),
+    ],
+)
+def test_a_call_of_another_kind_is_asked_about(asked: list[str], other: Callable[[], Any]) -> None:
+    call(even())
+    other()
+    assert asked == ["rule", "backend"] * 2
+
+
+def test_a_call_that_is_refused_is_refused_again(asked: list[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(ContractError, match="is seven"):
+            call(even(), 7.0)
+        with pytest.raises(ContractError, match="must be a dense tensor"):
+            call(even().to_sparse())
+    assert asked == ["rule"] * 2
+
+
+def test_what_tensors_hold_is_looked_at_every_time(asked: list[str]) -> None:
+    call(even()[:2])
+    with pytest.raises(ContractError, match="has a NaN"):
+        call(NAN)
+    assert asked == ["rule", "backend"]
+
+
+def test_another_choice_of_backends_is_another_question(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(even())
+    first = next(b for b in scale.backends if b.name == "fast")
+    monkeypatch.setattr(scale, "backends", [b for b in scale.backends if b is not first])
+    call(even())
+    assert ran() == ["fast", "exact"]
+
+
+def test_kinds_of_calls_do_not_pile_up(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_module, "KINDS", 3)
+    for n in range(1, 9):
+        call(torch.ones(n, 4))
+    assert len(scale._served) <= 3
 
 
 # Declaring
@@ -335,7 +423,8 @@ def test_a_backward_of_the_class_that_cannot_serve_is_passed_over() -> None:
     with pytest.raises(
         UnsupportedError, match=r"class 'c/1' can serve; hopper: needs a Hopper GPU; portable: not today"
     ):
-        forward(x, "fast").sum().backward()
+        # Of another kind than the call above, whose answer is remembered.
+        forward(torch.ones(4, requires_grad=True), "fast").sum().backward()
 
 
 def test_every_output_needs_a_spec() -> None:

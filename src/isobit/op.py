@@ -34,6 +34,9 @@ OPS: dict[str, "Op"] = {}
 
 _LIBRARY = torch.library.Library("isobit", "FRAGMENT")
 
+#: Kinds of calls that an op remembers: batches have many sizes.
+KINDS = 4096
+
 #: Numerics class of a backend that promises accuracy but no bits.
 NONE = "none"
 
@@ -54,7 +57,8 @@ def follow(backend: str | None, numerics: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call.
+    """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call. Like all
+    functions here it must not look at what tensors hold: its answer is kept for calls of the same kind.
 
     `numerics`: its class, or a function of the device where the hardware decides it.
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
@@ -133,6 +137,8 @@ class Op:
         torch.library.register_fake(f"isobit::{self.name}", self._fake, lib=_LIBRARY)
         self._torch_op = getattr(torch.ops.isobit, self.name).default
         self._differentiable: Any = None
+        self._served: dict[tuple[Any, ...], Backend] = {}
+        self._served_of: list[Backend] = []  # the backends that were chosen from
         OPS[self.name] = self
 
     # Declaring
@@ -155,7 +161,8 @@ class Op:
         return add
 
     def rule(self, check: Callable[[Contract, dict[str, Any]], None]) -> None:
-        """A check on scalars that the annotations cannot express; runs on every call."""
+        """A check that the annotations cannot express, on shapes, dtypes and scalars; not on what tensors
+        hold."""
         self.rules.append(check)
 
     def value_rule(self, check: Callable[[Contract, dict[str, Any]], None]) -> None:
@@ -298,8 +305,7 @@ class Op:
         device = values[0].device.type
         if device == "meta":  # shapes without values: no backend has anything to compute
             return self._fake(*values)
-        args, _ = self._validated(values)
-        backend = self._choose(args, args.pop("backend", None), args.pop("numerics", None))
+        args, backend = self._admit(values)
         if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
             with torch.autocast(device, enabled=False):
                 return backend.run(**args)
@@ -318,28 +324,57 @@ class Op:
         )
 
     def _fake(self, *values: Any) -> Any:
-        _, dims = self._validated(values, fake=True)
+        _, dims = self._validated(values)
         if self.sizes is not None:
             found = self.sizes(dict(zip(self.contract.names, values, strict=True)))
             dims |= {name: (size, "sizes") for name, size in found.items()}
         outputs = self.contract.empty_outputs(values, dims)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _validated(
-        self, values: tuple[Any, ...], fake: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _admit(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], Backend]:
+        """(arguments, the backend that serves them), or the reason why not.
+
+        The contract, its rules and the choice of a backend look at everything but what tensors hold. So a
+        call like an earlier one is served as that was, without asking again, which takes longer than many
+        a kernel runs.
+        """
+        if self._served_of != self.backends:
+            self._served_of = list(self.backends)
+            self._served.clear()
+        kind = _kind_of(values)
+        backend = self._served.get(kind)
+        if backend is None:
+            args, _ = self._validated(values)
+        else:
+            args = dict(zip(self.contract.names, values, strict=True))
+        self._check_values(args)
+        forced, numerics = args.pop("backend", None), args.pop("numerics", None)
+        if backend is None:
+            backend = self._choose(args, forced, numerics)
+            if len(self._served) >= KINDS:
+                self._served.clear()
+            self._served[kind] = backend
+        return args, backend
+
+    def _validated(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(arguments, dimensions) of a call that keeps the contract, whatever its tensors hold."""
         dims = self.contract.check(values)
         args = dict(zip(self.contract.names, values, strict=True))
         for rule in self.rules:
             rule(self.contract, args)
-        validate = args.pop("validate", None)
-        if self.value_rules and not fake:
-            if validate is None:
-                validate = values[0].device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
-            if validate:
-                for rule in self.value_rules:
-                    rule(self.contract, args)
         return args, dims
+
+    def _check_values(self, args: dict[str, Any]) -> None:
+        """What tensors hold, where it may be read."""
+        validate = args.pop("validate", None)
+        if not self.value_rules:
+            return
+        if validate is None:
+            on_cpu = args[self.contract.names[0]].device.type == "cpu"
+            validate = on_cpu or os.environ.get("ISOBIT_VALIDATE") == "1"
+        if validate:
+            for rule in self.value_rules:
+                rule(self.contract, args)
 
     # Choosing
 
@@ -405,7 +440,8 @@ class Op:
         given = given if self.translate is None else self.translate(given)
         values = tuple(given.get(p.name, p.default) for p in self.contract.params)
         self.contract.check_types(values)
-        args, _ = self._validated(values, fake=True)
+        args, _ = self._validated(values)
+        args.pop("validate", None)
         forced, numerics = args.pop("backend", None), args.pop("numerics", None)
         device = values[0].device
         if numerics is not None:
@@ -418,6 +454,18 @@ class Op:
             asked = f"can serve; backend={forced!r} was asked for"
             reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
         return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
+
+
+def _kind_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All about a call but what its tensors hold; of addresses, what decides how they can be read."""
+    kind: list[Any] = []
+    for v in values:
+        if isinstance(v, Tensor):
+            dense = v.layout is torch.strided  # another has no strides, and is refused
+            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16) if dense else (id(v),)
+        else:
+            kind += (type(v), v)  # 1 and True are equal
+    return tuple(kind)
 
 
 class _Refusal(torch.autograd.Function):

@@ -308,14 +308,32 @@ def aligned_for_tma(m: Matrix) -> bool:
     return m.base.data_ptr() % 16 == 0 and (m.lies_by_rows() or m.turned().lies_by_rows())
 
 
+#: What descriptors hold beside their tensor, by the matrix and the box that they are of; so many of them.
+_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}
+_DESCRIPTORS = 4096
+
+
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
+    kind = (m.rows, m.columns, m.down, m.base.dtype, rows, columns)
+    known = _descriptors.get(kind)
+    if known is not None:
+        # Triton checks every descriptor that is made, which takes longer than all the rest of it. It has
+        # checked one like this; only the address is another.
+        assert m.base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(known, base=m.base)
+        return made
     down, size = m.down, m.base.element_size()
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
         assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
         down = 16 * (m.columns * size // 16 + 1) // size
     layout = _shared_layout(rows, columns, m.base.dtype)
-    return TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
+    made = TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
+    if len(_descriptors) >= _DESCRIPTORS:
+        _descriptors.clear()
+    _descriptors[kind] = {name: value for name, value in vars(made).items() if name != "base"}
+    return made
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
