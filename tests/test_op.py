@@ -360,6 +360,26 @@ def test_another_choice_of_backends_is_another_question(
     assert ran() == ["fast", "exact"]
 
 
+def test_a_new_rule_is_asked_too(asked: list[str]) -> None:
+    def never(contract: Contract, args: dict[str, Any]) -> None:
+        raise contract.error("x", args["x"], "is never right")
+
+    call(even())
+    scale.rule(never)
+    with pytest.raises(ContractError, match="is never right"):
+        call(even())
+
+
+class Unhashable(float):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_arguments_of_no_usual_type_are_served_and_not_kept(asked: list[str]) -> None:
+    for _ in range(2):
+        assert call(even(), Unhashable(2.0))[0].tolist() == call(even(), validate=None)[0].tolist()
+    assert asked == ["rule", "backend", "rule", "backend", "rule", "backend"] and len(scale._served) == 1
+
+
 def test_kinds_of_calls_do_not_pile_up(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_module, "KINDS", 3)
     for n in range(1, 9):

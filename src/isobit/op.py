@@ -37,6 +37,8 @@ _LIBRARY = torch.library.Library("isobit", "FRAGMENT")
 #: Kinds of calls that an op remembers: batches have many sizes.
 KINDS = 4096
 
+_SCALARS = frozenset((bool, int, float, str, torch.dtype))
+
 #: Numerics class of a backend that promises accuracy but no bits.
 NONE = "none"
 
@@ -164,6 +166,7 @@ class Op:
         """A check that the annotations cannot express, on shapes, dtypes and scalars; not on what tensors
         hold."""
         self.rules.append(check)
+        self._served = {}
 
     def value_rule(self, check: Callable[[Contract, dict[str, Any]], None]) -> None:
         """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
@@ -338,11 +341,12 @@ class Op:
         call like an earlier one is served as that was, without asking again, which takes longer than many
         a kernel runs.
         """
-        if self._served_of != self.backends:
+        served = self._served
+        if self._served_of != self.backends:  # a new dictionary, because another thread may hold the old one
+            served = self._served = {}
             self._served_of = list(self.backends)
-            self._served.clear()
         kind = _kind_of(values)
-        backend = self._served.get(kind)
+        backend = None if kind is None else served.get(kind)
         if backend is None:
             args, _ = self._validated(values)
         else:
@@ -351,9 +355,10 @@ class Op:
         forced, numerics = args.pop("backend", None), args.pop("numerics", None)
         if backend is None:
             backend = self._choose(args, forced, numerics)
-            if len(self._served) >= KINDS:
-                self._served.clear()
-            self._served[kind] = backend
+            if kind is not None:
+                if len(served) >= KINDS:
+                    served.clear()
+                served[kind] = backend
         return args, backend
 
     def _validated(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -456,15 +461,21 @@ class Op:
         return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
 
 
-def _kind_of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All about a call but what its tensors hold; of addresses, what decides how they can be read."""
+def _kind_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All about a call but what its tensors hold; of addresses, what decides how they can be read. None for
+    a call whose arguments are of no usual type."""
     kind: list[Any] = []
     for v in values:
         if isinstance(v, Tensor):
-            dense = v.layout is torch.strided  # another has no strides, and is refused
-            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16) if dense else (id(v),)
-        else:
+            if v.layout is not torch.strided:
+                return None
+            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16)
+        elif v is None:
+            kind.append(None)
+        elif type(v) in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
             kind += (type(v), v)  # 1 and True are equal
+        else:
+            return None
     return tuple(kind)
 
 
