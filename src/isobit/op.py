@@ -28,16 +28,12 @@ from torch.autograd import forward_ad
 
 from isobit.arch import arch_key
 from isobit.contract import Contract, ContractError
+from isobit.kinds import Kind, kind_of, remember
 
 #: Every op by name, filled by the declarations as they are imported.
 OPS: dict[str, "Op"] = {}
 
 _LIBRARY = torch.library.Library("isobit", "FRAGMENT")
-
-#: Kinds of calls that an op remembers: batches have many sizes.
-KINDS = 4096
-
-_SCALARS = frozenset((bool, int, float, str, torch.dtype))
 
 #: Numerics class of a backend that promises accuracy but no bits.
 NONE = "none"
@@ -139,7 +135,7 @@ class Op:
         torch.library.register_fake(f"isobit::{self.name}", self._fake, lib=_LIBRARY)
         self._torch_op = getattr(torch.ops.isobit, self.name).default
         self._differentiable: Any = None
-        self._served: dict[tuple[Any, ...], Backend] = {}
+        self._served: dict[Kind, Backend] = {}
         self._served_of: list[Backend] = []  # the backends that were chosen from
         OPS[self.name] = self
 
@@ -345,7 +341,7 @@ class Op:
         if self._served_of != self.backends:  # a new dictionary, because another thread may hold the old one
             served = self._served = {}
             self._served_of = list(self.backends)
-        kind = _kind_of(values)
+        kind = kind_of(values)
         backend = None if kind is None else served.get(kind)
         if backend is None:
             args, _ = self._validated(values)
@@ -355,10 +351,7 @@ class Op:
         forced, numerics = args.pop("backend", None), args.pop("numerics", None)
         if backend is None:
             backend = self._choose(args, forced, numerics)
-            if kind is not None:
-                if len(served) >= KINDS:
-                    served.clear()
-                served[kind] = backend
+            remember(served, kind, backend)
         return args, backend
 
     def _validated(self, values: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -459,24 +452,6 @@ class Op:
             asked = f"can serve; backend={forced!r} was asked for"
             reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
         return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
-
-
-def _kind_of(values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """All about a call but what its tensors hold; of addresses, what decides how they can be read. None for
-    a call whose arguments are of no usual type."""
-    kind: list[Any] = []
-    for v in values:
-        if isinstance(v, Tensor):
-            if v.layout is not torch.strided:
-                return None
-            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16)
-        elif v is None:
-            kind.append(None)
-        elif type(v) in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
-            kind += (type(v), v)  # 1 and True are equal
-        else:
-            return None
-    return tuple(kind)
 
 
 class _Refusal(torch.autograd.Function):

@@ -36,6 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from isobit.kinds import Kind, remember
+
 __all__ = [
     "LOADER_REGISTERS",
     "ROWS",
@@ -308,9 +310,8 @@ def aligned_for_tma(m: Matrix) -> bool:
     return m.base.data_ptr() % 16 == 0 and (m.lies_by_rows() or m.turned().lies_by_rows())
 
 
-#: What descriptors hold beside their tensor, by the matrix and the box that they are of; so many of them.
-_descriptors: dict[tuple[Any, ...], dict[str, Any]] = {}
-_DESCRIPTORS = 4096
+#: What descriptors hold beside their tensor, by the matrix and the box that they are of.
+_descriptors: dict[Kind, dict[str, Any]] = {}
 
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
@@ -330,9 +331,7 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
         down = 16 * (m.columns * size // 16 + 1) // size
     layout = _shared_layout(rows, columns, m.base.dtype)
     made = TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
-    if len(_descriptors) >= _DESCRIPTORS:
-        _descriptors.clear()
-    _descriptors[kind] = {name: value for name, value in vars(made).items() if name != "base"}
+    remember(_descriptors, kind, {name: value for name, value in vars(made).items() if name != "base"})
     return made
 
 
