@@ -8,7 +8,8 @@ written over show in the gradients. How the kernels compute is not tested here.
 """
 
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hopper_device import Device, described, whole
 from isobit.blocks.hopper_lse import COLUMNS, LOG2E
-from isobit.blocks.hopper_pipe import TensorDescriptor, gl
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import reference
@@ -27,7 +29,6 @@ from isobit.ops.linear_logp.slabs import Slab
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN, INF = math.nan, math.inf
-LN2 = math.log(2)
 
 
 @pytest.fixture(autouse=True)
@@ -48,227 +49,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-# Memory
-
-
-def span(t: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and one past its last."""
-    if t.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-
-def assert_apart(written: Tensor, *read: Tensor) -> None:
-    first, end = span(written)
-    for t in read:
-        its_first, its_end = span(t)
-        assert end <= its_first or its_end <= first, f"{list(written.shape)} overlaps {list(t.shape)}"
-
-
-def strided(t: Tensor, rows: int, columns: int, stride: int, across: int = 1) -> Tensor:
-    """What a kernel reaches from a pointer; an error if it lies outside of the memory behind it."""
-    return torch.as_strided(t, (rows, columns), (stride, across), t.storage_offset())
-
-
-def described(desc: TensorDescriptor) -> Tensor:
-    """The matrix that TMA reads or writes."""
-    base, (rows, columns), (stride, across) = desc.base, desc.shape, desc.strides
-    assert base.data_ptr() % 16 == 0 and stride * base.element_size() % 16 == 0 and across == 1
-    return strided(base, rows, columns, stride)
-
-
-def operand(desc: TensorDescriptor, by_k: bool) -> Tensor:
-    return described(desc) if by_k else described(desc).t()
-
-
-def loaded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """Boxes of a matrix in fp32: TMA fills what lies outside of it with zeros."""
-    inside = t[:rows, :columns]
-    boxes = torch.zeros(rows, columns)
-    boxes[: inside.shape[0], : inside.shape[1]] = inside
-    return boxes
-
-
-def stored(t: Tensor, boxes: Tensor) -> None:
-    """Boxes to a matrix: TMA writes nothing outside of it."""
-    t.copy_(boxes[: t.shape[0], : t.shape[1]])
-
-
-def whole(size: int, box: int) -> int:
-    return -(-size // box) * box
-
-
-# What kernels do, each with its arguments by name
-
-
-def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
-    token = k.token_ids.view(-1)
-    read = [token]
-    live = token != k.ignore_index
-    if k.HAS_MASK:
-        read.append(k.mask)
-        live &= k.mask.view(-1) != 0
-    taken = torch.ones_like(live)
-    if k.PACK:
-        assert grid == (1,), "programs cannot count one another's rows"
-        taken = live & (token >= 0) & (token < k.V)
-    scales = torch.full((k.N,), k.scale)
-    if k.PER_ROW:
-        read.append(k.row_temperature)
-        scales /= torch.where(live, k.row_temperature.view(-1), 1.0)
-    known = torch.where((token >= 0) & (token < 2**31 - 1), token, -1)
-    row = taken.nonzero()[:, 0]
-    assert len(token) == k.N <= k.capacity == len(k.rows) == len(k.ids) == len(k.scales)
-    for out, values, hole in (
-        (k.rows, row, -1), (k.ids, torch.where(live, known, -2)[row], -2), (k.scales, scales[row], 1.0)
-    ):  # fmt: skip
-        assert_apart(out, k.count, *read)
-        out[: len(row)] = values
-        out[len(row) :] = hole
-    k.count.fill_(len(row))
-
-
-def pack_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, columns = grid[0] * k.SLOTS, min(grid[1] * k.COLUMNS, k.columns)
-    out = strided(k.out, slots, columns, k.stride_out)
-    row = k.rows[:slots]
-    source = strided(k.source, int(row.max()) + 1, columns, k.stride_row, k.stride_column)
-    assert_apart(out, source, row)
-    out.zero_()
-    out[row >= 0] = source[row[row >= 0].long()]
-
-
-def weigh_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots = grid[0] * k.BLOCK
-    token, row = k.ids[:slots], k.rows[:slots]
-    live = (torch.arange(slots) < k.count) & (token >= 0) & (token < k.V)
-    none = torch.zeros(slots)
-
-    def of_row(t: Tensor, has: bool = True, first: int = 0) -> Tensor:
-        if not has:
-            return none
-        assert_apart(k.weights, t)
-        return torch.where(live, t.view(-1)[torch.where(live, row, 0).long() + first], 0.0)
-
-    scale = torch.where(live, k.scales[:slots], 1.0)
-    m = of_row(k.stats) / k.factor
-    base = m * scale
-    s = torch.where(live, of_row(k.stats, first=k.N), 1.0)
-    s *= (m.double() * scale - base).exp2()  # one rounding, as fma
-    g, b = of_row(k.dlogp, k.HAS_LOGP), -of_row(k.dentropy, k.HAS_ENTROPY)
-    a = of_row(k.dlse, k.HAS_LSE) - g + b * (of_row(k.entropy, k.HAS_ENTROPY) - s.log2() * LN2)
-    slope = scale * LN2
-    rows_of_weights = (base, a * slope / s, b * LN2 * slope / s, g * slope)
-    for out, values in zip(strided(k.weights, 4, slots, k.capacity), rows_of_weights, strict=True):
-        out[:] = torch.where(live, values, 0.0)
-
-
-def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
-    count, K = int(k.count), k.steps * k.STEP
-    rows, columns = whole(count, 128), whole(k.V, COLUMNS)
-    hidden, weight, out = map(described, (k.a_desc, k.b_desc, k.out_desc))
-    ids, scales = k.ids[:rows, None], k.scales[:rows, None]
-    assert len(ids) == rows and grid[0] >= 1
-    weights = strided(k.weights, 4, rows, k.capacity)
-    assert_apart(out, hidden[:rows, :K], weight[:columns, :K], ids, scales, weights)
-    z = loaded(hidden, rows, K) @ loaded(weight, columns, K).t()
-    if k.HAS_BIAS:
-        assert_apart(out, k.bias)
-        z[:, : k.V] += k.bias[k.first : k.first + k.V]
-    if k.ROUND is not None:
-        z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
-    base, a, b, g = weights[:, :, None]
-    u = z * scales - base
-    dz = u.exp2() * (u.clamp(min=-1000.0) * b + a if k.ENTROPY else a)
-    dz = torch.where(torch.arange(columns) + k.first == ids, dz + g, dz)
-    dz[count:] = 0.0
-    stored(out[:rows], dz)
-
-
-def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, width = grid[0], min(grid[1] * k.TILES * COLUMNS, k.width)
-    there = torch.arange(slots)[:, None] < k.count
-    out = strided(k.out, slots, width, k.stride)
-    kept = k.kept.view(slots, -1)[:, k.first : k.first + width]
-    of_tiles = k.kept_base.view(slots, k.tiles, 4)
-    weights = strided(k.weights, 4, slots, k.capacity)
-    assert k.first + width <= k.tiles * COLUMNS == k.kept.shape[1] and k.width % COLUMNS == 0
-    assert_apart(out, kept, of_tiles, k.ids, k.scales, weights)
-    column = k.first + torch.arange(width)
-    base, a, _, g = weights[:, :, None]
-    moved = (of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base).exp2()
-    e = torch.where(there, kept.float(), 0.0)
-    dz = torch.where(e == 0.0, 0.0, e * moved) * a
-    out.copy_(torch.where(column == k.ids[:, None], dz + g, dz))
-
-
-def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
-    assert grid[0] >= 1 and not k.HAS_BLOCKS
-    assert k.STAGED, "rows of dhidden and dW are multiples of 16 bytes"
-    M, K = int(k.M), int(k.steps) * k.STEP
-    rows, columns = whole(M, 64 * k.MULTIPLIERS), whole(k.N, k.COLUMNS)
-    a, b = operand(k.a_desc, k.A_BY_K), operand(k.b_desc, k.B_BY_K)
-    out = described(k.out_desc)[:rows]
-    assert_apart(out, a[:rows, :K], b[:columns, :K])
-    total = torch.zeros(rows, columns)
-    if k.HAS_INIT:  # a program may read what it will write itself
-        assert k.init.data_ptr() == k.out.data_ptr()
-        total[:M, : k.N] = strided(k.init, M, k.N, k.ld)
-    stored(out, total + loaded(a, rows, K) @ loaded(b, columns, K).t())
-
-
-def bias_kernel(grid: tuple[int, ...], k: Any) -> None:
-    columns = min(grid[0] * k.BLOCK, k.columns)
-    dz = strided(k.dz, int(k.count), columns, k.stride)
-    assert_apart(k.dbias, dz)
-    k.dbias[:columns] = dz.float().sum(0)
-
-
-def unpack_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, columns = min(grid[0] * k.SLOTS, int(k.count)), min(grid[1] * k.COLUMNS, k.columns)
-    row, token = k.rows[:slots].long(), k.ids[:slots, None]
-    assert len(row) == slots and bool((row >= 0).all())
-    values = strided(k.source, slots, columns, k.columns)
-    assert_apart(k.out, values, k.rows, k.ids)
-    known = (token >= 0) & (token < k.V)
-    values = torch.where(known, values, torch.where(token == -2, 0.0, NAN))
-    k.out.view(-1, k.columns)[row, :columns] = values.to(k.out.dtype)
-
-
-def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
-    N, columns = min(grid[0] * k.ROWS, k.N), min(grid[1] * k.COLUMNS, k.columns)
-    token = k.token_ids.view(-1)[:N]
-    live = token != k.ignore_index
-    if k.HAS_MASK:
-        live &= k.mask.view(-1)[:N] != 0
-    out = strided(k.out, N, columns, k.columns)
-    assert_apart(out, token)
-    out[~live] = 0.0
-    out[live & ((token < 0) | (token >= k.V))] = NAN
-
-
-MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
-    meaning.__name__: meaning
-    for meaning in (
-        compact_kernel, pack_kernel, weigh_kernel, slab_kernel, kept_kernel, sum_kernel, bias_kernel,
-        unpack_kernel, blank_kernel,
-    )
-}  # fmt: skip
-
-
-@dataclass
-class Device:
-    """A `launch` that executes, one launch after the other."""
-
-    launched: list[str] = field(default_factory=list)
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        named = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=True)))
-        MEANINGS[kernel.__name__](grid, named)
-        self.launched.append(kernel.__name__)
 
 
 # Calls
@@ -578,6 +358,51 @@ def test_no_rows_launch_nothing() -> None:
     dhidden, *sums = backward.linear_logp_bwd(launch=device, **args | none)
     assert dhidden.shape == (0, 64) and device.launched == []
     assert [t.shape for t in sums] == [(1100, 64), (1100,)] and not any(t.any() for t in sums)
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that were alive at a time of those allocated inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
+        for t in made if isinstance(made, tuple) else (made,):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in given:
+                storage = t.untyped_storage()
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return made
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("N", [4096, 16384])
+@pytest.mark.parametrize("wanted", [("hidden",), ("hidden", "weight")])
+def test_memory_is_what_the_documents_say(N: int, wanted: tuple[str, ...]) -> None:
+    """A slab of 64 MB and fp32 sums of dhidden beside the gradients, of 4096 rows with a frozen head."""
+    D, V, MB = 4096, 32768, 1 << 20
+
+    def meta(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    args = DEFAULTS | {"hidden": meta(N, D, dtype=BF16), "weight": meta(V, D, dtype=BF16)}
+    args |= {"token_ids": meta(N, dtype=torch.int64), "stats": meta(2, N), "dlogp": meta(N)}
+    args |= dict.fromkeys(("bias", "mask", "row_temperature", "entropy", "kept", "kept_scale"))
+    args |= {"dentropy": None, "dlse": None} | {
+        f"want_{x}": x in wanted for x in ("hidden", "weight", "bias")
+    }
+    with Allocations() as seen:
+        found = backward.linear_logp_bwd(launch=lambda *args, **options: None, **args)
+    gradients = sum(g.nbytes for g in found if g is not None)
+    rows = N if "weight" in wanted else min(N, 4096)
+    bound = 64 * MB + 4 * rows * D + 64 * N
+    assert gradients + bound / 2 < seen.most <= gradients + bound
 
 
 # Wrong: this device notices

@@ -1,5 +1,8 @@
 """What Hopper launchers decide on the host: which tile, what TMA can read, which kernel is known already."""
 
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,6 +61,39 @@ def test_a_descriptor_keeps_no_memory_and_checks_every_address() -> None:
     inside = torch.zeros(64 * 128 + 1, dtype=BF16)[1:].view(64, 128)
     with pytest.raises(AssertionError, match="16 bytes"):
         hopper_pipe.descriptor(hopper_pipe.matrix(inside), 64, 64)
+
+
+# Which program takes which tiles
+
+
+def items(tiles_m: int, tiles_n: int, group: int = 16) -> list[tuple[int, int, int, int]]:
+    """What the kernels' own functions answer for every item of a forward, with Python's numbers."""
+    numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)}
+    for name in ("_item", "_by_length"):
+        numbers[name] = FunctionType(getattr(hopper_pipe, name).fn.__code__, numbers)
+    item = FunctionType(hopper_pipe.Pipe.item.fn.__code__, numbers)
+    spans = min(SPLITS, tiles_n)
+    pipe = SimpleNamespace(tiles_m=tiles_m, tiles_n=tiles_n, spans=spans, GROUP=group, SPANS=SPLITS)
+    return [item(pipe, t) for t in range(tiles_m * spans)]
+
+
+@pytest.mark.parametrize("tiles_m", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("tiles_n", [1, 2, 32, 33, 34, 65, 66, 128, 197, 512, 594])
+def test_items_are_every_split_of_every_row_once(tiles_m: int, tiles_n: int) -> None:
+    spans = min(SPLITS, tiles_n)
+    bounds = [(s, s * tiles_n // spans, (s + 1) * tiles_n // spans) for s in range(spans)]
+    wanted = [(m, first, end, s) for m in range(tiles_m) for s, first, end in bounds]
+    assert sorted(items(tiles_m, tiles_n)) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "most"), [(4096, 131072, 1.01), (16384, 128256, 1.01), (4096, 32768, 1.04)]
+)
+def test_programs_get_about_as_many_tiles(N: int, V: int, most: float) -> None:
+    loads = [0] * SMS
+    for i, (_, first, end, _) in enumerate(items(N // 128, -(-V // COLUMNS))):
+        loads[i % SMS] += end - first
+    assert max(loads) <= most * sum(loads) / SMS
 
 
 # Slabs of d-logits

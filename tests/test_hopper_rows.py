@@ -17,7 +17,7 @@ NAN = float("nan")
 
 def interpreted() -> dict[str, Any]:
     """Everything that the tests below look at, computed with Triton in its interpreter."""
-    from isobit.blocks.hopper_lse import LOG2E, Slots
+    from isobit.blocks.hopper_lse import COLUMNS, LOG2E, Slots
     from isobit.blocks.launch import run
     from isobit.ops.det_gemm.kernels_hopper import pack
     from isobit.ops.linear_logp import kernels_hopper_bwd as backward
@@ -65,6 +65,28 @@ def interpreted() -> dict[str, Any]:
     log_p = logits.log_softmax(0)
     truth = (log_p[3], -(log_p.exp() * log_p.clamp(min=-1000)).sum(), logits.logsumexp(0))
     found["merged"] = [[float(x) for x in merged[:3]], [float(x) for x in truth]]  # type: ignore[arg-type]
+
+    # More splits than are loaded at a time, of a row among others: a split is a stretch of its logits.
+    many = torch.randn(33, 5, generator=torch.Generator().manual_seed(3)) * 4
+    longer = Slots(torch.full((200,), 7), None, None, -100, LOG2E, 33 * COLUMNS, True, run)
+    partial = torch.full((33, 3, longer.capacity), NAN)
+    partial[:, 0, :200] = many.amax(1)[:, None]
+    u = (many - many.amax(1, keepdim=True)) * LOG2E
+    partial[:, 1, :200], partial[:, 2, :200] = u.exp2().sum(1)[:, None], (u.exp2() * u).sum(1)[:, None]
+    picked = torch.full((longer.capacity,), many[0, 0].item())
+    merged = longer.merge(partial, picked, torch.Size([200]), 33 * COLUMNS, 1.0,
+                          True, True, False, run)  # fmt: skip
+    log_p = many.flatten().log_softmax(0)
+    truth = (log_p[0], -(log_p.exp() * log_p).sum(), many.logsumexp((0, 1)))
+    found["many"] = [[x[150].item() for x in merged[:3]], [x.item() for x in truth]]  # type: ignore[index]
+
+    # Slots of a plain batch that takes several programs.
+    plain = Slots(torch.arange(1200) % V, None, None, -100, LOG2E, V, False, run)
+    there = torch.arange(1200)
+    found["plain"] = [
+        torch.equal(plain.rows[:1200].long(), there), torch.equal(plain.ids[:1200].long(), there % V),
+        plain.rows[1200:].unique().tolist(), plain.ids[1200:].unique().tolist(), plain.count.item(),
+    ]  # fmt: skip
 
     # d-logits from kept values: a hole, and a lane that saw nothing but -inf below a maximum of -150.
     args = {
@@ -124,6 +146,12 @@ def test_results_go_back_to_the_rows_they_are_of(found: dict[str, Any]) -> None:
 def test_splits_are_brought_to_one_maximum(found: dict[str, Any]) -> None:
     merged, truth = found["merged"]
     assert merged == pytest.approx(truth, rel=1e-6)
+    merged, truth = found["many"]
+    assert merged == pytest.approx(truth, rel=1e-5)
+
+
+def test_every_program_fills_its_slots(found: dict[str, Any]) -> None:
+    assert found["plain"] == [True, True, [-1], [-2], 1200]
 
 
 def test_holes_and_empty_lanes_reach_no_gradient(found: dict[str, Any]) -> None:
