@@ -39,6 +39,7 @@ from isobit.arch import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, ContractError, Float, Int, Mask, dtype_name
 from isobit.op import NONE, op
 from isobit.ops.linear_logp import reference
+from isobit.ops.logp import rules
 from isobit.ops.logp.reference import live_rows
 
 
@@ -129,17 +130,13 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
         if args[name] is not None and not holds(args[name]):
             raise contract.error(name, args[name], rule)
 
-    # Kernels multiply by inverses of these, in fp32.
-    require("temperature", lambda t: 1e-38 <= t <= 1e38, "must be a positive number, 1e-38 to 1e38")
+    # Kernels multiply by its inverse, in fp32.
     require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
     require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
     require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
     require("workspace_bytes", lambda n: n >= 0, "must not be negative")
     if args["row_temperature"] is not None and args["temperature"] != 1.0:
         raise contract.error("temperature", args["temperature"], "must be 1.0 with row_temperature")
-    wide = torch.iinfo(args["token_ids"].dtype).max
-    require("ignore_index", lambda i: -(2**31) <= i < 2**31 or abs(i) <= wide,
-            "must be a value that token_ids can hold")  # fmt: skip
 
 
 def _sizes(contract: Contract, args: dict[str, Any]) -> None:
@@ -150,9 +147,7 @@ def _sizes(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
 
 
-def _what_is_needed(contract: Contract, args: dict[str, Any]) -> None:
-    if args["dentropy"] is not None and args["entropy"] is None:
-        raise contract.error("entropy", None, "is required with dentropy")
+def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
     if args["want_bias"] and args["bias"] is None:
         raise contract.error("bias", None, "is required with want_bias")
 
@@ -163,13 +158,7 @@ def vocabulary(args: dict[str, Any]) -> int:
 
 
 def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    ids, V = args["token_ids"], vocabulary(args)
-    live = live_rows(ids, args["mask"], args["ignore_index"])
-    bad = (live & ((ids < 0) | (ids >= V))).nonzero()
-    if len(bad):
-        at = bad[0].tolist()
-        rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
-        raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
+    rules.ids_below(vocabulary(args), contract, args)
 
 
 def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
@@ -186,9 +175,11 @@ def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None
 
 for declared in (forward, backward):
     declared.rule(_one_dtype)
+    declared.rule(rules.scalars)
     declared.rule(_scalars)
     declared.rule(_sizes)
-backward.rule(_what_is_needed)
+backward.rule(rules.entropy_is_there)
+backward.rule(_bias_is_there)
 forward.value_rule(_ids_in_range)
 forward.value_rule(_temperatures_are_positive)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from isobit.arch import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.op import NONE, op
-from isobit.ops.logp import reference
+from isobit.ops.logp import reference, rules
 
 
 @op("logp")
@@ -63,34 +63,19 @@ def backward(
 # Rules that annotations cannot express
 
 
-def _scalars(contract: Contract, args: dict[str, Any]) -> None:
-    temperature, ignore_index, V = args["temperature"], args["ignore_index"], args["logits"].shape[-1]
-    if not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
-        raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
-    if not -(2**31) <= ignore_index < 2**31 and abs(ignore_index) > torch.iinfo(args["token_ids"].dtype).max:
-        raise contract.error("ignore_index", ignore_index, "must be a value that token_ids can hold")
-    if V == 0:
+def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
+    if args["logits"].shape[-1] == 0:
         raise contract.error("logits", args["logits"], "V must be at least 1")
 
 
 def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    ids, V = args["token_ids"], args["logits"].shape[-1]
-    live = reference.live_rows(ids, args["mask"], args["ignore_index"])
-    bad = (live & ((ids < 0) | (ids >= V))).nonzero()
-    if len(bad):
-        at = bad[0].tolist()
-        rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
-        raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
+    rules.ids_below(args["logits"].shape[-1], contract, args)
 
 
-def _entropy_is_there(contract: Contract, args: dict[str, Any]) -> None:
-    if args["dentropy"] is not None and args["entropy"] is None:
-        raise contract.error("entropy", None, "is required with dentropy")
-
-
-forward.rule(_scalars)
-backward.rule(_scalars)
-backward.rule(_entropy_is_there)
+for declared in (forward, backward):
+    declared.rule(rules.scalars)
+    declared.rule(_has_tokens)
+backward.rule(rules.entropy_is_there)
 forward.value_rule(_ids_in_range)
 
 

@@ -1,0 +1,32 @@
+"""Rules of ops that pick tokens: what annotations cannot say of ids, `ignore_index`, temperature, entropy."""
+
+from typing import Any
+
+import torch
+
+from isobit.contract import Contract
+from isobit.ops.logp.reference import live_rows
+
+
+def scalars(contract: Contract, args: dict[str, Any]) -> None:
+    temperature, ignore_index = args["temperature"], args["ignore_index"]
+    if not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
+        raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
+    if not -(2**31) <= ignore_index < 2**31 and abs(ignore_index) > torch.iinfo(args["token_ids"].dtype).max:
+        raise contract.error("ignore_index", ignore_index, "must be a value that token_ids can hold")
+
+
+def entropy_is_there(contract: Contract, args: dict[str, Any]) -> None:
+    if args["dentropy"] is not None and args["entropy"] is None:
+        raise contract.error("entropy", None, "is required with dentropy")
+
+
+def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
+    """Every id of a row that counts is one of V tokens. Reads them."""
+    ids = args["token_ids"]
+    live = live_rows(ids, args["mask"], args["ignore_index"])
+    bad = (live & ((ids < 0) | (ids >= V))).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
+        raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
