@@ -20,6 +20,7 @@ from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.runner import CheckFailed, run
 from isobit.bench.timing import Contender, Verdict, copies_for, measure
 from isobit.check.proof import InputOptions
+from isobit.check.proofs import proof_of
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals as det_gemm_rivals
 from isobit.ops.logp import rivals as logp_rivals
@@ -34,8 +35,8 @@ def with_check(monkeypatch: pytest.MonkeyPatch, failures: list[str]) -> None:
 
 
 def with_rivals(monkeypatch: pytest.MonkeyPatch, *rivals: Rival) -> None:
-    series = dataclasses.replace(logp_rivals.SERIES, rivals={rival.name: rival for rival in rivals})
-    monkeypatch.setattr(LOGP, "proof", dataclasses.replace(LOGP.proof, bench=lambda: [series]))
+    series = dataclasses.replace(logp_rivals.LOGP, rivals={rival.name: rival for rival in rivals})
+    monkeypatch.setattr("isobit.ops.logp.rivals.SERIES", [series])
 
 
 def bench(**options: Any) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def test_a_bad_case_is_rejected_with_its_reason(text: str, message: str) -> None
 
 
 def test_small_cases_keep_the_dimensions_and_fit_a_cpu() -> None:
-    series = logp_rivals.SERIES
+    series = logp_rivals.LOGP
     cases = small_cases(series)
     assert [list(case.dims) for case in cases] == [["B", "T", "V"], ["N", "V"]]
     assert all(series.cost(c.dims, c.dtype).bytes("fwd") <= CPU_BYTES for c in cases)
@@ -213,7 +214,7 @@ def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("text", ["N=5,V=7,dtype=fp32", "B=2,T=3,V=7,dtype=fp32"])
 def test_liger_gets_one_step_more_than_it_reads(text: str) -> None:
-    args = LOGP.proof.make(parse_case(text, LOGP), CPU, InputOptions())
+    args = proof_of(LOGP).make(parse_case(text, LOGP), CPU, InputOptions())
     prepared = logp_rivals.RIVALS["liger"].prepare(args)
     B, T = prepared["token_ids"].shape
     assert prepared["logits"].shape == (B, T + 1, 7) and prepared["logits"].is_contiguous()

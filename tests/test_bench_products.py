@@ -71,19 +71,20 @@ def test_a_direction_chooses_a_kind_of_call() -> None:
         bench(directions=["bwd"])
 
 
-def test_an_op_that_is_timed_with_another_says_so() -> None:
-    with pytest.raises(ContractError, match=r"bench det_linear: .* det_gemm"):
-        run("det_linear", device="cpu", say=lambda text: None)
+def test_ops_of_one_folder_are_timed_together() -> None:
+    assert series_of(known_op("det_linear")) == series_of(GEMM)
 
 
 def test_what_does_not_fit_into_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = rivals.SERIES[0]
+
     def make(case: Case, pool: Pool) -> list[Any]:
         if case.dims["M"] == 4:
             raise torch.OutOfMemoryError("no")
-        return rivals.SERIES[0].make(case, pool)
+        return forward.make(case, pool)
 
-    series = dataclasses.replace(rivals.SERIES[0], make=make)
-    monkeypatch.setattr(GEMM, "proof", dataclasses.replace(GEMM.proof, bench=lambda: [series]))
+    series = dataclasses.replace(forward, make=make)
+    monkeypatch.setattr("isobit.ops.det_gemm.rivals.SERIES", [series])
     report = bench("M=4,K=16,N=8", "M=2,K=16,N=8", impls=["isobit"])
     assert [row["case"] for row in report["rows"]] == ["M=2 K=16 N=8 bf16"]
     assert report["notes"] == ["det_gemm: M=4 K=16 N=8 bf16 does not fit into memory"]
@@ -134,11 +135,11 @@ def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     before, seen = state(), []
-    unsplit = rivals._unsplit(lambda args: seen.append(state()) or args["a"])
+    unsplit = rivals.unsplit(lambda args: seen.append(state()) or args["a"])
     unsplit({"a": torch.zeros(1)})
     assert seen == [("cublaslt", False, False, False, False)] and state() == before
     with pytest.raises(KeyError):
-        rivals._unsplit(rivals._mm)({})
+        rivals.unsplit(rivals._mm)({})
     assert state() == before
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError
+from isobit.blocks.tokens import live_rows
 from isobit.check import report
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS, Backend
@@ -51,30 +52,21 @@ def only(law: str, case: str) -> Cell:
 # A correct kernel, one row at a time so that rows cannot touch each other
 
 
-def by_rows(
-    logits: Tensor, token_ids: Tensor, mask: Tensor | None, *scalars: Any, **named: Any
-) -> tuple[Any, ...]:
-    ignore_index, temperature, return_entropy, return_lse = unpack(scalars, named)
-    lead, V = token_ids.shape, logits.shape[-1]
-    z, ids = logits.reshape(-1, V), token_ids.reshape(-1)
-    m = None if mask is None else mask.reshape(-1)
-    rows = [
-        reference.logp(
-            z[i : i + 1].clone(), ids[i : i + 1], None if m is None else m[i : i + 1],
-            ignore_index, temperature, True, True,
-        )
-        for i in range(len(ids))
-    ]  # fmt: skip
+def by_rows(**args: Any) -> tuple[Any, ...]:
+    lead, V = args["token_ids"].shape, args["logits"].shape[-1]
+    z, ids = args["logits"].reshape(-1, V), args["token_ids"].reshape(-1)
+    mask = None if args["mask"] is None else args["mask"].reshape(-1)
+    everything = {"return_entropy": True, "return_lse": True, "return_stats": True}
+    rows = []
+    for i in range(len(ids)):
+        own = {"logits": z[i : i + 1].clone(), "token_ids": ids[i : i + 1]}
+        own["mask"] = None if mask is None else mask[i : i + 1]
+        rows.append(reference.logp(**args | own | everything))
     if not rows:
-        return reference.logp(logits, token_ids, mask, ignore_index, temperature, return_entropy, return_lse)
+        return reference.logp(**args)
     out, entropy, lse = (torch.cat([r[k] for r in rows]).reshape(lead) for k in range(3))
     stats = torch.cat([r[3] for r in rows], 1).reshape(2, *lead)
-    return out, entropy if return_entropy else None, lse if return_lse else None, stats
-
-
-def unpack(scalars: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("ignore_index", "temperature", "return_entropy", "return_lse")
-    return tuple((dict(zip(names, scalars, strict=False)) | named)[n] for n in names)
+    return out, entropy if args["return_entropy"] else None, lse if args["return_lse"] else None, stats
 
 
 def by_rows_backward(**args: Any) -> Tensor:
@@ -111,7 +103,7 @@ def no_max_subtraction(**args: Any) -> tuple[Any, ...]:
     z = args["logits"].float() / args["temperature"]
     lse = z.exp().sum(-1).log()
     at = z.gather(-1, args["token_ids"].clamp(min=0).long()[..., None])[..., 0]
-    live = reference.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     return (torch.where(live, at - lse, 0.0), *found[1:])
 
 

@@ -14,12 +14,12 @@ import torch
 from isobit import __version__, cli
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
-from isobit.op import OPS
+from isobit.op import OPS, public_ops
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
 SMALL = (*LOGP, "--batch", "2", "--seq", "3", "--vocab", "17")
-PUBLIC = ", ".join(sorted(name for name, op in OPS.items() if op.proof is not None))
+PUBLIC = ", ".join(sorted(public_ops()))
 BACKENDS = ", ".join(backend.name for backend in OPS["logp"].backends)
 
 
@@ -74,7 +74,7 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
     assert lines["isobit"] == __version__ and lines["torch"] == torch.__version__ and lines["arch"] == "cpu"
     assert {"gpu", "driver", "triton", "python", "commit", "source_sha", "date"} <= set(lines)
     for name, op in OPS.items():
-        if op.proof is not None:
+        if op.function is not None:
             assert lines[f"{name}:"] == runner.default_backend(op, torch.device("cpu"))
             for backend in op.backends:
                 assert f"\n    {backend.name}" in done.out

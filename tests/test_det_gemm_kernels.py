@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from isobit.blocks.launch import Recorder
+from isobit.blocks.stream import build
 from isobit.ops.det_gemm import kernels_triton as kernels
-from isobit.ops.det_gemm.stream import build
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

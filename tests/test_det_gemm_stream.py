@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, det_gemm_dw
+from isobit.blocks.stream import BLOCK, SEGMENT, Stream, build, capacity
 from isobit.numerics import cut, segments
-from isobit.ops.det_gemm.stream import BLOCK, SEGMENT, Stream, build, capacity
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

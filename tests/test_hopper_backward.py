@@ -166,8 +166,8 @@ def arguments(case: Case) -> dict[str, Any]:
 def kept_of(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What the forward keeps of rows that have a slot: each lane's e in a tile, and its maximum. In a small
     vocabulary every tile is a split of its own."""
-    head, rows = reference.head_and_rows(args)
-    z = head._replace(logit_scale=None).logits(rows.states(F32))[rows.good]
+    head, hidden, rows = reference.prepared(args)
+    z = head._replace(logit_scale=None).logits(reference.states(hidden, rows, F32))[rows.good]
     tiles = whole(z.shape[1], COLUMNS) // COLUMNS
     scale = torch.as_tensor(LOG2E * (head.logit_scale or 1.0) / rows.temperature).expand(len(rows.ids))
     z = torch.nn.functional.pad(z, (0, tiles * COLUMNS - z.shape[1]), value=-INF).view(-1, tiles, 32, 4, 2)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.blocks import hopper_pipe, launch
+from isobit.blocks import hopper_pipe, hopper_product, launch
 from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
+from isobit.blocks.stream import SEGMENT
 from isobit.ops.det_gemm import kernels_hopper as products
-from isobit.ops.det_gemm.stream import SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp.slabs import block_slots, slabs
@@ -166,7 +166,7 @@ def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
     assert products.choose_tile(4096, 4096, SMS, staged_fp32=True).columns == 128
 
 
-@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *products._SUMS])
+@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *hopper_product._SUMS])
 def test_tiles_fit_an_sm(tile: products.Tile) -> None:
     ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
     assert ring <= 227 * 1024
@@ -213,7 +213,7 @@ def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
 
 
 KERNELS = [
-    products.product_kernel, products.sum_kernel, forward.forward_kernel, backward.slab_kernel,
+    products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
     logp.fold_kernel,
 ]  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> No
 
 
 def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:
-    assert launch._constants(products.pack_kernel) is None
+    assert launch._constants(hopper_product.pack_kernel) is None
 
 
 def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:
@@ -240,7 +240,7 @@ def test_packed_rows_are_apart_as_tma_wants_them() -> None:
     stream = products.Stream(rows, ints, ints, ints[:1])
     assert products.why_not_token_product(x, dy) is None
     products.token_product(x, dy, stream, None, launch=lambda *args, **options: seen.append(args))
-    (product,) = (args for args in seen if args[0] is products.sum_kernel)
+    (product,) = (args for args in seen if args[0] is hopper_product.sum_kernel)
     boxes = [a for a in product if isinstance(a, hopper_pipe.TensorDescriptor)]
     assert boxes and all(box.strides[0] * box.base.element_size() % 16 == 0 for box in boxes)
     assert all(box.strides[0] >= box.shape[1] for box in boxes)

@@ -7,11 +7,11 @@ import pytest
 from isobit.arch import arch_key, default_device
 from isobit.check import report
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED, Cell, Request, run
-from isobit.op import OPS
+from isobit.op import public_ops
 
 DEVICE = default_device()
 PRODUCTS = ("det_gemm", "det_linear", "det_gemm_dw")
-PUBLIC = [(name, b.name) for name, op in OPS.items() if op.proof is not None for b in op.backends]
+PUBLIC = [(name, b.name) for name, op in public_ops().items() for b in op.backends]
 
 HOPPER = [op for op, backend in PUBLIC if backend == "hopper"]
 

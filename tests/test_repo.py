@@ -23,12 +23,12 @@ import torch
 import isobit
 from isobit.check.request import small_args
 from isobit.numerics import NUMERICS
-from isobit.op import OPS
+from isobit.op import OPS, public_ops
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(isobit.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-PUBLIC_OPS = sorted(name for name, op in OPS.items() if op.proof is not None)
+PUBLIC_OPS = sorted(public_ops())
 PUBLIC_FUNCTIONS = [name for name in isobit.__all__ if inspect.isfunction(getattr(isobit, name))]
 
 
@@ -148,7 +148,7 @@ def test_every_op_that_people_call_is_exported() -> None:
     assert PUBLIC_OPS
     for name in PUBLIC_OPS:
         assert name in isobit.__all__ and inspect.isfunction(getattr(isobit, name))
-        assert OPS[name].backward is None or OPS[name].backward.proof is None
+        assert OPS[name].backward is None or OPS[name].backward.function is None
 
 
 def test_everything_exported_is_there() -> None:
@@ -166,7 +166,7 @@ def test_every_op_folder_has_a_declaration_a_proof_and_a_cpu_way() -> None:
     for folder in folders:
         files = {p.name for p in folder.iterdir()}
         assert {"op.py", "proof.py"} <= files and CPU_WAYS & files, folder.name
-        declared = {op.proof is not None for name, op in OPS.items() if name == folder.name}
+        declared = {op.function is not None for name, op in OPS.items() if name == folder.name}
         assert declared == {True}, f"{folder.name}: the folder has the name of an op that people call"
 
 

@@ -18,18 +18,20 @@ except ModuleNotFoundError as missing:
 
 import isobit
 from isobit.arch import arch_key as arch_name
-from isobit.arch import default_device, triton_cannot_run
+from isobit.arch import default_device
 from isobit.bench.cases import parse_case
 from isobit.bench.report import show
 from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
+from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.proof import DTYPES, InputOptions
+from isobit.check.proofs import proof_of, proofs
 from isobit.check.request import Request, small_case
 from isobit.check.runner import FAIL, LAWS, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
-from isobit.op import OPS
+from isobit.op import OPS, public_ops
 from isobit.stamp import gpu_name, results_folder, stamp
 
 app = typer.Typer(
@@ -88,8 +90,8 @@ def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
 
 Names = list[str] | None
 ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
-PUBLIC = sorted(name for name, op in OPS.items() if op.proof is not None)
-TIMED = [name for name in PUBLIC if OPS[name].folder == name]  # ops of one folder are timed together
+PUBLIC = sorted(public_ops())
+TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # a folder is timed together
 
 
 @app.command()
@@ -220,13 +222,13 @@ def memcheck(
 ) -> None:
     """Run the cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
     ops = _known("op", op or [], PUBLIC) or tuple(PUBLIC)
-    known = list(dict.fromkeys(b for name in ops for b in OPS[name].proof.kernels))
+    known = list(dict.fromkeys(b for name in ops for b in proofs()[name].kernels))
     wanted = _known("backend", backend or [], known) or tuple(known)
     print(f"isobit {isobit.__version__} memcheck; a minute or more each")
     passed = True
     for folder in dict.fromkeys(OPS[name].folder for name in ops):
         names = [name for name in ops if OPS[name].folder == folder]
-        pairs = [(name, b) for name in names for b in wanted if b in OPS[name].proof.kernels]
+        pairs = [(name, b) for name in names for b in wanted if b in proofs()[name].kernels]
         found = under_sanitizer(pairs, commit, timeout, print)
         passed = passed and found["passed"]
         if results is not None:
@@ -295,5 +297,5 @@ def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch
         op: Any = OPS[name]
         spec = next(p.spec for p in op.contract.params if p.spec is not None)
         for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
-            args = op.proof.make(replace(small_case(op), dtype=dtype), where, InputOptions())
+            args = proof_of(op).make(replace(small_case(op), dtype=dtype), where, InputOptions())
             print(f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  "))

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from torch.autograd import forward_ad
 from isobit.arch import arch_key
 from isobit.contract import Contract, ContractError
 from isobit.kinds import Kind, kind_of, remember
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Every op by name, filled by the declarations as they are imported.
 OPS: dict[str, "Op"] = {}
@@ -110,6 +112,7 @@ class Op:
 
     contract: Contract
     doc: str
+    package: str  # that it is declared in, as `isobit.ops.logp`: its proof and its rivals are there too
     backends: list[Backend] = field(default_factory=list)
     rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
     value_rules: list[Callable[[Contract, dict[str, Any]], None]] = field(default_factory=list)
@@ -118,7 +121,7 @@ class Op:
     #: (args) -> sizes by name, for dimensions of outputs that no input has.
     sizes: Callable[[dict[str, Any]], dict[str, int]] | None = None
     backward: "Op | None" = None  # the op that is there for this one's derivative alone, if there is one
-    proof: Any = None  # isobit.check.proof.Proof: cases, truth, cost; set by the ops people call
+    function: Callable[..., Any] | None = None  # what people call, for the ops that they do
 
     @property
     def name(self) -> str:
@@ -127,7 +130,7 @@ class Op:
     @property
     def folder(self) -> str:
         """`logp` for `isobit/ops/logp`: where an op is declared names its results."""
-        return str(self.proof.make.__module__).split(".")[-2]
+        return self.package.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         _LIBRARY.define(self.contract.schema())
@@ -140,6 +143,11 @@ class Op:
         OPS[self.name] = self
 
     # Declaring
+
+    def public(self, function: F) -> F:
+        """Mark the function that people call this op by."""
+        self.function = function
+        return function
 
     def backend(
         self,
@@ -471,14 +479,19 @@ def op(name: str) -> Callable[[Callable[..., Any]], Op]:
     """Declare an op: the signature of the decorated function is the contract, its body is empty."""
 
     def declare(fn: Callable[..., Any]) -> Op:
-        return Op(Contract(name, fn), fn.__doc__ or "")
+        return Op(Contract(name, fn), fn.__doc__ or "", fn.__module__.rpartition(".")[0])
 
     return declare
 
 
 def known_op(name: str) -> Op:
     """The op people call by this name, or an error that lists those there are."""
-    public = {n: o for n, o in OPS.items() if o.proof is not None}
+    public = public_ops()
     if name not in public:
         raise ContractError(f"unknown op {name!r}; known: {', '.join(sorted(public))}")
     return public[name]
+
+
+def public_ops() -> dict[str, Op]:
+    """The ops that people call, by name."""
+    return {name: op for name, op in OPS.items() if op.function is not None}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 
@@ -20,11 +21,8 @@ def case_name(case: Case) -> str:
 
 
 def series_of(op: Op) -> list[Series]:
-    """What is timed under the name of an op; an error for ops that are timed under another one's."""
-    found: list[Series] = list(op.proof.bench())
-    if not found:
-        raise ContractError(f"bench {op.name}: declares nothing to time; it may be timed with {op.folder}")
-    return found
+    """What is timed of an op and of those that share its folder: `SERIES` of the folder's `rivals`."""
+    return list(import_module(f"{op.package}.rivals").SERIES)
 
 
 def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:

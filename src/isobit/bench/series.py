@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from isobit.bench.rival import DIRECTIONS, Rival
 from isobit.bench.timing import copies_for
 from isobit.bench.truth import truth_of
 from isobit.check.proof import Args, Case, Cost, InputOptions
+from isobit.check.proofs import proof_of
 from isobit.op import Op, known_op
 
 
@@ -88,7 +89,7 @@ def by_rows(
 ) -> Series:
     """The series of an op whose proof says all: whole batches of its own inputs, forward and backward."""
     op = known_op(op_name)
-    proof: Any = op.proof
+    proof = proof_of(op)
 
     def make(case: Case, pool: Pool) -> list[Args]:
         args: Args = proof.make(case, pool.device, InputOptions())

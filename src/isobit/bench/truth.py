@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.check.proof import Args
+from isobit.check.proofs import proof_of
 from isobit.op import Op
 
 #: Rows that are compared: few enough that fp64 never needs more memory than the case itself.
@@ -62,7 +63,7 @@ def cotangent_like(output: Tensor) -> Tensor:
 def truth_of(op: Op, args: Args) -> Truth | None:
     """None for an op whose results are not row by row: a part of them cannot be judged alone."""
     row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
-    inputs = op.proof.grad_inputs
+    inputs = proof_of(op).grad_inputs
     if op.contract.outputs[0].dims[:1] != ("*",) or not set(inputs) <= set(row_dims):
         return None
     first = next(args[name] for name in row_dims)
@@ -76,7 +77,7 @@ def truth_of(op: Op, args: Args) -> Truth | None:
                 value = value.reshape(total, *value.shape[lead:])[rows]
             exact[name] = value.double() if value.is_floating_point() else value
     leaves = [exact[name].requires_grad_() for name in inputs]
-    output = op.proof.formula(exact)[0]
+    output = proof_of(op).formula(exact)[0]
     cotangent = cotangent_like(output.new_empty(total, *output.shape[1:]))[rows]
     gradients = torch.autograd.grad(output, leaves, cotangent) if leaves else ()
     flat = tuple(g.reshape(len(rows), -1) for g in gradients)

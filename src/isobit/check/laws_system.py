@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import triton_is_interpreted
+from isobit.blocks.devices import triton_is_interpreted
 from isobit.blocks.launch import Recorder
 from isobit.check.compare import OutputCheck, failure, same_bits
 from isobit.check.proof import Args, Mutant

@@ -31,6 +31,7 @@ import triton.language as tl
 
 from isobit.arch import arch_key, default_device
 from isobit.check.proof import Args
+from isobit.check.proofs import proof_of
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError
 from isobit.op import UnsupportedError, known_op
@@ -135,8 +136,9 @@ def _version() -> str:
 def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
     """Make the calls, and say which were made."""
     op, device = known_op(op_name), default_device()
+    proof = proof_of(op)
     largest = 1 << 20 if device.type == "cpu" else LARGEST
-    cases = [c for c in (*op.proof.cases, *op.proof.bit_cases) if math.prod(c.dims.values()) <= largest]
+    cases = [c for c in (*proof.cases, *proof.bit_cases) if math.prod(c.dims.values()) <= largest]
     for case in cases:
         trial = Trial(op, backend, device, case, arch_key(device))
         calls = {"all gradients": (trial, trial.args()), "any integers": (trial, _any_integers(trial.args()))}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.contract import DTYPE_NAMES, dtype_name
+from isobit.op import Op
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 
@@ -121,6 +122,7 @@ Sample = tuple[tuple[Any, ...], Tensor]
 class Proof:
     """Everything that check and bench need to know about an op, beside its contract."""
 
+    op: Op
     #: Class in tolerances.json.
     op_class: str
     #: Names of the outputs that `call` and `formula` return, in order.
@@ -157,8 +159,6 @@ class Proof:
     bad_value: Callable[[Args], tuple[Args, int | None]] | None
     #: Backends with kernels of their own.
     kernels: Mapping[str, Kernels]
-    #: What is timed: () -> list of isobit.bench.series.Series; imported by the bench only.
-    bench: Callable[[], Sequence[Any]]
 
     #: The dimension of the contract that counts rows.
     rows: str = "*"

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from isobit.check.proof import Args, Case, InputOptions
+from isobit.check.proofs import proof_of, proofs
 from isobit.contract import ContractError
-from isobit.op import OPS, Op, known_op
+from isobit.op import Op, known_op
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def ops_of(request: Request) -> list[Op]:
     """The ops that are named; without names all, or of all those that have dimensions of these names."""
     if request.ops:
         return [known_op(name) for name in request.ops]
-    ops = [op for op in OPS.values() if op.proof is not None]
+    ops = [proof.op for proof in proofs().values()]
     fitting = [op for op in ops if request.dims is None or _order_of(op, request.dims)]
     return fitting or ops
 
@@ -74,18 +75,18 @@ def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
 
 def small_case(op: Op) -> Case:
     """The first declared case that is not degenerate, without options."""
-    found = next(c for c in op.proof.cases if c.dims and min(c.dims.values()) > 1)
+    found = next(c for c in proof_of(op).cases if c.dims and min(c.dims.values()) > 1)
     return replace(found, options={}, layout="dense")
 
 
 def small_args(op: Op, device: torch.device) -> Args:
-    args: Args = op.proof.make(small_case(op), device, InputOptions())
+    args: Args = proof_of(op).make(small_case(op), device, InputOptions())
     return args
 
 
 def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     """The cases a law runs on: declared ones, or the one the command line describes."""
-    proof = op.proof
+    proof = proof_of(op)
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
         chosen = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(op).dtype,))]
@@ -123,17 +124,17 @@ def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
     """The dimensions in the order that the op declares them."""
     order = _order_of(op, dims)
     if order is None:
-        sets = {tuple(c.dims) for c in op.proof.cases}
+        sets = {tuple(c.dims) for c in proof_of(op).cases}
         known = "; ".join(", ".join(s) for s in sorted(sets))
         raise ContractError(f"{op.name}: dimensions {', '.join(dims)}; known sets: {known}")
     for name, size in dims.items():
-        if size <= 0 and (name in op.proof.positive or size < 0):
+        if size <= 0 and (name in proof_of(op).positive or size < 0):
             raise ContractError(f"{op.name}: {name}={size} must be positive")
     return {name: dims[name] for name in order}
 
 
 def _order_of(op: Op, dims: dict[str, int]) -> tuple[str, ...] | None:
-    return next((tuple(c.dims) for c in op.proof.cases if set(c.dims) == set(dims)), None)
+    return next((tuple(c.dims) for c in proof_of(op).cases if set(c.dims) == set(dims)), None)
 
 
 def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None:

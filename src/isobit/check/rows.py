@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.check.proof import Args
+from isobit.check.proofs import proof_of
 from isobit.contract import Spec
 from isobit.op import Op
 
@@ -67,9 +68,9 @@ class Rows:
 
 
 def rows_of(op: Op) -> Rows:
-    dim = op.proof.rows
+    dim = proof_of(op).rows
     args = {p.name: _axis(p.spec, dim) for p in op.contract.params if p.spec is not None}
-    outputs = tuple(_axis(spec, dim) for spec in op.contract.outputs[: len(op.proof.outputs)])
+    outputs = tuple(_axis(spec, dim) for spec in op.contract.outputs[: len(proof_of(op).outputs)])
     return Rows({n: axis for n, axis in args.items() if axis is not None}, outputs, dim == "*")
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from isobit.arch import arch_key, triton_is_interpreted
+from isobit.arch import arch_key
+from isobit.blocks.devices import triton_is_interpreted
 from isobit.check import laws, laws_bits, laws_system
 from isobit.check.compare import OutputCheck
 from isobit.check.proof import Case
+from isobit.check.proofs import proof_of
 from isobit.check.request import Request, candidates, cases_of, check_case, ops_of, small_args
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
@@ -103,8 +105,8 @@ def observations(request: Request) -> list[dict[str, Any]]:
     """What the ops of a request want written down beside their laws, on a GPU: facts, not promises."""
     if request.device.type != "cuda" or "agree" not in (request.laws or LAWS) or not request.heavy:
         return []
-    wanted = [op for op in ops_of(request) if op.proof.observe is not None]
-    return [{"op": op.name, **fact} for op in wanted for fact in op.proof.observe(request.device)]
+    asked = ((op.name, proof_of(op).observe) for op in ops_of(request))
+    return [{"op": name, **fact} for name, observe in asked if observe for fact in observe(request.device)]
 
 
 def _why_nothing(cells: list[Cell]) -> str:
@@ -130,7 +132,7 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[str]:
 def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     elsewhere = _elsewhere(op, backend, request)
     # Heavy cases take minutes each there.
-    slow = _interpretable(op, backend, request) or backend in op.proof.slow or not request.heavy
+    slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
         if law in elsewhere:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from isobit.check.compare import OutputCheck, differing, failure
 from isobit.check.proof import Args, Case, InputOptions, Proof
+from isobit.check.proofs import proof_of
 from isobit.contract import dtype_name
 from isobit.op import Op, follow
 
@@ -38,7 +39,7 @@ class Trial:
 
     @property
     def proof(self) -> Proof:
-        return self.op.proof
+        return proof_of(self.op)
 
     @property
     def numerics(self) -> str:

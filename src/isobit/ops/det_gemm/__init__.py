@@ -1,4 +1,3 @@
-from isobit.ops.det_gemm import proof as proof
 from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, det_linear
 
 __all__ = ["det_gemm", "det_gemm_dw", "det_linear"]

@@ -2,26 +2,17 @@
 
 Every tile below gives the same bits, because a tile takes part in no sum: output element (i, j) is one chain
 of `wgmma` steps over ascending k, whatever tile, orientation, stage count or program it lands in. So the
-choice of a tile is free, and `choose_tile` makes it from the shape alone, by a model of the time:
-
-    waves of tiles over the SMs  x  steps of k  x  the slowest of
-        tensor cores     rows * columns * 128 flops a step of 64, at FLOPS a microsecond and SM
-        one SM's port    (rows + columns) * 128 bytes a step, at SM_BYTES
-        all of L2        the same bytes of every busy SM, at L2_BYTES
-
-The three constants were fitted to timings of the tiles on an H200. Where they find two tiles equal, the one
-that was measured to be faster comes first in the list.
+choice of a tile is free, and `choose_tile` makes it from the shape alone, by the model of the time in
+`isobit.blocks.hopper_product`. Where the model finds two tiles equal, the one that was measured to be faster
+comes first in the list.
 
 Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns (*swapped*: the kernel
 computes the transpose and stores it transposed), so that 16 tokens do not pay for 64.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from isobit.arch import sm_count
@@ -39,43 +30,13 @@ from isobit.blocks.hopper_pipe import (
     load_tiles,
     matrix,
     operand_descriptor,
-    put_tile,
-    record,
     tma,
 )
+from isobit.blocks.hopper_product import Output, Tile, microseconds, pack, sum_into
 from isobit.blocks.launch import Launch, run
-from isobit.ops.det_gemm.stream import BLOCK, SEGMENT, Stream
+from isobit.blocks.stream import Stream
 
 # Tiles
-
-
-@dataclass(frozen=True)
-class Tile:
-    """multipliers * 64 rows by `columns` of output a program, `step` of k a stage."""
-
-    multipliers: int
-    columns: int
-    step: int
-    stages: int
-    swapped: bool
-    group: int = 16
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.multipliers
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """(registers a thread at launch, those of a multiplier once the loader has given up its own).
-
-        A block owns 64K registers. With one multiplier half of them do, unless the tile is wide.
-        """
-        return {1: (232 if self.columns == 256 else 128, 0), 2: (168, 240), 3: (128, 160)}[self.multipliers]
-
-
-FLOPS = 5.25e6  # a microsecond, one SM's tensor cores
-SM_BYTES = 110e3  # a microsecond, what one SM can take in
-L2_BYTES = 10.3e6  # a microsecond, what L2 can give to all of them
 
 #: Stages as many as fit beside the staged output: 227 KB of shared memory.
 _DIRECT = (Tile(2, 256, 64, 3, False), Tile(2, 128, 64, 5, False))
@@ -87,22 +48,6 @@ _SWAPPED = (
     Tile(1, 256, 64, 5, True), Tile(2, 256, 64, 4, True),
 )  # fmt: skip
 
-#: Twice the registers for sums (a segment's and the total) leave room for 128 columns. Small tiles are for
-#: outputs that would leave most SMs idle.
-_SUMS = (Tile(2, 128, 64, 5, False, group=8), Tile(1, 64, 64, 12, False, group=8))
-
-
-def _microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
-    """Modelled time of 64 of k over the whole output, rows by columns in the tile's own orientation."""
-    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
-    bytes_ = (tile.rows + tile.columns) * 64 * 2
-    slowest = max(
-        tile.rows * tile.columns * 64 * 2 / FLOPS,
-        bytes_ / SM_BYTES,
-        bytes_ * min(tiles, sms) / L2_BYTES,
-    )
-    return -(-tiles // sms) * slowest
-
 
 @lru_cache(maxsize=4096)  # M is whatever the batch was
 def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
@@ -111,7 +56,7 @@ def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
 
     def cost(tile: Tile) -> float:
         rows, columns = (N, M) if tile.swapped else (M, N)
-        return _microseconds(tile, rows, columns, sms)
+        return microseconds(tile, rows, columns, sms)
 
     direct = _DIRECT[1:] if staged_fp32 else _DIRECT
     few = M <= 256 or sms / 2 > -(-M // 128) * -(-N // 128)
@@ -119,71 +64,6 @@ def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
 
 
 # Kernels
-
-#: Rows of a segment of the stream, seg16/512.
-SEGMENT_ROWS = gl.constexpr(SEGMENT)
-
-
-@record
-class Output:
-    """Where a multiplier's tiles go, and what is added before they are rounded: an M x N matrix whose rows
-    (its columns when SWAPPED) are contiguous and `ld` apart.
-
-    `extra` is the bias, one a column (one a row when SWAPPED), or the matrix that sums over tokens start
-    from. STAGED tiles leave through shared memory and TMA.
-    """
-
-    out: gl.tensor
-    ld: gl.tensor
-    M: gl.tensor
-    N: gl.tensor
-    extra: gl.tensor
-    desc: tma.tensor_descriptor
-    staging: gl.shared_memory_descriptor
-    LAYOUT: gl.constexpr
-    SWAPPED: gl.constexpr
-    HAS_EXTRA: gl.constexpr
-    STAGED: gl.constexpr
-
-    @gluon.jit
-    def create(
-        pipe, out, ld, M, N, extra, desc,
-        LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, HAS_EXTRA: gl.constexpr, STAGED: gl.constexpr,
-    ):  # fmt: skip
-        staging = pipe.a_ring  # not touched unless STAGED
-        if STAGED:
-            shape: gl.constexpr = [pipe.MULTIPLIERS] + desc.block_type.shape
-            staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-        return Output(out, ld, M, N, extra, desc, staging, LAYOUT, SWAPPED, HAS_EXTRA, STAGED)
-
-    @gluon.jit
-    def place(self, pipe, m, n, WHICH: gl.constexpr):
-        """(rows, columns) of a multiplier's part of tile (m, n)."""
-        i = (m * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
-        j = n * pipe.COLUMNS + gl.arange(0, pipe.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
-        return i, j
-
-    @gluon.jit
-    def offsets(self, i, j):
-        if self.SWAPPED:
-            return i[:, None] + j.to(gl.int64)[None, :] * self.ld
-        else:
-            return i.to(gl.int64)[:, None] * self.ld + j[None, :]
-
-    @gluon.jit
-    def inside(self, i, j):
-        return (i < self.M)[:, None] & (j < self.N)[None, :]
-
-    @gluon.jit
-    def store(self, pipe, acc, m, n, WHICH: gl.constexpr):
-        """Round once and store."""
-        if self.STAGED:
-            row = (m * pipe.MULTIPLIERS + WHICH) * ROWS
-            put_tile(acc, self.desc, self.staging, row, n * pipe.COLUMNS, WHICH)
-        else:
-            i, j = self.place(pipe, m, n, WHICH)
-            values = acc.to(self.out.dtype.element_ty)
-            gl.store(self.out + self.offsets(i, j), values, mask=self.inside(i, j))
 
 
 @gluon.jit
@@ -202,33 +82,6 @@ def _chains(WHICH: gl.constexpr, pipe, output):
             else:
                 acc += gl.load(output.extra + j, mask=j < output.N, other=0).to(gl.float32)[None, :]
         output.store(pipe, acc, m, n, WHICH)
-    if output.STAGED:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _segments(WHICH: gl.constexpr, pipe, output, blocks, count, HAS_BLOCKS: gl.constexpr):
-    """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order."""
-    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    segments = gl.cdiv(pipe.steps, FULL)
-    if HAS_BLOCKS:
-        segments = gl.load(count)
-    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
-        m, n, _, _ = pipe.item(t)
-        total = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
-        if output.HAS_EXTRA:
-            i, j = output.place(pipe, m, n, WHICH)
-            total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
-        for s in range(segments):
-            steps = gl.minimum(pipe.steps - s * FULL, FULL)
-            if HAS_BLOCKS:
-                steps = gl.load(blocks + s)
-            acc = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
-            acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
-            total += acc
-        output.store(pipe, total, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
@@ -258,53 +111,6 @@ def product_kernel(
              (_chains, (2, pipe, output)), (load_tiles, (pipe,))],
             [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
-
-
-@kernel
-def sum_kernel(
-    out, ld, M, N, steps, init, blocks, count, a_desc, b_desc, out_desc,
-    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
-    HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_STEPS: gl.constexpr,
-    COUNTED_ROWS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many steps as
-    `blocks` says (HAS_BLOCKS), or full ones over all steps. COUNTED_*: that number is on the device."""
-    if COUNTED_STEPS:
-        steps = gl.load(steps)
-    if COUNTED_ROWS:
-        M = gl.load(M)
-    pipe = Pipe.create(
-        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
-    )
-    output = Output.create(pipe, out, ld, M, N, init, out_desc, LAYOUT, False, HAS_INIT, STAGED)
-    if MULTIPLIERS == 1:
-        gl.warp_specialize(
-            [(_segments, (0, pipe, output, blocks, count, HAS_BLOCKS)), (load_tiles, (pipe,))],
-            [1], [LOADER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(_segments, (0, pipe, output, blocks, count, HAS_BLOCKS)),
-             (_segments, (1, pipe, output, blocks, count, HAS_BLOCKS)),
-             (load_tiles, (pipe,))],
-            [4, 1], [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
-
-
-@triton.jit
-def pack_kernel(
-    out, rows, source, stride_out, stride_row, stride_column, columns,
-    SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this."""
-    slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.load(rows + slot).to(tl.int64)
-    inside = (j < columns)[None, :]
-    at = row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
-    values = tl.load(source + at, mask=(row >= 0)[:, None] & inside, other=0.0)
-    tl.store(out + slot[:, None] * stride_out + j[None, :], values, mask=inside)
 
 
 # Launchers
@@ -375,46 +181,3 @@ def token_product(
     for z in range(Z):
         sum_into(out[z], x[z], dy[z], stream=stream, init=None if init is None else init[z], launch=launch)
     return out
-
-
-def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = None) -> Tensor:
-    """t's rows in the slots that `rows` gives them, a multiple of 64 slots; zeros where it is -1. Its own
-    rows are multiples of 16 bytes apart, so TMA can read it whatever t was like."""
-    slots, columns = len(rows), t.shape[1]
-    if out is None:
-        apart = 16 // t.element_size()
-        out = t.new_empty(slots, -(-columns // apart) * apart)[:, :columns]
-    grid = (slots // BLOCK, -(-columns // 256))
-    strides = (out.stride(0), t.stride(0), t.stride(1))
-    launch(pack_kernel, grid, out, rows, t, *strides, columns, BLOCK, 256)
-    return out
-
-
-def sum_into(
-    out: Tensor, x: Tensor, dy: Tensor, *, init: Tensor | None = None, stream: Stream | None = None,
-    steps: Tensor | None = None, rows: Tensor | None = None, launch: Launch = run,
-) -> None:  # fmt: skip
-    """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype. Those rows are a packed
-    stream's, or the first 64 * steps ones, or all. Only the first `rows` rows of out are computed. Both
-    numbers are on the device."""
-    a, b = matrix(dy).turned(), matrix(x)
-    M, N, K = a.rows, b.columns, b.rows
-    sms = sm_count(out.device)
-    tile = min(_SUMS, key=lambda tile: _microseconds(tile, M, N, sms))
-    a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
-    staged = N * out.element_size() % 16 == 0
-    out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
-    at_launch, registers = tile.registers
-    tiles = -(-M // tile.rows) * -(-N // tile.columns)
-    blocks, count = out, out
-    if stream is not None:
-        blocks, count, steps = stream.blocks, stream.count, stream.blocks.sum(dtype=torch.int32)
-    launch(
-        sum_kernel, (min(tiles, sms),),
-        out, out.stride(0), M if rows is None else rows, N, -(-K // tile.step) if steps is None else steps,
-        out if init is None else init, blocks, count, a_desc, b_desc, out_desc, a_by_k, b_by_k,
-        tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
-        accumulator_layout(tile.columns), init is not None, stream is not None, steps is not None,
-        rows is not None, staged, registers, num_warps=4, maxnreg=at_launch,
-    )  # fmt: skip

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.blocks import stream as token_stream
 from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.stream import Stream
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
-from isobit.ops.det_gemm import stream as token_stream
-from isobit.ops.det_gemm.stream import Stream
 
 SEGMENT = tl.constexpr(token_stream.SEGMENT)
 

@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from isobit.blocks.stream import BLOCK, SEGMENT, Stream
 from isobit.numerics import canonical, chain, cut, segments
-from isobit.ops.det_gemm.stream import BLOCK, SEGMENT, Stream
 
 
 def why_not_product(a: Tensor, b: Tensor) -> str | None:

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import arch_key, hopper_cannot_run, triton_cannot_run
+from isobit.arch import arch_key
+from isobit.blocks import stream as token_stream
+from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Half, Int, Mask, dtype_name
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
 from isobit.op import Op, follow, op
-from isobit.ops.det_gemm import stream as token_stream
 
 
 @op("det_gemm")
@@ -343,6 +344,7 @@ def _name(numerics: str | Numerics | None) -> str | None:
     return str(numerics) if isinstance(numerics, Numerics) else numerics
 
 
+@gemm.public
 def det_gemm(
     a: Tensor,
     b: Tensor,
@@ -381,6 +383,7 @@ def det_gemm(
     return gemm(a, b, out_dtype, _name(numerics), backend)
 
 
+@linear.public
 def det_linear(
     x: Tensor,
     weight: Tensor,
@@ -422,6 +425,7 @@ def det_linear(
     return linear(x, weight, bias, out_dtype, _name(numerics), backend)
 
 
+@gemm_dw.public
 def det_gemm_dw(
     x: Tensor,
     dy: Tensor,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.blocks import stream
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample, Stream
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm import stream
-from isobit.ops.det_gemm.op import det_gemm_dw
+from isobit.ops.det_gemm.op import det_gemm_dw, gemm_dw
 from isobit.ops.det_gemm.proof_gemm import HOPPER, MB, memory_of_model
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -113,6 +113,7 @@ def other_groups_of_rows(t: Tensor | None) -> Tensor | None:
 _X_AND_DY = ("x", "dy")
 
 DW = Proof(
+    op=gemm_dw,
     op_class="token_sum",
     outputs=("dw",),
     grad_inputs=(),
@@ -181,7 +182,6 @@ DW = Proof(
         "hopper": Kernels(partial(record_dw, "kernels_hopper"), targets=HOPPER),
         "triton": Kernels(partial(record_dw, "kernels_triton")),
     },
-    bench=list,  # timed with det_gemm
     stream=Stream(mask="mask", cuts="cu_seqlens", start="init", segment=truth.SEGMENT),
     exact=exact_dw,
     agree_cases=[

@@ -11,12 +11,10 @@ from torch import Tensor
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm.op import det_gemm
+from isobit.ops.det_gemm.op import det_gemm, gemm
+from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES, where_torch_agrees
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-#: Every batch size at which a kernel might change its tile or its mind.
-BATCH_SIZES = (1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096)
 
 MB = 1 << 20
 
@@ -102,21 +100,10 @@ def memory_of_model(M: int, K: int, N: int) -> int:
     return 32 * MB + 64 * (M * K + K * N + M * N)
 
 
-def bench() -> Any:
-    from isobit.ops.det_gemm.rivals import SERIES
-
-    return SERIES
-
-
-def observe(device: torch.device) -> list[dict[str, Any]]:
-    from isobit.ops.det_gemm.rivals import where_torch_agrees
-
-    return where_torch_agrees(device)
-
-
 _A_AND_B = ("a", "b")
 
 GEMM = Proof(
+    op=gemm,
     op_class="product",
     outputs=("c",),
     grad_inputs=_A_AND_B,
@@ -189,7 +176,6 @@ GEMM = Proof(
     ],
     bad_value=None,
     kernels=record_product(bias=False),
-    bench=bench,
     rows="M",
     batch_sizes=BATCH_SIZES,
     exact=exact_gemm,
@@ -210,5 +196,5 @@ GEMM = Proof(
         Case({"M": 1024, "K": 4096, "N": 6144}, BF16, data="random", heavy=True, options={"out": F32}),
     ],
     slow=("model",),
-    observe=observe,
+    observe=where_torch_agrees,
 )  # fmt: skip

@@ -8,8 +8,9 @@ from torch import Tensor
 from isobit.check.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm.op import det_linear
-from isobit.ops.det_gemm.proof_gemm import BATCH_SIZES, memory_product, record_product
+from isobit.ops.det_gemm.op import det_linear, linear
+from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES
+from isobit.ops.det_gemm.proof_gemm import memory_product, record_product
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -88,6 +89,7 @@ def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 _WIDE = {"bias": F32, "out": F32}
 
 LINEAR = Proof(
+    op=linear,
     op_class="product",
     outputs=("y",),
     grad_inputs=("x", "weight", "bias"),
@@ -159,7 +161,6 @@ LINEAR = Proof(
     ],
     bad_value=None,
     kernels=record_product(bias=True),
-    bench=list,  # timed with det_gemm
     batch_sizes=BATCH_SIZES,
     exact=exact_linear,
     agree_cases=[

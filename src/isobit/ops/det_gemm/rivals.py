@@ -10,8 +10,7 @@ Every call finds its weight (for dW: its tokens) out of the L2 cache. Activation
 a model, where the layer before has just written them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,9 @@ from isobit.bench.rival import Rival
 from isobit.bench.series import Pool, Series
 from isobit.bench.timing import copies_for
 from isobit.bench.truth import Window, spread_evenly
-from isobit.check.compare import differing
 from isobit.check.proof import Args, Case, Cost
-from isobit.numerics import CHAIN16
-from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, det_linear, gemm, gemm_dw, linear
-from isobit.ops.det_gemm.proof_gemm import BATCH_SIZES
+from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, gemm, gemm_dw
+from isobit.ops.det_gemm.proof_cublas import BASELINE, mm, needs_cublas, unsplit
 
 #: (K, N): projections of models with hidden sizes 4096 and 7168, and three vocabularies.
 SHAPES = (
@@ -39,33 +36,8 @@ TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 #: Tokens that exist at most: those of dW rotate over as many as there are.
 MAX_TOKENS = 16384
 
-BASELINE = "torch.mm"
-
 
 # Rivals
-
-
-@contextmanager
-def without_split_k() -> Iterator[None]:
-    """cuBLAS may not split k in here. PyTorch then asks cuBLASLt, which alone can be asked, for an algorithm
-    with the reduction scheme NONE. It asks at each call, so a graph captured in here keeps what it found."""
-    matmul: Any = torch.backends.cuda.matmul
-    library = torch.backends.cuda.preferred_blas_library()
-    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names]
-    try:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        for name in names:
-            setattr(matmul, name, (False, False))
-        yield
-    finally:
-        for name, both in zip(names, before, strict=True):
-            setattr(matmul, name, both)
-        torch.backends.cuda.preferred_blas_library(library)
-
-
-def _mm(args: Args) -> Tensor:
-    return torch.mm(args["a"], args["b"])
 
 
 def _mm_dw(args: Args) -> Tensor:
@@ -76,22 +48,6 @@ def _mm_dw_narrow(args: Args) -> Tensor:
     return torch.mm(args["dy"].t(), args["x"])
 
 
-def _unsplit(function: Callable[[Args], Tensor]) -> Callable[[Args], Tensor]:
-    def run(args: Args) -> Tensor:
-        with without_split_k():
-            return function(args)
-
-    return run
-
-
-def _needs_cublas(case: Case, device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip:
-        return "needs cuBLAS"
-    if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
-        return "this PyTorch cannot keep cuBLAS from splitting k"
-    return None
-
-
 def _needs_a_gpu(case: Case, device: torch.device) -> str | None:
     return None if device.type == "cuda" else "a product into fp32 needs a GPU"
 
@@ -99,15 +55,15 @@ def _needs_a_gpu(case: Case, device: torch.device) -> str | None:
 PRODUCT_RIVALS = {
     rival.name: rival
     for rival in (
-        Rival(BASELINE, _mm, directions=None),
-        Rival("torch.mm_nosplit", _unsplit(_mm), directions=None, available=_needs_cublas),
+        Rival(BASELINE, mm, directions=None),
+        Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas),
     )
 }
 DW_RIVALS = {
     rival.name: rival
     for rival in (
         Rival(BASELINE, _mm_dw, directions=None, available=_needs_a_gpu),
-        Rival("torch.mm_nosplit", _unsplit(_mm_dw), directions=None, available=_needs_cublas),
+        Rival("torch.mm_nosplit", unsplit(_mm_dw), directions=None, available=needs_cublas),
         Rival("torch.mm_narrow", _mm_dw_narrow, directions=None),  # dW in the dtype of x
     )
 }
@@ -224,29 +180,3 @@ SERIES: Sequence[Series] = (
         judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS,
     ),
 )  # fmt: skip
-
-
-# What a check writes down
-
-
-def where_torch_agrees(device: torch.device) -> list[dict[str, Any]]:
-    """For how many outputs `torch.mm` has the bits of chain16, by shape and number of rows: a fact about
-    this cuBLAS, which nobody promises."""
-    probe = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
-    if linear.explain(probe, probe).numerics != str(CHAIN16):
-        return []
-    facts = []
-    for K, N in ((4096, 4096), (4096, 14336), (14336, 4096), (7168, 2048)):
-        gen = torch.Generator(device).manual_seed(K + N)
-        weight = torch.empty(N, K, dtype=torch.bfloat16, device=device).normal_(generator=gen)
-        x = torch.empty(max(BATCH_SIZES), K, dtype=torch.bfloat16, device=device).normal_(generator=gen)
-        for name, rival in PRODUCT_RIVALS.items():
-            if rival.available(Case({}), device) is not None:
-                continue
-            shares = {}
-            for M in BATCH_SIZES:
-                differ = differing(rival.function({"a": x[:M], "b": weight.t()}), det_linear(x[:M], weight))
-                shares[M] = 1 - float(differ.double().mean())
-            what = f"share of the outputs of {name} that have the bits of {CHAIN16}, by M"
-            facts.append({"what": what, "impl": name, "K": K, "N": N, "dtype": "bf16", "M": shares})
-    return facts

@@ -1,4 +1,3 @@
-from isobit.ops.linear_logp import proof as proof
 from isobit.ops.linear_logp.op import linear_logp
 
 __all__ = ["linear_logp"]

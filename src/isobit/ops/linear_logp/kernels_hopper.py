@@ -46,8 +46,8 @@ from isobit.blocks.hopper_pipe import (
     record,
     tma,
 )
+from isobit.blocks.hopper_product import Tile, pack
 from isobit.blocks.launch import Launch, run
-from isobit.ops.det_gemm.kernels_hopper import Tile, pack
 
 #: Tiles of the kernels here. Staging a 16-bit tile takes the room of a fourth stage.
 _FOLD = Tile(2, COLUMNS, 64, 4, False)

@@ -39,8 +39,8 @@ from isobit.blocks.hopper_pipe import (
     record,
     tma,
 )
+from isobit.blocks.hopper_product import pack, sum_into
 from isobit.blocks.launch import Launch, run
-from isobit.ops.det_gemm.kernels_hopper import pack, sum_into
 from isobit.ops.linear_logp.kernels_hopper import (
     ROUND,
     TILE_STAGED,

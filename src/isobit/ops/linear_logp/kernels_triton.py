@@ -27,10 +27,10 @@ from torch import Tensor
 from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
+from isobit.blocks.tokens import live_rows
 from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
-from isobit.ops.logp.reference import live_rows
 
 LOG2E = math.log2(math.e)
 

@@ -35,12 +35,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.arch import hopper_cannot_run, triton_cannot_run
+from isobit.blocks import tokens
+from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
+from isobit.blocks.tokens import live_rows
 from isobit.contract import F32, Contract, ContractError, Float, Int, Mask, dtype_name
 from isobit.op import NONE, op
 from isobit.ops.linear_logp import reference
-from isobit.ops.logp import rules
-from isobit.ops.logp.reference import live_rows
 
 
 @op("linear_logp")
@@ -158,7 +158,7 @@ def vocabulary(args: dict[str, Any]) -> int:
 
 
 def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    rules.ids_below(vocabulary(args), contract, args)
+    tokens.ids_below(vocabulary(args), contract, args)
 
 
 def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
@@ -175,10 +175,10 @@ def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None
 
 for declared in (forward, backward):
     declared.rule(_one_dtype)
-    declared.rule(rules.scalars)
+    declared.rule(tokens.scalars)
     declared.rule(_scalars)
     declared.rule(_sizes)
-backward.rule(rules.entropy_is_there)
+backward.rule(tokens.entropy_is_there)
 backward.rule(_bias_is_there)
 forward.value_rule(_ids_in_range)
 forward.value_rule(_temperatures_are_positive)
@@ -371,6 +371,7 @@ def linear_logp(
     return_entropy: bool = ..., return_lse: bool = ...,
     workspace_bytes: int | None = ..., validate: bool | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
+@forward.public
 def linear_logp(
     hidden: Tensor,
     weight: Tensor,

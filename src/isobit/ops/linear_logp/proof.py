@@ -122,12 +122,6 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
 
 
-def bench() -> Any:
-    from isobit.ops.linear_logp.rivals import SERIES
-
-    return SERIES
-
-
 # What a check writes down
 
 
@@ -200,7 +194,8 @@ _AGREE = [
     _heavy(4500, 512, 3000, F16, "random", mask=torch.bool, workspace_bytes=inputs.FULL),
 ]
 
-forward.proof = Proof(
+PROOF = Proof(
+    op=forward,
     op_class="logprob",
     outputs=("logp", "entropy", "lse"),
     grad_inputs=("hidden", "weight", "bias"),
@@ -234,10 +229,11 @@ forward.proof = Proof(
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),
     },
-    bench=bench,
     batch_sizes=(1, 2, 7, 63, 64, 65, 127, 128, 129, 256, 257),
     agree_cases=_AGREE,
     positive=("D", "V"),
     observe=observe,
     also=also,
 )
+
+PROOFS = [PROOF]

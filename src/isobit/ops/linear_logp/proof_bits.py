@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from isobit.blocks.tokens import live_rows
 from isobit.check.compare import OutputCheck, differing, same_bits
 from isobit.check.proof import Args
 from isobit.check.rows import rows_of
@@ -20,7 +21,6 @@ from isobit.ops.det_gemm.op import det_linear
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof_inputs import keeps, padding, rolled_vocabulary
 from isobit.ops.logp.op import logp
-from isobit.ops.logp.reference import live_rows
 
 #: Rows of the stream that join one tensor-core step.
 GROUP = 16

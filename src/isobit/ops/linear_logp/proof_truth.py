@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isobit.blocks.tokens import live_rows
 from isobit.check.proof import Args
 from isobit.numerics import cut
 from isobit.ops.det_gemm.proof_truth import SEGMENT, UNIT, chain_error, segment_error
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof_inputs import keeps
-from isobit.ops.logp.reference import live_rows
 
 #: Errors of the kernels' own tanh, relative to it, in units: exp2 is good to 2^-22, and a quotient follows.
 TANH = 8.0

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.ops.logp.reference import formula as logp_formula
-from isobit.ops.logp.reference import live_rows
+from isobit.blocks import logprob
+from isobit.blocks.tokens import live_rows
 
 #: Bytes of one [rows, V] temporary, unless `workspace_bytes` says otherwise; a few are alive at a time.
 CHUNK_BYTES = 1 << 26
@@ -57,7 +57,7 @@ def formula(
         z = softcap * torch.tanh(z / softcap)
     if row_temperature is not None:
         z = z / torch.where(live, row_temperature, 1.0)[..., None]
-    return logp_formula(z, token_ids, mask, ignore_index, temperature)
+    return logprob.formula(z / temperature, token_ids, live)
 
 
 # The backend
@@ -102,100 +102,54 @@ class Head(NamedTuple):
         return slope if self.softcap is None else slope * (1.0 - (z / self.softcap) ** 2)
 
 
-class Rows(NamedTuple):
-    """Everything that has rows, by rows."""
-
-    hidden: Tensor
-    ids: Tensor
-    live: Tensor
-    good: Tensor
-    temperature: Tensor | float
-
-    def chunk(self, rows: slice) -> "Rows":
-        temperature = self.temperature if isinstance(self.temperature, float) else self.temperature[rows]
-        return Rows(self.hidden[rows], self.ids[rows], self.live[rows], self.good[rows], temperature)
-
-    def states(self, dtype: torch.dtype) -> Tensor:
-        """Hidden states, with zeros in rows that do not count or have no valid token."""
-        return torch.where(self.good[:, None], self.hidden.to(dtype), 0.0)
-
-    def tokens(self) -> Tensor:
-        return torch.where(self.good, self.ids, 0).long()[:, None]
-
-    def fill(self) -> Tensor:
-        """What rows without a valid token get: 0 if they do not count, else NaN."""
-        return torch.where(self.live & ~self.good, float("nan"), 0.0)
-
-
 def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
-    head, rows = head_and_rows(args)
-    results = torch.empty((5, len(rows.ids)), dtype=head.dtype, device=rows.hidden.device)
-    for part in chunks(rows, head, args["workspace_bytes"]):
-        results[:, part] = _forward_rows(rows.chunk(part), head, args["return_entropy"])
+    head, hidden, rows = prepared(args)
+    results = torch.empty((5, len(hidden)), dtype=head.dtype, device=hidden.device)
+    for part in chunks(hidden, head, args["workspace_bytes"]):
+        here = rows.chunk(part)
+        z = head.logits(states(hidden[part], here, head.dtype))
+        results[:, part] = logprob.row_results(z, here, args["return_entropy"])
     logp, entropy, lse, m, s = (r.reshape(args["token_ids"].shape).clone() for r in results)
     optional = {"entropy": entropy, "lse": lse, "stats": torch.stack((m, s))}
     return (logp, *(x if args[f"return_{name}"] else None for name, x in optional.items()))
 
 
-def _forward_rows(rows: Rows, head: Head, want_entropy: bool) -> Tensor:
-    z = head.logits(rows.states(head.dtype))
-    m = z.amax(-1)
-    at_token = z.gather(-1, rows.tokens())[:, 0]
-    u = (z - torch.where(m == float("-inf"), 0.0, m)[:, None]) / _column(rows.temperature)
-    e = u.exp()
-    s = e.sum(-1)
-    log_s = s.log()
-    entropy = torch.zeros_like(s)
-    if want_entropy:
-        entropy = log_s - torch.where(e == 0, 0.0, e * u).sum(-1) / s
-    logp = (at_token - m) / rows.temperature - log_s
-    lse = m / rows.temperature + log_s
-    filled = (torch.where(rows.good, x, rows.fill()) for x in (logp, entropy, lse, m))
-    return torch.stack((*filled, torch.where(rows.good, s, 1.0)))
-
-
 def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
     """Backward. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
-    head, rows = head_and_rows(args)
-    hidden, weight, stats = args["hidden"], args["weight"], args["stats"]
+    head, hidden, rows = prepared(args)
+    weight, stats, dentropy = args["weight"], args["stats"].reshape(2, -1), args["dentropy"]
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
-    m, s = stats.reshape(2, -1)
-    none = torch.zeros((), dtype=stats.dtype, device=hidden.device)
-    g_logp, g_entropy, g_lse, h_entropy = (
-        none.expand(m.shape) if args[name] is None else args[name].reshape(-1)
-        for name in ("dlogp", "dentropy", "dlse", "entropy")
-    )
+    none = torch.zeros_like(stats[0])
+    by_rows = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
+    entropy, g_logp, g_entropy, g_lse = (none if x is None else x.reshape(-1) for x in by_rows)
     dhidden = None
     if want_hidden:
-        dhidden = torch.empty(rows.hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     sums = torch.zeros(weight.shape, dtype=head.dtype, device=hidden.device) if want_weight else None
     dbias = torch.zeros(weight.shape[0], dtype=head.dtype, device=hidden.device)
-    for part in chunks(rows, head, args["workspace_bytes"]):
+    for part in chunks(hidden, head, args["workspace_bytes"]):
         here = rows.chunk(part)
-        h = here.states(head.dtype)
+        h = states(hidden[part], here, head.dtype)
         z = head.logits(h)
-        u = (z - m[part, None]) / _column(here.temperature)
-        p = u.exp() / s[part, None]
-        dz = p * (g_lse - g_logp)[part, None]
-        if args["dentropy"] is not None:
-            log_p = torch.where(p == 0, 0.0, u - s[part, None].log())
-            dz -= p * (log_p + h_entropy[part, None]) * g_entropy[part, None]
-        dz.scatter_add_(-1, here.tokens(), g_logp[part, None].to(dz.dtype))
-        dz *= head.slope(z) / _column(here.temperature)
-        dz = torch.where(here.good[:, None], dz, 0.0)
+        dz = logprob.dlogits(
+            z, here, stats[:, part], entropy[part],
+            g_logp[part], None if dentropy is None else g_entropy[part], g_lse[part],
+        )  # fmt: skip
+        dz = torch.where(here.good[:, None], dz * head.slope(z) / here.divisor, 0.0)
         if dhidden is not None:
             dh = torch.zeros_like(h)
             for v in head.slabs():
                 dh += product(dz[:, v], head.wide(v))
-            dhidden[part] = torch.where(here.good[:, None], dh, here.fill()[:, None]).to(hidden.dtype)
+            fill = here.fill(dh.dtype)[:, None]
+            dhidden[part] = torch.where(here.good[:, None], dh, fill).to(hidden.dtype)
         if sums is not None:
             for v in head.slabs():
                 sums[v] += product(dz[:, v].t(), h)
         if want_bias:
             dbias[: head.vocab] += dz.sum(0)
     return (
-        None if dhidden is None else dhidden.view(hidden.shape),
+        None if dhidden is None else dhidden.view(args["hidden"].shape),
         None if sums is None else sums.to(weight.dtype),
         dbias.to(args["bias"].dtype) if want_bias else None,
     )
@@ -209,27 +163,25 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if exact or a.dtype == torch.float64 else (a.double() @ b.double()).to(a.dtype)
 
 
-def head_and_rows(args: dict[str, Any]) -> tuple[Head, Rows]:
-    """What forward and backward compute on (hidden states as a view wherever one exists)."""
+def prepared(args: dict[str, Any]) -> tuple[Head, Tensor, logprob.Rows]:
+    """What forward and backward compute on: the head, hidden states [N, D] (as a view wherever one exists),
+    and what is known of their rows."""
     hidden, weight, token_ids = args["hidden"], args["weight"], args["token_ids"]
-    N, vocab = token_ids.numel(), args["vocab_size"] or len(weight)
+    vocab = args["vocab_size"] or len(weight)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     softcap, logit_scale, logits_dtype = args["softcap"], args["logit_scale"], args["logits_dtype"]
     head = Head(weight, args["bias"], vocab, softcap, logit_scale, logits_dtype, dtype)
-    ids = token_ids.reshape(N)
-    live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
-    good = live & (ids >= 0) & (ids < vocab)
-    each: Tensor | float = float(args["temperature"])
-    if args["row_temperature"] is not None:
-        each = torch.where(good, args["row_temperature"].reshape(N), 1.0) * args["temperature"]
-    return head, Rows(hidden.reshape(N, hidden.shape[-1]), ids, live, good, each)
+    temperature = args["temperature"] if args["row_temperature"] is None else args["row_temperature"]
+    rows = logprob.Rows.of(token_ids, args["mask"], args["ignore_index"], temperature, vocab, dtype)
+    return head, hidden.reshape(token_ids.numel(), hidden.shape[-1]), rows
 
 
-def chunks(rows: Rows, head: Head, workspace_bytes: int | None) -> list[slice]:
+def states(hidden: Tensor, rows: logprob.Rows, dtype: torch.dtype) -> Tensor:
+    """Hidden states, with zeros in rows that do not count or have no valid token."""
+    return torch.where(rows.good[:, None], hidden.to(dtype), 0.0)
+
+
+def chunks(hidden: Tensor, head: Head, workspace_bytes: int | None) -> list[slice]:
     bytes_a_row = head.vocab * head.dtype.itemsize
     step = max(1, (CHUNK_BYTES if workspace_bytes is None else workspace_bytes) // bytes_a_row)
-    return [slice(i, i + step) for i in range(0, rows.hidden.shape[0], step)]
-
-
-def _column(x: Tensor | float) -> Tensor | float:
-    return x if isinstance(x, float) else x[:, None]
+    return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]

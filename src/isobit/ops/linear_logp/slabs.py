@@ -15,7 +15,7 @@ None of it changes a bit: a slab is a multiple of 512 wide (but for the last), a
 from functools import lru_cache
 from typing import NamedTuple
 
-from isobit.ops.det_gemm.stream import SEGMENT
+from isobit.blocks.stream import SEGMENT
 
 #: Slots of a block, at most. Of 64 MB, taller blocks would mean more traffic of dH's sums (once a slab),
 #: lower ones more of the weight (once a block): 8 / width + 4 / slots bytes a product are least here.

@@ -16,10 +16,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.arch import hopper_cannot_run, triton_cannot_run
+from isobit.blocks import tokens
+from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.op import NONE, op
-from isobit.ops.logp import reference, rules
+from isobit.ops.logp import reference
 
 
 @op("logp")
@@ -69,13 +70,13 @@ def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    rules.ids_below(args["logits"].shape[-1], contract, args)
+    tokens.ids_below(args["logits"].shape[-1], contract, args)
 
 
 for declared in (forward, backward):
-    declared.rule(rules.scalars)
+    declared.rule(tokens.scalars)
     declared.rule(_has_tokens)
-backward.rule(rules.entropy_is_there)
+backward.rule(tokens.entropy_is_there)
 forward.value_rule(_ids_in_range)
 
 
@@ -170,6 +171,7 @@ def logp(
     temperature: float = ..., return_entropy: bool = ..., return_lse: bool = ...,
     validate: bool | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
+@forward.public
 def logp(
     logits: Tensor,
     token_ids: Tensor,

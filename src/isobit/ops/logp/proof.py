@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.blocks.tokens import live_rows
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
 from isobit.ops.logp import reference
 from isobit.ops.logp.op import forward, logp
@@ -147,7 +148,7 @@ def formula(args: Args) -> tuple[Tensor, ...]:
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
     """Largest intermediates, in fp64: what one rounding error is relative to."""
     logits, temperature = args["logits"], args["temperature"]
-    live = reference.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     z = torch.where(live[..., None], logits, 0.0) / temperature
     top = z.amax(-1)
     logp64, entropy, lse = outputs
@@ -207,12 +208,6 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, full, launch=launch)
 
 
-def bench() -> Any:
-    from isobit.ops.logp.rivals import SERIES
-
-    return [SERIES]
-
-
 # Cases
 
 _SMALL = [
@@ -247,7 +242,8 @@ _BITS = [
     Case({"N": 16500, "V": 131072}, BF16, data="random", heavy=True, gpu_gb=70),
 ]
 
-forward.proof = Proof(
+PROOF = Proof(
+    op=forward,
     op_class="logprob",
     outputs=("logp", "entropy", "lse"),
     grad_inputs=("logits",),
@@ -279,6 +275,7 @@ forward.proof = Proof(
         "triton": Kernels(record),
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
     },
-    bench=bench,
     positive=("V",),
 )
+
+PROOFS = [PROOF]

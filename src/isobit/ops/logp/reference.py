@@ -5,8 +5,13 @@ others, and holds a few [N, V] temporaries. `logp` and `logp_bwd` are the backen
 bounded number of rows at a time, with the gradient written out.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from isobit.blocks import logprob
+from isobit.blocks.tokens import live_rows
 
 #: Elements of [rows, V] that one chunk may hold in fp32: 64 MB for each temporary.
 CHUNK_ELEMENTS = 1 << 24
@@ -17,117 +22,60 @@ def formula(
     token_ids: Tensor,
     mask: Tensor | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever they hold."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    V = logits.shape[-1]
     live = live_rows(token_ids, mask, ignore_index)
-    good = (token_ids >= 0) & (token_ids < V)
     # Replaced before the exponential, so that what a dead row holds reaches neither results nor gradients.
-    z = torch.where(live[..., None], logits.to(dtype), 0.0) / temperature
-    log_p = z.log_softmax(-1)
-    token = torch.where(good, token_ids, 0).long()
-    logp = log_p.gather(-1, token[..., None])[..., 0]
-    p = log_p.exp()
-    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)  # a banned token: 0 * -inf is 0 here
-    lse = z.logsumexp(-1)
-    nan = torch.where(good, 0.0, float("nan"))
-    return tuple(torch.where(live, x + nan, 0.0) for x in (logp, entropy, lse))  # type: ignore[return-value]
+    z = torch.where(live[..., None], logits.to(_wide(logits)), 0.0)
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(live, temperature, 1.0)[..., None]
+    return logprob.formula(z / temperature, token_ids, live)
 
 
-def live_rows(token_ids: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
-    live = token_ids != ignore_index
-    return live if mask is None else live & (mask != 0)
-
-
-def logp(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    return_entropy: bool,
-    return_lse: bool,
-    return_stats: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def logp(**args: Any) -> tuple[Tensor | None, ...]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
-    lead = logits.shape[:-1]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    results = torch.empty((5, lead.numel()), dtype=dtype, device=logits.device)
-    z, ids, live = flat_rows(logits, token_ids, mask, ignore_index)
-    for rows in chunks(z):
-        results[:, rows] = _rows(z[rows], ids[rows], live[rows], temperature, return_entropy, dtype)
+    lead, (z, rows) = args["token_ids"].shape, _by_rows(args)
+    results = torch.empty((5, len(z)), dtype=_wide(z), device=z.device)
+    for part in chunks(z):
+        here = rows.chunk(part)
+        known = torch.where(here.good[:, None], z[part].to(results.dtype), 0.0)
+        results[:, part] = logprob.row_results(known, here, args["return_entropy"])
     logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in results)
-    wanted = ((entropy, return_entropy), (lse, return_lse), (torch.stack((m, s)), return_stats))
-    return (logp, *(x if asked else None for x, asked in wanted))
+    optional = {"entropy": entropy, "lse": lse, "stats": torch.stack((m, s))}
+    return (logp, *(x if args[f"return_{name}"] else None for name, x in optional.items()))
 
 
-def _rows(
-    z: Tensor, ids: Tensor, live: Tensor, temperature: float, want_entropy: bool, dtype: torch.dtype
-) -> Tensor:
-    good = (ids >= 0) & (ids < z.shape[-1])
-    z = torch.where(live[:, None], z.to(dtype), 0.0)
-    m = z.amax(-1)
-    at_token = z.gather(-1, torch.where(good, ids, 0).long()[:, None])[:, 0]
-    u = (z - torch.where(m == float("-inf"), 0.0, m)[:, None]) / temperature
-    e = u.exp()
-    s = e.sum(-1)
-    log_s = s.log()
-    entropy = torch.zeros_like(s)
-    if want_entropy:
-        entropy = log_s - torch.where(e == 0, 0.0, e * u).sum(-1) / s
-    logp = (at_token - m) / temperature - log_s
-    nan = torch.where(good, 0.0, float("nan"))
-    lse = m / temperature + log_s
-    zeroed = (torch.where(live, x + nan, 0.0) for x in (logp, entropy, lse, m))
-    return torch.stack((*zeroed, torch.where(live, s, 1.0)))
-
-
-def logp_bwd(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    entropy: Tensor | None,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-) -> Tensor:
+def logp_bwd(**args: Any) -> Tensor:
     """Backward. Returns dlogits, contiguous, in the dtype of the logits."""
+    logits, stats, dentropy = args["logits"], args["stats"].reshape(2, -1), args["dentropy"]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    z, ids, live = flat_rows(logits, token_ids, mask, ignore_index)
-    out = dlogits.view(z.shape)
-    m, s = stats.reshape(2, -1)
-    none = torch.zeros((), dtype=stats.dtype, device=z.device)
-    g_logp, g_entropy, g_lse, h = (
-        none.expand(m.shape) if g is None else g.reshape(-1) for g in (dlogp, dentropy, dlse, entropy)
-    )
-    for rows in chunks(z):
-        good = (ids[rows] >= 0) & (ids[rows] < z.shape[-1])
-        u = torch.where(live[rows, None], z[rows].to(stats.dtype), 0.0) - m[rows, None]
-        u = u / temperature
-        p = u.exp() / s[rows, None]
-        dz = p * (g_lse - g_logp)[rows, None]
-        if dentropy is not None:
-            log_p = torch.where(p == 0, 0.0, u - s[rows, None].log())
-            dz -= p * (log_p + h[rows, None]) * g_entropy[rows, None]
-        token = torch.where(good, ids[rows], 0).long()[:, None]
-        dz.scatter_add_(-1, token, g_logp[rows, None].to(dz.dtype))
-        dz = torch.where(good[:, None], dz / temperature, float("nan"))
-        out[rows] = torch.where(live[rows, None], dz, 0.0).to(out.dtype)
+    z, rows = _by_rows(args)
+    out, none = dlogits.view(z.shape), torch.zeros_like(stats[0])
+    by_rows = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
+    entropy, g_logp, g_entropy, g_lse = (none if x is None else x.reshape(-1) for x in by_rows)
+    for part in chunks(z):
+        here = rows.chunk(part)
+        known = torch.where(here.good[:, None], z[part].to(stats.dtype), 0.0)
+        dz = logprob.dlogits(
+            known, here, stats[:, part], entropy[part],
+            g_logp[part], None if dentropy is None else g_entropy[part], g_lse[part],
+        )  # fmt: skip
+        fill = here.fill(dz.dtype)[:, None]
+        out[part] = torch.where(here.good[:, None], dz / here.divisor, fill).to(out.dtype)
     return dlogits
 
 
-def flat_rows(
-    logits: Tensor, token_ids: Tensor, mask: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, V], [N], [N]: everything by rows (logits as a view wherever one exists)."""
-    N = token_ids.numel()
-    live = live_rows(token_ids, mask, ignore_index).reshape(N)
-    return logits.reshape(N, logits.shape[-1]), token_ids.reshape(N), live
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _by_rows(args: dict[str, Any]) -> tuple[Tensor, logprob.Rows]:
+    """Logits [N, V], as a view wherever one exists, and what is known of their rows."""
+    logits, token_ids, temperature = args["logits"], args["token_ids"], args["temperature"]
+    V, dtype = logits.shape[-1], _wide(logits)
+    rows = logprob.Rows.of(token_ids, args["mask"], args["ignore_index"], temperature, V, dtype)
+    return logits.reshape(token_ids.numel(), V), rows
 
 
 def chunks(z: Tensor) -> list[slice]:

@@ -1,11 +1,18 @@
-"""Rules of ops that pick tokens: what annotations cannot say of ids, `ignore_index`, temperature, entropy."""
+"""Rows that pick tokens: which of them count, and the rules that annotations cannot say of ids,
+`ignore_index`, temperature and entropy."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isobit.contract import Contract
-from isobit.ops.logp.reference import live_rows
+
+
+def live_rows(token_ids: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    """The rows that count."""
+    live = token_ids != ignore_index
+    return live if mask is None else live & (mask != 0)
 
 
 def scalars(contract: Contract, args: dict[str, Any]) -> None:

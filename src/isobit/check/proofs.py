@@ -1,0 +1,26 @@
+"""Every op's proof, loaded from its folder when a check or a bench first asks.
+
+A folder of `isobit.ops` has a module `proof` with a list `PROOFS`. Nothing else knows which there are.
+"""
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+
+from isobit import ops
+from isobit.check.proof import Proof
+from isobit.op import Op
+
+
+@cache
+def proofs() -> dict[str, Proof]:
+    """Proofs by the name of their op."""
+    found: dict[str, Proof] = {}
+    for folder in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
+        for proof in import_module(f"{ops.__name__}.{folder}.proof").PROOFS:
+            found[proof.op.name] = proof
+    return found
+
+
+def proof_of(op: Op) -> Proof:
+    return proofs()[op.name]

@@ -1,0 +1,84 @@
+"""What cuBLAS does: where its bits are those of chain16, and how to keep it from splitting k. Nobody promises
+any of it; a check writes it down, and the bench times both."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.compare import differing
+from isobit.check.proof import Args, Case
+from isobit.numerics import CHAIN16
+from isobit.ops.det_gemm.op import det_linear, linear
+
+#: Every batch size at which a kernel might change its tile or its mind.
+BATCH_SIZES = (1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096)
+
+BASELINE, NO_SPLIT = "torch.mm", "torch.mm_nosplit"
+
+
+def mm(args: Args) -> Tensor:
+    return torch.mm(args["a"], args["b"])
+
+
+@contextmanager
+def without_split_k() -> Iterator[None]:
+    """cuBLAS may not split k in here. PyTorch then asks cuBLASLt, which alone can be asked, for an algorithm
+    with the reduction scheme NONE. It asks at each call, so a graph captured in here keeps what it found."""
+    matmul: Any = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names]
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        for name in names:
+            setattr(matmul, name, (False, False))
+        yield
+    finally:
+        for name, both in zip(names, before, strict=True):
+            setattr(matmul, name, both)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def unsplit(function: Callable[[Args], Tensor]) -> Callable[[Args], Tensor]:
+    def run(args: Args) -> Tensor:
+        with without_split_k():
+            return function(args)
+
+    return run
+
+
+def cannot_forbid_split_k(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip:
+        return "needs cuBLAS"
+    if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
+        return "this PyTorch cannot keep cuBLAS from splitting k"
+    return None
+
+
+def needs_cublas(case: Case, device: torch.device) -> str | None:
+    return cannot_forbid_split_k(device)
+
+
+def where_torch_agrees(device: torch.device) -> list[dict[str, Any]]:
+    """For how many outputs `torch.mm` has the bits of chain16, by shape and number of rows: a fact about
+    this cuBLAS, which nobody promises."""
+    probe = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
+    if linear.explain(probe, probe).numerics != str(CHAIN16):
+        return []
+    products = {BASELINE: mm} | ({} if cannot_forbid_split_k(device) else {NO_SPLIT: unsplit(mm)})
+    facts = []
+    for K, N in ((4096, 4096), (4096, 14336), (14336, 4096), (7168, 2048)):
+        gen = torch.Generator(device).manual_seed(K + N)
+        weight = torch.empty(N, K, dtype=torch.bfloat16, device=device).normal_(generator=gen)
+        x = torch.empty(max(BATCH_SIZES), K, dtype=torch.bfloat16, device=device).normal_(generator=gen)
+        for name, product in products.items():
+            shares = {}
+            for M in BATCH_SIZES:
+                differ = differing(product({"a": x[:M], "b": weight.t()}), det_linear(x[:M], weight))
+                shares[M] = 1 - float(differ.double().mean())
+            what = f"share of the outputs of {name} that have the bits of {CHAIN16}, by M"
+            facts.append({"what": what, "impl": name, "K": K, "N": N, "dtype": "bf16", "M": shares})
+    return facts
