@@ -139,7 +139,7 @@ def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatc
     unsplit({"a": torch.zeros(1)})
     assert seen == [("cublaslt", False, False, False, False)] and state() == before
     with pytest.raises(KeyError):
-        rivals.unsplit(rivals._mm)({})
+        rivals.unsplit(rivals.mm)({})
     assert state() == before
 
 

@@ -218,17 +218,17 @@ def test_backends_that_cannot_serve_here_say_why() -> None:
 
 
 def test_what_keeps_the_hopper_kernels_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isobit import arch
+    from isobit.blocks import devices
 
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(arch, "arch_key", lambda device: "sm_80")
-    assert arch.hopper_cannot_run(gpu) == (
+    monkeypatch.setattr(devices, "arch_key", lambda device: "sm_80")
+    assert devices.hopper_cannot_run(gpu) == (
         "its kernels need an NVIDIA Hopper GPU (sm_90); the tensors are on sm_80"
     )
-    monkeypatch.setattr(arch, "arch_key", lambda device: "sm_90")
-    assert arch.hopper_cannot_run(gpu) is None
-    monkeypatch.setattr(arch, "gluon_cannot_import", lambda: "no Gluon")
-    assert arch.hopper_cannot_run(gpu) == "no Gluon"
+    monkeypatch.setattr(devices, "arch_key", lambda device: "sm_90")
+    assert devices.hopper_cannot_run(gpu) is None
+    monkeypatch.setattr(devices, "gluon_cannot_import", lambda: "no Gluon")
+    assert devices.hopper_cannot_run(gpu) == "no Gluon"
 
 
 def test_the_model_serves_other_devices_by_name_only() -> None:

@@ -193,8 +193,10 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     axis = 0 if rows.merged else rows.args[lead]
     torch._dynamo.reset()
 
+    call, backend = trial.proof.call, trial.backend  # looked up before: tracing would look into it
+
     def step(args: Args) -> tuple[Tensor, ...]:
-        return trial.proof.call(args, trial.backend)
+        return call(args, backend)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
     checks, N = [], args[lead].shape[axis]
