@@ -61,7 +61,7 @@ def truth(call: Call) -> dict[str, Tensor]:
     leaves = {k: v.detach().double().requires_grad_() for k, v in leaves.items() if v is not None}
     options = {k: v for k, v in call.options.items() if k not in ("workspace_bytes", "validate")}
     if isinstance(options.get("temperature"), Tensor):
-        options["row_temperature"] = options.pop("temperature").double()
+        options["temperature"] = options["temperature"].double()
     outputs = reference.formula(
         leaves["hidden"], leaves["weight"], call.token_ids, bias=leaves.get("bias"), **options
     )

@@ -161,7 +161,7 @@ def test_a_forced_backend_is_a_row_beside_the_default() -> None:
         options: dict[str, Any] = {"skip_check": True, "directions": ["fwd"], "backend": backend}
         return [row["impl"] for row in bench(impls=["isobit", f"isobit:{backend}"], **options)["rows"]]
 
-    LOGP.backend("twin", numerics="none")(LOGP._by_name("reference").run)
+    LOGP.backend("twin", numerics="none")(LOGP.backend_named("reference").run)
     try:
         assert impls("twin") == ["isobit", "isobit:twin"]
         assert impls("reference") == ["isobit"]

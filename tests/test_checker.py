@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError
+from isobit.backend import Backend
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS, Backend
+from isobit.op import OPS
 from isobit.ops.logp import reference
 
 FORWARD, BACKWARD = OPS["logp"], OPS["logp_bwd"]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.numerics import CHAIN16, SEG16_512, chain, cut, segments
-from isobit.op import OPS, Backend
+from isobit.op import OPS
 
 CPU = torch.device("cpu")
 LINEAR = "M=20 K=104 N=40 bf16 bias=fp32"
@@ -57,8 +58,10 @@ def only(op: str, law: str, case: str | None) -> Cell:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, product: Any = chain
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None, product: Any = chain,
+) -> Tensor:  # fmt: skip
+    assert operand_dtype in (None, x.dtype)
     total = product(x.reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         total = total + bias.float()
@@ -141,7 +144,11 @@ def last_row_missing(**args: Any) -> Tensor:
 
 
 def test_a_wrong_gradient_of_one_input_fails_on_gradient_alone() -> None:
-    with linear_candidate(linear), dw_candidate(last_row_missing):
+
+    def bad(x: Tensor, dy: Tensor, round_to: Any, out_dtype: torch.dtype) -> Tensor:
+        return last_row_missing(x=x, dy=dy, mask=None, cu_seqlens=None, init=None).to(out_dtype)
+
+    with linear_candidate(linear), candidate("det_linear_dw", bad, str(SEG16_512)):
         assert only("det_linear", "accuracy", LINEAR).status == OK
         cell = only("det_linear", "gradient", LINEAR)
     failed = [o["output"] for o in cell.outputs if not o["passed"]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, UnsupportedError
-from isobit.contract import F32, Contract, Float, Half, Int, Like, Mask, Spec, describe, dtype_name
+from isobit.contract import F32, MISSING, Contract, Float, Half, Int, Like, Mask, Spec, describe, dtype_name
 
 META = torch.device("meta")
 SCALARS = {"k": 2, "scale": 0.5, "flag": False, "validate": None, "backend": None}
@@ -79,7 +79,7 @@ def test_annotations_become_specs() -> None:
     assert [by_name[n].scalar for n in ("k", "scale", "flag", "validate", "backend")] == [
         int, float, bool, bool, str,
     ]  # fmt: skip
-    assert by_name["scale"].default == 1.0 and by_name["mask"].default is None
+    assert by_name["scale"].default == 1.0 and by_name["mask"].default is MISSING
     assert CONTRACT.tensor_positions == [0, 1, 2, 3, 4]
 
 
@@ -121,7 +121,7 @@ def test_torch_library_accepts_the_schema() -> None:
 
 
 def test_good_values_pass_both_checks() -> None:
-    CONTRACT.check_types(values())
+    CONTRACT._typed(values())
     dims = CONTRACT.check(values())
     assert {k: (tuple(v[0]) if k == "*" else v[0]) for k, v in dims.items()} == {"*": (3,), "V": 7, "K": 4}
 
@@ -145,12 +145,12 @@ def test_good_values_pass_both_checks() -> None:
     ],
 )
 def test_wrong_types(change: dict[str, Any], expected: str) -> None:
-    assert message(CONTRACT.check_types, values(**change)) == expected
+    assert message(CONTRACT._typed, values(**change)) == expected
 
 
 def test_types_that_are_as_good() -> None:
-    CONTRACT.check_types(values(scale=2, mask=None, validate=True, backend="any"))
-    CONTRACT.check_types(values(x=torch.nn.Parameter(torch.zeros(3, 7))))
+    CONTRACT._typed(values(scale=2, mask=None, validate=True, backend="any"))
+    CONTRACT._typed(values(x=torch.nn.Parameter(torch.zeros(3, 7))))
 
 
 # Rules on tensors
@@ -351,8 +351,8 @@ def test_strides_that_are_declared_free() -> None:
 def test_a_dtype_is_a_scalar_of_the_schema() -> None:
     assert PRODUCT.schema() == "product(Tensor a, Tensor b, ScalarType? out_dtype) -> (Tensor, Tensor)"
     assert len(torch._C.parse_schema(PRODUCT.schema()).arguments) == 3
-    PRODUCT.check_types((HALF, HALF.t(), torch.float32))
-    assert message(PRODUCT.check_types, (HALF, HALF.t(), "fp32")) == (
+    PRODUCT._typed((HALF, HALF.t(), torch.float32))
+    assert message(PRODUCT._typed, (HALF, HALF.t(), "fp32")) == (
         "product(out_dtype: 'fp32'): must be dtype, not str"
     )
 
@@ -396,4 +396,4 @@ def test_descriptions() -> None:
 
 
 def test_a_message_does_not_print_a_whole_batch() -> None:
-    assert len(message(CONTRACT.check_types, values(ids=list(range(100_000))))) < 300
+    assert len(message(CONTRACT._typed, values(ids=list(range(100_000))))) < 300

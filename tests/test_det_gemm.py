@@ -153,13 +153,13 @@ def test_strides_change_no_bit(lead: tuple[int, ...]) -> None:
 
 def test_operands_are_read_in_place() -> None:
     """What a backend gets is a view: transposed, sliced and expanded operands, one to four dimensions."""
-    from isobit.ops.det_gemm.op import _matrices, _rows
+    from isobit.ops.det_gemm.calls import matrices, rows
 
     x = randn(6, 4, 8)
     for t in (x, x.mT, x[:, 1:3], x[0], x[0].t(), x[:, :, ::2], x[None], x[:1].expand(5, 4, 8)):
-        assert _matrices(t).data_ptr() == t.data_ptr() and _matrices(t).ndim == 3
+        assert matrices(t).data_ptr() == t.data_ptr() and matrices(t).ndim == 3
     for t in (x, x[0], x[0, 0], x[:, ::2][:, :1], x[0].t(), torch.ones((), dtype=BF16).expand(6, 4, 1)):
-        assert _rows(t).data_ptr() == t.data_ptr() and _rows(t).shape[0] == 1
+        assert rows(t).data_ptr() == t.data_ptr() and rows(t).shape[0] == 1
 
 
 # Errors
@@ -232,7 +232,7 @@ def test_what_keeps_the_hopper_kernels_from_running(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_model_serves_other_devices_by_name_only() -> None:
-    model = OPS["det_linear"]._by_name("model")
+    model = OPS["det_linear"].backend_named("model")
     elsewhere = {"x": torch.empty(2, 3, device="meta")}
     assert model.why_not(elsewhere, torch.device("meta")) == (
         "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
@@ -254,7 +254,7 @@ def test_the_classes_follow_the_hardware(monkeypatch: pytest.MonkeyPatch) -> Non
     assert classes("hopper", "sm_90") == classes("triton", "sm_90") == classes("model", "sm_90") == hopper
     assert classes("triton", "sm_80") == [f"{c}/sm_80" for c in hopper]
     assert classes("triton", "gfx942")[0] == "chain16/gfx942"
-    assert OPS["det_gemm"]._by_name("triton").numerics_on(torch.device("cpu")) == "none"
+    assert OPS["det_gemm"].backend_named("triton").numerics_on(torch.device("cpu")) == "none"
 
 
 # Gradients
@@ -295,9 +295,9 @@ def test_gradients_are_near_the_truth(out_dtype: torch.dtype | None) -> None:
     ("needs", "ops"),
     [
         ((True, False, False), ["det_linear"]),
-        ((False, True, False), ["det_gemm_dw"]),
-        ((False, False, True), ["det_gemm_dw"]),
-        ((True, True, True), ["det_linear", "det_gemm_dw", "det_gemm_dw"]),
+        ((False, True, False), ["det_linear_dw"]),
+        ((False, False, True), ["det_linear_dw"]),
+        ((True, True, True), ["det_linear", "det_linear_dw", "det_linear_dw"]),
     ],
 )
 def test_only_what_needs_a_gradient_costs_one(needs: tuple[bool, ...], ops: list[str]) -> None:
@@ -342,16 +342,21 @@ def operands(requires_grad: bool = True) -> list[Tensor]:
 
 def test_opcheck() -> None:
     x, weight, bias = operands()
-    opcheck = torch.library.opcheck
-    opcheck(torch.ops.isobit.det_linear.default, (x, weight, bias, F32, None, None))
-    opcheck(
-        torch.ops.isobit.det_linear.default, (x, weight.t().contiguous().t(), None, None, "chain16", "model")
-    )
-    opcheck(torch.ops.isobit.det_gemm.default, (x, x.detach().mT, F16, None, None))
+
+    def opcheck(name: str, **args: Any) -> None:
+        found = OPS[name]
+        torch.library.opcheck(found.torch_op, found.contract.to_torch(found.bind(args)))
+
+    opcheck("det_linear", x=x, weight=weight, bias=bias, out_dtype=F32)
+    opcheck("det_linear", x=x.float(), weight=weight.float(), bias=bias, operand_dtype=BF16)
+    turned = weight.t().contiguous().t()
+    opcheck("det_linear", x=x, weight=turned, numerics="chain16", backend="model")
+    opcheck("det_gemm", a=x, b=x.detach().mT, out_dtype=F16)
     x, weight, bias = operands(requires_grad=False)
     mask, cu = torch.ones(2, 5).int(), torch.tensor([0, 3, 10])
-    opcheck(torch.ops.isobit.det_gemm_dw.default, (x, x, mask, cu, torch.ones(24, 24), None, True, None))
-    opcheck(torch.ops.isobit.det_gemm_db.default, (x, x, None, None))
+    opcheck("det_gemm_dw", x=x, dy=x, mask=mask, cu_seqlens=cu, init=torch.ones(24, 24), validate=True)
+    opcheck("det_gemm_db", a=x, dc=x)
+    opcheck("det_linear_dw", x=x.float(), dy=x, round_to=BF16, out_dtype=F32)
 
 
 def test_one_compiled_graph_serves_every_number_of_rows() -> None:
@@ -391,4 +396,4 @@ def test_meta_tensors_have_shapes() -> None:
 
 @pytest.mark.parametrize("name", ["det_gemm", "det_linear", "det_gemm_dw"])
 def test_the_public_functions_take_the_arguments_of_their_ops_in_order(name: str) -> None:
-    assert list(inspect.signature(getattr(isobit, name)).parameters) == OPS[name].contract.names
+    assert [*inspect.signature(getattr(isobit, name)).parameters, "prefer"] == OPS[name].contract.names

@@ -134,10 +134,10 @@ def arguments(case: Case) -> dict[str, Any]:
     if case.bad:
         ids[chance > 0.9] = torch.tensor([-5, V, 2**40])[torch.arange(int((chance > 0.9).sum())) % 3]
     mask = None if case.counted is None else torch.rand(lead, generator=gen) < case.counted
-    each = torch.rand(lead, generator=gen) + 0.5 if case.row_temperature else None
+    each = {"temperature": torch.rand(lead, generator=gen) + 0.5} if case.row_temperature else {}
     args |= {
         "hidden": hidden.to(case.dtype), "weight": spaced(weight.to(case.dtype), case.padded),
-        "token_ids": ids, "bias": bias, "mask": mask, "row_temperature": each,
+        "token_ids": ids, "bias": bias, "mask": mask, **each,
     }  # fmt: skip
     _, good = good_rows(args)
     _, entropy, _, stats = reference.linear_logp(
@@ -146,9 +146,9 @@ def arguments(case: Case) -> dict[str, Any]:
     assert entropy is not None and stats is not None
     args |= {name: randn(*lead) if name in case.grads else None for name in ("dlogp", "dentropy", "dlse")}
     args |= {"entropy": entropy if "dentropy" in case.grads else None, "stats": stats}
-    args |= dict(zip(("kept", "kept_scale"), kept_of(args) if case.kept else (None, None), strict=True))
-    for t in (args[x] for x in ("hidden", "row_temperature", "entropy", "dlogp", "dentropy", "dlse")):
-        if t is not None:
+    args |= dict(zip(("kept", "kept_base"), kept_of(args) if case.kept else (None, None), strict=True))
+    for t in (args[x] for x in ("hidden", "temperature", "entropy", "dlogp", "dentropy", "dlse")):
+        if isinstance(t, Tensor):
             t[~good] = NAN
     stats[:, ~good] = NAN
     args["hidden"] = spaced(args["hidden"], case.padded)
@@ -191,11 +191,12 @@ def truth(args: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     bias = bias.double().requires_grad_()
     # A weight of 0 for a one-hot of the row adds nothing, and its gradient is the row's d-logits.
     probe = torch.zeros(len(weight), N, dtype=torch.float64, requires_grad=True)
-    each = None if args["row_temperature"] is None else args["row_temperature"].double().view(N)
+    options = {name: args[name] for name in DEFAULTS if name != "workspace_bytes"}
+    if isinstance(options["temperature"], Tensor):
+        options["temperature"] = options["temperature"].double().view(N)
     outputs = reference.formula(
         torch.cat((hidden, torch.eye(N)), 1), torch.cat((weight, probe), 1), args["token_ids"].reshape(N),
-        bias, None if args["mask"] is None else args["mask"].reshape(N), each,
-        **{name: args[name] for name in DEFAULTS if name != "workspace_bytes"},
+        bias, None if args["mask"] is None else args["mask"].reshape(N), **options,
     )  # fmt: skip
     grads = [args[name] for name in ("dlogp", "dentropy", "dlse")]
     zeros = torch.zeros(N, dtype=torch.float64)
@@ -393,7 +394,7 @@ def test_memory_is_what_the_documents_say(N: int, wanted: tuple[str, ...]) -> No
 
     args = DEFAULTS | {"hidden": meta(N, D, dtype=BF16), "weight": meta(V, D, dtype=BF16)}
     args |= {"token_ids": meta(N, dtype=torch.int64), "stats": meta(2, N), "dlogp": meta(N)}
-    args |= dict.fromkeys(("bias", "mask", "row_temperature", "entropy", "kept", "kept_scale"))
+    args |= dict.fromkeys(("bias", "mask", "entropy", "kept", "kept_base"))
     args |= {"dentropy": None, "dlse": None} | {
         f"want_{x}": x in wanted for x in ("hidden", "weight", "bias")
     }

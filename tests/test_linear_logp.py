@@ -233,6 +233,6 @@ def test_a_bad_id_is_named_with_its_place() -> None:
 
 def test_a_bad_temperature_is_named_with_its_place() -> None:
     call = make(3, temperature=lambda lead: torch.tensor([1.0, 0.0, -1.0]))
-    with pytest.raises(ContractError, match=r"row_temperature: \[3\] fp32\): 0.0 at \[1\] is not a positive"):
+    with pytest.raises(ContractError, match=r"temperature: \[3\] fp32\): 0.0 at \[1\] is not a positive"):
         evaluate(call, None)
     evaluate(call.with_options(mask=torch.tensor([1, 0, 0])), None)  # fine where it does not count

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from isobit.blocks.tokens import live_rows
 from isobit.check import laws
+from isobit.check.laws_shared import shared_gradients
 from isobit.check.proof import Case
 from isobit.check.trial import Trial
 from isobit.op import OPS
 from isobit.ops.linear_logp import chart, op, reference
-from isobit.ops.linear_logp.proof_bits import one_stream, unfused
+from isobit.ops.linear_logp.proof_bits import unfused
 from isobit.ops.linear_logp.proof_inputs import FULL, keeps
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,13 +56,13 @@ def test_a_gradient_off_by_a_factor_fails(which: int, dtype: torch.dtype, factor
     """The bound of a gradient is that of one rounding of d-logits, and no wider than a few of them."""
     case = Case({"N": 40, "D": 64, "V": 200}, dtype, options={"bias": "own"})
     assert all(check.passed for check in laws.gradient(trial(case)))
-    with replaced(op.backward._by_name("reference"), scaled(which, factor)):
+    with replaced(op.backward.backend_named("reference"), scaled(which, factor)):
         assert [check.passed for check in laws.gradient(trial(case))] == [i != which for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_small_error_of_logp_fails(dtype: torch.dtype) -> None:
-    backend = op.forward._by_name("reference")
+    backend = op.forward.backend_named("reference")
     honest = backend.run
 
     def run(**args: Any) -> Any:
@@ -77,7 +79,7 @@ def in_one_order(fold: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]
 
     def run(**args: Any) -> tuple[Tensor | None, ...]:
         dhidden, dweight, dbias = reference.linear_logp_bwd(**args)
-        live = reference.live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+        live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
         assert dhidden is not None
         if dweight is not None:
             total = fold(torch.where(live[:, None], dhidden.double(), 0.0), live)
@@ -101,8 +103,8 @@ def the_batch(rows: Tensor, live: Tensor) -> Tensor:
 @pytest.mark.parametrize(("fold", "holds"), [(the_stream, True), (the_batch, False)])
 def test_a_sum_that_sees_rows_that_do_not_count_fails(fold: Any, holds: bool) -> None:
     case = Case({"N": 60, "D": 16, "V": 90}, BF16, options={"bias": "own", "mask": torch.bool})
-    with replaced(op.backward._by_name("reference"), in_one_order(fold)):
-        checks = one_stream(trial(case))
+    with replaced(op.backward.backend_named("reference"), in_one_order(fold)):
+        checks = shared_gradients(trial(case))
     told = [check.message for check in checks if not check.passed]
     padded = [text for text in told if "full of NaN" in text]
     assert bool(padded) != holds and any("packed" in check.message for check in checks)
@@ -127,7 +129,7 @@ def test_entropy_has_no_gradient_where_probabilities_are_kept() -> None:
         seen.append(args["dentropy"])
         return reference.linear_logp_bwd(**args)
 
-    with replaced(op.backward._by_name("reference"), run):
+    with replaced(op.backward.backend_named("reference"), run):
         assert all(check.passed for check in laws.gradient(trial(case)))
     assert seen == [None]
 

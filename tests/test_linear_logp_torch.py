@@ -14,7 +14,7 @@ from torch import Tensor
 import isobit
 from isobit import ContractError, UnsupportedError
 from isobit.blocks.launch import Recorder
-from isobit.op import OPS
+from isobit.op import CONTROLS, OPS
 from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
 from isobit.ops.linear_logp import op
@@ -70,9 +70,9 @@ ROWS = torch.ones(4)
         ({"mask": torch.ones(5).bool()}, r"mask: .*leading shape=\[5\]"),
         ({"temperature": 0.0}, r"temperature: 0.0\): must be a positive number"),
         ({"temperature": NAN}, r"temperature: nan\): must be a positive number"),
-        ({"temperature": torch.ones(3)}, r"row_temperature: \[3\] fp32\): leading shape"),
-        ({"temperature": ROWS.double()}, r"row_temperature: \[4\] fp64\): dtype must be fp32"),
-        ({"temperature": ROWS.clone().requires_grad_()}, r"temperature\): no gradient goes to"),
+        ({"temperature": torch.ones(3)}, r"temperature: \[3\] fp32\): leading shape"),
+        ({"temperature": ROWS.double()}, r"temperature: \[4\] fp64\): dtype must be fp32"),
+        ({"temperature": ROWS.clone().requires_grad_()}, r"temperature: \[4\] fp32\): no gradient goes to"),
         ({"softcap": -1.0}, r"softcap: -1.0\): must be a positive number"),
         ({"logit_scale": INF}, r"logit_scale: inf\): must be a number"),
         ({"logits_dtype": F32}, r"logits_dtype: torch.float32\): must be bf16, fp16 or None"),
@@ -94,7 +94,7 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
     positional, _ = wrong()
     with pytest.raises(UnsupportedError, match="need an NVIDIA Hopper GPU"):
         linear_logp(*positional, backend="hopper")
-    told = str(forward.explain(*positional, softcap=1.0))
+    told = str(isobit.explain("linear_logp", *positional, softcap=1.0))
     assert re.search(r"hopper +its kernels need an NVIDIA Hopper GPU.*; the tensors are on cpu", told)
     assert re.search(r"reference +serves this call", told)
     doubles = (t.double() if t.is_floating_point() else t for t in positional)
@@ -105,25 +105,37 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
 def test_an_option_that_hopper_does_not_serve_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "hopper_cannot_run", lambda device: None)
     stub = SimpleNamespace(why_not=lambda args: "softcap is triton's" if args["softcap"] else None)
-    monkeypatch.setattr(op, "_hopper", lambda: stub)
+    monkeypatch.setattr(op, "_hopper", stub)
     positional, _ = wrong()
-    assert forward.explain(*positional).backend == "hopper"
-    told = forward.explain(*positional, softcap=1.0)
+    assert isobit.explain("linear_logp", *positional).backend == "hopper"
+    told = isobit.explain("linear_logp", *positional, softcap=1.0)
     assert told.backend == "reference" and told.reasons["hopper"] == "softcap is triton's"
+
+
+CONTROLLED = {p.name for p in CONTROLS}
+
+#: A backward with no option, no gradient, and everything but the bias wanted.
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(p.name for p in backward.contract.params if p.optional and p.name not in CONTROLLED),
+    "ignore_index": -100,
+    "temperature": 1.0,
+    "want_hidden": True,
+    "want_weight": True,
+    "want_bias": False,
+}
 
 
 def test_a_backward_needs_what_it_needs() -> None:
     call = make(4)
-    stats, one = torch.ones(2, 4), torch.ones(4)
-    head = (call.hidden, call.weight, call.token_ids, None, None, None, stats)
+    given = {"hidden": call.hidden, "weight": call.weight, "token_ids": call.token_ids} | NOTHING
+    given |= {"stats": torch.ones(2, 4), "dlogp": torch.ones(4)}
     with pytest.raises(ContractError, match=r"entropy: None\): is required with dentropy"):
-        backward(
-            *head, None, None, None, one, one, None, -100, 1.0, *(None,) * 4, True, True, False, None, None
-        )
+        backward(**given | {"dentropy": torch.ones(4)})
     with pytest.raises(ContractError, match=r"bias: None\): is required with want_bias"):
-        backward(
-            *head, None, None, None, one, None, None, -100, 1.0, *(None,) * 4, True, True, True, None, None
-        )
+        backward(**given | {"want_bias": True})
+    for name in given:  # what is forgotten is an error, not a default
+        with pytest.raises(ContractError, match=rf"linear_logp_bwd\({name}: None\): is required"):
+            backward(**{k: v for k, v in given.items() if k != name})
 
 
 # What comes back
@@ -231,16 +243,22 @@ def test_opcheck(dtype: torch.dtype, workspace_bytes: int | None) -> None:
     call = make(2, 3, dtype=dtype, bias=F32, mask=some)
     tensors = [t.requires_grad_() for t in (call.hidden, call.weight, call.bias)]
     hidden, weight, bias = tensors
-    keep = workspace_bytes is not None
-    args = (hidden, weight, call.token_ids, bias, call.options["mask"], None, -100, 1.0, *(None,) * 4,
-            True, True, True, keep, workspace_bytes, None, None)  # fmt: skip
-    torch.library.opcheck(torch.ops.isobit.linear_logp.default, args)
+
+    def opcheck(name: str, **args: Any) -> None:
+        found = OPS[name]
+        torch.library.opcheck(found.torch_op, found.contract.to_torch(found.bind(args)))
+
+    flags = {"return_entropy": True, "return_lse": True, "return_stats": True}
+    room = {"keep": workspace_bytes is not None, "workspace_bytes": workspace_bytes}
+    given = {"hidden": hidden, "weight": weight, "token_ids": call.token_ids, "bias": bias}
+    opcheck("linear_logp", **given, mask=call.options["mask"], **flags, **room)
     rows = torch.ones(2, 3)
-    plain = [t.detach() for t in tensors]
+    opcheck("linear_logp", **given, temperature=rows, **flags, **room)
+    args = {name: t.detach() for name, t in given.items()}
+    args = NOTHING | args | {"stats": torch.ones(2, 2, 3), "entropy": rows, "dlogp": rows, "dentropy": rows}
     for wants in ((True, True, True), (False, True, False), (True, False, False)):
-        args = (*plain[:2], call.token_ids, plain[2], None, None, torch.ones(2, 2, 3), rows, None, None, rows,
-                rows, None, -100, 1.0, None, None, None, None, *wants, None, None)  # fmt: skip
-        torch.library.opcheck(torch.ops.isobit.linear_logp_bwd.default, args)
+        wanted = dict(zip(("want_hidden", "want_weight", "want_bias"), wants, strict=True))
+        opcheck("linear_logp_bwd", **args | wanted)
 
 
 @pytest.mark.parametrize("workspace_bytes", [None, 10**9])
@@ -326,13 +344,13 @@ def record(
 
     hidden = empty(N, D, dtype=dtype) if hidden is None else hidden
     lead = hidden.shape[:-1]
-    args = {p.name: p.default for declared in (forward, backward) for p in declared.contract.params}
+    args = NOTHING | {p.name: p.default for p in forward.contract.params}
     args |= {"hidden": hidden, "weight": empty(V, D, dtype=dtype)}
     args |= {"token_ids": empty(*lead, dtype=torch.int64), "return_entropy": full, "return_lse": full}
     args["bias"] = empty(V) if full or wants[2] else None
     args |= zip(("want_hidden", "want_weight", "want_bias"), wants, strict=True)
     if full:
-        args |= {"mask": empty(*lead, dtype=torch.bool), "row_temperature": empty(*lead)}
+        args |= {"mask": empty(*lead, dtype=torch.bool), "temperature": empty(*lead)}
         args |= {"softcap": 30.0, "logit_scale": 2.0, "logits_dtype": BF16}
     logp, entropy, lse, stats = kernels.linear_logp(launch, **args)
     args |= {"stats": stats, "entropy": entropy, "dlogp": logp, "dentropy": entropy, "dlse": lse}

@@ -427,8 +427,9 @@ def test_a_gradient_of_the_entropy_needs_the_entropy() -> None:
     z, ids = torch.randn(2, 5), torch.tensor([0, 1])
     with pytest.raises(ContractError, match=r"logp_bwd\(entropy: None\): is required with dentropy"):
         OPS["logp_bwd"](
-            z, ids, None, torch.ones(2, 2), None, None, torch.ones(2), None, -100, 1.0, "reference"
-        )
+            logits=z, token_ids=ids, mask=None, stats=torch.ones(2, 2), entropy=None, dlogp=None,
+            dentropy=torch.ones(2), dlse=None, ignore_index=-100, temperature=1.0, backend="reference",
+        )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")

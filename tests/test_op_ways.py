@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from isobit import ContractError
-from toy_op import RAN, call, even, ran, scale
+from toy_op import RAN, by_torch, call, even, ran
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +44,13 @@ class Labelled(Tensor):
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (0, 4), (2, 0, 3, 5)])
 def test_the_short_way_is_the_torch_op(shape: tuple[int, ...], want_sum: bool) -> None:
     results = []
-    for way in (scale, torch.ops.isobit.test_op_scale):
+    for way in (call, by_torch):
         x = torch.linspace(-1, 1, int(torch.Size(shape).numel())).reshape(shape).requires_grad_()
-        y, total, top = way(x, 0.7, want_sum, None, None)
+        y, total, top = way(x, 0.7, want_sum)
         loss = (y * y.detach()).sum() + (total.sum() if want_sum else 0.0)
         results.append([y, total if want_sum else None, top, *torch.autograd.grad(loss, x)])
         # What was not asked for is nothing on the short way, and an empty tensor where a schema needs one.
-        assert want_sum or (total is None if way is scale else list(total.shape) == [0])
+        assert want_sum or (total is None if way is call else list(total.shape) == [0])
     for short, long in zip(*results, strict=True):
         assert short is long is None or torch.equal(short, long)
     assert ran()[:2] == ran()[2:]
@@ -141,13 +141,13 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("torch_op", [False, True])
 def test_autocast_does_not_reach_backends(torch_op: bool) -> None:
-    way: Any = torch.ops.isobit.test_op_scale if torch_op else scale
+    way: Any = by_torch if torch_op else call
     outside, inside = even(requires_grad=True), even(requires_grad=True)
-    expected = way(outside, 0.7, False, None, None)[0]
+    expected = way(outside, 0.7)[0]
     expected.sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (even() @ torch.eye(4)).dtype == torch.bfloat16  # it is on
-        found = way(inside, 0.7, False, None, None)[0]
+        found = way(inside, 0.7)[0]
         found.sum().backward()
         assert torch.is_autocast_enabled("cpu")
     assert torch.equal(found, expected) and torch.equal(inside.grad, outside.grad)

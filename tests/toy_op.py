@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.backend import NONE
 from isobit.contract import F32, Contract, Float, Like
-from isobit.op import NONE, op
+from isobit.op import op
 
 #: (backend, its arguments, whether autocast was on) of every backend that ran.
 RAN: list[tuple[str, dict[str, Any], bool]] = []
@@ -20,8 +21,6 @@ def scale(
     x: Float[Tensor, "* V"],
     factor: float = 2.0,
     want_sum: bool = False,
-    validate: bool | None = None,
-    backend: str | None = None,
 ) -> tuple[F32[Tensor, "* V"], F32[Tensor, "* if want_sum"], F32[Tensor, "*"]]:
     """(factor * x, its sum, the largest element of x, which has no gradient)."""
 
@@ -32,7 +31,6 @@ def scale_bwd(
     dy: F32[Tensor, "* V"] | None,
     dsum: F32[Tensor, "*"] | None,
     factor: float,
-    backend: str | None = None,
 ) -> Like[Tensor, "x"]:
     """factor * (dy + dsum)."""
 
@@ -88,10 +86,10 @@ def _no_nan(contract: Contract, args: dict[str, Any]) -> None:
 def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
     assert grads[2] is None
     dy = None if grads[0] is None else grads[0].contiguous()  # the gradient of a sum has stride 0
-    return {"x": scale_bwd(kept["x"], dy, grads[1], kept["factor"], kept["backend"])}
+    return {"x": scale_bwd(x=kept["x"], dy=dy, dsum=grads[1], factor=kept["factor"], **kept["follow"])}
 
 
-scale.derivative(scale_bwd, save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
+scale.derivative("x", save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
 scale_bwd.not_differentiable("the toy has no second derivative")
 
 
@@ -99,9 +97,15 @@ def ran() -> list[str]:
     return [name for name, _, _ in RAN if name != "value rule"]
 
 
-def call(x: Tensor, factor: float = 2.0, want_sum: bool = False, validate: bool | None = None,
-         backend: str | None = None) -> tuple[Any, ...]:  # fmt: skip
-    return scale(x, factor, want_sum, validate, backend)
+def call(x: Tensor, factor: float = 2.0, want_sum: bool = False, **controls: Any) -> tuple[Any, ...]:
+    return scale(x=x, factor=factor, want_sum=want_sum, **controls)
+
+
+def by_torch(
+    x: Tensor, factor: float = 2.0, want_sum: bool = False, validate: bool | None = None
+) -> tuple[Any, ...]:
+    """The same through the `torch.library` op."""
+    return torch.ops.isobit.test_op_scale(x, factor, want_sum, validate, None, None, None)
 
 
 def even(requires_grad: bool = False) -> Tensor:

@@ -1,8 +1,11 @@
 """isobit: kernels for RL post-training whose bits do not depend on the batch."""
 
+import inspect
+
 from isobit import nn
+from isobit.backend import Explanation, UnsupportedError
 from isobit.contract import ContractError
-from isobit.op import OPS, Explanation, UnsupportedError, known_op
+from isobit.op import OPS, known_op
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
@@ -18,7 +21,13 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
         >>> print(isobit.explain("logp", torch.zeros(2, 8), torch.tensor([0, 1])).backend)
         reference
     """
-    return known_op(op).explain(*args, **kwargs)
+    found = known_op(op)
+    assert found.function is not None
+    try:
+        given = inspect.signature(found.function).bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ContractError(f"{op}: {error}") from None
+    return found.explain(**given)
 
 
 __all__ = [

@@ -25,11 +25,12 @@ from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
 from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
+from isobit.check.law import LAWS, small_case
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
-from isobit.check.request import Request, small_case
-from isobit.check.runner import FAIL, LAWS, Cell, default_backend, observations, run
+from isobit.check.request import Request
+from isobit.check.runner import FAIL, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
 from isobit.op import OPS, public_ops
 from isobit.stamp import gpu_name, results_folder, stamp
@@ -297,5 +298,5 @@ def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch
         op: Any = OPS[name]
         spec = next(p.spec for p in op.contract.params if p.spec is not None)
         for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
-            args = proof_of(op).make(replace(small_case(op), dtype=dtype), where, InputOptions())
+            args = proof_of(op).make(replace(small_case(proof_of(op)), dtype=dtype), where, InputOptions())
             print(f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  "))

@@ -10,12 +10,17 @@ dimensions may follow
     "* if return_entropy"           an output that is there only if this argument is true
     "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
 
+and `float | F32[Tensor, "*"]` is a number, or one for every row. Arguments are bound by name.
+
 From these annotations come the checks and their messages, the `torch.library` schema and the fake
 outputs, so none of them can drift from the signature.
 """
 
 import inspect
+import math
+import sys
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
@@ -91,8 +96,10 @@ if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
     from typing import Annotated as Int
     from typing import Annotated as Like
     from typing import Annotated as Mask
+    from typing import Annotated as Single
 else:
     Float = _Annotation("floating point", BF16, F16, F32_, F64)
+    Single = _Annotation("floating point up to fp32", BF16, F16, F32_)
     Half = _Annotation("16-bit floating point", BF16, F16)
     F32 = _Annotation("fp32", F32_, F64)  # fp64 only from fp64 inputs: the reference at full precision
     Int = _Annotation("int32 or int64", *INTS)
@@ -103,10 +110,16 @@ else:
 
 _SCALARS = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_LEAST, _MOST = -(2**63), 2**63 - 1
+
+#: The default of an argument that has none.
+MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "nothing"})()
+
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of an op: a tensor with a spec, or a scalar with a Python type."""
+    """One parameter of an op: a tensor with a spec, a scalar with a Python type, or either of the two."""
 
     name: str
     spec: Spec | None
@@ -115,36 +128,63 @@ class Param:
     default: Any
 
     @property
-    def schema(self) -> str:
-        base = "Tensor" if self.spec else _SCALARS[self.scalar]  # type: ignore[index]
-        return f"{base}{'?' if self.optional else ''} {self.name}"
+    def schema(self) -> list[str]:
+        """Its parameters of the `torch.library` op: a tensor or a number are two, one of them None there."""
+        either = self.spec is not None and self.scalar is not None
+        mark = "?" if self.optional or either else ""
+        found = [f"Tensor{mark} {self.name}{'_of_rows' if either else ''}"] if self.spec else []
+        return found + ([f"{_SCALARS[self.scalar]}{mark} {self.name}"] if self.scalar else [])
 
 
-def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
-    if get_origin(hint) in (Union, types.UnionType):
-        rest = [a for a in get_args(hint) if a is not type(None)]
-        if len(rest) == 1:
-            return rest[0], True
-    return hint, False
+def _kinds_of(hint: Any) -> tuple[Spec | None, type | None, bool]:
+    """(spec, scalar, optional) of an annotation."""
+    hints = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    optional = type(None) in hints
+    specs = [spec for h in hints if (spec := _spec_of(h)) is not None]
+    scalars = [h for h in hints if _spec_of(h) is None and h is not type(None)]
+    return specs[0] if specs else None, scalars[0] if scalars else None, optional
 
 
 def _spec_of(hint: Any) -> Spec | None:
     return hint.__metadata__[0] if get_origin(hint) is Annotated else None
 
 
-def _fits(value: Any, scalar: type) -> bool:
-    """Whether a value can stand for a scalar: true and false are no numbers, but symbolic ones are."""
+def _as_scalar(value: Any, scalar: type) -> Any:
+    """The value as this type, or the rule that it breaks: true and false are no numbers, numpy's and symbolic
+    numbers are."""
     if type(value) is scalar:
-        return True
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if type(value) is scalar or (scalar is float and isinstance(value, torch.SymInt | torch.SymFloat)):
+        return value
     if isinstance(value, bool) or scalar in (bool, str, torch.dtype):
-        return False
-    return isinstance(value, (int, torch.SymInt, *((float, torch.SymFloat) if scalar is float else ())))
+        raise TypeError(scalar)
+    if scalar is int and isinstance(value, int | torch.SymInt):
+        return value
+    if scalar is float and isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    raise TypeError(scalar)
+
+
+def _why_not_plain(t: Tensor) -> str | None:
+    """Why a tensor of a special kind cannot be served, with what to do about it."""
+    if t.is_nested:
+        return "must be a dense tensor, it is nested; pass the packed rows (.values()) or a padded tensor"
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(t, distributed.DTensor):
+        return "is a DTensor; pass its local part (.to_local()) or the whole of it (.full_tensor())"
+    return None
 
 
 def describe(value: Any) -> str:
     """`[3, 7] bf16` for a tensor, the value itself (cut short) for anything else."""
     if isinstance(value, Tensor):
-        return f"[{', '.join(map(str, value.shape))}] {dtype_name(value.dtype)}"
+        shape = "nested" if value.is_nested else f"[{', '.join(map(str, value.shape))}]"
+        return f"{shape} {dtype_name(value.dtype)}"
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
@@ -156,14 +196,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Contract:
     """The contract of one op, read once from the signature of the function that declares it."""
 
-    def __init__(self, name: str, fn: Any):
+    def __init__(self, name: str, fn: Any, controls: Sequence[Param] = ()):
         self.name = name
-        self.params: list[Param] = []
+        declared = []
         for p in inspect.signature(fn).parameters.values():
-            hint, optional = _unwrap_optional(p.annotation)
-            spec = _spec_of(hint)
-            default = None if p.default is p.empty else p.default
-            self.params.append(Param(p.name, spec, None if spec else hint, optional, default))
+            spec, scalar, optional = _kinds_of(p.annotation)
+            default = MISSING if p.default is p.empty else p.default
+            declared.append(Param(p.name, spec, scalar, optional, default))
+        self.params: list[Param] = [*declared, *controls]
         returns = inspect.signature(fn).return_annotation
         hints = get_args(returns) if get_origin(returns) is tuple else (returns,)
         self.outputs: list[Spec] = [s for s in map(_spec_of, hints) if s is not None]
@@ -171,41 +211,90 @@ class Contract:
             raise TypeError(f"{name}: every output needs an annotation like F32[Tensor, '*']")
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
+        self._defaults = [(p.name, p.default) for p in self.params]
+        self._known = frozenset(self.names)
+        self._either = [i for i, p in enumerate(self.params) if p.spec and p.scalar]
         self._tensors = [
-            (i, p.name, p.spec, p.optional, p.spec.contiguous_last)
-            for i, p in enumerate(self.params)
-            if p.spec
+            (i, p.name, p.spec, p.spec.contiguous_last) for i, p in enumerate(self.params) if p.spec
         ]
 
     def schema(self) -> str:
         returns = ", ".join("Tensor" for _ in self.outputs)
         result = f"({returns})" if len(self.outputs) > 1 else returns
-        return f"{self.name}({', '.join(p.schema for p in self.params)}) -> {result}"
+        return f"{self.name}({', '.join(s for p in self.params for s in p.schema)}) -> {result}"
+
+    def to_torch(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values as the `torch.library` op takes them."""
+        if not self._either:
+            return values
+        found: list[Any] = []
+        for i, v in enumerate(values):
+            if i in self._either:
+                found += [v, None] if isinstance(v, Tensor) else [None, v]
+            else:
+                found.append(v)
+        return tuple(found)
+
+    def from_torch(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self._either:
+            return values
+        given, found = iter(values), []
+        for i in range(len(self.params)):
+            v = next(given)
+            if i in self._either:
+                number = next(given)
+                v = number if v is None else v
+            found.append(v)
+        return tuple(found)
+
+    def bind(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """The values of a call in the order of the signature, each of the type that belongs there."""
+        if not given.keys() <= self._known:
+            unknown = ", ".join(sorted(given.keys() - self._known))
+            raise ContractError(f"{self.name}: argument(s) unknown: {unknown}")
+        values = tuple([given.get(name, default) for name, default in self._defaults])
+        return self._typed(values)
 
     def error(self, arg: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.name}({arg}: {describe(value)}): {rule}")
 
-    def check_types(self, values: tuple[Any, ...]) -> None:
-        """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject
-        with a message about its own internals."""
-        for p, v in zip(self.params, values, strict=True):
-            if v is None:
-                if not p.optional:
-                    raise self.error(p.name, v, "is required")
-            elif p.spec is not None:
-                if not isinstance(v, Tensor):
-                    raise self.error(p.name, v, f"must be a tensor, not {type(v).__name__}")
-            elif p.scalar is not None and not _fits(v, p.scalar):
-                rule = "a number" if p.scalar is float else p.scalar.__name__
-                raise self.error(p.name, v, f"must be {rule}, not {type(v).__name__}")
+    def _typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject with a
+        message about its own internals. Numbers of other libraries become Python's."""
+        changed: dict[int, Any] = {}
+        for i, (p, v) in enumerate(zip(self.params, values, strict=True)):
+            if isinstance(v, Tensor) and p.spec is not None:
+                if (type(v) not in _PLAIN or v.is_nested) and (rule := _why_not_plain(v)):
+                    raise self.error(p.name, v, rule)
+            elif v is None or v is MISSING:
+                if v is MISSING or not p.optional:
+                    raise self.error(p.name, None, "is required")
+            elif type(v) is not p.scalar or (p.scalar is int and not _LEAST <= v <= _MOST):
+                changed[i] = self._converted(p, v)
+        if not changed:
+            return values
+        return tuple(changed.get(i, v) for i, v in enumerate(values))
+
+    def _converted(self, p: Param, value: Any) -> Any:
+        if p.scalar is None:
+            raise self.error(p.name, value, f"must be a tensor, not {type(value).__name__}")
+        try:
+            found = _as_scalar(value, p.scalar)
+        except TypeError:
+            rule = "a number" if p.scalar is float else p.scalar.__name__
+            rule += " or a tensor" if p.spec is not None else ""
+            raise self.error(p.name, value, f"must be {rule}, not {type(value).__name__}") from None
+        if isinstance(found, int) and not _LEAST <= found <= _MOST:
+            raise self.error(p.name, value, "must be a number that 64 bits can hold")
+        return found
 
     def check(self, values: tuple[Any, ...]) -> dict[str, Any]:
         """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
         dims: dict[str, Any] = {}
         first_device: torch.device | None = None
-        for i, name, spec, optional, contiguous_last in self._tensors:
+        for i, name, spec, contiguous_last in self._tensors:
             t = values[i]
-            if t is None and optional:
+            if not isinstance(t, Tensor):  # None, or a number in its place
                 continue
             if t.layout is not torch.strided:
                 raise self.error(name, t, f"must be a dense tensor, its layout is {t.layout}")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from isobit.contract import ContractError, describe
-from isobit.numerics import Numerics
+from isobit.numerics import Numerics, known_numerics
+from isobit.op import known_op
 from isobit.ops.det_gemm import det_linear
 
 
@@ -49,6 +50,7 @@ class DetLinear(nn.Linear):
         numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> None:
+        _known("DetLinear", numerics, backend)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.out_dtype, self.numerics, self.backend = out_dtype, numerics, backend
 
@@ -73,22 +75,19 @@ class DetLinear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, weight = input, self.weight
-        bias: Tensor | None = self.bias
-        kind = x.device.type
+        kind, operand_dtype = input.device.type, None
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if autocast and torch.float64 not in (x.dtype, weight.dtype):  # which autocast leaves alone
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        elif weight.dtype not in (torch.bfloat16, torch.float16):
+        if autocast and torch.float64 not in (input.dtype, self.weight.dtype):  # which it leaves alone
+            operand_dtype = torch.get_autocast_dtype(kind)
+        elif self.weight.dtype not in (torch.bfloat16, torch.float16):
             raise ContractError(
-                f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
+                f"DetLinear(weight: {describe(self.weight)}): parameters must be bf16 or fp16; call "
                 ".to(torch.bfloat16) on the module, or run it under torch.autocast"
             )
         return det_linear(
-            x, weight, bias, out_dtype=self.out_dtype, numerics=self.numerics, backend=self.backend
-        )
+            input, self.weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
+            numerics=self.numerics, backend=self.backend,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         options = {"out_dtype": self.out_dtype, "numerics": self.numerics, "backend": self.backend}
@@ -154,6 +153,7 @@ def swap_linear(
     """
     if isinstance(where, str):
         raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
+    _known("swap_linear", numerics, backend)
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     chosen, by_name = _chosen(linears, where)
     reasons = {name: _cannot_swap(layer) or _not_called(model, name) for name, layer in chosen.items()}
@@ -170,6 +170,17 @@ def swap_linear(
             found.swapped.append(name)
             found._layers.append(layer)
     return found
+
+
+def _known(what: str, numerics: str | Numerics | None, backend: str | None) -> None:
+    """A class or a backend that there is not is an error now, not at the first forward."""
+    try:
+        if numerics is not None:
+            known_numerics(numerics)
+        if backend is not None:
+            known_op("det_linear").backend_named(backend)
+    except ContractError as error:
+        raise ContractError(f"{what}: {error}") from None
 
 
 def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Linear], bool]:

@@ -63,7 +63,7 @@ def cotangent_like(output: Tensor) -> Tensor:
 def truth_of(op: Op, args: Args) -> Truth | None:
     """None for an op whose results are not row by row: a part of them cannot be judged alone."""
     row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
-    inputs = proof_of(op).grad_inputs
+    inputs = op.differentiable
     if op.contract.outputs[0].dims[:1] != ("*",) or not set(inputs) <= set(row_dims):
         return None
     first = next(args[name] for name in row_dims)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contract import Contract
+from isobit.contract import Contract, dtype_name
 
 
 def live_rows(token_ids: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
@@ -16,10 +16,16 @@ def live_rows(token_ids: Tensor, mask: Tensor | None, ignore_index: int) -> Tens
 
 
 def scalars(contract: Contract, args: dict[str, Any]) -> None:
+    """A temperature, or one for every row, and an `ignore_index`."""
     temperature, ignore_index = args["temperature"], args["ignore_index"]
-    if not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
+    if isinstance(temperature, Tensor):
+        own = next(iter(args.values())).dtype
+        if temperature.dtype != torch.float32 and temperature.dtype != own:
+            raise contract.error("temperature", temperature, f"dtype must be fp32, not {dtype_name(own)}")
+    elif not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
         raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
-    if not -(2**31) <= ignore_index < 2**31 and abs(ignore_index) > torch.iinfo(args["token_ids"].dtype).max:
+    held = torch.iinfo(args["token_ids"].dtype)
+    if not (-(2**31) <= ignore_index < 2**31 or held.min <= ignore_index <= held.max):
         raise contract.error("ignore_index", ignore_index, "must be a value that token_ids can hold")
 
 
@@ -37,3 +43,16 @@ def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
         at = bad[0].tolist()
         rule = f"id {ids[tuple(at)].item()} at {at} is outside [0, {V}) and is not ignore_index"
         raise contract.error("token_ids", ids, f"{rule}={args['ignore_index']}")
+
+
+def temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
+    """Those of rows that count. Reads them."""
+    each = args["temperature"]
+    if not isinstance(each, Tensor):
+        return
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    bad = (live & ~((each >= 1e-38) & (each <= 1e38))).nonzero()
+    if len(bad):
+        at = bad[0].tolist()
+        rule = f"{each[tuple(at)].item()} at {at} is not a positive number, 1e-38 to 1e38"
+        raise contract.error("temperature", each, rule)

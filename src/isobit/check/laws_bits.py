@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, differing, same_bits
+from isobit.backend import NONE, UnsupportedError
+from isobit.check.compare import OutputCheck, same_bits
+from isobit.check.laws_shared import shared_gradients
 from isobit.check.laws_stream import sums_over_rows
 from isobit.check.proof import Args, Control
 from isobit.check.rows import Rows, rows_of
 from isobit.check.trial import Trial, Unsupported, cloned
-from isobit.op import NONE, UnsupportedError
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
@@ -83,7 +84,7 @@ def _promises_bits(trial: Trial) -> None:
 def _by_rows(trial: Trial) -> list[OutputCheck]:
     rows, proof = rows_of(trial.op), trial.proof
     # Gradients of arguments that all rows share are sums over rows: the batch is what they are made of.
-    trial = replace(trial, only=tuple(n for n in proof.grad_inputs if n in rows.args))
+    trial = replace(trial, only=tuple(n for n in trial.op.differentiable if n in rows.args))
     args = rows.flat(trial.args())
     N, whole = rows.count(args), trial.backward(args)
     cotangents = trial.cotangents(whole[0])
@@ -122,25 +123,21 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     compare("padding rows full of NaN in place of every other row", some, among, take=some)
     for layout in proof.layouts:
         # Kernels that cannot read a layout leave it to others of their class.
-        compare(f"layout {layout}", everyone, proof.lay_out(args, layout), trial=trial.in_class())
-    alone = proof.call_alone(cloned(args), trial.backend)
-    for i, output in enumerate(alone):
+        laid = proof.lay_out(args, layout)
+        compare(f"layout {layout}", everyone, laid, trial=trial.in_class(laid))
+    for i, output in enumerate(trial.call(cloned(args), alone=True)):
         checks.append(same_bits(f"{i}:{proof.outputs[i]}", output, whole[0][i], "asked for alone"))
     return checks + [_control(trial, control, args, whole) for control in proof.controls]
 
 
 def _head(rows: Rows, extra: Args, first: int, end: int) -> Args:
     """Some of the padding rows."""
-    return {
-        n: extra[n].narrow(axis, first, end - first)
-        for n, axis in rows.args.items()
-        if extra.get(n) is not None
-    }
+    return {n: extra[n].narrow(rows.args[n], first, end - first) for n in rows.present(extra)}
 
 
 def _replaced(rows: Rows, args: Args, extra: Args, keep: Tensor) -> Args:
     """Padding rows everywhere but in the places to keep."""
-    names = [n for n in rows.args if args.get(n) is not None]
+    names = rows.present(args)
     kept = rows.select(args, keep)
     return args | {n: extra[n].index_copy(extra[n].ndim + rows.args[n], keep, kept[n]) for n in names}
 
@@ -153,10 +150,7 @@ def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCh
         given = tuple(control.cotangents(trial.cotangents(whole[0])))
         _, grads = replace(trial, given=given).backward(control.change(args))
         before, after = tuple(whole[1].values()), tuple(grads.values())
-    if any(bool(differing(a, b).any()) for a, b in zip(before, after, strict=True)):
-        what = f"control: {control.what} changes bits, as it must"
-        return same_bits("control", whole[0][0], whole[0][0], what)
-    return trial.blind(control.what)
+    return trial.control(control.what, before, after)
 
 
 # Backends of one class
@@ -168,7 +162,7 @@ def agree(trial: Trial) -> list[OutputCheck]:
     _promises_bits(trial)
     proof, args = trial.proof, trial.args()
     others = _same_class(trial, args)
-    checks = [] if proof.also is None else proof.also(trial)
+    checks = shared_gradients(trial) + ([] if proof.also is None else proof.also(trial))
     if proof.exact is None and not others:
         if checks:
             return checks
@@ -191,11 +185,9 @@ def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> Output
     """The model of another order must not agree, or the sample cannot show an order."""
     assert trial.proof.exact is not None
     control = trial.proof.controls[0]
-    for name, (where, bits) in trial.proof.exact(control.change(args), ()).items():
-        if bool(differing(named[name][where].cpu(), bits).any()):
-            what = f"control: the model of {control.what} has other bits, as it must"
-            return same_bits("control", bits, bits, what)
-    return trial.blind(control.what)
+    samples = trial.proof.exact(control.change(args), ())
+    ours = [named[name][where].cpu() for name, (where, _) in samples.items()]
+    return trial.control(f"the model of {control.what}", ours, [bits for _, bits in samples.values()])
 
 
 def _same_class(trial: Trial, args: Args) -> list[str]:

@@ -13,18 +13,11 @@ from torch import Tensor
 
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.blocks.launch import Recorder
-from isobit.check.compare import OutputCheck, failure, same_bits
+from isobit.check.compare import OutputCheck, failure, passed, same_bits
 from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
 from isobit.contract import ContractError, Param
-
-
-def passed(what: str, message: str = "") -> OutputCheck:
-    check = failure(what, message)
-    check.passed = True
-    return check
-
 
 # Contract
 
@@ -38,8 +31,7 @@ def contract(trial: Trial) -> list[OutputCheck]:
     checks = []
     for mutant in [*_derived_mutants(trial, args), *trial.proof.mutants]:
         checks.append(_rejects(trial, mutant, args))
-    checks.append(_unknown_backend(trial, args))
-    return checks + _bad_values(trial, args)
+    return checks + _unknown_controls(trial, args) + _bad_values(trial, args)
 
 
 def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
@@ -47,11 +39,11 @@ def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
     found: list[Mutant] = []
     bound: set[str] = set()  # dimensions that arguments before this one have given a size
     for p in (p for p in trial.op.contract.params if p.name in args):
-        if p.spec is None:
+        if p.scalar is not None:
             found.append(
                 Mutant(f"{p.name} of another type", p.name, partial(_replaced, name=p.name, value="text"))
             )
-        elif args[p.name] is not None:
+        if p.spec is not None and isinstance(args[p.name], Tensor):
             found += _tensor_mutants(p, args[p.name], bound)
             bound |= set(p.spec.dims)
     return found
@@ -94,7 +86,7 @@ def _selected(t: Tensor, axis: int, index: Tensor) -> Tensor:
 
 def _rejects(trial: Trial, mutant: Mutant, args: Args) -> OutputCheck:
     try:
-        trial.proof.call(mutant.change(dict(args)), trial.backend)
+        trial.call(mutant.change(dict(args)))
     except ContractError as error:
         head = f"{trial.op.name}({mutant.arg}"
         if f"{head}:" in str(error) or f"{head}=" in str(error):
@@ -105,14 +97,22 @@ def _rejects(trial: Trial, mutant: Mutant, args: Args) -> OutputCheck:
     return failure(mutant.what, "was accepted")
 
 
-def _unknown_backend(trial: Trial, args: Args) -> OutputCheck:
-    try:
-        trial.proof.call(dict(args), "no_such_backend")
-    except ContractError as error:
-        if all(b.name in str(error) for b in trial.op.backends):
-            return passed("unknown backend", str(error))
-        return failure("unknown backend", f"message does not list the known ones: {error}")
-    return failure("unknown backend", "was accepted")
+def _unknown_controls(trial: Trial, args: Args) -> list[OutputCheck]:
+    """A backend or a numerics class that there is not, with a message that lists those there are."""
+    device, backends = trial.device, trial.op.backends
+    known = {"backend": {b.name for b in backends}, "numerics": {b.numerics_on(device) for b in backends}}
+    checks = []
+    for control, names in known.items():
+        what = f"unknown {control}"
+        try:
+            trial.call(args | {"backend": None, control: "no_such_one"})
+        except ContractError as error:
+            listed = all(name in str(error) for name in names)
+            said = passed(what, str(error))
+            checks.append(said if listed else failure(what, f"message does not list the known ones: {error}"))
+        else:
+            checks.append(failure(what, "was accepted"))
+    return checks
 
 
 def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
@@ -145,7 +145,7 @@ def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
 
 def _reports_bad_value(trial: Trial, bad: Args, what: str, validate: bool | None) -> OutputCheck:
     try:
-        trial.proof.call(bad, trial.backend, validate)
+        trial.call(bad, validate)
     except ContractError as error:
         return passed(what, str(error))
     return failure(what, "a bad value in a live row was accepted")
@@ -171,8 +171,7 @@ def _op_values(trial: Trial) -> tuple[Any, ...]:
     args = cloned(trial.args())
     for name in trial.leaves(args):
         args[name].requires_grad_()
-    args["backend"] = trial.backend
-    return tuple(args.get(p.name, p.default) for p in trial.op.contract.params)
+    return trial.op.contract.to_torch(trial.op.bind(args | {"backend": trial.backend}))
 
 
 def _opcheck(trial: Trial) -> list[OutputCheck]:
@@ -180,7 +179,7 @@ def _opcheck(trial: Trial) -> list[OutputCheck]:
     for inside in (False, True):
         name = f"opcheck {'inside' if inside else 'outside'} autocast"
         with torch.autocast(trial.device.type, dtype=torch.bfloat16, enabled=inside):
-            torch.library.opcheck(trial.op._torch_op, _op_values(trial))
+            torch.library.opcheck(trial.op.torch_op, _op_values(trial))
         checks.append(passed(name))
     return checks
 
@@ -193,10 +192,12 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     axis = 0 if rows.merged else rows.args[lead]
     torch._dynamo.reset()
 
-    call, backend = trial.proof.call, trial.backend  # looked up before: tracing would look into it
+    controls, call, judged = trial.controls(), trial.op.function, trial.proof.judged  # not to be traced
+    assert call is not None
 
     def step(args: Args) -> tuple[Tensor, ...]:
-        return call(args, backend)
+        outputs = call(**controls | args)
+        return judged(args, outputs if isinstance(outputs, tuple) else (outputs,))
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
     checks, N = [], args[lead].shape[axis]
@@ -208,11 +209,8 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
         first += 1
     for attempt, size in enumerate((first, first - 2, first - 3)):
         index = torch.arange(size, device=trial.device) % N
-        few = args | {
-            n: args[n].index_select(0 if rows.merged else a, index)
-            for n, a in rows.args.items()
-            if args.get(n) is not None
-        }
+        axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
+        few = args | {n: args[n].index_select(axis, index) for n, axis in axes.items()}
         results = []
         for run in (step, compiled):
             mine = cloned(few)
@@ -242,7 +240,7 @@ def _second_derivative(trial: Trial) -> list[OutputCheck]:
     if not names:
         return []
     leaves = [args[name].requires_grad_() for name in names]
-    outputs = trial.proof.call(args, trial.backend)
+    outputs = trial.call(args)
     (grad, *_) = torch.autograd.grad(outputs[0].sum(), leaves, create_graph=True)
     try:
         torch.autograd.grad(grad.float().sum(), leaves, allow_unused=True)
@@ -263,7 +261,7 @@ def _captures(trial: Trial) -> list[OutputCheck]:
     given = trial.cotangents(trial.forward(first))
 
     def step() -> tuple[Tensor, ...]:
-        return _with_gradients(trial, lambda args: trial.proof.call(args, trial.backend), static, given)
+        return _with_gradients(trial, trial.call, static, given)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -296,10 +294,10 @@ def memory(trial: Trial) -> list[OutputCheck]:
 
     def forward() -> Any:
         with torch.no_grad():
-            return trial.proof.call(args, trial.backend)
+            return trial.call(args)
 
     def forward_backward() -> Any:
-        outputs = trial.proof.call(args, trial.backend)
+        outputs = trial.call(args)
         return [o.detach() for o in outputs], torch.autograd.grad(outputs, leaves, cotangents)
 
     checks = []

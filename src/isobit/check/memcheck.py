@@ -30,11 +30,12 @@ import triton
 import triton.language as tl
 
 from isobit.arch import arch_key, default_device
+from isobit.backend import UnsupportedError
 from isobit.check.proof import Args
 from isobit.check.proofs import proof_of
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError
-from isobit.op import UnsupportedError, known_op
+from isobit.op import known_op
 from isobit.stamp import stamp
 
 SCHEMA = 1

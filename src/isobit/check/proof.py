@@ -102,6 +102,21 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Gradients of arguments that all rows share, in an op whose padding rows do not count: they are sums
+    over the rows that do."""
+
+    #: The argument that says which rows count.
+    mask: str
+    #: (args) -> the rows that count.
+    live: Callable[[Args], Tensor]
+    #: (args, rows) -> rows as of `padding`, but such that only the mask keeps them from counting.
+    maskable: Callable[[Args, int], Args]
+    #: (args) -> arguments that change the schedule and nothing else, by what they say.
+    schedules: Callable[[Args], Mapping[str, Args]]
+
+
+@dataclass(frozen=True)
 class Kernels:
     """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
     meta tensors; `targets` are what they must compile for, on any machine."""
@@ -125,16 +140,10 @@ class Proof:
     op: Op
     #: Class in tolerances.json.
     op_class: str
-    #: Names of the outputs that `call` and `formula` return, in order.
+    #: Names of the outputs that the public function and `formula` return, in order.
     outputs: tuple[str, ...]
-    #: Arguments that receive gradients, where they are given.
-    grad_inputs: tuple[str, ...]
     #: Inputs of a case: every tensor and scalar argument by name.
     make: Callable[[Case, torch.device, InputOptions], Args]
-    #: The public function, asked for all outputs: (args, backend, validate=None) -> outputs.
-    call: Callable[..., tuple[Tensor, ...]]
-    #: The public function as most call it, asked for nothing optional; outputs as in `call`, the first few.
-    call_alone: Callable[[Args, str | None], tuple[Tensor, ...]]
     #: The truth, in plain differentiable PyTorch; precision follows the inputs' dtype.
     formula: Callable[[Args], tuple[Tensor, ...]]
     #: Size of the largest intermediate behind every element of every output and gradient, from fp64
@@ -178,6 +187,10 @@ class Proof:
     positive: tuple[str, ...] = ()
     #: What a check writes down without judging it: (device) -> facts. Asked on GPUs only.
     observe: Callable[[torch.device], list[dict[str, Any]]] | None = None
+    #: For ops with gradients of arguments that all rows share, which are told which rows count.
+    shared: Shared | None = None
+    #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
+    judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
     #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they
     #: do not apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED, Cell
-from isobit.op import NONE
+from isobit.backend import NONE
+from isobit.check.law import LAWS
+from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.stamp import stamp
 
 SCHEMA = 1

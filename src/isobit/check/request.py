@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from isobit.check.law import LAWS, small_case
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.contract import ContractError
@@ -73,51 +74,26 @@ def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
     return [(op, name) for op in ops for name in wanted if name in known[op.name]]
 
 
-def small_case(op: Op) -> Case:
-    """The first declared case that is not degenerate, without options."""
-    found = next(c for c in proof_of(op).cases if c.dims and min(c.dims.values()) > 1)
-    return replace(found, options={}, layout="dense")
-
-
 def small_args(op: Op, device: torch.device) -> Args:
-    args: Args = proof_of(op).make(small_case(op), device, InputOptions())
-    return args
+    proof = proof_of(op)
+    return proof.make(small_case(proof), device, InputOptions())
 
 
 def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     """The cases a law runs on: declared ones, or the one the command line describes."""
-    proof = proof_of(op)
+    proof, chosen = proof_of(op), LAWS[law]
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
-        chosen = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(op).dtype,))]
-        if law in ("compile", "contract", "traceable"):
-            return chosen[:1]
-        return chosen
-    if law == "invariant":
-        chosen = list(proof.bit_cases)
-    elif law == "agree":
-        chosen = list(proof.agree_cases or proof.bit_cases[:1])
-    elif law == "memory":
-        chosen = list(proof.memory_cases)
-    elif law in ("contract", "traceable", "compile"):
-        chosen = [small_case(op)]
-        if law == "compile":  # in a second dtype
-            chosen += [replace(chosen[0], dtype=c.dtype) for c in proof.cases if c.dtype != chosen[0].dtype][
-                :1
-            ]
-    else:
-        chosen = list(proof.cases)
-        if law in ("repeatable", "written"):
-            chosen = chosen[::3]
-        if law == "gradient" and not proof.grad_inputs:
-            chosen = chosen[:1]  # to say so once
+        made = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(proof).dtype,))]
+        return made[:1] if chosen.once else made
+    cases = list(chosen.cases(proof))
     if request.data != "edge":
-        chosen = [replace(c, data=request.data) for c in chosen]
+        cases = [replace(c, data=request.data) for c in cases]
     if request.dtypes:
         # Every law sees every dtype that is asked for, not only those its cases were declared with.
-        recast = [replace(c, dtype=d) for c in chosen for d in request.dtypes]
-        chosen = list({c.name: c for c in recast}.values())
-    return [c for c in chosen if request.case in (None, c.name)]
+        recast = [replace(c, dtype=d) for c in cases for d in request.dtypes]
+        cases = list({c.name: c for c in recast}.values())
+    return [c for c in cases if request.case in (None, c.name)]
 
 
 def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:

@@ -6,7 +6,6 @@ dimension has a line of it for every row, on one axis; all others are shared by 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,20 +30,25 @@ class Rows:
         counts the rows."""
         if not self.merged:
             return args
-        return args | {n: _one_leading(args[n], -axis) for n, axis in self.args.items() if _there(args, n)}
+        return args | {n: _one_leading(args[n], -self.args[n]) for n in self.present(args)}
 
     def count(self, args: Args) -> int:
-        return int(next(args[n].shape[axis] for n, axis in self.args.items() if _there(args, n)))
+        name = self.present(args)[0]
+        return int(args[name].shape[self.args[name]])
+
+    def present(self, args: Args) -> list[str]:
+        """The arguments with rows that are given, as tensors: optional ones may not be there, and a number
+        may stand for all rows."""
+        return [n for n in self.args if isinstance(args.get(n), Tensor)]
 
     def select(self, args: Args, index: Tensor) -> Args:
         """These rows, in this order."""
-        picked = {n: args[n].index_select(a, index) for n, a in self.args.items() if _there(args, n)}
-        return args | picked
+        return args | {n: args[n].index_select(self.args[n], index) for n in self.present(args)}
 
     def join(self, *parts: Args) -> Args:
         """Rows of several batches in one; what is no row is taken from the first."""
         first = parts[0]
-        names = [n for n in self.args if _there(first, n)]
+        names = self.present(first)
         return first | {n: torch.cat([p[n] for p in parts], self.args[n]) for n in names}
 
     def of_outputs(self, outputs: Sequence[Tensor], index: Tensor) -> tuple[Tensor, ...]:
@@ -76,10 +80,6 @@ def rows_of(op: Op) -> Rows:
 
 def _axis(spec: Spec, dim: str) -> int | None:
     return spec.dims.index(dim) - len(spec.dims) if dim in spec.dims else None
-
-
-def _there(args: dict[str, Any], name: str) -> bool:
-    return args.get(name) is not None
 
 
 def _one_leading(t: Tensor, keep: int) -> Tensor:

@@ -15,31 +15,15 @@ from typing import Any
 import torch
 
 from isobit.arch import arch_key
+from isobit.backend import NONE, UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
-from isobit.check import laws, laws_bits, laws_system
-from isobit.check.compare import OutputCheck
+from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
 from isobit.check.request import Request, candidates, cases_of, check_case, ops_of, small_args
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
-from isobit.op import NONE, Op, UnsupportedError, known_op
-
-Law = Callable[[Trial], list[OutputCheck]]
-
-#: Every law by name, in the order they run: forward before backward, numbers before machinery.
-LAWS: dict[str, Law] = {
-    "accuracy": laws.accuracy,
-    "gradient": laws.gradient,
-    "repeatable": laws_bits.repeatable,
-    "written": laws_bits.written,
-    "invariant": laws_bits.invariant,
-    "agree": laws_bits.agree,
-    "contract": laws_system.contract,
-    "traceable": laws_system.traceable,
-    "memory": laws_system.memory,
-    "compile": laws_system.compiles,
-}
+from isobit.op import Op, known_op
 
 OK, FAIL, UNSUPPORTED = "ok", "FAIL", "UNSUPPORTED"
 
@@ -119,7 +103,7 @@ def _why_nothing(cells: list[Cell]) -> str:
 
 
 def _interpretable(op: Op, backend: str, request: Request) -> bool:
-    return op._by_name(backend).interpreted and request.device.type == "cpu"
+    return op.backend_named(backend).interpreted and request.device.type == "cpu"
 
 
 def _elsewhere(op: Op, backend: str, request: Request) -> list[str]:
@@ -165,7 +149,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     start = time.perf_counter()
     try:
         _fits(op, case, request.device)
-        checks = LAWS[law](trial)
+        checks = LAWS[law].run(trial)
         bad = [c for c in checks if not c.passed]
         cell.outputs = [c.to_json() for c in checks]
         if not checks:

@@ -1,16 +1,19 @@
 """One op on one backend, device and case: run it and hold what comes back to its form."""
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, differing, failure
+from isobit.backend import UnsupportedError
+from isobit.check.compare import OutputCheck, differing, failure, passed
 from isobit.check.proof import Args, Case, InputOptions, Proof
 from isobit.check.proofs import proof_of
 from isobit.contract import dtype_name
-from isobit.op import Op, follow
+from isobit.op import Op
 
 
 class Unsupported(Exception):
@@ -36,6 +39,7 @@ class Trial:
     grad_seed: int = 123
     given: tuple[Tensor, ...] | None = None  # cotangents to use instead of drawing them
     only: tuple[str, ...] | None = None  # take no other gradients than these
+    bound: str | None = None  # any backend of this numerics class instead of the one that is named
 
     @property
     def proof(self) -> Proof:
@@ -43,16 +47,35 @@ class Trial:
 
     @property
     def numerics(self) -> str:
-        return self.op._by_name(self.backend).numerics_on(self.device)
+        return self.op.backend_named(self.backend).numerics_on(self.device)
 
-    def in_class(self) -> "Trial":
-        """The same, but where this backend cannot serve, another of its class may: they promise one thing."""
-        bound = follow(self.backend, self.numerics)
-        return replace(self, backend=self.backend if bound is None else bound)
+    def in_class(self, args: Args) -> "Trial":
+        """The same, but where this backend cannot serve another of its class does: both promise one thing."""
+        try:
+            self.op.explain(**args, backend=self.backend)
+        except UnsupportedError:
+            return replace(self, bound=self.numerics)
+        return self
+
+    def controls(self, validate: bool | None = None, alone: bool = False) -> Args:
+        """What a call says beside its arguments: who serves, and that every optional output is wanted."""
+        found: Args = {"validate": validate, "numerics": self.bound}
+        found["backend"] = self.backend if self.bound is None else None
+        assert self.op.function is not None
+        known = inspect.signature(self.op.function).parameters
+        flags = {str(spec.when) for spec in self.op.contract.outputs} & known.keys()
+        return found | ({} if alone else dict.fromkeys(flags, True))
+
+    def call(self, args: Args, validate: bool | None = None, alone: bool = False) -> tuple[Tensor, ...]:
+        """The public function, asked for every output; or `alone`, as most call it, for nothing optional."""
+        assert self.op.function is not None
+        outputs = self.op.function(**self.controls(validate, alone) | args)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        return several if alone else self.proof.judged(args, several)
 
     def leaves(self, args: Args) -> list[str]:
         """Arguments that get a gradient in this call: optional ones may not be there."""
-        wanted = [n for n in self.proof.grad_inputs if args.get(n) is not None]
+        wanted = [n for n in self.op.differentiable if args.get(n) is not None]
         return [n for n in wanted if self.only is None or n in self.only]
 
     def args(self, case: Case | None = None) -> Args:
@@ -61,7 +84,7 @@ class Trial:
     def forward(self, args: Args, validate: bool | None = None) -> tuple[Tensor, ...]:
         """Outputs for private copies of the arguments, which must come back as they went."""
         mine = cloned(args)
-        outputs = self.proof.call(mine, self.backend, validate)
+        outputs = self.call(mine, validate)
         self._well_formed(args, outputs)
         self._untouched(args, mine)
         return tuple(o.detach() for o in outputs)
@@ -77,7 +100,7 @@ class Trial:
         mine = cloned(args)
         for name in names:
             mine[name].requires_grad_()
-        outputs = self.proof.call(mine, self.backend, validate)
+        outputs = self.call(mine, validate)
         self._well_formed(args, outputs)
         if not any(o.requires_grad for o in outputs):
             raise LawBroken("outputs do not require grad though an input does")
@@ -110,20 +133,27 @@ class Trial:
             found.append(g.to(o.device, o.dtype))
         return found
 
-    def blind(self, control: str) -> OutputCheck:
-        """A control of this name changed no bit: the declared cases were to be large enough for it, those
-        from the command line may be too small."""
+    def control(self, what: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputCheck:
+        """A change that must alter bits, or equal bits elsewhere prove nothing."""
+        pairs = list(zip(before, after, strict=True))
+        if any(a.data_ptr() == b.data_ptr() and a.numel() for a, b in pairs):
+            raise LawBroken(f"the control of {what} compares a tensor with itself")
+        changed = sum(int(differing(a, b).sum()) for a, b in pairs)
+        if changed:
+            return passed("control", f"{what} changes bits, as it must: {changed} elements")
+        # Declared cases were to be large enough for it, those from the command line may be too small.
         declared = (*self.proof.bit_cases, *self.proof.agree_cases)
         if all(self.case.dims != case.dims for case in declared):
-            raise Unsupported(f"these inputs are too few to show an order: {control} changes no bit")
-        return failure("control", f"{control} changed no bit: these inputs cannot show a wrong order")
+            raise Unsupported(f"these inputs are too few to show an order: {what} changes no bit")
+        return failure("control", f"{what} changed no bit: these inputs cannot show a wrong order")
 
     def _well_formed(self, args: Args, outputs: Any) -> None:
         names = self.proof.outputs
         if not isinstance(outputs, tuple) or len(outputs) != len(names):
             got = len(outputs) if isinstance(outputs, (tuple, list)) else type(outputs).__name__
             raise LawBroken(f"{len(names)} outputs expected ({', '.join(names)}), got {got}")
-        expected = self.proof.formula(meta(args))
+        flags = {k: v for k, v in self.controls().items() if v is True}
+        expected = self.op.fake(**args, **flags)[: len(names)]
         for name, o, e in zip(names, outputs, expected, strict=True):
             if not isinstance(o, Tensor):
                 raise LawBroken(f"output {name} is {type(o).__name__}, not a tensor")
@@ -149,10 +179,6 @@ def cloned(args: Args) -> Args:
         )
 
     return {k: copy(v) if isinstance(v, Tensor) else v for k, v in args.items()}
-
-
-def meta(args: Args) -> Args:
-    return {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in args.items()}
 
 
 def in_fp64(args: Args) -> Args:

@@ -16,65 +16,73 @@ Gradients are the same two things on views. With dy in the operands' dtype,
     dbias = dy^T 1                  seg16/512
 """
 
+import math
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.arch import arch_key
-from isobit.blocks import stream as token_stream
+from isobit.backend import Lazy
 from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
-from isobit.contract import F32, Contract, Float, Half, Int, Mask, dtype_name
+from isobit.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
-from isobit.op import Op, follow, op
+from isobit.op import Op, op
+from isobit.ops.det_gemm import calls
 
 
-@op("det_gemm")
+def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
+    """Of a product of these two: everything in the first meets the last dimension of the second."""
+    return lambda args: 2 * math.prod(args[first].shape) * args[second].shape[-1]
+
+
+@op("det_gemm", flops=_flops("a", "b"))
 def gemm(
     a: Half[Tensor, "* M K; any strides"],
     b: Half[Tensor, "* K N; any strides"],
     out_dtype: torch.dtype | None = None,
-    numerics: str | None = None,
-    backend: str | None = None,
 ) -> Float[Tensor, "* M N in out_dtype or a"]:
     """a b."""
 
 
-@op("det_gemm_db")
+@op("det_gemm_db", flops=_flops("a", "dc"))
 def gemm_db(
     a: Half[Tensor, "* M K; any strides"],
     dc: Half[Tensor, "* M N; any strides"],
-    numerics: str | None = None,
-    backend: str | None = None,
 ) -> F32[Tensor, "* K N"]:
     """a^T dc: the gradient of b."""
 
 
-@op("det_linear")
+@op("det_linear", flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]))
 def linear(
-    x: Half[Tensor, "* K; any strides"],
-    weight: Half[Tensor, "N K; any strides"],
-    bias: Float[Tensor, "N"] | None = None,
+    x: Single[Tensor, "* K; any strides"],
+    weight: Single[Tensor, "N K; any strides"],
+    bias: Single[Tensor, "N"] | None = None,
+    operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    numerics: str | None = None,
-    backend: str | None = None,
-) -> Float[Tensor, "* N in out_dtype or x"]:
+) -> Float[Tensor, "* N in out_dtype or operand_dtype or x"]:
     """x weight^T + bias."""
 
 
-@op("det_gemm_dw")
+@op("det_linear_dw", flops=_flops("x", "dy"))
+def linear_dw(
+    x: Single[Tensor, "* K; any strides"],
+    dy: Half[Tensor, "* N; any strides"],
+    round_to: torch.dtype | None,
+    out_dtype: torch.dtype,
+) -> Float[Tensor, "N K in out_dtype"]:
+    """dy^T x, rounded to one dtype and given in another: the gradient of weight, and with ones of bias. The
+    roundings are in here, because outside a compiler may leave out one that is followed by a wider dtype."""
+
+
+@op("det_gemm_dw", flops=_flops("x", "dy"))
 def gemm_dw(
     x: Half[Tensor, "* K; any strides"],
     dy: Half[Tensor, "* N; any strides"],
     mask: Mask[Tensor, "*"] | None = None,
     cu_seqlens: Int[Tensor, "S+1; any strides"] | None = None,
     init: F32[Tensor, "N K"] | None = None,
-    numerics: str | None = None,
-    validate: bool | None = None,
-    backend: str | None = None,
 ) -> F32[Tensor, "N K"]:
     """init + dy^T x over the token stream."""
 
@@ -96,10 +104,22 @@ def _out_dtype(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("out_dtype", args["out_dtype"], "must be bf16, fp16, fp32 or None (the inputs')")
 
 
-def _bias_dtype(contract: Contract, args: dict[str, Any]) -> None:
-    bias, own = args["bias"], args["x"].dtype
-    if bias is not None and bias.dtype not in (own, torch.float32):
-        raise contract.error("bias", bias, f"dtype must be that of x, {dtype_name(own)}, or fp32")
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _operand_dtypes(contract: Contract, args: dict[str, Any]) -> None:
+    """bf16 or fp16, the same in both, unless they are to be rounded: then bf16, fp16 or fp32 in each."""
+    x, bias, narrow = (args[name] for name in ("x", "bias", "operand_dtype"))
+    if narrow is not None:
+        if narrow not in _HALF:
+            raise contract.error("operand_dtype", narrow, "must be bf16, fp16 or None (the inputs')")
+        return
+    if x.dtype not in _HALF:
+        rule = "dtype must be 16-bit floating point (bf16, fp16); operand_dtype rounds fp32 inputs to one"
+        raise contract.error("x", x, rule)
+    _one_dtype("x", "weight")(contract, args)
+    if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+        raise contract.error("bias", bias, f"dtype must be that of x, {dtype_name(x.dtype)}, or fp32")
 
 
 def _stream_form(contract: Contract, args: dict[str, Any]) -> None:
@@ -127,95 +147,28 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
 gemm.rule(_one_dtype("a", "b"))
 gemm.rule(_out_dtype)
 gemm_db.rule(_one_dtype("a", "dc"))
-linear.rule(_one_dtype("x", "weight"))
-linear.rule(_bias_dtype)
+linear.rule(_operand_dtypes)
 linear.rule(_out_dtype)
 gemm_dw.rule(_one_dtype("x", "dy"))
 gemm_dw.rule(_stream_form)
 gemm_dw.value_rule(_sequences_ascend)
 
 
-# Backends, fastest first. Each is a module with the same four functions:
-#
-#     why_not_product(a, b)                  None, or the reason it cannot serve
-#     product(a, b, bias, out_dtype)         a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
-#     why_not_token_product(x, dy)
-#     token_product(x, dy, stream, init)     x [Z, T, K], dy [Z, T, N] -> fp32 [Z, N, K]
-#
-# Operands are views with any strides. A stream comes with Z = 1; without one all rows count, as one sequence.
-# No size is ever 0: an empty sum needs no kernel.
+# Backends, fastest first: modules with the functions that `calls` says, each of them for all ops here
+
+#: (op, the question to ask a module, the operands to ask it about, how to run it).
+_OPS: tuple[tuple[Op, str, Callable[[dict[str, Any]], tuple[Tensor, Tensor]], Callable[..., Tensor]], ...] = (
+    (gemm, "product", calls.gemm_operands, calls.run_gemm),
+    (linear, "product", calls.linear_operands, calls.run_linear),
+    (gemm_db, "token_product", calls.db_operands, calls.run_db),
+    (linear_dw, "token_product", calls.linear_dw_operands, calls.run_linear_dw),
+    (gemm_dw, "token_product", calls.dw_operands, calls.run_dw),
+)
 
 
 def _device(args: dict[str, Any]) -> torch.device:
     """Of the first argument, and so of all."""
     return next(iter(args.values())).device
-
-
-def _matrices(t: Tensor) -> Tensor:
-    """[*, rows, columns] as [Z, rows, columns]: a view, unless `*` cannot be walked as one dimension."""
-    return t if t.ndim == 3 else t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
-
-
-def _rows(t: Tensor) -> Tensor:
-    """[*, columns] as one matrix, [1, rows, columns]."""
-    return t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, t.shape[:-1].numel(), t.shape[-1])
-
-
-def _product(kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    (Z, M, K), N = a.shape, b.shape[2]
-    if 0 in (Z, M, K, N):
-        out = torch.zeros(Z, M, N, device=a.device)
-        return (out if bias is None else out + bias).to(out_dtype)
-    return kernels.product(a, b, bias, out_dtype)
-
-
-def _token_product(kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None) -> Tensor:
-    (Z, T, K), N = x.shape, dy.shape[2]
-    if 0 in (Z, T, K, N):
-        return torch.zeros(Z, N, K, device=x.device) if init is None else init.clone()
-    return kernels.token_product(x, dy, stream, init)
-
-
-def _run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    out = _product(kernels, _matrices(a), _matrices(b), None, out_dtype or a.dtype)
-    return out.view(*a.shape[:-1], b.shape[-1])
-
-
-def _run_linear(
-    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    out = _product(kernels, _rows(x), weight.t().unsqueeze(0), bias, out_dtype or x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def _run_db(kernels: Any, a: Tensor, dc: Tensor) -> Tensor:
-    out = _token_product(kernels, _matrices(dc), _matrices(a), None, None)
-    return out.view(*a.shape[:-2], a.shape[-1], dc.shape[-1])
-
-
-def _run_dw(
-    kernels: Any,
-    x: Tensor,
-    dy: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    init: Tensor | None,
-) -> Tensor:
-    x, dy, stream = _rows(x), _rows(dy), None
-    T = x.shape[1]
-    if T and (mask is not None or cu_seqlens is not None):
-        stream = token_stream.build(T, None if mask is None else mask.reshape(T), cu_seqlens, x.device)
-    start = None if init is None else init[None].contiguous()
-    return _token_product(kernels, x, dy, stream, start)[0]
-
-
-#: (op, the question to ask a module, the operands to ask it about, how to run it).
-_OPS: tuple[tuple[Op, str, Callable[[dict[str, Any]], tuple[Tensor, Tensor]], Callable[..., Tensor]], ...] = (
-    (gemm, "product", lambda args: (_matrices(args["a"]), _matrices(args["b"])), _run_gemm),
-    (linear, "product", lambda args: (_rows(args["x"]), args["weight"].t().unsqueeze(0)), _run_linear),
-    (gemm_db, "token_product", lambda args: (_matrices(args["dc"]), _matrices(args["a"])), _run_db),
-    (gemm_dw, "token_product", lambda args: (_rows(args["x"]), _rows(args["dy"])), _run_dw),
-)
 
 
 def _add_backend(
@@ -225,8 +178,8 @@ def _add_backend(
     chain16: Callable[[torch.device], str],
     **options: Any,
 ) -> None:
-    """One module as a backend of all four ops, imported when a call first needs it."""
-    kernels = cache(partial(import_module, f"isobit.ops.det_gemm.{module}"))
+    """One module as a backend of all ops here, imported when a call first needs it."""
+    kernels = Lazy(f"{__package__}.{module}")
 
     def seg16(device: torch.device) -> str:
         return str(_segments_of(chain16(device)))
@@ -240,10 +193,10 @@ def _add_backend(
             one, other = operands(args)
             if 0 in (*one.shape, *other.shape):
                 return None
-            return getattr(kernels(), f"why_not_{what}")(one, other)
+            return getattr(kernels, f"why_not_{what}")(one, other)
 
         def call(run: Callable[..., Tensor] = run, **args: Any) -> Tensor:
-            return run(kernels(), **args)
+            return run(kernels, **args)
 
         numerics = chain16 if what == "product" else seg16
         target.backend(name, numerics=numerics, when=when, **options)(call)
@@ -277,10 +230,9 @@ _add_backend("model", "model", lambda device: None, lambda device: str(CHAIN16),
 # Autograd, once for all backends
 
 
-def _sums_after(kept: dict[str, Any]) -> tuple[str | None, str | None]:
-    """(numerics, backend) of the sums over tokens that follow a product."""
-    numerics = _segments_of(kept["numerics"])
-    return numerics, follow(kept["backend"], numerics)
+def _sums_after(kept: dict[str, Any]) -> dict[str, str | None]:
+    """What the sums over tokens that follow a product are bound to."""
+    return kept["follow"] | {"numerics": _segments_of(kept["follow"]["numerics"])}
 
 
 def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
@@ -295,9 +247,9 @@ def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> di
     dtype = (a if b is None else b).dtype
     dc = dc.to(dtype)
     if "a" in kept["needs"]:
-        found["a"] = gemm(dc, b.mT, None, kept["numerics"], kept["backend"])
+        found["a"] = gemm(a=dc, b=b.mT, **kept["follow"])
     if "b" in kept["needs"]:
-        found["b"] = gemm_db(a, dc, *_sums_after(kept)).to(dtype)
+        found["b"] = gemm_db(a=a, dc=dc, **_sums_after(kept)).to(dtype)
     return found
 
 
@@ -310,27 +262,28 @@ def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> 
     x, weight, bias, (dy,), found = kept["x"], kept["weight"], kept["bias"], grads, {}
     if dy is None:
         return {}
-    dy = dy.to(weight.dtype)
+    narrow = kept["operand_dtype"] or weight.dtype
+    dy = dy.to(narrow)
     if "x" in kept["needs"]:
-        found["x"] = linear(dy, weight.t(), None, None, kept["numerics"], kept["backend"])
+        found["x"] = linear(x=dy, weight=weight.t(), operand_dtype=narrow, **kept["follow"])
 
-    def over_tokens(x: Tensor) -> Tensor:
-        numerics, backend = _sums_after(kept)
-        return gemm_dw(x, dy, None, None, None, numerics, None, backend)
-
+    rest = {"dy": dy, "round_to": kept["operand_dtype"], **_sums_after(kept)}
     if "weight" in kept["needs"]:
-        found["weight"] = over_tokens(x).to(weight.dtype)
+        found["weight"] = linear_dw(x=x, out_dtype=weight.dtype, **rest)
     if "bias" in kept["needs"]:
         ones = dy.new_ones(()).expand(*dy.shape[:-1], 1)  # one number, read again and again
-        found["bias"] = over_tokens(ones)[:, 0].to(bias.dtype)
+        found["bias"] = linear_dw(x=ones, out_dtype=bias.dtype, **rest)[:, 0]
     return found
 
 
 _WHY = "isobit.{} has no second derivative: its backward is made of kernels without a gradient of their own."
 
-gemm.derivative(gemm_db, save=_save_gemm, gradient=_gemm_gradient, once=_WHY.format("det_gemm"))
-linear.derivative(None, save=_save_linear, gradient=_linear_gradient, once=_WHY.format("det_linear"))
+gemm.derivative("a", "b", save=_save_gemm, gradient=_gemm_gradient, once=_WHY.format("det_gemm"))
+linear.derivative(
+    "x", "weight", "bias", save=_save_linear, gradient=_linear_gradient, once=_WHY.format("det_linear")
+)
 gemm_db.not_differentiable(_WHY.format("det_gemm"))
+linear_dw.not_differentiable(_WHY.format("det_linear"))
 gemm_dw.not_differentiable(
     "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
     "detached tensors."
@@ -340,16 +293,13 @@ gemm_dw.not_differentiable(
 # What people call
 
 
-def _name(numerics: str | Numerics | None) -> str | None:
-    return str(numerics) if isinstance(numerics, Numerics) else numerics
-
-
 @gemm.public
 def det_gemm(
     a: Tensor,
     b: Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -360,6 +310,7 @@ def det_gemm(
             place.
         b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
         out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
+        validate: as in every op; here there is nothing to check but what every call checks.
         numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
             which `isobit.explain` reports. A class that cannot be kept is an error.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
@@ -380,7 +331,8 @@ def det_gemm(
         >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
         True
     """
-    return gemm(a, b, out_dtype, _name(numerics), backend)
+    controls = {"validate": validate, "numerics": numerics, "backend": backend}
+    return gemm(a=a, b=b, out_dtype=out_dtype, **controls)
 
 
 @linear.public
@@ -389,7 +341,9 @@ def det_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -399,7 +353,11 @@ def det_linear(
         x: [*, K] in bf16 or fp16, any leading shape and strides.
         weight: [N, K], of the same dtype, any strides.
         bias: [N], of the same dtype or fp32. It joins the fp32 sum before the one rounding.
-        out_dtype: bf16, fp16 or fp32; None is the dtype of x.
+        operand_dtype: bf16 or fp16: x, weight and bias, which may then be fp32, are rounded to it first, and
+            so are their gradients, before they are given the dtypes of x, weight and bias. That is what
+            autocast does around `F.linear`, here inside of the op, where a compiler cannot leave it out.
+        out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
+        validate: as in every op; here there is nothing to check but what every call checks.
         numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
             which `isobit.explain` reports. A class that cannot be kept is an error.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
@@ -422,7 +380,10 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
-    return linear(x, weight, bias, out_dtype, _name(numerics), backend)
+    return linear(
+        x=x, weight=weight, bias=bias, operand_dtype=operand_dtype, out_dtype=out_dtype,
+        validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
 
 
 @gemm_dw.public
@@ -433,8 +394,8 @@ def det_gemm_dw(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     init: Tensor | None = None,
-    numerics: str | Numerics | None = None,
     validate: bool | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """dy^T x in fp32, a weight's gradient, summed over the token stream in a fixed order.
@@ -451,11 +412,11 @@ def det_gemm_dw(
         cu_seqlens: [S + 1], int32 or int64: the row that each sequence begins at, from 0 up to the number of
             rows, which is its last element. None is one sequence.
         init: [N, K] fp32, what the sum begins with; None is 0.
-        numerics: the class that the bits must be of, "seg16/512"; None takes that of the backend that
-            serves, which `isobit.explain` reports. A class that cannot be kept is an error.
         validate: check cu_seqlens on a GPU too (a host sync). None checks on CPU tensors, and everywhere
             with ISOBIT_VALIDATE=1. Unchecked, wrong bounds give a wrong sum, and nothing is read out of
             bounds.
+        numerics: the class that the bits must be of, "seg16/512"; None takes that of the backend that
+            serves, which `isobit.explain` reports. A class that cannot be kept is an error.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
 
     Returns:
@@ -469,4 +430,7 @@ def det_gemm_dw(
         >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
         True
     """
-    return gemm_dw(x, dy, mask, cu_seqlens, init, _name(numerics), validate, backend)
+    return gemm_dw(
+        x=x, dy=dy, mask=mask, cu_seqlens=cu_seqlens, init=init,
+        validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip

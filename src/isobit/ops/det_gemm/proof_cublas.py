@@ -66,7 +66,7 @@ def where_torch_agrees(device: torch.device) -> list[dict[str, Any]]:
     """For how many outputs `torch.mm` has the bits of chain16, by shape and number of rows: a fact about
     this cuBLAS, which nobody promises."""
     probe = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
-    if linear.explain(probe, probe).numerics != str(CHAIN16):
+    if linear.explain(x=probe, weight=probe).numerics != str(CHAIN16):
         return []
     products = {BASELINE: mm} | ({} if cannot_forbid_split_k(device) else {NO_SPLIT: unsplit(mm)})
     facts = []

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from isobit.blocks import stream
+from isobit.check import errors
+from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample, Stream
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm.op import det_gemm_dw, gemm_dw
+from isobit.ops.det_gemm.op import gemm_dw
 from isobit.ops.det_gemm.proof_gemm import HOPPER, MB, memory_of_model
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -27,7 +29,7 @@ def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
     T = math.prod(lead)
     x = inputs.matrix((K,), T, case, device, options, side=0).mT.contiguous()  # k is the rows here
     dy = inputs.matrix((N,), T, case, device, options, side=1).mT.contiguous()
-    args: Args = {"mask": None, "cu_seqlens": None, "init": None, "numerics": None}
+    args: Args = {"mask": None, "cu_seqlens": None, "init": None}
     gen = torch.Generator().manual_seed(options.seed + 2)
     if case.options.get("mask"):
         live = torch.arange(T, device=device) % 4 != 3
@@ -43,12 +45,7 @@ def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
     if case.options.get("init"):
         args["init"] = inputs.addends((N, K), case.data, case.dtype, gen).to(device)
     args |= {"x": x.view(*lead, K), "dy": dy.view(*lead, N)}
-    return inputs.lay_out_some(args, ("x", "dy"), case.layout)
-
-
-def call_dw(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
-    rest = {name: args[name] for name in ("mask", "cu_seqlens", "init", "numerics")}
-    return (det_gemm_dw(args["x"], args["dy"], **rest, validate=validate, backend=backend),)
+    return alter.laid_out_some(args, ("x", "dy"), case.layout)
 
 
 def formula_dw(args: Args) -> tuple[Tensor, ...]:
@@ -66,7 +63,7 @@ def stream_of(args: Args) -> tuple[Tensor, Tensor, list[int]]:
 
 def scale_dw(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     x, dy, lengths = stream_of(args)
-    return {"dw": truth.segment_error(dy.mT, x, truth.cut(lengths, truth.SEGMENT), args["init"])}
+    return {"dw": errors.segment_error(dy.mT, x, errors.cut(lengths, errors.SEGMENT), args["init"])}
 
 
 def exact_dw(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
@@ -107,7 +104,7 @@ def other_groups_of_rows(t: Tensor | None) -> Tensor | None:
     if t is None:
         return None
     lines = t.reshape(-1, t.shape[-1]) if t.is_floating_point() else t.reshape(-1)
-    return inputs.in_other_groups(lines, 0).view(t.shape)
+    return alter.in_other_groups(lines, 0).view(t.shape)
 
 
 _X_AND_DY = ("x", "dy")
@@ -116,10 +113,7 @@ DW = Proof(
     op=gemm_dw,
     op_class="token_sum",
     outputs=("dw",),
-    grad_inputs=(),
     make=make_dw,
-    call=call_dw,
-    call_alone=call_dw,
     formula=formula_dw,
     scale=scale_dw,
     controls=[
@@ -128,9 +122,9 @@ DW = Proof(
             lambda args: args | {n: other_groups_of_rows(args[n]) for n in (*_X_AND_DY, "mask")},
         ),
     ],
-    padding=lambda args, rows: {n: inputs.rows_of_nan(args[n], rows) for n in _X_AND_DY},
+    padding=lambda args, rows: {n: alter.rows_of_nan(args[n], rows) for n in _X_AND_DY},
     layouts=inputs.LAYOUTS,
-    lay_out=lambda args, layout: inputs.lay_out_some(args, _X_AND_DY, layout),
+    lay_out=lambda args, layout: alter.laid_out_some(args, _X_AND_DY, layout),
     memory=memory_dw,
     cases=[
         Case({"T": 40, "K": 32, "N": 24}, BF16),
@@ -166,7 +160,7 @@ DW = Proof(
     ],
     mutants=[
         Mutant("fp32 operands", "x", lambda args: args | {n: args[n].float() for n in _X_AND_DY}),
-        Mutant("two dtypes", "dy", lambda args: args | {"dy": inputs.in_other_dtype(args["dy"])}),
+        Mutant("two dtypes", "dy", lambda args: args | {"dy": alter.in_other_dtype(args["dy"])}),
         Mutant("integer operands", "x", lambda args: args | {n: args[n].int() for n in _X_AND_DY}),
         Mutant("a float mask", "mask", lambda args: args | {"mask": args["x"][..., 0].float()}),
         Mutant("a mask that is too short", "mask", lambda args: args | {"mask": args["x"][1:, 0] > 0}),
@@ -175,14 +169,13 @@ DW = Proof(
         Mutant("empty bounds", "cu_seqlens", lambda args: args | {"cu_seqlens": args["x"][:0, 0].int()}),
         Mutant("an init of another shape", "init", lambda args: args | {"init": args["x"].float()}),
         Mutant("a narrow init", "init", lambda args: args | {"init": args["dy"][0, :, None] * args["x"][:1]}),
-        Mutant("a class of something else", "numerics", lambda args: args | {"numerics": "chain16"}),
     ],
     bad_value=bounds_that_descend,
     kernels={
         "hopper": Kernels(partial(record_dw, "kernels_hopper"), targets=HOPPER),
         "triton": Kernels(partial(record_dw, "kernels_triton")),
     },
-    stream=Stream(mask="mask", cuts="cu_seqlens", start="init", segment=truth.SEGMENT),
+    stream=Stream(mask="mask", cuts="cu_seqlens", start="init", segment=errors.SEGMENT),
     exact=exact_dw,
     agree_cases=[
         Case({"T": 600, "K": 20, "N": 23}, BF16, options={"mask": BOOL, "init": True}),

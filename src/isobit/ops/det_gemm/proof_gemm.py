@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.check import errors
+from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm.op import det_gemm, gemm
+from isobit.ops.det_gemm.op import gemm
 from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES, where_torch_agrees
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,13 +28,8 @@ def make_gemm(case: Case, device: torch.device, options: InputOptions) -> Args:
     *lead, M, K, N = case.dims.values()
     a = inputs.matrix((*lead, M), K, case, device, options, side=0)
     b = inputs.matrix((*lead, N), K, case, device, options, side=1).mT.contiguous()
-    args = {"a": a, "b": b, "out_dtype": case.options.get("out"), "numerics": None}
-    return inputs.lay_out_some(args, ("a", "b"), case.layout)
-
-
-def call_gemm(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
-    options = {"out_dtype": args["out_dtype"], "numerics": args["numerics"]}
-    return (det_gemm(args["a"], args["b"], **options, backend=backend),)
+    args = {"a": a, "b": b, "out_dtype": case.options.get("out")}
+    return alter.laid_out_some(args, ("a", "b"), case.layout)
 
 
 def formula_gemm(args: Args) -> tuple[Tensor, ...]:
@@ -41,16 +38,16 @@ def formula_gemm(args: Args) -> tuple[Tensor, ...]:
 
 def scale_gemm(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     a, b, out = args["a"], args["b"], args["out_dtype"]
-    sizes = {"c": truth.rounded(truth.chain_error(a, b)[0], out)}
+    sizes = {"c": errors.rounded(errors.chain_error(a, b)[0], out)}
     if cotangents:
         dc, M = cotangents[0], a.shape[-2]
-        da, _ = truth.chain_error(dc, b.mT)
-        db = truth.segment_error(a.mT, dc, truth.cut([M], truth.SEGMENT), None)
+        da, _ = errors.chain_error(dc, b.mT)
+        db = errors.segment_error(a.mT, dc, errors.cut([M], errors.SEGMENT), None)
         if out is not None:  # the backward rounds dc to the dtype of a and b
-            narrow = truth.narrow_dtype(a, b)
-            da = da + truth.rounded_factor(dc, b.mT, narrow)
-            db = db + truth.rounded_factor(dc.mT, a, narrow).mT
-        sizes |= {"gradient:a": truth.rounded(da, None), "gradient:b": truth.rounded(db, None)}
+            narrow = errors.narrow_dtype(a, b)
+            da = da + errors.rounded_factor(dc, b.mT, narrow)
+            db = db + errors.rounded_factor(dc.mT, a, narrow).mT
+        sizes |= {"gradient:a": errors.rounded(da, None), "gradient:b": errors.rounded(db, None)}
     return sizes
 
 
@@ -106,31 +103,29 @@ GEMM = Proof(
     op=gemm,
     op_class="product",
     outputs=("c",),
-    grad_inputs=_A_AND_B,
     make=make_gemm,
-    call=call_gemm,
-    call_alone=call_gemm,
     formula=formula_gemm,
     scale=scale_gemm,
     controls=[
         Control(
             "another order of the groups of 16 k",
             lambda args: args
-            | {"a": inputs.in_other_groups(args["a"], -1), "b": inputs.in_other_groups(args["b"], -2)},
+            | {"a": alter.in_other_groups(args["a"], -1), "b": alter.in_other_groups(args["b"], -2)},
         ),
         Control(
             "8 zeros before the first k",
-            lambda args: args | {"a": inputs.shifted(args["a"], -1), "b": inputs.shifted(args["b"], -2)},
+            lambda args: args
+            | {"a": alter.after_zeros(args["a"], -1), "b": alter.after_zeros(args["b"], -2)},
         ),
         Control(
             "another order of the groups of 16 columns in da",
-            lambda args: args | {"b": inputs.in_other_groups(args["b"], -1)},
-            lambda cotangents: [inputs.in_other_groups(g, -1) for g in cotangents],
+            lambda args: args | {"b": alter.in_other_groups(args["b"], -1)},
+            lambda cotangents: [alter.in_other_groups(g, -1) for g in cotangents],
         ),
     ],
-    padding=lambda args, rows: {"a": inputs.rows_of_nan(args["a"], rows)},
+    padding=lambda args, rows: {"a": alter.rows_of_nan(args["a"], rows)},
     layouts=inputs.LAYOUTS,
-    lay_out=lambda args, layout: inputs.lay_out_some(args, _A_AND_B, layout),
+    lay_out=lambda args, layout: alter.laid_out_some(args, _A_AND_B, layout),
     memory=memory_product,
     # TMA reads rows that are a multiple of 8 elements; other sizes are served by another backend.
     cases=[
@@ -166,13 +161,12 @@ GEMM = Proof(
     mutants=[
         Mutant("fp32 operands", "a", lambda args: args | {n: args[n].float() for n in _A_AND_B}),
         Mutant("integer operands", "a", lambda args: args | {n: args[n].int() for n in _A_AND_B}),
-        Mutant("two dtypes", "b", lambda args: args | {"b": inputs.in_other_dtype(args["b"])}),
+        Mutant("two dtypes", "b", lambda args: args | {"b": alter.in_other_dtype(args["b"])}),
         Mutant("a with one dimension", "a", lambda args: args | {"a": args["a"][0]}),
         Mutant("b with one dimension", "b", lambda args: args | {"b": args["b"][:, 0]}),
         Mutant("a batch of one operand alone", "b", lambda args: args | {"a": args["a"][None]}),
         Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),
         Mutant("an integer output", "out_dtype", lambda args: args | {"out_dtype": torch.int32}),
-        Mutant("a class of something else", "numerics", lambda args: args | {"numerics": "lse/triton-1"}),
     ],
     bad_value=None,
     kernels=record_product(bias=False),

@@ -4,12 +4,11 @@ Plain random numbers hide a dropped tail, a rounding in the wrong place and a su
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args, Case, InputOptions
+from isobit.check.proof import Case, InputOptions
 
 #: Kinds of data that are there for bits: nothing in them is accurate, everything must still agree.
 ADVERSARIAL = ("cancelling", "spread", "subnormal", "special")
@@ -92,52 +91,3 @@ def matrix(
         return x.view(*lines, K)
     gen = torch.Generator().manual_seed(options.seed + side)
     return factors(total, K, case.data, case.dtype, gen, side).to(device).view(*lines, K)
-
-
-def lay_out(t: Tensor, layout: str) -> Tensor:
-    """The same values under other strides and alignments; what lies between them is NaN."""
-    *lead, R, C = t.shape
-    if layout == "dense":
-        return t
-    if layout == "apart":  # rows farther apart, whole 16-byte words
-        view = t.new_full((*lead, R, C + 16), float("nan"))[..., :C]
-    elif layout == "padded":  # rows farther apart, at every alignment
-        view = t.new_full((*lead, R, C + 5), float("nan"))[..., :C]
-    elif layout == "offset":  # the tensor itself starts between two 16-byte words
-        view = t.new_full((*lead, R, C + 3), float("nan"))[..., 1 : C + 1]
-    elif layout == "transposed":
-        view = t.new_full((*lead, C, R), float("nan")).mT
-    else:  # "strided": no dimension is contiguous
-        view = t.new_full((*lead, R, C, 2), float("nan"))[..., 0]
-    view.copy_(t)
-    return view
-
-
-def lay_out_some(args: Args, names: tuple[str, ...], layout: str) -> Args:
-    return args | {name: lay_out(args[name], layout) for name in names if args.get(name) is not None}
-
-
-def rows_of_nan(like: Tensor, rows: int) -> Tensor:
-    """NaN and infinities by turns, in the place of rows of a [*, rows, K] tensor."""
-    found = like.new_full((*like.shape[:-2], rows, like.shape[-1]), float("nan"))
-    found[..., 1::3, :] = float("inf")
-    found[..., 2::3, :] = float("-inf")
-    return found
-
-
-def in_other_dtype(t: Tensor) -> Tensor:
-    """In the 16-bit dtype that it does not have."""
-    return t.to(torch.float16 if t.dtype == torch.bfloat16 else torch.bfloat16)
-
-
-def in_other_groups(t: Tensor, axis: int) -> Tensor:
-    """Groups of 16 along an axis in another order: the last comes first."""
-    groups = torch.arange(t.shape[axis], device=t.device).split(16)
-    return t.index_select(axis, torch.cat(groups[::-1]))
-
-
-def shifted(t: Tensor, axis: int) -> Tensor:
-    """Eight zeros in front along an axis: the same sum, and every group begins elsewhere."""
-    shape: list[Any] = list(t.shape)
-    shape[axis] = 8
-    return torch.cat([t.new_zeros(shape), t], axis)

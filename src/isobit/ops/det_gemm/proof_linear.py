@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isobit.check import errors
+from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
 from isobit.ops.det_gemm import proof_inputs as inputs
 from isobit.ops.det_gemm import proof_truth as truth
-from isobit.ops.det_gemm.op import det_linear, linear
+from isobit.ops.det_gemm.op import linear
 from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES
 from isobit.ops.det_gemm.proof_gemm import memory_product, record_product
 
@@ -19,7 +21,8 @@ def make_linear(case: Case, device: torch.device, options: InputOptions) -> Args
     *lead, K, N = case.dims.values()
     x = inputs.matrix(tuple(lead), K, case, device, options, side=0)
     weight = inputs.matrix((N,), K, case, device, options, side=1)
-    args = {"x": x, "weight": weight, "bias": None, "numerics": None, "out_dtype": case.options.get("out")}
+    args: Args = {"x": x, "weight": weight, "bias": None, "operand_dtype": None}
+    args["out_dtype"] = case.options.get("out")
     if case.options.get("bias"):
         gen = torch.Generator().manual_seed(options.seed + 2)
         bias = inputs.addends((N,), case.data, case.dtype, gen)
@@ -28,15 +31,10 @@ def make_linear(case: Case, device: torch.device, options: InputOptions) -> Args
 
 
 def lay_out_linear(args: Args, layout: str) -> Args:
-    args = inputs.lay_out_some(args, ("x", "weight"), layout)
+    args = alter.laid_out_some(args, ("x", "weight"), layout)
     if args["bias"] is not None and layout == "offset":
-        args["bias"] = inputs.lay_out(args["bias"][None], layout)[0]
+        args["bias"] = alter.laid_out(args["bias"][None], layout)[0]
     return args
-
-
-def call_linear(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
-    options = {"out_dtype": args["out_dtype"], "numerics": args["numerics"]}
-    return (det_linear(args["x"], args["weight"], args["bias"], **options, backend=backend),)
 
 
 def formula_linear(args: Args) -> tuple[Tensor, ...]:
@@ -45,27 +43,27 @@ def formula_linear(args: Args) -> tuple[Tensor, ...]:
 
 def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     x, weight, bias, out = (args[n] for n in ("x", "weight", "bias", "out_dtype"))
-    error, _ = truth.chain_error(x, weight.mT)
+    error, _ = errors.chain_error(x, weight.mT)
     if bias is not None:
         error = error + outputs[0].abs()
-    sizes = {"y": truth.rounded(error, out)}
+    sizes = {"y": errors.rounded(error, out)}
     if cotangents:
         rows = x.flatten(0, -2)
         dy = cotangents[0].flatten(0, -2)
-        bounds = truth.cut([len(rows)], truth.SEGMENT)
+        bounds = errors.cut([len(rows)], errors.SEGMENT)
         ones = dy.new_ones(len(rows), 1)
-        dx, _ = truth.chain_error(dy, weight)
-        dweight = truth.segment_error(dy.mT, rows, bounds, None)
-        dbias = truth.segment_error(dy.mT, ones, bounds, None)
+        dx, _ = errors.chain_error(dy, weight)
+        dweight = errors.segment_error(dy.mT, rows, bounds, None)
+        dbias = errors.segment_error(dy.mT, ones, bounds, None)
         if out is not None:  # the backward rounds dy to the dtype of x
-            narrow = truth.narrow_dtype(x, weight)
-            dx = dx + truth.rounded_factor(dy, weight, narrow)
-            dweight = dweight + truth.rounded_factor(dy.mT, rows, narrow)
-            dbias = dbias + truth.rounded_factor(dy.mT, ones, narrow)
+            narrow = errors.narrow_dtype(x, weight)
+            dx = dx + errors.rounded_factor(dy, weight, narrow)
+            dweight = dweight + errors.rounded_factor(dy.mT, rows, narrow)
+            dbias = dbias + errors.rounded_factor(dy.mT, ones, narrow)
         sizes |= {
-            "gradient:x": truth.rounded(dx.view(x.shape), None),
-            "gradient:weight": truth.rounded(dweight, None),
-            "gradient:bias": truth.rounded(dbias[:, 0], None),
+            "gradient:x": errors.rounded(dx.view(x.shape), None),
+            "gradient:weight": errors.rounded(dweight, None),
+            "gradient:bias": errors.rounded(dbias[:, 0], None),
         }
     return sizes
 
@@ -92,28 +90,25 @@ LINEAR = Proof(
     op=linear,
     op_class="product",
     outputs=("y",),
-    grad_inputs=("x", "weight", "bias"),
     make=make_linear,
-    call=call_linear,
-    call_alone=call_linear,
     formula=formula_linear,
     scale=scale_linear,
     controls=[
         Control(
             "another order of the groups of 16 k",
-            lambda args: args | {n: inputs.in_other_groups(args[n], -1) for n in ("x", "weight")},
+            lambda args: args | {n: alter.in_other_groups(args[n], -1) for n in ("x", "weight")},
         ),
         Control(
             "8 zeros before the first k",
-            lambda args: args | {n: inputs.shifted(args[n], -1) for n in ("x", "weight")},
+            lambda args: args | {n: alter.after_zeros(args[n], -1) for n in ("x", "weight")},
         ),
         Control(
             "another order of the groups of 16 columns in dx",
-            lambda args: args | {"weight": inputs.in_other_groups(args["weight"], 0), "bias": None},
-            lambda cotangents: [inputs.in_other_groups(g, -1) for g in cotangents],
+            lambda args: args | {"weight": alter.in_other_groups(args["weight"], 0), "bias": None},
+            lambda cotangents: [alter.in_other_groups(g, -1) for g in cotangents],
         ),
     ],
-    padding=lambda args, rows: {"x": inputs.rows_of_nan(args["x"], rows)},
+    padding=lambda args, rows: {"x": alter.rows_of_nan(args["x"], rows)},
     layouts=inputs.LAYOUTS,
     lay_out=lay_out_linear,
     memory=memory_product,
@@ -150,14 +145,13 @@ LINEAR = Proof(
     mutants=[
         Mutant("fp32 operands", "x", lambda args: args | {n: args[n].float() for n in ("x", "weight")}),
         Mutant("integer operands", "x", lambda args: args | {n: args[n].int() for n in ("x", "weight")}),
-        Mutant("two dtypes", "weight", lambda args: args | {"weight": inputs.in_other_dtype(args["weight"])}),
+        Mutant("two dtypes", "weight", lambda args: args | {"weight": alter.in_other_dtype(args["weight"])}),
         Mutant("a weight with one dimension", "weight", lambda args: args | {"weight": args["weight"][0]}),
         Mutant("a short bias", "bias", lambda args: args | {"bias": args["weight"][1:, 0].clone()}),
         Mutant("a bias of another dtype", "bias",
-               lambda args: args | {"bias": inputs.in_other_dtype(args["weight"][:, 0])}),
+               lambda args: args | {"bias": alter.in_other_dtype(args["weight"][:, 0])}),
         Mutant("a bias in two dimensions", "bias", lambda args: args | {"bias": args["weight"].clone()}),
         Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),
-        Mutant("a class of something else", "numerics", lambda args: args | {"numerics": "seg16/512"}),
     ],
     bad_value=None,
     kernels=record_product(bias=True),

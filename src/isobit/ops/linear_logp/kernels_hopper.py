@@ -182,9 +182,13 @@ def rows_for_tma(hidden: Tensor) -> Tensor:
 def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple[Slots, float]:
     """(slots of a call's rows, factor of its logits)."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
-    scale = LOG2E * factor / args["temperature"]
-    V = args["vocab_size"] or len(args["weight"])
-    rows = (args["token_ids"], args["mask"], args["row_temperature"])
+    V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
+    each, scale = None, LOG2E * factor
+    if isinstance(temperature, Tensor):
+        each = temperature
+    else:
+        scale /= temperature
+    rows = (args["token_ids"], args["mask"], each)
     slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch)
     return slots, factor
 

@@ -46,7 +46,6 @@ from isobit.ops.linear_logp.kernels_hopper import (
     TILE_STAGED,
     packed_slots,
     rows_for_tma,
-    why_not,
 )
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 from isobit.ops.linear_logp.slabs import block_slots, slabs
@@ -230,10 +229,6 @@ def unpack_kernel(out, source, rows, ids, count, V, columns, SLOTS: tl.constexpr
 # Launchers
 
 
-def why_not_bwd(args: dict[str, Any]) -> str | None:
-    return why_not(args)
-
-
 def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(dhidden, dweight, dbias), each if it is wanted."""
     hidden, weight, bias = args["hidden"], args["weight"], args["bias"]
@@ -260,12 +255,12 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     steps = (slots.count + 63) // 64 if want_weight else None
     room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
     if kept is not None:  # what they leave of it
-        room -= kept.nbytes + args["kept_scale"].nbytes
+        room -= kept.nbytes + args["kept_base"].nbytes
     plan = slabs(V, height, D, room, len(weight) if want_weight else 0, sm_count(rows.device))
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row lies at its own place or before it. So, from the last block to the first, a block's rows of
     # dhidden overwrite none that is still to be read.
-    for block in reversed(_blocks(rows, slots, weights, kept, args["kept_scale"], height)):
+    for block in reversed(_blocks(rows, slots, weights, kept, args["kept_base"], height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
             memory = own

@@ -267,9 +267,9 @@ def prepare(args: dict[str, Any]) -> Call:
     # The first row that makes it so many; past the last slot the search answers N, which no kernel reads.
     rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=ids.device)).int()
     scales = inverses = None
-    if args["row_temperature"] is not None:
+    if isinstance(temperature, Tensor):
         # In fp64, as the numbers below are: a temperature gives the same bits either way.
-        each = args["row_temperature"].reshape(N).double()
+        each, temperature = temperature.reshape(N).double(), 1.0
         scales, inverses = (LOG2E / each).float(), (1.0 / each).float()
     inner, (hidden,), strides = row_strides(token_ids.shape, (args["hidden"],))
     transforms = (softcap, None if softcap is None else 1.0 / softcap, args["logit_scale"])

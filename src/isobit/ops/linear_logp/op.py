@@ -28,128 +28,18 @@ that, a part of the vocabulary at a time; or, where `workspace_bytes` allows it,
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from isobit.backend import NONE, Lazy
 from isobit.blocks import tokens
 from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
-from isobit.blocks.tokens import live_rows
-from isobit.contract import F32, Contract, ContractError, Float, Int, Mask, dtype_name
-from isobit.op import NONE, op
+from isobit.contract import F32, Contract, Float, Int, Mask, dtype_name
+from isobit.numerics import Numerics
+from isobit.op import op
 from isobit.ops.linear_logp import reference
-
-
-@op("linear_logp")
-def forward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None = None,
-    mask: Mask[Tensor, "*"] | None = None,
-    row_temperature: F32[Tensor, "*"] | None = None,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    logits_dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    return_stats: bool = True,
-    keep: bool = False,
-    workspace_bytes: int | None = None,
-    validate: bool | None = None,
-    backend: str | None = None,
-) -> tuple[
-    F32[Tensor, "*"],
-    F32[Tensor, "* if return_entropy"],
-    F32[Tensor, "* if return_lse"],
-    F32[Tensor, "2 * if return_stats"],
-    Float[Tensor, "R C in hidden if keep"],
-    F32[Tensor, "R G 4 if keep"],
-]:
-    """(logp, entropy, lse, stats, kept, kept_scale).
-
-    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). What
-    kept and kept_scale hold is the backend's business; `kept_sizes` says how large they are."""
-
-
-@op("linear_logp_bwd")
-def backward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
-    row_temperature: F32[Tensor, "*"] | None,
-    stats: F32[Tensor, "2 *"],
-    entropy: F32[Tensor, "*"] | None,
-    kept: Float[Tensor, "R C"] | None,
-    kept_scale: F32[Tensor, "R G 4"] | None,
-    dlogp: F32[Tensor, "*"] | None,
-    dentropy: F32[Tensor, "*"] | None,
-    dlse: F32[Tensor, "*"] | None,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    logits_dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    want_hidden: bool = True,
-    want_weight: bool = True,
-    want_bias: bool = False,
-    workspace_bytes: int | None = None,
-    backend: str | None = None,
-) -> tuple[
-    Float[Tensor, "* D in hidden if want_hidden"],
-    Float[Tensor, "V D in weight if want_weight"],
-    Float[Tensor, "V in bias or hidden if want_bias"],
-]:
-    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one."""
-
-
-# Rules that annotations cannot express
-
-
-def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
-    own, bias, each = args["hidden"].dtype, args["bias"], args["row_temperature"]
-    if args["weight"].dtype != own:
-        raise contract.error("weight", args["weight"], f"dtype must be that of hidden, {dtype_name(own)}")
-    if bias is not None and bias.dtype not in (own, torch.float32):
-        raise contract.error("bias", bias, f"dtype must be that of hidden, {dtype_name(own)}, or fp32")
-    if each is not None and each.dtype not in (own, torch.float32):
-        raise contract.error("row_temperature", each, "dtype must be fp32")
-
-
-def _scalars(contract: Contract, args: dict[str, Any]) -> None:
-    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
-        if args[name] is not None and not holds(args[name]):
-            raise contract.error(name, args[name], rule)
-
-    # Kernels multiply by its inverse, in fp32.
-    require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
-    require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
-    require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
-    require("workspace_bytes", lambda n: n >= 0, "must not be negative")
-    if args["row_temperature"] is not None and args["temperature"] != 1.0:
-        raise contract.error("temperature", args["temperature"], "must be 1.0 with row_temperature")
-
-
-def _sizes(contract: Contract, args: dict[str, Any]) -> None:
-    V, D = args["weight"].shape
-    if V == 0 or D == 0:
-        raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
-    if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
-        raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
-
-
-def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
-    if args["want_bias"] and args["bias"] is None:
-        raise contract.error("bias", None, "is required with want_bias")
 
 
 def vocabulary(args: dict[str, Any]) -> int:
@@ -157,31 +47,10 @@ def vocabulary(args: dict[str, Any]) -> int:
     return args["weight"].shape[0] if args["vocab_size"] is None else args["vocab_size"]
 
 
-def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    tokens.ids_below(vocabulary(args), contract, args)
-
-
-def _temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
-    each = args["row_temperature"]
-    if each is None:
-        return
-    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    bad = (live & ~((each >= 1e-38) & (each <= 1e38))).nonzero()
-    if len(bad):
-        at = bad[0].tolist()
-        rule = f"{each[tuple(at)].item()} at {at} is not a positive number, 1e-38 to 1e38"
-        raise contract.error("row_temperature", each, rule)
-
-
-for declared in (forward, backward):
-    declared.rule(_one_dtype)
-    declared.rule(tokens.scalars)
-    declared.rule(_scalars)
-    declared.rule(_sizes)
-backward.rule(tokens.entropy_is_there)
-backward.rule(_bias_is_there)
-forward.value_rule(_ids_in_range)
-forward.value_rule(_temperatures_are_positive)
+def _product_flops(args: dict[str, Any]) -> int:
+    """Of one product of all hidden states with the vocabulary."""
+    hidden = args["hidden"]
+    return 2 * math.prod(hidden.shape) * vocabulary(args)
 
 
 # Kept probabilities
@@ -198,7 +67,7 @@ def kept_bytes(N: int, vocab: int) -> int:
 
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
-    """Sizes of `kept` [R, C] and `kept_scale` [R, G, 4], from shapes, options and the device alone, because a
+    """Sizes of `kept` [R, C] and `kept_base` [R, G, 4], from shapes, options and the device alone, because a
     compiled graph must know them before a backend is chosen. 0 where no backend could keep anything."""
     hidden = args["hidden"]
     N, vocab = math.prod(hidden.shape[:-1]), vocabulary(args)
@@ -212,19 +81,134 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
     return {"R": -(-N // KEPT_ROWS) * KEPT_ROWS, "C": groups * KEPT_COLUMNS, "G": groups}
 
 
-forward.sizes = kept_sizes
+# The contract
+
+
+@op("linear_logp", sizes=kept_sizes, flops=_product_flops)
+def forward(
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
+    bias: Float[Tensor, "V"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
+    ignore_index: int = -100,
+    temperature: float | F32[Tensor, "*"] = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    logits_dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    keep: bool = False,
+    workspace_bytes: int | None = None,
+) -> tuple[
+    F32[Tensor, "*"],
+    F32[Tensor, "* if return_entropy"],
+    F32[Tensor, "* if return_lse"],
+    F32[Tensor, "2 * if return_stats"],
+    Float[Tensor, "R C in hidden if keep"],
+    F32[Tensor, "R G 4 if keep"],
+]:
+    """(logp, entropy, lse, stats, kept, kept_base).
+
+    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). What
+    kept and kept_base hold is the backend's business; `kept_sizes` says how large they are."""
+
+
+def _backward_flops(args: dict[str, Any]) -> int:
+    """Logits once more, unless they were kept, and a product for each gradient of a matrix."""
+    products = (args["kept"] is None) + args["want_hidden"] + args["want_weight"]
+    return products * _product_flops(args)
+
+
+@op("linear_logp_bwd", flops=_backward_flops)
+def backward(
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
+    bias: Float[Tensor, "V"] | None,
+    mask: Mask[Tensor, "*"] | None,
+    stats: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    kept: Float[Tensor, "R C"] | None,
+    kept_base: F32[Tensor, "R G 4"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    dlse: F32[Tensor, "*"] | None,
+    ignore_index: int,
+    temperature: float | F32[Tensor, "*"],
+    softcap: float | None,
+    logit_scale: float | None,
+    logits_dtype: torch.dtype | None,
+    vocab_size: int | None,
+    workspace_bytes: int | None,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[
+    Float[Tensor, "* D in hidden if want_hidden"],
+    Float[Tensor, "V D in weight if want_weight"],
+    Float[Tensor, "V in bias or hidden if want_bias"],
+]:
+    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one."""
+
+
+# Rules that annotations cannot express
+
+
+def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    own, bias = args["hidden"].dtype, args["bias"]
+    if args["weight"].dtype != own:
+        raise contract.error("weight", args["weight"], f"dtype must be that of hidden, {dtype_name(own)}")
+    if bias is not None and bias.dtype not in (own, torch.float32):
+        raise contract.error("bias", bias, f"dtype must be that of hidden, {dtype_name(own)}, or fp32")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+        if args[name] is not None and not holds(args[name]):
+            raise contract.error(name, args[name], rule)
+
+    # Kernels multiply by its inverse, in fp32.
+    require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
+    require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
+    require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
+    require("workspace_bytes", lambda n: n >= 0, "must not be negative")
+
+
+def _sizes(contract: Contract, args: dict[str, Any]) -> None:
+    V, D = args["weight"].shape
+    if V == 0 or D == 0:
+        raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
+    if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
+        raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
+
+
+def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
+    if args["want_bias"] and args["bias"] is None:
+        raise contract.error("bias", None, "is required with want_bias")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    tokens.ids_below(vocabulary(args), contract, args)
+
+
+for declared in (forward, backward):
+    declared.rule(_one_dtype)
+    declared.rule(tokens.scalars)
+    declared.rule(_scalars)
+    declared.rule(_sizes)
+backward.rule(tokens.entropy_is_there)
+backward.rule(_bias_is_there)
+forward.value_rule(_ids_in_range)
+forward.value_rule(tokens.temperatures_are_positive)
 
 
 # Backends, fastest first
 
-
-def _lazily(module: str) -> Any:
-    """Kernels, imported when a call first needs them."""
-    return cache(partial(import_module, f"isobit.ops.linear_logp.{module}"))
-
-
-_hopper, _triton = _lazily("kernels_hopper"), _lazily("kernels_triton")
-_hopper_bwd, _triton_bwd = _lazily("kernels_hopper_bwd"), _lazily("kernels_triton_bwd")
+_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
+_hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
 
 
 def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -242,21 +226,17 @@ def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> t
 
 
 def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["hidden"].device) or _hopper().why_not(args)
-
-
-def _hopper_cannot_serve_bwd(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["hidden"].device) or _hopper_bwd().why_not_bwd(args)
+    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args)
 
 
 @forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
 def _(**args: Any) -> Any:
-    return _hopper().linear_logp(**args)
+    return _hopper.linear_logp(**args)
 
 
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve_bwd)
+@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
 def _(**args: Any) -> Any:
-    return _hopper_bwd().linear_logp_bwd(**args)
+    return _hopper_bwd.linear_logp_bwd(**args)
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -272,12 +252,12 @@ def _triton_numerics(device: torch.device) -> str:
 
 @forward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
 def _(**args: Any) -> Any:
-    return _kept_nothing(args, _triton().linear_logp(**args))
+    return _kept_nothing(args, _triton.linear_logp(**args))
 
 
 @backward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
 def _(**args: Any) -> Any:
-    return _triton_bwd().linear_logp_bwd(**args)
+    return _triton_bwd.linear_logp_bwd(**args)
 
 
 @forward.backend("reference", numerics=NONE)
@@ -290,34 +270,37 @@ backward.backend("reference", numerics=NONE)(reference.linear_logp_bwd)
 
 # Autograd, once for all backends
 
-_TENSORS = ("hidden", "weight", "token_ids", "bias", "mask", "row_temperature")
-_KEPT = ("stats", "entropy", "kept", "kept_scale")
-_SCALARS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+_GIVEN = (
+    "hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature", "softcap", "logit_scale",
+    "logits_dtype", "vocab_size", "workspace_bytes",
+)  # fmt: skip
 
 
 def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, entropy, _, stats, kept, kept_scale = outputs
-    tensors = {name: args[name] for name in _TENSORS}
+    _, entropy, _, stats, kept, kept_base = outputs
+    tensors = {name: args[name] for name in _GIVEN}
     if not args["keep"] or len(kept) == 0:
-        kept = kept_scale = None  # type: ignore[assignment]
-    tensors |= {"stats": stats, "kept": kept, "kept_scale": kept_scale}
+        kept = kept_base = None  # type: ignore[assignment]
+    tensors |= {"stats": stats, "kept": kept, "kept_base": kept_base}
     return tensors | {"entropy": entropy if args["return_entropy"] else None}
 
 
 def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    wanted = ("hidden", "weight", "bias")
+    names = (*_GIVEN, "stats", "entropy", "kept", "kept_base")
     found = backward(
-        *(kept[name] for name in (*_TENSORS, *_KEPT)),
-        *grads[:3],
-        *(kept[name] for name in _SCALARS),
-        *(name in kept["needs"] for name in wanted),
-        kept["workspace_bytes"],
-        kept["backend"],
+        **{name: kept[name] for name in names},
+        **dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False)),
+        **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
+        **kept["follow"],
     )
-    return {name: g for name, g in zip(wanted, found, strict=True) if name in kept["needs"]}
+    gradients = zip(forward.differentiable, found, strict=True)
+    return {name: g for name, g in gradients if name in kept["needs"]}
 
 
-forward.derivative(backward, save=_save, gradient=_gradient, constant=(3, 4, 5), flags=("return_stats",))
+forward.derivative(
+    "hidden", "weight", "bias",
+    save=_save, gradient=_gradient, constant=(3, 4, 5), flags=("return_stats",),
+)  # fmt: skip
 backward.not_differentiable(
     "isobit.linear_logp has no second derivative: its backward is made of kernels without a gradient of "
     "their own. Differentiate a log_softmax of the logits instead where you need one."
@@ -327,21 +310,14 @@ backward.not_differentiable(
 # What people call
 
 
-def _rows_have_their_own(args: dict[str, Any]) -> dict[str, Any]:
-    """A temperature that is a tensor is one for every row."""
-    if not isinstance(args.get("temperature"), Tensor):
-        return args
-    return args | {"row_temperature": args["temperature"], "temperature": 1.0}
-
-
-forward.translate = _rows_have_their_own
-
-
 def _can_keep(
-    workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None
-) -> bool:
+    workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
+    numerics: str | Numerics | None, backend: str | None,
+) -> bool:  # fmt: skip
     """Whether a backward can follow for which there is room to keep all probabilities. The contract has not
     been checked yet: what breaks it keeps nothing, and is refused in a moment."""
+    if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
+        return False
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
     numbers = isinstance(workspace_bytes, int) and isinstance(vocab_size, int | None)
     if not (tensors and numbers and hidden.ndim and weight.ndim):
@@ -360,19 +336,13 @@ def linear_logp(
     softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
     vocab_size: int | None = ...,
     return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
-    workspace_bytes: int | None = ..., validate: bool | None = ..., backend: str | None = ...,
+    workspace_bytes: int | None = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
-def linear_logp(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, bias: Tensor | None = ...,
-    mask: Tensor | None = ..., ignore_index: int = ..., temperature: float | Tensor = ...,
-    softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
-    vocab_size: int | None = ...,
-    return_entropy: bool = ..., return_lse: bool = ...,
-    workspace_bytes: int | None = ..., validate: bool | None = ..., backend: str | None = ...,
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-@forward.public
-def linear_logp(
+def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
+@forward.public  # type: ignore[misc]
+def linear_logp(  # the second overload takes options as they come
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
@@ -389,6 +359,7 @@ def linear_logp(
     return_lse: bool = False,
     workspace_bytes: int | None = None,
     validate: bool | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probabilities of `token_ids` under softmax of hidden @ weight.T, in fp32, without storing logits.
@@ -421,6 +392,9 @@ def linear_logp(
             gradients, so let it hold those of every batch, or of none.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
+        numerics: the class that the bits must be of, "lse/1" on a Hopper GPU or "linear-lse/triton-1"; None
+            takes that of the backend that serves, which `isobit.explain` reports. A class that cannot be kept
+            is an error.
         backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
 
     Returns:
@@ -435,40 +409,21 @@ def linear_logp(
         >>> head = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]], requires_grad=True)
         >>> logp = isobit.linear_logp(torch.eye(2), head, torch.tensor([2, 0]))
         >>> logp
-        tensor([-0.4076, -1.0986], grad_fn=<DerivativeBackward>)
+        tensor([-0.4076, -1.0986], grad_fn=<LinearLogpBackward>)
         >>> logp.sum().backward()
         >>> head.grad[:, 1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    each = None
-    if isinstance(temperature, Tensor):
-        each, temperature = temperature, 1.0
-        if each.requires_grad and torch.is_grad_enabled():
-            raise ContractError("linear_logp(temperature): no gradient goes to a temperature; detach() it")
-    # Positional, in the order of the contract.
-    out, entropy, lse, *_ = forward(
-        hidden,
-        weight,
-        token_ids,
-        bias,
-        mask,
-        each,
-        ignore_index,
-        temperature,
-        softcap,
-        logit_scale,
-        logits_dtype,
-        vocab_size,
-        return_entropy,
-        return_lse,
-        False,  # autograd asks for the stats where a backward can follow
-        workspace_bytes is not None
-        and backend in (None, "hopper")
-        and _can_keep(workspace_bytes, hidden, weight, bias, vocab_size),
-        workspace_bytes,
-        validate,
-        backend,
+    keep = workspace_bytes is not None and _can_keep(
+        workspace_bytes, hidden, weight, bias, vocab_size, numerics, backend
     )
+    # return_stats is autograd's: it asks for them where a backward can follow.
+    out, entropy, lse, *_ = forward(
+        hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, mask=mask, ignore_index=ignore_index,
+        temperature=temperature, softcap=softcap, logit_scale=logit_scale, logits_dtype=logits_dtype,
+        vocab_size=vocab_size, return_entropy=return_entropy, return_lse=return_lse, keep=keep,
+        workspace_bytes=workspace_bytes, validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Proof
+from isobit.blocks.tokens import live_rows
+from isobit.check import inputs as alter
+from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
 from isobit.check.trial import in_fp64
 from isobit.ops.linear_logp import proof_inputs as inputs
 from isobit.ops.linear_logp import proof_truth as truth
 from isobit.ops.linear_logp import reference
-from isobit.ops.linear_logp.op import forward, linear_logp
-from isobit.ops.linear_logp.proof_bits import also
+from isobit.ops.linear_logp.op import forward, linear_logp, vocabulary
+from isobit.ops.linear_logp.proof_bits import fused
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -23,25 +25,13 @@ MB = 1 << 20
 SLAB = 64 * MB
 
 
-# Calls
+def _live(args: Args) -> Tensor:
+    return live_rows(args["token_ids"], args["mask"], args["ignore_index"])
 
 
-def call(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
-    flags: dict[str, Any] = {"return_entropy": True, "return_lse": True, "validate": validate}
-    logp, entropy, lse = linear_logp(**_named(args), **flags, backend=backend)
+def judged(args: Args, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    logp, entropy, lse = outputs
     return logp, truth.constant(entropy, logp) if inputs.keeps(args) else entropy, lse
-
-
-def call_alone(args: Args, backend: str | None) -> tuple[Tensor, ...]:
-    """Only the log-probabilities: not asking for the rest must not change their bits."""
-    return (linear_logp(**_named(args), backend=backend),)
-
-
-def _named(args: Args) -> Args:
-    """Arguments as the public function takes them: one for both kinds of temperature."""
-    given = dict(args)
-    each = given.pop("row_temperature")
-    return given if each is None else given | {"temperature": each}
 
 
 # Memory
@@ -76,15 +66,15 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    optional = ("bias", "mask", "row_temperature", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+    optional = ("bias", "mask", "softcap", "logit_scale", "logits_dtype", "vocab_size")
     given = dict.fromkeys((*optional, "workspace_bytes"))
     args: Args = {"hidden": empty(N, D, dtype=dtype), "weight": empty(V, D, dtype=dtype), **given}
     args |= {"token_ids": empty(N, dtype=torch.int64), "ignore_index": inputs.IGNORE, "temperature": 1.0}
     if full:
-        args |= {"bias": empty(V), "mask": empty(N, dtype=torch.bool), "row_temperature": empty(N)}
+        args |= {"bias": empty(V), "mask": empty(N, dtype=torch.bool), "temperature": empty(N)}
         args |= {"logit_scale": 0.5, "logits_dtype": BF16}
     ours = args | {"return_entropy": full, "return_lse": full, "return_stats": True, "keep": False}
-    theirs = args | {"stats": empty(2, N), "kept": None, "kept_scale": None, "dlogp": empty(N)}
+    theirs = args | {"stats": empty(2, N), "kept": None, "kept_base": None, "dlogp": empty(N)}
     theirs |= {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
     return ours, theirs | {"want_hidden": True, "want_weight": True, "want_bias": full}
 
@@ -116,8 +106,8 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         if dtype == F32:
             return
     ours, theirs = _meta(narrow, N, 2048, V, False)
-    *_, kept, kept_scale = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
-    kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_scale": kept_scale})
+    *_, kept, kept_base = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
+    kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_base": kept_base})
     ours, theirs = _meta(narrow, 2 * N, 2048, 8192, False)
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
 
@@ -131,7 +121,8 @@ def observe(device: torch.device) -> list[dict[str, Any]]:
     for D in (64, 1024, 4096):
         case = Case({"N": 256, "D": D, "V": 32768}, BF16, data="random")
         args = inputs.make(case, device, InputOptions())
-        error = call_alone(args, None)[0].double() - truth.formula(in_fp64(args))[0]
+        ours: Any = linear_logp(**args)
+        error = ours.double() - truth.formula(in_fp64(args))[0]
         found[D] = float(error.abs().max())
     return [{"what": "largest error of logp at logits of unit scale, by D", "dtype": "bf16", "D": found}]
 
@@ -198,10 +189,7 @@ PROOF = Proof(
     op=forward,
     op_class="logprob",
     outputs=("logp", "entropy", "lse"),
-    grad_inputs=("hidden", "weight", "bias"),
     make=inputs.make,
-    call=call,
-    call_alone=call_alone,
     formula=truth.formula,
     scale=truth.scale,
     controls=[
@@ -224,7 +212,7 @@ PROOF = Proof(
         ),
     ],
     mutants=inputs.MUTANTS,
-    bad_value=inputs.bad_value,
+    bad_value=lambda args: alter.one_bad_id(args, vocabulary(args)),
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),
@@ -233,7 +221,9 @@ PROOF = Proof(
     agree_cases=_AGREE,
     positive=("D", "V"),
     observe=observe,
-    also=also,
+    judged=judged,
+    shared=Shared("mask", _live, inputs.maskable, inputs.schedules),
+    also=fused,
 )
 
 PROOFS = [PROOF]

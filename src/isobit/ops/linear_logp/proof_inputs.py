@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.check import inputs as alter
+from isobit.check.inputs import INF, NAN
 from isobit.check.proof import Args, Case, InputOptions, Mutant
-from isobit.ops.det_gemm.proof_inputs import in_other_groups
 from isobit.ops.linear_logp.op import kept_bytes, vocabulary
 
 IGNORE = -100
-NAN, INF = float("nan"), float("inf")
 
 #: Room for all probabilities of any case here.
 FULL = 1 << 37
@@ -41,9 +41,10 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         weight.mul_(D**-0.5)
     if options.token is not None:
         ids = torch.full((N,), options.token % vocab)
-    args: Args = {"bias": _bias(case, V, ids, gen), "row_temperature": None, "mask": None}
-    if chosen.get("each"):
-        args["row_temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
+    args: Args = {"bias": _bias(case, V, ids, gen), "mask": None}
+    args["temperature"] = chosen.get("temperature", 1.0)
+    if chosen.get("each"):  # a temperature for every row
+        args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     if chosen.get("mask"):
         index = torch.arange(N)
         args["mask"] = (index % 4 != 3).to(chosen["mask"])
@@ -51,14 +52,14 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         dead = (index % 4 == 3) | (index % 8 == 6)
         hidden[dead.to(device)] = NAN
         if chosen.get("each"):
-            args["row_temperature"][dead] = NAN
+            args["temperature"][dead] = NAN
     weight[vocab:] = NAN
     by_rows = {"token_ids": ids.to(chosen.get("ids", torch.int64)), "hidden": hidden}
-    by_rows |= {n: args[n] for n in ("mask", "row_temperature") if args[n] is not None}
+    by_rows |= {n: args[n] for n in ("mask", "temperature") if isinstance(args[n], Tensor)}
     args |= {n: t.to(device).reshape(*lead, *t.shape[1:]) for n, t in by_rows.items()}
     args["bias"] = None if args["bias"] is None else args["bias"].to(device)
     names = ("softcap", "logit_scale", "logits_dtype", "workspace_bytes")
-    args |= {"weight": weight, "ignore_index": IGNORE, "temperature": chosen.get("temperature", 1.0)}
+    args |= {"weight": weight, "ignore_index": IGNORE}
     args |= {name: chosen.get(name) for name in names} | {"vocab_size": chosen.get("vocab")}
     return lay_out(args, case.layout)
 
@@ -122,36 +123,27 @@ def lay_out(args: Args, layout: str) -> Args:
     if layout == "narrow slabs":
         return args | {"workspace_bytes": 1}
     if layout == "every other":  # what has one number a row, with another number after each
-        return args | {name: _every_other(args[name]) for name in ("token_ids", "mask", "row_temperature")}
-    hidden = args["hidden"]
-    *lead, D = hidden.shape
-    if layout == "apart":  # whole 16-byte words, as TMA reads them
-        wide = args["weight"].new_full((len(args["weight"]), D + 16), NAN)[:, :D]
-        return args | {"weight": wide.copy_(args["weight"])}
-    if layout == "shifted":  # hidden[:, :-1] of one token more
-        view = hidden.new_full((*lead[:-1], lead[-1] + 1, D), NAN)[..., :-1, :]
-    elif layout == "inside":
-        view = hidden.new_full((hidden.numel() + 1,), NAN)[1:].view(hidden.shape)
-    elif layout == "padded":
-        view = hidden.new_full((*lead, D + 5), NAN)[..., :D]
-    else:  # "offset"
-        view = hidden.new_full((*lead, D + 3), NAN)[..., 1 : D + 1]
-    return args | {"hidden": view.copy_(hidden)}
-
-
-def _every_other(t: Tensor | None) -> Tensor | None:
-    return None if t is None else torch.stack((t, torch.ones_like(t)), -1)[..., 0]
+        return alter.laid_out_some(args, ("token_ids", "mask", "temperature"), "strided")
+    return alter.laid_out_some(args, ("weight",) if layout == "apart" else ("hidden",), layout)
 
 
 def padding(args: Args, rows: int) -> Args:
     """Rows to append that must change nothing: NaN, and not counting."""
-    mask, each = args["mask"], args["row_temperature"]
-    return {
-        "hidden": args["hidden"].new_full((rows, args["hidden"].shape[-1]), NAN),
-        "token_ids": args["token_ids"].new_full((rows,), IGNORE),
-        "mask": None if mask is None else mask.new_zeros(rows),
-        "row_temperature": None if each is None else each.new_full((rows,), NAN),
-    }
+    nan = args["hidden"].new_full((rows, args["hidden"].shape[-1]), NAN)
+    return {"hidden": nan, **alter.token_padding(args, rows, IGNORE)}
+
+
+def maskable(args: Args, rows: int) -> Args:
+    """The same, with ids that would count without a mask."""
+    found = padding(args, rows)
+    return found | {"token_ids": torch.zeros_like(found["token_ids"])}
+
+
+def schedules(args: Args) -> dict[str, Args]:
+    """Other sizes of a slab of d-logits. Kept probabilities need no slabs, and have other bits."""
+    everything = 2 * args["token_ids"].numel() * vocabulary(args)  # of the whole vocabulary, in 16 bits
+    sizes = () if keeps(args) else (1, everything // 5, everything // 2)
+    return {f"workspace_bytes={n}": {"workspace_bytes": n} for n in sizes}
 
 
 # Changes that must change bits
@@ -159,27 +151,20 @@ def padding(args: Args, rows: int) -> Args:
 
 def rolled_vocabulary(args: Args) -> Args:
     """Every token one column farther: the same mathematics, another order of the sums over tokens."""
-    V, ids = vocabulary(args), args["token_ids"]
+    V = vocabulary(args)
 
     def rolled(t: Tensor | None) -> Tensor | None:
         return None if t is None else torch.cat([t[:V].roll(1, 0), t[V:]])
 
-    moved = torch.where((ids >= 0) & (ids < V), (ids + 1) % V, ids)
+    moved = alter.rolled_ids(args["token_ids"], V)
     return args | {"weight": rolled(args["weight"]), "bias": rolled(args["bias"]), "token_ids": moved}
 
 
 def other_groups_of_features(args: Args) -> Args:
-    return args | {name: in_other_groups(args[name], -1) for name in ("hidden", "weight")}
+    return args | {name: alter.in_other_groups(args[name], -1) for name in ("hidden", "weight")}
 
 
 # Calls that must be refused
-
-
-def bad_value(args: Args) -> tuple[Args, int]:
-    """A live row with a token id one past the end."""
-    ids = args["token_ids"].clone()
-    ids.view(-1)[0] = vocabulary(args)
-    return args | {"token_ids": ids}, 0
 
 
 def _with(what: str, name: str, value: Any) -> Mutant:
@@ -212,7 +197,7 @@ MUTANTS = [
     _with("an integer bias", "bias", lambda a: a["weight"][:, 0].int()),
     _with("a bias of another dtype", "bias", lambda a: a["weight"][:, 0].double()),
     _with("a bias on another device", "bias", lambda a: a["weight"][:, 0].to("meta")),
-    _with("temperatures for too few rows", "row_temperature", lambda a: a["hidden"][1:, 0].float()),
-    _with("integer temperatures", "row_temperature", lambda a: a["token_ids"].clone()),
+    _with("temperatures for too few rows", "temperature", lambda a: a["hidden"][1:, 0].float()),
+    _with("integer temperatures", "temperature", lambda a: a["token_ids"].clone()),
     _with("an ignore_index that ids cannot hold", "ignore_index", 2**70),
 ]

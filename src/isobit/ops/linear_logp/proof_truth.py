@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from isobit.blocks.tokens import live_rows
+from isobit.check.errors import SEGMENT, UNIT, chain_error, narrow_dtype, segment_error
 from isobit.check.proof import Args
 from isobit.numerics import cut
-from isobit.ops.det_gemm.proof_truth import SEGMENT, UNIT, chain_error, segment_error
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof_inputs import keeps
@@ -93,8 +93,8 @@ def errors_of(args: Args) -> Errors:
         rate_error = rate.abs() * (2 + 2 * z.abs() / cap**2 * error)
         rate = rate * slope
     temperature: Tensor | float = args["temperature"]
-    if args["row_temperature"] is not None:
-        temperature = torch.where(live, args["row_temperature"].flatten(), 1.0)[:, None]
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(live, temperature.flatten(), 1.0)[:, None]
     token = torch.where(live, args["token_ids"].flatten(), 0).long()[:, None]
     found = (z / temperature, error / temperature, rate / temperature, rate_error / temperature)
     return Errors(hidden, weight, live, token, *found)
@@ -167,11 +167,3 @@ def _products(rows: Errors, args: Args, dz: Tensor, error: Tensor) -> dict[str, 
         whole[:vocab] = 2 * found
         sizes[f"gradient:{name}"] = whole if name == "weight" else whole[:, 0]
     return sizes
-
-
-def narrow_dtype(*factors: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype that these fp64 factors came from, or None: wider ones do not fit."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(bool(((t.to(dtype).double() == t) | t.isnan()).all()) for t in factors):
-            return dtype
-    return None

@@ -32,9 +32,8 @@ def formula(
     token_ids: Tensor,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    row_temperature: Tensor | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -55,8 +54,8 @@ def formula(
         z = z * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    if row_temperature is not None:
-        z = z / torch.where(live, row_temperature, 1.0)[..., None]
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(live, temperature, 1.0)[..., None]
     return logprob.formula(z / temperature, token_ids, live)
 
 
@@ -171,8 +170,8 @@ def prepared(args: dict[str, Any]) -> tuple[Head, Tensor, logprob.Rows]:
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     softcap, logit_scale, logits_dtype = args["softcap"], args["logit_scale"], args["logits_dtype"]
     head = Head(weight, args["bias"], vocab, softcap, logit_scale, logits_dtype, dtype)
-    temperature = args["temperature"] if args["row_temperature"] is None else args["row_temperature"]
-    rows = logprob.Rows.of(token_ids, args["mask"], args["ignore_index"], temperature, vocab, dtype)
+    temperature, ignore_index = args["temperature"], args["ignore_index"]
+    rows = logprob.Rows.of(token_ids, args["mask"], ignore_index, temperature, vocab, dtype)
     return head, hidden.reshape(token_ids.numel(), hidden.shape[-1]), rows
 
 

@@ -208,7 +208,9 @@ def _args(case: Case, pool: Pool, **options: Any) -> list[Args]:
 
 
 def _call(args: Args, backend: str | None) -> Tensor:
-    return linear_logp(**args, backend=backend)
+    found: Any = linear_logp(**args, backend=backend)
+    out: Tensor = found
+    return out
 
 
 def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:

@@ -75,21 +75,19 @@ def _rows(logits: Tensor) -> Tensor | None:
         return None
 
 
-def logp(
-    logits: Tensor, token_ids: Tensor, mask: Tensor | None, ignore_index: int, temperature: float,
-    return_entropy: bool, return_lse: bool, return_stats: bool = True, launch: Launch = run,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats), as the triton backend returns them."""
-    z = _rows(logits)
+    z, token_ids, temperature = _rows(args["logits"]), args["token_ids"], args["temperature"]
     assert z is not None
     N, V = z.shape
-    slots = Slots(token_ids, mask, None, ignore_index, LOG2E / temperature, V, False, launch)
+    each, scale = (temperature, LOG2E) if isinstance(temperature, Tensor) else (None, LOG2E / temperature)
+    slots = Slots(token_ids, args["mask"], each, args["ignore_index"], scale, V, False, launch)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=z.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
     launch(
         fold_kernel, (-(-N // 64), splits_of(V)),
-        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity, return_entropy,
-        num_warps=4, enable_fp_fusion=False,
+        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity,
+        args["return_entropy"], num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    flags = (return_entropy, return_lse, return_stats)
+    flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     return slots.merge(partial, picked, token_ids.shape, V, 1.0, *flags, launch)

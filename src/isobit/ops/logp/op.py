@@ -1,6 +1,6 @@
 """Log-probability of chosen tokens from logits.
 
-With z = logits / temperature, for every row:
+With z = logits / temperature (a number, or one for every row), for every row:
 
     lse     = log sum_v exp(z[v])
     logp    = z[token_id] - lse
@@ -10,16 +10,17 @@ A row counts unless its token id is `ignore_index` or its mask is 0; a row that 
 gets a zero gradient, and what it holds reaches no result.
 """
 
-from functools import cache
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from isobit.backend import NONE, Lazy
 from isobit.blocks import tokens
 from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
-from isobit.op import NONE, op
+from isobit.numerics import Numerics
+from isobit.op import op
 from isobit.ops.logp import reference
 
 
@@ -29,12 +30,10 @@ def forward(
     token_ids: Int[Tensor, "*"],
     mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | F32[Tensor, "*"] = 1.0,
     return_entropy: bool = False,
     return_lse: bool = False,
-    return_stats: bool = True,
-    validate: bool | None = None,
-    backend: str | None = None,
+    return_stats: bool = False,
 ) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
@@ -54,9 +53,8 @@ def backward(
     dlogp: F32[Tensor, "*"] | None,
     dentropy: F32[Tensor, "*"] | None,
     dlse: F32[Tensor, "*"] | None,
-    ignore_index: int = -100,
-    temperature: float = 1.0,
-    backend: str | None = None,
+    ignore_index: int,
+    temperature: float | F32[Tensor, "*"],
 ) -> Like[Tensor, "logits"]:
     """dlogits, from the gradients of whichever outputs have one."""
 
@@ -78,17 +76,12 @@ for declared in (forward, backward):
     declared.rule(_has_tokens)
 backward.rule(tokens.entropy_is_there)
 forward.value_rule(_ids_in_range)
+forward.value_rule(tokens.temperatures_are_positive)
 
 
 # Backends, fastest first
 
-
-@cache
-def _kernels() -> Any:
-    """The Triton kernels, imported when a call first needs them."""
-    from isobit.ops.logp import kernels_triton
-
-    return kernels_triton
+_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -97,36 +90,29 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     return triton_cannot_run(args["logits"].device)
 
 
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["logits"].device) or _hopper.why_not(args)
+
+
 @forward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
 def _(**args: Any) -> Any:
-    return _kernels().logp(**args)
+    return _triton.logp(**args)
 
 
 @backward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
 def _(**args: Any) -> Any:
-    return _kernels().logp_bwd(**args)
-
-
-@cache
-def _hopper() -> Any:
-    from isobit.ops.logp import kernels_hopper
-
-    return kernels_hopper
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["logits"].device) or _hopper().why_not(args)
+    return _triton.logp_bwd(**args)
 
 
 @forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
 def _(**args: Any) -> Any:
-    return _hopper().logp(**args)
+    return _hopper.logp(**args)
 
 
 # The gradient is elementwise, from the sums that the forward left: there is no order in it.
 @backward.backend("hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["logits"].device))
 def _(**args: Any) -> Any:
-    return _kernels().logp_bwd(**args)
+    return _triton.logp_bwd(**args)
 
 
 forward.backend("reference", numerics=NONE)(reference.logp)
@@ -138,18 +124,17 @@ backward.backend("reference", numerics=NONE)(reference.logp_bwd)
 
 def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
     _, entropy, _, stats = outputs
-    kept = {name: args[name] for name in ("logits", "token_ids", "mask")}
+    kept = {name: args[name] for name in ("logits", "token_ids", "mask", "temperature")}
     return kept | {"stats": stats, "entropy": entropy if args["return_entropy"] else None}
 
 
 def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    dlogp, dentropy, dlse, _ = grads
-    tensors = (kept[name] for name in ("logits", "token_ids", "mask", "stats", "entropy"))
-    scalars = (kept[name] for name in ("ignore_index", "temperature", "backend"))
-    return {"logits": backward(*tensors, dlogp, dentropy, dlse, *scalars)}
+    names = ("logits", "token_ids", "mask", "stats", "entropy", "ignore_index", "temperature")
+    given = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False))
+    return {"logits": backward(**{name: kept[name] for name in names}, **given, **kept["follow"])}
 
 
-forward.derivative(backward, save=_save, gradient=_gradient, constant=(3,), flags=("return_stats",))
+forward.derivative("logits", save=_save, gradient=_gradient, constant=(3,), flags=("return_stats",))
 backward.not_differentiable(
     "isobit.logp has no second derivative: its backward is a kernel without a gradient of its own. "
     "Differentiate a log_softmax of the logits instead where you need one."
@@ -162,26 +147,24 @@ backward.not_differentiable(
 @overload
 def logp(
     logits: Tensor, token_ids: Tensor, *, mask: Tensor | None = ..., ignore_index: int = ...,
-    temperature: float = ..., return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
-    validate: bool | None = ..., backend: str | None = ...,
+    temperature: float | Tensor = ..., return_entropy: Literal[False] = ...,
+    return_lse: Literal[False] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
-def logp(
-    logits: Tensor, token_ids: Tensor, *, mask: Tensor | None = ..., ignore_index: int = ...,
-    temperature: float = ..., return_entropy: bool = ..., return_lse: bool = ...,
-    validate: bool | None = ..., backend: str | None = ...,
-) -> tuple[Tensor, ...]: ...  # fmt: skip
-@forward.public
-def logp(
+def logp(logits: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
+@forward.public  # type: ignore[misc]
+def logp(  # the second overload takes options as they come
     logits: Tensor,
     token_ids: Tensor,
     *,
     mask: Tensor | None = None,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     return_entropy: bool = False,
     return_lse: bool = False,
     validate: bool | None = None,
+    numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probabilities of `token_ids` under softmax(logits / temperature), in fp32.
@@ -195,13 +178,16 @@ def logp(
         mask: [*], bool or integer; a row counts where it is nonzero.
         ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
             gradient, and what they hold, NaN included, reaches no result (the kernels do not read them).
-        temperature: a positive number that divides the logits.
+        temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
+            (no gradient goes to it).
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp,
             both differentiable.
-        validate: check ids on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-            with ISOBIT_VALIDATE=1.
-        backend: force "triton", "hopper" (bits of `linear_logp`) or "reference"; None takes the first that
-            can serve.
+        validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the class that the bits must be of, "lse/triton-1", or "lse/1" (bits of `linear_logp`, on a
+            Hopper GPU); None takes that of the backend that serves, which `isobit.explain` reports. A class
+            that cannot be kept is an error.
+        backend: force "triton", "hopper" or "reference"; None takes the first that can serve.
 
     Returns:
         logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
@@ -214,24 +200,17 @@ def logp(
         >>> logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], requires_grad=True)
         >>> logp = isobit.logp(logits, torch.tensor([2, 0]))
         >>> logp
-        tensor([-0.4076, -1.0986], grad_fn=<DerivativeBackward>)
+        tensor([-0.4076, -1.0986], grad_fn=<LogpBackward>)
         >>> logp.sum().backward()
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # Positional, in the order of the contract: this is the hot path.
+    # return_stats is autograd's: it asks for them where a backward can follow.
     out, entropy, lse, _ = forward(
-        logits,
-        token_ids,
-        mask,
-        ignore_index,
-        temperature,
-        return_entropy,
-        return_lse,
-        False,  # autograd asks for the stats where a backward can follow
-        validate,
-        backend,
-    )
+        logits=logits, token_ids=token_ids, mask=mask, ignore_index=ignore_index, temperature=temperature,
+        return_entropy=return_entropy, return_lse=return_lse,
+        validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from isobit.blocks.tokens import live_rows
+from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
 from isobit.ops.logp import reference
-from isobit.ops.logp.op import forward, logp
+from isobit.ops.logp.op import forward
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-IGNORE = -100
+IGNORE, NAN = -100, float("nan")
 
 # Inputs
 
@@ -68,77 +69,36 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
     args: Args = {"ignore_index": IGNORE, "temperature": case.options.get("temperature", 1.0)}
+    if case.options.get("each"):  # a temperature for every row
+        args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     mask = None
     if case.options.get("mask"):
         index = torch.arange(N)
         mask = (index % 4 != 3).to(case.options["mask"])
         ids[index % 8 == 6] = IGNORE
-        z[(index % 4 == 3) | (index % 8 == 6)] = float("nan")
-    z = lay_out(z.to(case.dtype).to(device).reshape(*lead, V), case.layout)
-    args |= {"logits": z, "token_ids": ids.reshape(lead).to(device)}
-    args["mask"] = None if mask is None else mask.reshape(lead).to(device)
-    return args
-
-
-def lay_out(z: Tensor, layout: str) -> Tensor:
-    """The same values under other strides and alignments; what lies between the rows is NaN."""
-    if layout == "dense":
-        return z
-    *lead, V = z.shape
-    if layout == "shifted":  # logits[:, :-1] of one token more
-        wide = z.new_full((*lead[:-1], lead[-1] + 1, V), float("nan"))
-        view = wide[..., :-1, :]
-    elif layout == "padded":  # rows farther apart, at every alignment
-        wide = z.new_full((*lead, V + 5), float("nan"))
-        view = wide[..., :V]
-    else:  # "offset": the tensor itself starts between two 16-byte words
-        wide = z.new_full((*lead, V + 3), float("nan"))
-        view = wide[..., 1 : V + 1]
-    view.copy_(z)
-    return view
+        dead = (index % 4 == 3) | (index % 8 == 6)
+        z[dead] = NAN
+        if case.options.get("each"):
+            args["temperature"][dead] = NAN
+    args |= {"logits": z.to(case.dtype), "token_ids": ids, "mask": mask}
+    by_rows = {n: t for n, t in args.items() if isinstance(t, Tensor)}
+    args |= {n: t.to(device).reshape(*lead, *t.shape[1:]) for n, t in by_rows.items()}
+    return alter.laid_out_some(args, ("logits",), case.layout)
 
 
 def reorder(args: Args) -> Args:
     """Roll the vocabulary by one column: the same mathematics, another order of the sum."""
-    V = args["logits"].shape[-1]
-    ids = args["token_ids"]
-    rolled = torch.where((ids >= 0) & (ids < V), (ids + 1) % V, ids)
+    rolled = alter.rolled_ids(args["token_ids"], args["logits"].shape[-1])
     return args | {"logits": args["logits"].roll(1, -1), "token_ids": rolled}
 
 
 def padding(args: Args, rows: int) -> Args:
     """Rows to append that must change nothing: NaN, and not counting."""
-    V = args["logits"].shape[-1]
-    ids = args["token_ids"].new_full((rows,), IGNORE)
-    mask = args["mask"]
-    return {
-        "logits": args["logits"].new_full((rows, V), float("nan")),
-        "token_ids": ids,
-        "mask": None if mask is None else mask.new_zeros(rows),
-    }
-
-
-def bad_value(args: Args) -> tuple[Args, int]:
-    """A live row with a token id one past the end."""
-    ids = args["token_ids"].clone()
-    row = min(1, ids.numel() - 1)
-    ids.view(-1)[row] = args["logits"].shape[-1]
-    return args | {"token_ids": ids}, row
+    nan = args["logits"].new_full((rows, args["logits"].shape[-1]), NAN)
+    return {"logits": nan, **alter.token_padding(args, rows, IGNORE)}
 
 
 # Truth and errors
-
-
-def call(args: Args, backend: str | None, validate: bool | None = None) -> tuple[Tensor, ...]:
-    rest = {k: v for k, v in args.items() if k not in ("logits", "token_ids")}
-    flags: dict[str, Any] = {"return_entropy": True, "return_lse": True, "validate": validate}
-    return logp(args["logits"], args["token_ids"], **rest, **flags, backend=backend)
-
-
-def call_alone(args: Args, backend: str | None) -> tuple[Tensor, ...]:
-    """Only the log-probabilities: not asking for the rest must not change their bits."""
-    rest = {k: v for k, v in args.items() if k not in ("logits", "token_ids")}
-    return (logp(args["logits"], args["token_ids"], **rest, backend=backend),)
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
@@ -149,6 +109,8 @@ def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
     """Largest intermediates, in fp64: what one rounding error is relative to."""
     logits, temperature = args["logits"], args["temperature"]
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    if isinstance(temperature, Tensor):
+        temperature = torch.where(live, temperature, 1.0)[..., None]
     z = torch.where(live[..., None], logits, 0.0) / temperature
     top = z.amax(-1)
     logp64, entropy, lse = outputs
@@ -183,18 +145,28 @@ def memory(case: Case, backend: str, direction: str) -> int:
     return (1 << 20) + 8 * N  # partial sums of few rows; the kept (m, s) of many
 
 
+def _meta(N: int, V: int, dtype: torch.dtype, full: bool) -> tuple[Args, Args]:
+    """Arguments of a forward and of its backward: with nothing optional, or with everything."""
+
+    def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    args: Args = {"logits": empty(N, V, dtype=dtype), "token_ids": empty(N, dtype=torch.int64)}
+    args |= {"mask": empty(N, dtype=torch.bool) if full else None, "ignore_index": IGNORE}
+    args["temperature"] = empty(N) if full else 1.0
+    flags = {f"return_{name}": full for name in ("entropy", "lse", "stats")}
+    grads = {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
+    return args | flags, args | {"stats": empty(2, N), "dlogp": empty(N), **grads}
+
+
 def record(launch: Any, dtype: torch.dtype) -> None:
     """Every kernel: few and many rows, odd and even V, with and without options."""
     from isobit.ops.logp import kernels_triton as kernels
 
     for N, V, full in ((1, 50257, False), (4096, 50257, True), (1, 151936, True), (4096, 151936, False)):
-        z = torch.empty(N, V, dtype=dtype, device="meta")
-        ids = torch.empty(N, dtype=torch.int64, device="meta")
-        mask = torch.empty(N, dtype=torch.bool, device="meta") if full else None
-        out, entropy, lse, _ = kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, full, launch=launch)
-        stats = torch.empty(2, N, device="meta")
-        grads = (entropy, out, entropy, lse) if full else (None, out, None, None)
-        kernels.logp_bwd(z, ids, mask, stats, *grads, IGNORE, 1.0, launch=launch)
+        ours, theirs = _meta(N, V, dtype, full)
+        kernels.logp(launch=launch, **ours)
+        kernels.logp_bwd(launch=launch, **theirs)
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
@@ -202,10 +174,7 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     from isobit.ops.logp import kernels_hopper as kernels
 
     for full in (False, True):
-        z = torch.empty(4096, 50257, dtype=dtype, device="meta")
-        ids = torch.empty(4096, dtype=torch.int64, device="meta")
-        mask = torch.empty(4096, dtype=torch.bool, device="meta") if full else None
-        kernels.logp(z, ids, mask, IGNORE, 1.0, full, full, full, launch=launch)
+        kernels.logp(launch=launch, **_meta(4096, 50257, dtype, full)[0])
 
 
 # Cases
@@ -223,6 +192,7 @@ _SMALL = [
     Case({"B": 2, "S": 2, "T": 5, "V": 33}, F32),
     Case({"N": 3, "V": 50257}, BF16),
     Case({"N": 20, "V": 17000}, F32, options={"mask": torch.bool}),
+    Case({"N": 20, "V": 1030}, BF16, options={"mask": torch.bool, "each": True}),
 ]
 _HEAVY = [
     Case({"N": 65537, "V": 33}, BF16, data="random", heavy=True),
@@ -235,6 +205,7 @@ _BITS = [
     Case({"N": 17, "V": 16501}, F32),
     Case({"N": 5, "V": 16640}, BF16),
     Case({"N": 12, "V": 999}, F32, data="random", options={"temperature": 0.7}),
+    Case({"N": 9, "V": 1500}, F16, options={"each": True}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),
@@ -246,16 +217,13 @@ PROOF = Proof(
     op=forward,
     op_class="logprob",
     outputs=("logp", "entropy", "lse"),
-    grad_inputs=("logits",),
     make=make,
-    call=call,
-    call_alone=call_alone,
     formula=formula,
     scale=scale,
     controls=[Control("the vocabulary rolled by one column", reorder)],
     padding=padding,
     layouts=("shifted", "padded", "offset"),
-    lay_out=lambda args, layout: args | {"logits": lay_out(args["logits"], layout)},
+    lay_out=lambda args, layout: alter.laid_out_some(args, ("logits",), layout),
     memory=memory,
     cases=_SMALL + _HEAVY,
     bit_cases=_BITS,
@@ -266,11 +234,16 @@ PROOF = Proof(
     mutants=[
         Mutant("temperature 0", "temperature", lambda a: a | {"temperature": 0.0}),
         Mutant("temperature NaN", "temperature", lambda a: a | {"temperature": float("nan")}),
-        Mutant("a tensor as temperature", "temperature", lambda a: a | {"temperature": torch.ones(3)}),
+        Mutant("three temperatures", "temperature", lambda a: a | {"temperature": torch.ones(3)}),
+        Mutant(
+            "temperatures in bf16",
+            "temperature",
+            lambda a: a | {"temperature": torch.ones_like(a["token_ids"], dtype=BF16)},
+        ),
         Mutant("float mask", "mask", lambda a: a | {"mask": torch.ones_like(a["token_ids"], dtype=F32)}),
         Mutant("V = 0", "logits", lambda a: a | {"logits": a["logits"][..., :0]}),
     ],
-    bad_value=bad_value,
+    bad_value=lambda args: alter.one_bad_id(args, args["logits"].shape[-1]),
     kernels={
         "triton": Kernels(record),
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),

@@ -1,0 +1,62 @@
+"""Functions of autograd, under the names of the ops that they are of: graphs and profilers show those.
+
+They are in the style that `torch.func` wants, whose `grad`, `vjp` and `vmap` see through them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def function_of(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The autograd function of an op. It is given what runs the op, and then the op's values."""
+
+    def forward(run: Callable[..., Any], *values: Any) -> Any:
+        return run(*values)
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
+        return _one_by_one(made.apply, info.batch_size, in_dims, values)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap,
+    }  # fmt: skip
+    camel = "".join(part.capitalize() for part in name.split("_"))
+    made: Any = type(camel, (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
+    return made.apply
+
+
+class Refusal(torch.autograd.Function):
+    """Runs, and makes a gradient through the result an error that says why there is none."""
+
+    @staticmethod
+    def forward(run: Callable[..., Any], why: str, *values: Any) -> Any:
+        return run(*values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
+        ctx.why = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
+        return _one_by_one(Refusal.apply, info.batch_size, in_dims, values)
+
+
+def _one_by_one(
+    apply: Callable[..., Any], count: int, in_dims: tuple[int | None, ...], values: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """`torch.vmap` as a loop over calls: each has the bits that it has alone."""
+    found = []
+    for i in range(count):
+        own = (v if d is None else v.select(d, i).contiguous() for v, d in zip(values, in_dims, strict=True))
+        outputs = apply(*own)
+        found.append(outputs if isinstance(outputs, tuple) else (outputs,))
+    stacked = tuple(torch.stack(each) for each in zip(*found, strict=True))
+    return (stacked, (0,) * len(stacked)) if isinstance(outputs, tuple) else (stacked[0], 0)

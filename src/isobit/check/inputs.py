@@ -1,0 +1,103 @@
+"""Changes of inputs that several proofs make: other layouts of the same values, rows that must not matter,
+other orders of the same sum."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args
+
+NAN, INF = float("nan"), float("inf")
+
+
+# The same values in other places
+
+
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    """The same values under other strides and alignments; what lies between them is NaN, or 1."""
+    *lead, C = t.shape
+    other = NAN if t.is_floating_point() else 1
+    if layout == "dense":
+        return t
+    if layout == "shifted":  # t[:, :-1] of one row more in each
+        view = t.new_full((*lead[:-1], lead[-1] + 1, C), other)[..., :-1, :]
+    elif layout == "apart":  # rows farther apart, whole 16-byte words
+        view = t.new_full((*lead, C + 16), other)[..., :C]
+    elif layout == "padded":  # rows farther apart, at every alignment
+        view = t.new_full((*lead, C + 5), other)[..., :C]
+    elif layout == "offset":  # and the tensor itself starts between two 16-byte words
+        view = t.new_full((*lead, C + 3), other)[..., 1 : C + 1]
+    elif layout == "inside":  # it starts between two words, without holes
+        view = t.new_full((t.numel() + 1,), other)[1:].view(t.shape)
+    elif layout == "transposed":
+        view = t.new_full((*lead[:-1], C, lead[-1]), other).mT
+    elif layout == "strided":  # no dimension is contiguous
+        view = t.new_full((*t.shape, 2), other)[..., 0]
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return view.copy_(t)
+
+
+def laid_out_some(args: Args, names: Iterable[str], layout: str) -> Args:
+    given = (name for name in names if isinstance(args.get(name), Tensor))
+    return args | {name: laid_out(args[name], layout) for name in given}
+
+
+# Rows that must not matter
+
+
+def rows_of_nan(like: Tensor, rows: int) -> Tensor:
+    """NaN and infinities by turns, in the place of rows of a [*, rows, K] tensor."""
+    found = like.new_full((*like.shape[:-2], rows, like.shape[-1]), NAN)
+    found[..., 1::3, :] = INF
+    found[..., 2::3, :] = -INF
+    return found
+
+
+def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
+    """Of ops that pick tokens, what all have by rows: ids that do not count, and nothing that can be read."""
+    mask, temperature = args["mask"], args["temperature"]
+    found = {"token_ids": args["token_ids"].new_full((rows,), ignore_index)}
+    found["mask"] = None if mask is None else mask.new_zeros(rows)
+    if isinstance(temperature, Tensor):
+        found["temperature"] = temperature.new_full((rows,), NAN)
+    return found
+
+
+# The same sum in another order
+
+
+def in_other_groups(t: Tensor, axis: int) -> Tensor:
+    """Groups of 16 along an axis in another order: the last comes first."""
+    groups = torch.arange(t.shape[axis], device=t.device).split(16)
+    return t.index_select(axis, torch.cat(groups[::-1]))
+
+
+def after_zeros(t: Tensor, axis: int) -> Tensor:
+    """Eight zeros in front along an axis: the same sum, and every group begins elsewhere."""
+    shape: list[Any] = list(t.shape)
+    shape[axis] = 8
+    return torch.cat([t.new_zeros(shape), t], axis)
+
+
+def rolled_ids(ids: Tensor, V: int) -> Tensor:
+    """Every token one column farther; what is no token stays."""
+    return torch.where((ids >= 0) & (ids < V), (ids + 1) % V, ids)
+
+
+# Calls that must be refused
+
+
+def in_other_dtype(t: Tensor) -> Tensor:
+    """In the 16-bit dtype that it does not have."""
+    return t.to(torch.float16 if t.dtype == torch.bfloat16 else torch.bfloat16)
+
+
+def one_bad_id(args: Args, V: int) -> tuple[Args, int]:
+    """A live row with a token id one past the end, and which it is."""
+    ids = args["token_ids"].clone()
+    row = min(1, ids.numel() - 1)
+    ids.view(-1)[row] = V
+    return args | {"token_ids": ids}, row

@@ -1,0 +1,55 @@
+"""Every law: its name, what it does, and the cases of a proof that it is held on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from isobit.check import laws, laws_bits, laws_system
+from isobit.check.compare import OutputCheck
+from isobit.check.proof import Case, Proof
+from isobit.check.trial import Trial
+
+
+@dataclass(frozen=True)
+class Law:
+    """One promise. `once`: it is about calls more than about numbers, so one case from the command line will
+    do."""
+
+    name: str
+    run: Callable[[Trial], list[OutputCheck]]
+    cases: Callable[[Proof], Sequence[Case]]
+    once: bool = False
+
+
+def small_case(proof: Proof) -> Case:
+    """The first declared case that is not degenerate, without options."""
+    found = next(c for c in proof.cases if c.dims and min(c.dims.values()) > 1)
+    return replace(found, options={}, layout="dense")
+
+
+def _gradient_cases(proof: Proof) -> Sequence[Case]:
+    return proof.cases if proof.op.differentiable else proof.cases[:1]  # to say so once
+
+
+def _compile_cases(proof: Proof) -> Sequence[Case]:
+    """In two dtypes."""
+    first = small_case(proof)
+    others = [replace(first, dtype=c.dtype) for c in proof.cases if c.dtype != first.dtype]
+    return [first, *others[:1]]
+
+
+#: In the order they run: forward before backward, numbers before machinery.
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law("accuracy", laws.accuracy, lambda proof: proof.cases),
+        Law("gradient", laws.gradient, _gradient_cases),
+        Law("repeatable", laws_bits.repeatable, lambda proof: proof.cases[::3]),
+        Law("written", laws_bits.written, lambda proof: proof.cases[::3]),
+        Law("invariant", laws_bits.invariant, lambda proof: proof.bit_cases),
+        Law("agree", laws_bits.agree, lambda proof: proof.agree_cases or proof.bit_cases[:1]),
+        Law("contract", laws_system.contract, lambda proof: [small_case(proof)], once=True),
+        Law("traceable", laws_system.traceable, lambda proof: [small_case(proof)], once=True),
+        Law("memory", laws_system.memory, lambda proof: proof.memory_cases),
+        Law("compile", laws_system.compiles, _compile_cases, once=True),
+    )
+}
