@@ -35,6 +35,9 @@ from isobit.stamp import stamp
 SIDE = 64  # rows and columns of a tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+#: How everything is drawn, whatever torch's default dtype and device are.
+DRAWN: Any = {"dtype": torch.float64, "device": "cpu"}
+
 #: Models that are wrong in one constant, and must be seen to be.
 CONTROLS = {
     "24 bits": Step(fraction_bits=24),
@@ -85,21 +88,24 @@ class Draw:
     """Random numbers for tiles, in float64, the same on every machine."""
 
     def __init__(self, seed: int):
-        self.gen = torch.Generator().manual_seed(seed)
+        self.gen = torch.Generator("cpu").manual_seed(seed)
 
     def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, generator=self.gen, dtype=torch.float64)
+        return torch.rand(*shape, generator=self.gen, **DRAWN)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.gen, dtype=torch.float64)
+        return torch.randn(*shape, generator=self.gen, **DRAWN)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.gen, device="cpu")
 
     def spread(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Random sign and fraction, exponents evenly from low to high."""
-        exponent = torch.randint(low, high + 1, shape, generator=self.gen)
+        exponent = self.integers(low, high, shape)
         return self.sign(shape) * torch.ldexp(1 + self.uniform(*shape), exponent)
 
     def sign(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.where(self.uniform(*shape) < 0.5, -1.0, 1.0).double()
+        return 1 - 2 * (self.uniform(*shape) < 0.5).double()
 
     def mixed(self, x: Tensor, share: float, value: float) -> Tensor:
         return torch.where(self.uniform(*x.shape) < share, value, x)
@@ -107,7 +113,7 @@ class Draw:
     def bits(self, x: Tensor, share: float, least: int, most: int) -> Tensor:
         """x with a share of elements replaced by bit patterns from least to most, of either sign."""
         kind = {2: torch.int16, 4: torch.int32}[x.element_size()]
-        drawn = torch.randint(least, most + 1, x.shape, generator=self.gen)
+        drawn = self.integers(least, most, x.shape)
         signed = torch.where(self.uniform(*x.shape) < 0.5, drawn - (1 << 8 * x.element_size() - 1), drawn)
         return torch.where(self.uniform(*x.shape) < share, signed.to(kind), x.view(kind)).view(x.dtype)
 
@@ -118,18 +124,18 @@ def step_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor
     bf16 = dtype == torch.bfloat16
     least, most, fraction = (-126, 127, 7) if bf16 else (-14, 15, 10)
     tiny = least - fraction  # exponent of the smallest subnormal
-    zero = torch.zeros(C, dtype=torch.float64)
+    zero, k = torch.zeros(C, **DRAWN), torch.arange(16, device="cpu")
 
     for c in (zero, 4 * draw.normal(*C)):
         yield "normal", draw.normal(*F), draw.normal(*F), c
     for width in (2, 8, 14, 60) if bf16 else (2, 8, 14):
         factors = draw.spread(F, -width, width), draw.spread(F, -width, width)
         yield f"exponents to {width}", *factors, draw.spread(C, -2 * width, 2 * width)
-    for k in range(3, 15, 2):  # one large product in a group of small ones: what alignment cuts off
-        small = torch.where(torch.arange(16) == 0, 1.0, 2.0**-k).double()
+    for less in range(3, 15, 2):  # one large product in a group of small ones: what alignment cuts off
+        small = torch.full((16,), 2.0**-less, **DRAWN).masked_fill_(k == 0, 1.0)
         yield "one large", draw.spread(F, 0, 0) * small, draw.normal(*F), zero
-    for k in (20, 22, 23, 24, 25, 26, 27, 28):
-        yield "large c", draw.normal(*F), draw.normal(*F), draw.spread(C, k, k)
+    for e in (20, 22, 23, 24, 25, 26, 27, 28):
+        yield "large c", draw.normal(*F), draw.normal(*F), draw.spread(C, e, e)
 
     for c in (zero, draw.spread(C, tiny - 3, least + 3)):
         yield "subnormal a", draw.spread(F, tiny, least + 1), draw.spread(F, -3, 3), c
@@ -140,7 +146,7 @@ def step_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor
             factors = draw.spread(F, low, high), draw.spread(F, low, high)
             yield "underflow", *factors, zero
             yield "underflow, c", *factors, draw.spread(C, -149, -120)
-        one = (torch.arange(16) == 3).double()
+        one = (k == 3).double()
         yield "sum below 2^-149", draw.spread(F, -77, -75) * one, draw.spread(F, -77, -75), zero
         for low, high in ((61, 62), (62, 63), (60, 64), (55, 70)):
             factors = draw.spread(F, low, high), draw.spread(F, low, high)
@@ -195,7 +201,7 @@ def step_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor
 
 def chain_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """(category, a, b, c) of chains over k = 512 from 0."""
-    draw, F, zero = Draw(8), (SIDE, 512), torch.zeros(SIDE, SIDE)
+    draw, F, zero = Draw(8), (SIDE, 512), torch.zeros(SIDE, SIDE, **DRAWN)
     wide = 40 if dtype == torch.bfloat16 else 14
     yield "chain: normal", draw.normal(*F), draw.normal(*F), zero
     yield "chain: wide", draw.spread(F, -14, wide), draw.spread(F, -14, wide), zero
@@ -215,7 +221,7 @@ def bits(x: Tensor) -> Tensor:
 
 def telling(a: Tensor, b: Tensor, c: Tensor, d: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The rows and columns of a tile on which the controls go wrong most; a rare mistake weighs more."""
-    weight = torch.zeros(d.shape, dtype=torch.float64)
+    weight = torch.zeros(d.shape, **DRAWN)
     for control in CONTROLS.values():
         wrong = (bits(chain(a, b.t(), c, like=control)) != bits(d)).double()
         weight += wrong / wrong.sum().clamp(min=1)

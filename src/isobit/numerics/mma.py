@@ -75,7 +75,7 @@ def chain(a: Tensor, b: Tensor, c: Tensor | None = None, *, like: Step = HOPPER)
         1073741824.0
     """
     _check(a, b, c)
-    out = torch.zeros(a.shape[0], b.shape[1]) if c is None else c.detach().clone()
+    out = _zeros(a, b) if c is None else c.detach().clone()
     for k in range(0, a.shape[1], _DEPTH):  # an accumulator that is carried on makes no difference
         left, right = _factors(a[:, k : k + _DEPTH].t(), like), _factors(b[k : k + _DEPTH], like)
         for m in range(0, a.shape[0], _HEIGHT):
@@ -121,7 +121,7 @@ def segments(
         700.0
     """
     _check(a, b, init)
-    out = torch.zeros(a.shape[0], b.shape[1]) if init is None else init.detach().clone()
+    out = _zeros(a, b) if init is None else init.detach().clone()
     for first, end in bounds:
         if not 0 <= first <= end <= a.shape[1]:
             raise ContractError(f"segments(bounds: ({first}, {end})): must lie in [0, {a.shape[1]}]")
@@ -148,6 +148,11 @@ def canonical(x: Tensor) -> Tensor:
     """fp32 with every NaN as 0x7fffffff, the only one that Hopper's arithmetic makes. In place."""
     x.view(torch.int32).masked_fill_(x.isnan(), 0x7FFFFFFF)
     return x
+
+
+def _zeros(a: Tensor, b: Tensor) -> Tensor:
+    """What a product starts from, whatever torch's default dtype and device are."""
+    return torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device="cpu")
 
 
 def _steps(left: list[np.ndarray], right: list[np.ndarray], c: np.ndarray, like: Step) -> np.ndarray:

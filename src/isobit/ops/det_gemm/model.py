@@ -21,7 +21,7 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16."""
     _say_that_it_is_slow()
-    out = torch.empty(*a.shape[:2], b.shape[2], dtype=out_dtype)
+    out = torch.empty(*a.shape[:2], b.shape[2], dtype=out_dtype, device="cpu")
     for z, (a_z, b_z) in enumerate(zip(a.cpu(), b.cpu(), strict=True)):
         total = chain(a_z, b_z)
         if bias is not None:
@@ -39,7 +39,7 @@ def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
 def token_product(x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None) -> Tensor:
     """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512."""
     _say_that_it_is_slow()
-    out = torch.empty(x.shape[0], dy.shape[2], x.shape[2])
+    out = torch.empty(x.shape[0], dy.shape[2], x.shape[2], dtype=torch.float32, device="cpu")
     bounds = cut([x.shape[1]], SEGMENT)
     if stream is not None:
         first, blocks = (table[: int(stream.count)].tolist() for table in (stream.first, stream.blocks))

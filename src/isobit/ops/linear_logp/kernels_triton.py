@@ -256,6 +256,11 @@ class Call(NamedTuple):
     tile: Tile
     constants: dict[str, Any]  # of the tile: its sizes, and how kernels are compiled
 
+    def blank(self, dtype: torch.dtype) -> Tensor:
+        """[N]: what rows have that no kernel writes, 0 where they do not count, NaN where their token is not
+        valid."""
+        return self.live.new_zeros(self.N, dtype=dtype).masked_fill_(self.live, float("nan"))
+
 
 def prepare(args: dict[str, Any]) -> Call:
     token_ids, softcap, temperature = args["token_ids"], args["softcap"], args["temperature"]
@@ -286,8 +291,7 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
     call, weight, workspace_bytes = prepare(args), args["weight"], args["workspace_bytes"]
     N, D, V, tile = call.N, call.D, call.V, call.tile
-    # Rows that no kernel writes: 0 where they do not count, NaN where the token is not valid.
-    logp = torch.where(call.live, float("nan"), 0.0).view(args["token_ids"].shape)
+    logp = call.blank(torch.float32).view(args["token_ids"].shape)
     entropy = logp.clone() if args["return_entropy"] else None
     lse = logp.clone() if args["return_lse"] else None
     stats = torch.stack((logp, torch.ones_like(logp))) if args["return_stats"] else None

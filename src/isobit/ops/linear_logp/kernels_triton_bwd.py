@@ -199,9 +199,8 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     N, D, V, hidden, tile = call.N, call.D, call.V, call.hidden, call.tile
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     dhidden = dweight = dbias = None
-    if want_hidden:  # rows that no kernel writes: 0, or NaN where the token is not valid
-        fill = torch.where(call.live, float("nan"), 0.0).to(hidden.dtype)
-        dhidden = fill[:, None].expand(N, D).contiguous().view(hidden.shape)
+    if want_hidden:
+        dhidden = call.blank(hidden.dtype)[:, None].expand(N, D).contiguous().view(hidden.shape)
     if want_weight:
         dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
     if want_bias:

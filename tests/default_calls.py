@@ -1,0 +1,138 @@
+"""Small calls of every public op, and their results and gradients under torch's defaults.
+
+Run as a program under TRITON_INTERPRET=1 it saves those of the Triton kernels.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import isobit
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+#: What a process may have set before it calls us: a dtype for new tensors, and a device for them. Torch's own
+#: come last, after everything that could have left something behind.
+DEFAULTS: dict[str, tuple[torch.dtype, str | None]] = {
+    "bf16": (BF16, None),
+    "fp64": (F64, None),
+    "meta": (F32, "meta"),
+    "bf16 on meta": (BF16, "meta"),
+    "fp32": (F32, None),
+}
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
+class Call:
+    """A public op, its arguments, and which of them want a gradient."""
+
+    def __init__(self, name: str, *wanted: str, **args: Any) -> None:
+        self.name, self.wanted, self.args = name, wanted, args
+
+    def __call__(self, backend: str) -> list[Tensor]:
+        leaves = {k: self.args[k].detach().requires_grad_() for k in self.wanted}
+        function: Callable[..., Any] = getattr(isobit, self.name)
+        found = function(**self.args | leaves, backend=backend)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        if leaves:
+            outputs += torch.autograd.grad(outputs, list(leaves.values()), [_slope(o) for o in outputs])
+        return [o.detach() for o in outputs]
+
+
+def _slope(out: Tensor) -> Tensor:
+    """A cotangent that is not the same everywhere."""
+    return (out.detach() * 0 + 1).cumsum(-1) if out.ndim else out.detach() * 0 + 1
+
+
+def calls() -> dict[str, Call]:
+    """Built under torch's own defaults: what changes later is what is around the calls, not their inputs."""
+    gen = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.randn(shape, generator=gen).to(dtype)
+
+    everything = {"return_entropy": True, "return_lse": True}
+    ids, live = torch.tensor([[3, 0, -100], [8, 1, 5]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
+    bad = ids.clone()
+    bad[0, 1] = 99  # no token: its row is NaN
+    tokens = {"token_ids": bad, "mask": live, "validate": False, "temperature": 0.7}
+    head = {"weight": randn(9, 20), "bias": randn(9)}
+    narrow = {name: t.to(BF16) for name, t in head.items()}
+    differentiated = ("hidden", "weight", "bias")
+    a, b, bias = randn(3, 40, dtype=BF16), randn(40, 5, dtype=BF16), randn(5)
+    x, dy = randn(600, 6, dtype=BF16), randn(600, 4, dtype=BF16)
+    stream = {"mask": randn(600) > -0.5, "cu_seqlens": torch.tensor([0, 70, 600])}
+    return {
+        "logp": Call("logp", "logits", logits=randn(2, 3, 9), **tokens, **everything),
+        "logp of splits": Call(
+            "logp", "logits", logits=randn(2, 17000, dtype=BF16), token_ids=ids[0, :2], **everything
+        ),
+        "linear_logp": Call(
+            "linear_logp", *differentiated, hidden=randn(2, 3, 20), **head, **tokens, **everything
+        ),
+        "linear_logp, a temperature a row": Call(
+            "linear_logp", *differentiated, hidden=randn(2, 3, 20, dtype=BF16), **narrow,
+            **tokens | {"temperature": randn(2, 3).abs() + 0.5}, logits_dtype=BF16, softcap=5.0,
+        ),
+        "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
+        "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
+        "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),
+        "det_linear": Call("det_linear", "x", "weight", "bias", x=a, weight=b.t(), bias=bias),
+        "det_gemm_dw": Call("det_gemm_dw", x=x, dy=dy, **stream),
+        "det_gemm_dw from a start": Call("det_gemm_dw", x=x, dy=dy, init=randn(4, 6)),
+        "logp of nothing": Call("logp", "logits", logits=randn(0, 9), token_ids=ids[0, :0], **everything),
+        "linear_logp of nothing": Call(
+            "linear_logp", "hidden", "weight", hidden=randn(0, 20), weight=randn(9, 20),
+            token_ids=ids[0, :0], **everything,
+        ),
+        "det_gemm of no rows": Call("det_gemm", "a", "b", a=a[:0], b=b),
+        "det_gemm over nothing": Call("det_gemm", "a", "b", a=a[:, :0], b=b[:0], out_dtype=F32),
+        "det_linear of no rows": Call("det_linear", "x", "weight", "bias", x=a[:0], weight=b.t(), bias=bias),
+        "det_linear over nothing": Call(
+            "det_linear", "x", "weight", "bias", x=a[:, :0], weight=b.t()[:, :0], bias=bias
+        ),
+        "det_gemm_dw of no rows": Call("det_gemm_dw", x=x[:0], dy=dy[:0]),
+        "det_gemm_dw of no rows from a start": Call("det_gemm_dw", x=x[:0], dy=dy[:0], init=randn(4, 6)),
+        "det_gemm_dw of no columns": Call("det_gemm_dw", x=x[:, :0], dy=dy),
+    }  # fmt: skip
+
+
+def in_process(call: Call) -> str:
+    """The backend that serves CPU tensors unasked."""
+    return "model" if call.name.startswith("det_") else "reference"
+
+
+def results(backend_of: Callable[[Call], str]) -> dict[str, dict[str, list[Tensor] | str]]:
+    """Of every call under every default, and under torch's own as "". An error is its text."""
+    made = calls()
+    found: dict[str, dict[str, list[Tensor] | str]] = {}
+    for default, given in {"": (F32, None), **DEFAULTS}.items():
+        found[default] = {}
+        with defaults(*given), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, call in made.items():
+                try:
+                    found[default][name] = call(backend_of(call))
+                except Exception as error:  # a test shows it, beside those of other calls
+                    found[default][name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    torch.save(results(lambda call: "triton"), sys.argv[1])
