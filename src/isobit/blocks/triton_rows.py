@@ -34,8 +34,9 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def finite_or_zero(m):
-    """A reference that can be subtracted: an empty sum has m = -inf, and -inf - -inf is NaN."""
-    return tl.where(m == float("-inf"), 0.0, m)
+    """A reference that can be subtracted: an empty sum has m = -inf, and -inf - -inf is NaN. So is inf - inf:
+    relative to 0 a logit of +inf makes s infinite, and only a NaN among the logits makes it NaN."""
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
@@ -62,6 +63,20 @@ def fold(m, s, t, scale, LOG: tl.constexpr):
     top = tl.max(m, axis=0)
     s, t = rescale(m, s, t, finite_or_zero(top), scale)
     return top, tree_sum(s, LOG), tree_sum(t, LOG)
+
+
+@triton.jit
+def row_results(z, m, s, t, inv_temperature):
+    """(logp, entropy, lse) of a row from its sums and the logit z of its token, and s for the backward."""
+    ln2: tl.constexpr = 0.6931471805599453
+    log_s = tl.log2(s) * ln2
+    lse = m * inv_temperature + log_s
+    # A row that holds +inf has an lse, +inf, and no distribution.
+    none = m == float("inf")
+    log_s = tl.where(none, float("nan"), log_s)
+    # (z - m) first: both may be huge, their difference keeps its digits.
+    logp = (z - m) * inv_temperature - log_s
+    return logp, log_s - t / s * ln2, lse, tl.where(none, float("nan"), s)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
 from isobit.blocks.tokens import live_rows
-from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset
+from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset, row_results
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
 
@@ -218,18 +218,16 @@ def logp_fold(
         s1, t1 = rescale(m1, s1, t1, ref, each)
         m, s, t = top, s + s1, t + t1
         at += slots
-    ln2: tl.constexpr = 0.6931471805599453
-    log_s = tl.log2(s) * ln2
     z = tl.load(at_token + slot, mask=live, other=0.0)
-    # (z - m) first: both may be huge, their difference keeps its digits.
-    tl.store(logp + row, (z - m) * inv - log_s, mask=live)
+    own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inv)
+    tl.store(logp + row, own_logp, mask=live)
     if stats is not None:
         tl.store(stats + row, m, mask=live)
         tl.store(stats + N + row, s, mask=live)
     if lse is not None:
-        tl.store(lse + row, m * inv + log_s, mask=live)
+        tl.store(lse + row, own_lse, mask=live)
     if entropy is not None:
-        tl.store(entropy + row, log_s - t / s * ln2, mask=live)
+        tl.store(entropy + row, own_entropy, mask=live)
 
 
 # Launchers

@@ -28,7 +28,7 @@ from isobit.arch import sm_count
 from isobit.blocks.interpreter import INTERPRETED, narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
-from isobit.blocks.triton_rows import fold, row_offset, split_sums
+from isobit.blocks.triton_rows import fold, row_offset, row_results, split_sums
 
 LOG2E = math.log2(math.e)
 
@@ -83,19 +83,17 @@ def store_row(
     z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats,
 ):  # fmt: skip
     """Turn the sums of a live row into its results."""
-    ln2: tl.constexpr = 0.6931471805599453
-    log_s = tl.log2(s) * ln2
     z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
     nan = tl.where(good, 0.0, float("nan"))
-    # (z - m) first: both may be huge, their difference keeps its digits.
-    tl.store(logp + row, (z - m) * inv_temperature - log_s + nan)
+    own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inv_temperature)
+    tl.store(logp + row, own_logp + nan)
     if stats is not None:
         tl.store(stats + row, m + nan)
         tl.store(stats + N + row, s)
     if lse is not None:
-        tl.store(lse + row, m * inv_temperature + log_s + nan)
+        tl.store(lse + row, own_lse + nan)
     if entropy is not None:
-        tl.store(entropy + row, log_s - t / s * ln2 + nan)
+        tl.store(entropy + row, own_entropy + nan)
 
 
 @triton.jit
