@@ -47,8 +47,9 @@ class Launches:
 def launches_of_forward(N: int, V: int, **options: Any) -> list[tuple[str, tuple[int, ...], dict[str, Any]]]:
     z = torch.empty(N, V, dtype=options.get("dtype", torch.bfloat16), device="meta")
     launches = Launches()
-    kernels.logp(z, torch.empty(N, dtype=torch.int64, device="meta"), None, -100, 1.0, False, False,
-                 launch=launches)  # fmt: skip
+    args: dict[str, Any] = {"logits": z, "token_ids": torch.empty(N, dtype=torch.int64, device="meta")}
+    args |= {"mask": None, "ignore_index": -100, "temperature": 1.0}
+    kernels.logp(launches, **args, return_entropy=False, return_lse=False, return_stats=True)
     return launches.made
 
 
@@ -103,10 +104,11 @@ def test_the_backward_hands_contiguous_rows_to_its_kernel() -> None:
     launches = Launches()
     z, ids = torch.randn(4, 8, generator=generator()), torch.zeros(4, dtype=torch.int64)
     expanded = torch.ones(()).expand(4)
-    kernels.logp_bwd(z, ids, None, everyother(2, 4), everyother(4), expanded, expanded, expanded, -100, 1.0,
-                     launch=launches)  # fmt: skip
+    args: dict[str, Any] = {"logits": z, "token_ids": ids, "mask": None, "ignore_index": -100}
+    args |= {"stats": everyother(2, 4), "entropy": everyother(4), "temperature": everyother(4) + 1}
+    kernels.logp_bwd(launches, **args, dlogp=expanded, dentropy=expanded, dlse=expanded)
     ((_, _, given),) = launches.made
-    for name in ("stats", "entropy", "dlogp", "dentropy", "dlse", "dlogits"):
+    for name in ("stats", "entropy", "dlogp", "dentropy", "dlse", "dlogits", "scales", "inverses"):
         assert given[name].is_contiguous(), name
 
 
@@ -221,8 +223,8 @@ def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: s
     loads = bytes_per_access(ptx[kernel, V], "ld")
     tile = kernels.tile_for(V)
     assert sum(size >= 8 for size in loads) >= 2 * tile.unroll  # a whole step and the last one
-    # By element: the chosen token's logit, the row's id and mask. Nothing that grows with V.
-    assert sum(size < 8 for size in loads) <= 2
+    # By element: the chosen token's logit, the row's mask and temperature. Nothing that grows with V.
+    assert sum(size < 8 for size in loads) <= 4
 
 
 @pytest.mark.parametrize("V", [50257, 151936])

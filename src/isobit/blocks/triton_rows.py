@@ -33,6 +33,15 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
+def of_row(of_rows, of_all, row, live):
+    """What each live row has: a number of its own, or that of all rows where there is no table of them."""
+    found = tl.full(row.shape, of_all, tl.float32)
+    if of_rows is not None:
+        found = tl.load(of_rows + row, mask=live, other=1.0)
+    return found
+
+
+@triton.jit
 def finite_or_zero(m):
     """A reference that can be subtracted: an empty sum has m = -inf, and -inf - -inf is NaN. So is inf - inf:
     relative to 0 a logit of +inf makes s infinite, and only a NaN among the logits makes it NaN."""

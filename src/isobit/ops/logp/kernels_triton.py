@@ -14,7 +14,6 @@ Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its 
 0. A live row with an id outside [0, V) reads nothing at that id; its results and gradients are NaN.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -28,9 +27,8 @@ from isobit.arch import sm_count
 from isobit.blocks.interpreter import INTERPRETED, narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
-from isobit.blocks.triton_rows import fold, row_offset, row_results, split_sums
-
-LOG2E = math.log2(math.e)
+from isobit.blocks.temperature import scaling
+from isobit.blocks.triton_rows import fold, of_row, row_offset, row_results, split_sums
 
 
 class Tile(NamedTuple):
@@ -80,12 +78,12 @@ def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_in
 
 @triton.jit
 def store_row(
-    z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats,
+    z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats,
 ):  # fmt: skip
     """Turn the sums of a live row into its results."""
     z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
     nan = tl.where(good, 0.0, float("nan"))
-    own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inv_temperature)
+    own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inverse)
     tl.store(logp + row, own_logp + nan)
     if stats is not None:
         tl.store(stats + row, m + nan)
@@ -110,7 +108,7 @@ def store_dead_row(row, N, logp, entropy, lse, stats):
 
 @triton.jit
 def logp_rows(
-    logits, ids, mask, logp, entropy, lse, stats, scale, inv_temperature, ignore_index, N, V, inner,
+    logits, ids, mask, logp, entropy, lse, stats, scales, inverses, scale, inverse, ignore_index, N, V, inner,
     logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, WORD: tl.constexpr,
     LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -120,6 +118,7 @@ def logp_rows(
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
+    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
     start = row_offset(row, inner, logits_so, logits_si)
     index = tl.arange(0, 1 << LOG_SPLITS)
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
@@ -134,12 +133,12 @@ def logp_rows(
         t = tl.where(index == split, t1, t)
     m, s, t = fold(m, s, t, scale, LOG_SPLITS)
     z_ptr = logits + start
-    store_row(z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+    store_row(z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats)
 
 
 @triton.jit
 def logp_splits(
-    logits, ids, mask, partials, scale, ignore_index, N, V, inner,
+    logits, ids, mask, partials, scales, scale, ignore_index, N, V, inner,
     logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, ENTROPY: tl.constexpr, WORD: tl.constexpr,
     LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -148,6 +147,7 @@ def logp_splits(
     _, live, _ = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
         return
+    scale = of_row(scales, scale, row, True)
     start = row_offset(row, inner, logits_so, logits_si)
     m, s, t = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
     n_splits = tl.num_programs(1)
@@ -160,7 +160,7 @@ def logp_splits(
 
 @triton.jit
 def logp_merge(
-    logits, ids, mask, partials, logp, entropy, lse, stats, scale, inv_temperature, ignore_index,
+    logits, ids, mask, partials, logp, entropy, lse, stats, scales, inverses, scale, inverse, ignore_index,
     N, V, inner, n_splits, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -170,6 +170,7 @@ def logp_merge(
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
+    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
     index = tl.arange(0, 1 << LOG_SPLITS)
     at = partials + row * n_splits + index
     m = tl.load(at, mask=index < n_splits, other=float("-inf"))
@@ -179,12 +180,12 @@ def logp_merge(
         t = tl.load(at + 2 * N * n_splits, mask=index < n_splits, other=0.0)
     m, s, t = fold(m, s, t, scale, LOG_SPLITS)
     z_ptr = logits + row_offset(row, inner, logits_so, logits_si)
-    store_row(z_ptr, token, good, row, N, m, s, t, inv_temperature, logp, entropy, lse, stats)
+    store_row(z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats)
 
 
 @triton.jit
 def logp_gradient(
-    logits, ids, mask, stats, entropy, dlogp, dentropy, dlse, dlogits, scale, inv_temperature,
+    logits, ids, mask, stats, entropy, dlogp, dentropy, dlse, dlogits, scales, inverses, scale, inverse,
     ignore_index, N, V, inner, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
     CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr,
     STEPS: tl.constexpr,
@@ -198,15 +199,16 @@ def logp_gradient(
     WORD: tl.constexpr = LINE // 8
     row = tl.program_id(0).to(tl.int64)
     token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
     on_target, on_p, on_plogp = 0.0, 0.0, 0.0
     if dlogp is not None:
-        on_target = tl.load(dlogp + row) * inv_temperature
+        on_target = tl.load(dlogp + row) * inverse
         on_p = -on_target
     if dlse is not None:
-        on_p += tl.load(dlse + row) * inv_temperature
+        on_p += tl.load(dlse + row) * inverse
     if dentropy is not None:
-        on_plogp = -tl.load(dentropy + row) * inv_temperature
+        on_plogp = -tl.load(dentropy + row) * inverse
         on_p += on_plogp * tl.load(entropy + row)
     weights = (m, 1.0 / s, tl.log2(s), on_target, on_p, on_plogp)
     fill = tl.where(live, float("nan"), 0.0)  # of a row that is not good
@@ -279,79 +281,61 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
-def logp(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    return_entropy: bool,
-    return_lse: bool,
-    return_stats: bool = True,
-    launch: Launch = run,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Forward launcher. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    logits, ids, mask = args["logits"], args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     empty = partial(torch.empty, device=logits.device, dtype=torch.float32)
     out = empty(lead)
-    stats = empty((2, *lead)) if return_stats else None
-    entropy = empty(lead) if return_entropy else None
-    lse = empty(lead) if return_lse else None
+    entropy = empty(lead) if args["return_entropy"] else None
+    lse = empty(lead) if args["return_lse"] else None
+    stats = empty((2, *lead)) if args["return_stats"] else None
+    results = (out, entropy, lse, stats)
     N = out.numel()
     if N == 0:
-        return out, entropy, lse, stats
-    inner, (z, ids, mask), strides = row_strides(lead, (logits, token_ids, as_bytes(mask)))
+        return results
+    inner, (z, ids, mask), strides = row_strides(lead, (logits, ids, mask))
+    scaled = scaling(args["temperature"], N)
     splits, order, options = forward_plan(V)
-    numbers = (LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner)
+    sizes = (args["ignore_index"], N, V, inner)
     log_splits, word = (splits - 1).bit_length(), word_of(z, strides[:2])
-    results = (out, entropy, lse, stats)
     if splits == 1 or ROWS_PER_SM * sm_count(logits.device) <= N:
         launch(
-            logp_rows, (N,), z, ids, mask, *results, *numbers, *strides,
+            logp_rows, (N,), z, ids, mask, *results, *scaled, *sizes, *strides,
             WORD=word, LOG_SPLITS=log_splits, **order, **options,
         )  # fmt: skip
     else:
-        partials = empty((3 if return_entropy else 2, N, splits))
+        partials = empty((2 if entropy is None else 3, N, splits))
         launch(
-            logp_splits, (N, splits), z, ids, mask, partials, numbers[0], *numbers[2:], *strides,
-            ENTROPY=return_entropy, WORD=word, **order, **options,
+            logp_splits, (N, splits), z, ids, mask, partials, scaled.scales, scaled.scale, *sizes, *strides,
+            ENTROPY=entropy is not None, WORD=word, **order, **options,
         )  # fmt: skip
         launch(
-            logp_merge, (N,), z, ids, mask, partials, *results, *numbers, splits, *strides,
+            logp_merge, (N,), z, ids, mask, partials, *results, *scaled, *sizes, splits, *strides,
             LOG_SPLITS=log_splits, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return out, entropy, lse, stats
+    return results
 
 
-def logp_bwd(
-    logits: Tensor,
-    token_ids: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    entropy: Tensor | None,
-    dlogp: Tensor | None,
-    dentropy: Tensor | None,
-    dlse: Tensor | None,
-    ignore_index: int,
-    temperature: float,
-    launch: Launch = run,
-) -> Tensor:
-    """Backward launcher. Returns dlogits, contiguous, in the dtype of the logits."""
+def logp_bwd(launch: Launch = run, **args: Any) -> Tensor:
+    """dlogits, contiguous, in the dtype of the logits."""
+    logits, ids, mask = args["logits"], args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:
         return dlogits
-    inner, (z, ids, mask), strides = row_strides(lead, (logits, token_ids, as_bytes(mask)))
+    inner, (z, ids, mask), strides = row_strides(lead, (logits, ids, mask))
     N = dlogits.numel() // V
     line, word = 128 // logits.element_size(), 16 // logits.element_size()
     # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
     congruent = z.data_ptr() % 16 == 0 and not ((strides[0] - inner * V) % word or (strides[1] - V) % word)
     programs = -(-((V + line) // word) // (BWD_WORDS * BWD_UNROLL * BWD_STEPS))
     # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
-    rows = [x if x is None else x.contiguous() for x in (stats, entropy, dlogp, dentropy, dlse)]
+    given = (args[name] for name in ("stats", "entropy", "dlogp", "dentropy", "dlse"))
+    rows = [x if x is None else x.contiguous() for x in given]
     launch(
         logp_gradient, (N, programs), z, ids, mask, *rows, dlogits,
-        LOG2E / temperature, 1.0 / temperature, ignore_index, N, V, inner, *strides,
+        *scaling(args["temperature"], N), args["ignore_index"], N, V, inner, *strides,
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
