@@ -9,6 +9,7 @@ import torch
 from isobit.blocks import hopper_pipe, hopper_product, launch
 from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
 from isobit.blocks.stream import SEGMENT
+from isobit.check.proofs import proofs
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
@@ -221,6 +222,15 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> None:
     assert launch._constants(kernel) is not None
+
+
+@pytest.mark.parametrize("op", ["logp", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
+def test_contraction_is_never_left_to_a_default(op: str) -> None:
+    """Triton's own default is to contract, until it is not: 3.9 announces another for 3.10."""
+    recorder = launch.Recorder()
+    proofs()[op].kernels["hopper"].record(recorder, BF16)
+    assert recorder.launches
+    assert all(options["enable_fp_fusion"] is False for _, _, options in recorder.launches)
 
 
 def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:

@@ -82,8 +82,31 @@ def _maximum(x):
 
 
 @gluon.jit
+def _parted(parts):
+    """Each of the tensors cut in two along its last dimension: all of the first halves, then the others."""
+    firsts = ()
+    seconds = ()
+    for k in gl.static_range(len(parts)):
+        first, second = gl.split(parts[k])
+        firsts = firsts + (first,)
+        seconds = seconds + (second,)
+    return firsts + seconds
+
+
+@gluon.jit
 def _sum(x):
-    return gl.sum(gl.sum(x, 3), 1)
+    """Sums of the lanes: the two of a pair, then the pairs one after another, i ascending.
+
+    Written out because `gl.sum` adds registers in a chain up to Triton 3.7 and in a tree from 3.8 on. All of
+    it lies in one thread, so cutting it into pieces costs no instruction.
+    """
+    even, odd = gl.split(x)
+    pairs = gl.reshape(gl.permute(even + odd, (0, 2, 1)), (ROWS, 4, 2, 2, 2, 2, 2))
+    parts = _parted(_parted(_parted(_parted(_parted((pairs,))))))  # by i: its lowest bit was cut first
+    total = parts[0]
+    for i in gl.static_range(1, 32):
+        total += parts[i]
+    return gl.convert_layout(total, LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -115,10 +138,18 @@ def fold_tile(z, m, s, t, scale, ENTROPY: gl.constexpr):
 
 @gluon.jit
 def pick(z, column, token, n, picked):
-    """Add the logit of each row's token, in the one tile that has it. Most tiles have none."""
+    """Add the logit of each row's token, in the one tile that has it. Most tiles have none. All other terms
+    of the sum are 0: its order changes nothing."""
     if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
         picked += _sum(gl.where(column == spread(gl.expand_dims(token, 1)), z, 0.0))
     return picked
+
+
+@gluon.jit
+def _join(x):
+    """(0 + 2) + (1 + 3) of a row's lanes: a reduction of two has one order."""
+    halves = gl.sum(gl.reshape(x, (ROWS, 2, 2)), 1)
+    return gl.convert_layout(gl.sum(halves, 1), OF_ROWS, assert_trivial=True)
 
 
 @gluon.jit
@@ -129,8 +160,8 @@ def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
     r = _factor(m, d)
     joined = top
     if ENTROPY:
-        joined = gl.sum(gl.where(r == 0.0, 0.0, r * gl.fma(d, s, t)), 1)
-    return top, gl.sum(s * r, 1), joined
+        joined = _join(gl.where(r == 0.0, 0.0, r * gl.fma(d, s, t)))
+    return top, _join(s * r), joined
 
 
 @gluon.jit
@@ -146,7 +177,7 @@ def store_split(
     if ENTROPY:
         gl.store(out + 2 * capacity, t, mask=inside)
     found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
-    gl.store(picked_out + row, gl.sum(picked, 1), mask=found)
+    gl.store(picked_out + row, _join(picked), mask=found)
 
 
 @triton.jit
@@ -210,7 +241,8 @@ def blank_kernel(
 
 @triton.jit
 def _taken(x, i):
-    """Column i of x [BLOCK, 8]: a thread has all of a row in its registers."""
+    """Column i of x [BLOCK, 8]: a thread has all of a row in its registers. All other terms are 0, so the
+    order of this sum changes nothing."""
     return tl.sum(tl.where((tl.arange(0, 8) == i)[None, :], x, 0.0), 1)
 
 
@@ -297,6 +329,7 @@ class Slots:
             self.count if row_temperature is None else row_temperature.contiguous(),
             N, self.capacity, ignore_index, scale, V,
             mask is not None, row_temperature is not None, pack, block, num_warps=block // 256,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def blank(self, out: Tensor, launch: Launch) -> None:
@@ -306,7 +339,7 @@ class Slots:
         mask = self.count if self._mask is None else self._mask
         launch(
             blank_kernel, (-(-N // 64), -(-columns // 256)), out, self._tokens, mask, N, columns,
-            self.ignore_index, self.V, self._mask is not None, 64, 256,
+            self.ignore_index, self.V, self._mask is not None, 64, 256, enable_fp_fusion=False,
         )  # fmt: skip
 
     def merge(

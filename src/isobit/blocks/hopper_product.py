@@ -240,7 +240,7 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
         out = t.new_empty(slots, -(-columns // apart) * apart)[:, :columns]
     grid = (slots // BLOCK, -(-columns // 256))
     strides = (out.stride(0), t.stride(0), t.stride(1))
-    launch(pack_kernel, grid, out, rows, t, *strides, columns, BLOCK, 256)
+    launch(pack_kernel, grid, out, rows, t, *strides, columns, BLOCK, 256, enable_fp_fusion=False)
     return out
 
 
@@ -270,5 +270,5 @@ def sum_into(
         out if init is None else init, blocks, count, a_desc, b_desc, out_desc, a_by_k, b_by_k,
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, steps is not None,
-        rows is not None, staged, registers, num_warps=4, maxnreg=at_launch,
+        rows is not None, staged, registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip

@@ -166,7 +166,7 @@ def _multiply(
         out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
         a_desc, b_desc, out_desc, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step, tile.stages,
         tile.group, accumulator_layout(tile.columns), tile.swapped, bias is not None, staged, registers,
-        num_warps=4, maxnreg=at_launch,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
 
 

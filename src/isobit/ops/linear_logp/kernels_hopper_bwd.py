@@ -282,7 +282,10 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
                 _sum_bias(dbias[columns], dz, block, launch)
         if out is not None:
             grid = (len(block.rows) // 64, -(-D // 256))
-            launch(unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D, 64, 256)
+            launch(
+                unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D, 64, 256,
+                enable_fp_fusion=False,
+            )  # fmt: skip
     if out is not None:
         out = out[:N]
         if packed:
@@ -370,4 +373,7 @@ def _slab(
 
 def _sum_bias(dbias: Tensor, dz: Tensor, block: Block, launch: Launch) -> None:
     grid = (-(-len(dbias) // 64),)
-    launch(bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0), 64, num_warps=2)
+    launch(
+        bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0), 64,
+        num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip

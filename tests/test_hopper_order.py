@@ -1,0 +1,153 @@
+"""In which order compiled Hopper kernels add, under the Triton that is installed.
+
+Their PTX is executed on a CPU (`ptx`) and held against the model that docs/numerics.md prints. Controls: the
+same model in another order must differ.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+import ptx
+from isobit.blocks.hopper_lse import LOG2E, Slots, splits_of
+from isobit.blocks.launch import Recorder
+from isobit.ops.linear_logp import proof as linear_logp_proof
+from isobit.ops.logp import kernels_hopper as logp
+from isobit.ops.logp import proof as logp_proof
+
+pytestmark = pytest.mark.compat
+
+f32 = np.float32
+PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+
+
+def model() -> dict[str, Any]:
+    """The functions that the page prints."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    (text,) = (block for block in blocks if "def row_sums(" in block)
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    return scope
+
+
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
+    return ptx.fma(*np.broadcast_arrays(*(np.asarray(x, f32) for x in (a, b, c))))
+
+
+def logits(V: int, rows: int) -> Tensor:
+    """Rows of several kinds: plain, wide apart, with lanes of nothing but -inf, shifted far from 0."""
+    z = torch.randn(rows, V, generator=torch.Generator().manual_seed(V))
+    z[1::4] *= 20
+    z[2::4, : V // 2] = -torch.inf
+    z[2::4, torch.arange(V) % 8 < 2] = -torch.inf
+    z[3::4] += 1000
+    return z
+
+
+@pytest.fixture(scope="module")
+def z() -> Tensor:
+    return logits(5 * 256 - 44, 32)
+
+
+def modelled(z: Tensor, scope: dict[str, Any]) -> np.ndarray:
+    """Sums of two splits, of two and of three tiles: [splits, 3, rows]."""
+    padded = torch.nn.functional.pad(z, (0, 44), value=-torch.inf).numpy()
+    with np.errstate(all="ignore"):
+        sums = [[scope["split_sums"](row[part], f32(LOG2E), fma, ptx.exp2) for row in padded]
+                for part in (slice(0, 512), slice(512, 1280))]  # fmt: skip
+    return np.array(sums, f32).transpose(0, 2, 1)
+
+
+def differing(a: np.ndarray, b: np.ndarray) -> int:
+    return int((np.ascontiguousarray(a).view(np.uint32) != np.ascontiguousarray(b).view(np.uint32)).sum())
+
+
+def folded(z: Tensor, entropy: bool) -> np.ndarray:
+    """What `fold_kernel` leaves, in a grid of two splits."""
+    N, V = z.shape
+    partial, picked = torch.full((2, 3, 128), torch.nan), torch.full((128,), torch.nan)
+    ids, scales = torch.full((128,), 700, dtype=torch.int32), torch.full((128,), LOG2E)
+    ptx.execute(
+        logp.fold_kernel, (1, 2), partial, picked, z, ids, scales, N, V, z.stride(0), 128, entropy,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert torch.equal(picked[:N], z[:, 700])
+    return partial[:, :, :N].numpy()
+
+
+def test_lanes_and_splits_are_summed_as_the_page_says(z: Tensor) -> None:
+    splits = modelled(z, model())
+    assert differing(folded(z, entropy=True), splits) == 0
+    assert differing(folded(z, entropy=False)[:, :2], splits[:, :2]) == 0
+
+
+def tree(x: np.ndarray) -> np.ndarray:
+    """Neighbours, again and again: what a reduction is from Triton 3.8 on."""
+    x = x[:, :, 0] + x[:, :, 1]
+    while len(x) > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def backwards(x: np.ndarray) -> np.ndarray:
+    return np.asarray(model()["lane_sum"](x[::-1]))
+
+
+@pytest.mark.parametrize("other", [tree, backwards])
+def test_another_order_of_a_lane_would_show(z: Tensor, other: Callable[[np.ndarray], np.ndarray]) -> None:
+    splits = modelled(z, model())
+    scope = model()
+    scope["lane_sum"] = other
+    changed = modelled(z, scope)
+    assert differing(splits[:, 1:], changed[:, 1:]) > 0.25 * changed[:, 1:].size
+
+
+def summed(ir: str) -> list[int]:
+    """How many floats each reduction by addition takes."""
+    sizes = []
+    for text in ir.split('"tt.reduce"')[1:]:
+        found = re.match(r".*?axis = (\d).*?\(\{(.*?)\n *\}\).*?tensor<([\dx]+)x(\w+)", text, re.S)
+        assert found, text[:200]
+        axis, body, shape, kind = found.groups()
+        if "arith.addf" in body:
+            assert kind == "f32"
+            sizes.append(int(shape.split("x")[int(axis)]))
+    return sizes
+
+
+@pytest.mark.parametrize("kernel", ["forward_kernel", "fold_kernel"])
+def test_no_sum_of_more_than_two_is_left_to_the_compiler(kernel: str) -> None:
+    """Also where tensor cores make the logits, which `ptx` cannot execute."""
+    recorder = Recorder()
+    for proof in (linear_logp_proof, logp_proof):
+        proof.record_hopper(recorder, torch.bfloat16)
+    recorder.launches = [launch for launch in recorder.launches if launch[0].__name__ == kernel]
+    entropy = recorder.launches[0][0].arg_names.index("ENTROPY")
+    recorder.launches = [launch for launch in recorder.launches if launch[1][entropy]]
+    ((_, source, options),) = recorder.sources()
+    sums = summed(triton.compile(source, target=ptx.TARGET, options=options).asm["ttgir"])
+    assert sums and set(sums) == {2}
+
+
+def test_splits_are_folded_as_the_page_says() -> None:
+    """m and s of rows come out of `merge_kernel` as they are."""
+    z = logits(34 * 256 - 1, 4)
+    N, V = z.shape
+    with np.errstate(all="ignore"):
+        found = [model()["row_sums"](row, f32(LOG2E), fma, ptx.exp2) for row in z.numpy()]
+        m, s, _ = np.array([sums for _, sums in found], f32).T
+        own = s * ptx.exp2(-fma(m, f32(LOG2E), -(m * f32(LOG2E))))
+    slots = Slots(torch.zeros(N, dtype=torch.int64), None, None, -100, LOG2E, V, False, ptx.execute)
+    partial = torch.full((splits_of(V), 3, slots.capacity), torch.nan)
+    partial[:, :, :N] = torch.from_numpy(np.array([splits for splits, _ in found], f32).transpose(1, 2, 0))
+    picked = torch.zeros(slots.capacity)
+    *_, stats = slots.merge(partial, picked, torch.Size([N]), V, 1.0, True, True, True, ptx.execute)
+    assert stats is not None
+    assert differing(stats.numpy(), np.array([m, own])) == 0
