@@ -146,8 +146,8 @@ class Block:
 
     @staticmethod
     def _bits(value: np.ndarray, kind: str) -> Bits:
-        if value.dtype == bool:
-            return value
+        if value.dtype == bool or kind == "pred":
+            return value.astype(bool)
         if value.dtype == f32:
             return value.view(u32).astype(u64)
         return value.astype(np.int64).view(u64) & u64(2 ** int(re.sub(r"\D", "", kind)) - 1)

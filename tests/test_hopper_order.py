@@ -18,6 +18,7 @@ from torch import Tensor
 import ptx
 from isobit.blocks.hopper_lse import LOG2E, Slots, splits_of
 from isobit.blocks.launch import Recorder
+from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import proof as linear_logp_proof
 from isobit.ops.logp import kernels_hopper as logp
 from isobit.ops.logp import proof as logp_proof
@@ -122,15 +123,17 @@ def summed(ir: str) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("kernel", ["forward_kernel", "fold_kernel"])
+@pytest.mark.parametrize("kernel", ["forward_kernel", "fold_kernel", "bias_kernel"])
 def test_no_sum_of_more_than_two_is_left_to_the_compiler(kernel: str) -> None:
     """Also where tensor cores make the logits, which `ptx` cannot execute."""
     recorder = Recorder()
     for proof in (linear_logp_proof, logp_proof):
         proof.record_hopper(recorder, torch.bfloat16)
-    recorder.launches = [launch for launch in recorder.launches if launch[0].__name__ == kernel]
-    entropy = recorder.launches[0][0].arg_names.index("ENTROPY")
-    recorder.launches = [launch for launch in recorder.launches if launch[1][entropy]]
+    launches = [launch for launch in recorder.launches if launch[0].__name__ == kernel]
+    names = launches[0][0].arg_names
+    if "ENTROPY" in names:
+        launches = [launch for launch in launches if launch[1][names.index("ENTROPY")]]
+    recorder.launches = launches[:1]
     ((_, source, options),) = recorder.sources()
     sums = summed(triton.compile(source, target=ptx.TARGET, options=options).asm["ttgir"])
     assert sums and set(sums) == {2}
@@ -151,3 +154,32 @@ def test_splits_are_folded_as_the_page_says() -> None:
     *_, stats = slots.merge(partial, picked, torch.Size([N]), V, 1.0, True, True, True, ptx.execute)
     assert stats is not None
     assert differing(stats.numpy(), np.array([m, own])) == 0
+
+
+# Column sums of d-logits
+
+
+def column_sums(dz: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
+    """16 rows at a time; of those, rows that lie so far apart are added, one stride after the other."""
+    total = np.zeros(dz.shape[1], f32)
+    for first in range(0, len(dz), 16):
+        rows = {r: dz[first + r] if first + r < len(dz) else np.zeros_like(total) for r in range(16)}
+        for stride in strides:
+            rows = {r: value + rows[r + stride] for r, value in rows.items() if not r & stride}
+        total = total + rows[0]
+    return total
+
+
+@pytest.mark.parametrize("columns", [512, 200, 511])
+def test_the_bias_is_summed_as_the_page_says(columns: int) -> None:
+    gen = torch.Generator().manual_seed(columns)
+    dz = (
+        torch.randn(64, 512, generator=gen) * 2.0 ** torch.randint(-12, 6, (64, 512), generator=gen)
+    ).bfloat16()
+    dbias, count, rows = torch.full((columns,), torch.nan), torch.tensor([37], dtype=torch.int32), dz[:37]
+    block = backward.Block(dz, *[count] * 3, dz, count, None, None)
+    backward._sum_bias(dbias, dz[:, :columns], block, ptx.execute)
+    exact = rows.float().numpy()[:, :columns]
+    assert differing(dbias.numpy(), column_sums(exact, (8, 2, 1, 4))) == 0
+    for other in ((8, 4, 2, 1), (1, 2, 4, 8), (8, 2, 4, 1)):
+        assert differing(dbias.numpy(), column_sums(exact, other)) > 0.02 * columns
