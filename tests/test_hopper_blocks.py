@@ -1,5 +1,6 @@
 """What Hopper launchers decide on the host: which tile, what TMA can read, which kernel is known already."""
 
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -67,15 +68,67 @@ def test_a_descriptor_keeps_no_memory_and_checks_every_address() -> None:
 # Which program takes which tiles
 
 
-def items(tiles_m: int, tiles_n: int, group: int = 16) -> list[tuple[int, int, int, int]]:
-    """What the kernels' own functions answer for every item of a forward, with Python's numbers."""
+class Int32(int):
+    """A number of a kernel: what does not fit 32 bits is an error here, and would be another number there."""
+
+    def _new(self, value: int) -> "Int32":
+        assert -(2**31) <= value < 2**31, "32 bits do not hold it"
+        return Int32(value)
+
+    def __add__(self, other: int) -> "Int32":
+        return self._new(int(self) + int(other))
+
+    def __sub__(self, other: int) -> "Int32":
+        return self._new(int(self) - int(other))
+
+    def __mul__(self, other: int) -> "Int32":
+        return self._new(int(self) * int(other))
+
+    def __floordiv__(self, other: int) -> "Int32":
+        return self._new(int(self) // int(other))
+
+    def __mod__(self, other: int) -> "Int32":
+        return self._new(int(self) % int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> "Int32":
+        return self._new(-int(self))
+
+
+def item_of(tiles_m: int, tiles_n: int, spans: int, group: int = 16) -> Callable[[int], tuple[int, ...]]:
+    """What the kernels' own functions answer for an item, with Python's numbers."""
     numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)}
     for name in ("_item", "_by_length"):
         numbers[name] = FunctionType(getattr(hopper_pipe, name).fn.__code__, numbers)
     item = FunctionType(hopper_pipe.Pipe.item.fn.__code__, numbers)
-    spans = min(SPLITS, tiles_n)
-    pipe = SimpleNamespace(tiles_m=tiles_m, tiles_n=tiles_n, spans=spans, GROUP=group, SPANS=SPLITS)
-    return [item(pipe, t) for t in range(tiles_m * spans)]
+    used = Int32(min(spans, tiles_n) if spans else tiles_n)
+    pipe = SimpleNamespace(
+        tiles_m=Int32(tiles_m), tiles_n=Int32(tiles_n), spans=used, GROUP=Int32(group), SPANS=spans
+    )
+    return lambda t: item(pipe, Int32(t))
+
+
+def items(tiles_m: int, tiles_n: int) -> list[tuple[int, ...]]:
+    """Every item of a forward."""
+    item = item_of(tiles_m, tiles_n, SPLITS)
+    return [item(t) for t in range(tiles_m * min(SPLITS, tiles_n))]
+
+
+@pytest.mark.parametrize("tiles_n", [1, 5, 46340, 46341, 1 << 20])
+def test_a_span_of_one_tile_is_the_tile(tiles_n: int) -> None:
+    """Its number times that of all tiles, once a step of finding it, does not fit 32 bits from 46341 on."""
+    item = item_of(3, tiles_n, 0)
+    for t in {0, 1, tiles_n, 3 * tiles_n - 1}:
+        m, first, end, span = item(t)
+        assert (m, first) == (t % 3, t // 3) and end == first + 1 == span + 1
+
+
+@pytest.mark.parametrize("tiles_n", [1 << 20, 1 << 23])
+def test_splits_of_the_largest_vocabularies_fit_32_bits(tiles_n: int) -> None:
+    item = item_of(17, tiles_n, SPLITS)
+    ends = [item(t)[1:3] for t in range(17 * SPLITS)]
+    assert min(ends)[0] == 0 and max(end for _, end in ends) == tiles_n
 
 
 @pytest.mark.parametrize("tiles_m", [1, 5, 16, 17, 40])

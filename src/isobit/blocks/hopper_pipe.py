@@ -199,11 +199,13 @@ class Pipe:
         so many-th item, get about as many tiles.
         """
         m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
+        first, end = span, span + 1  # where SPANS is 0, and span * tiles_n might not fit 32 bits
         if self.SPANS:
             if m // self.GROUP % 2 == 1:
                 span = self.spans - 1 - span
             span = _by_length(span, self.spans, self.tiles_n)
-        return m, span * self.tiles_n // self.spans, (span + 1) * self.tiles_n // self.spans, span
+            first, end = span * self.tiles_n // self.spans, (span + 1) * self.tiles_n // self.spans
+        return m, first, end, span
 
     @gluon.jit
     def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
