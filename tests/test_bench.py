@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -17,12 +19,16 @@ from isobit.bench import tables, timing
 from isobit.bench.cases import CPU_BYTES, CPU_FLOPS, case_name, parse_case, small_cases
 from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
 from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.runner import CheckFailed, run
+from isobit.bench.runner import run
 from isobit.bench.timing import Contender, Verdict, copies_for, measure
+from isobit.bench.truth import Truth, cotangent_like, truth_of
+from isobit.bench.vouch import CheckFailed
 from isobit.check.proof import InputOptions
-from isobit.check.proofs import proof_of
+from isobit.check.proofs import proof_of, proofs
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals as det_gemm_rivals
+from isobit.ops.linear_logp.proof_inputs import FULL
+from isobit.ops.linear_logp.rivals import Sampled
 from isobit.ops.logp import rivals as logp_rivals
 
 LOGP = known_op("logp")
@@ -30,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def with_check(monkeypatch: pytest.MonkeyPatch, failures: list[str]) -> None:
-    check = types.SimpleNamespace(quick_check=lambda op_name, device: failures)
+    check = types.SimpleNamespace(quick_check=lambda op_name, device, backend, options: failures)
     monkeypatch.setitem(sys.modules, "isobit.check.runner", check)
 
 
@@ -151,6 +157,75 @@ def test_a_red_op_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@contextlib.contextmanager
+def backend_of(op: Any, name: str, run: Callable[..., Any], where: int | None = None) -> Iterator[None]:
+    """One more backend of an op: the last, or before all others so that it serves by default."""
+    op.backend(name, numerics="none")(run)
+    added = op.backends[-1]
+    if where is not None:
+        op.backends.insert(where, op.backends.pop())
+    try:
+        yield
+    finally:
+        op.backends.remove(added)
+
+
+def off_by_a_little(**args: Any) -> Any:
+    logp, *rest = LOGP._by_name("reference").run(**args)
+    return logp + 1e-3, *rest
+
+
+def test_a_wrong_backend_is_not_timed_whoever_asks_for_it(tmp_path: Path) -> None:
+    """Not by name, while the default is right; and not as the default."""
+    options: dict[str, Any] = {
+        "impls": ["isobit", "isobit:wrong"],
+        "directions": ["fwd"],
+        "out_dir": tmp_path,
+    }
+    red = pytest.raises(CheckFailed, match=r"(?s)logp on wrong fails .* beyond the bound")
+    with backend_of(LOGP, "wrong", off_by_a_little), red:
+        bench(backend="wrong", **options)
+    assert list(tmp_path.iterdir()) == []
+    with backend_of(LOGP, "wrong", off_by_a_little, 0), pytest.raises(CheckFailed, match="logp on wrong"):
+        bench(impls=["isobit"], directions=["fwd"])
+
+
+def test_a_backend_that_is_wrong_with_an_option_is_not_timed_with_it() -> None:
+    def served(**args: Any) -> Any:
+        right = LOGP._by_name("reference").run(**args)
+        return right if args["temperature"] == 1.0 else off_by_a_little(**args)
+
+    plain = parse_case("N=70,V=33,dtype=fp32", LOGP)
+    hot = dataclasses.replace(plain, options={"temperature": 1.5})
+
+    def timed(case: Any) -> dict[str, Any]:
+        return run("logp", [case], ["fwd"], "cpu", impls=["isobit"], repetitions=2, say=lambda t: None)
+
+    # No declared case but those that are off at other temperatures: their own option must be what is checked.
+    proof = proof_of(LOGP)
+    cases = [case for case in proof.cases if not case.heavy and not case.options]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        backend_of(LOGP, "hot", served, 0),
+    ):
+        patch.setitem(proofs(), "logp", dataclasses.replace(proof, cases=cases, bit_cases=proof.bit_cases))
+        assert timed(plain)["rows"]
+        with pytest.raises(CheckFailed, match=r"logp on hot with temperature=1.5 fails"):
+            timed(hot)
+
+
+def test_a_variant_is_checked_as_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    check = types.SimpleNamespace(quick_check=lambda *args: checked.append(args) or [])
+    monkeypatch.setitem(sys.modules, "isobit.check.runner", check)
+    case = parse_case("N=4,D=8,V=12", known_op("linear_logp"))
+    run("linear_logp", [case], device="cpu", impls=["isobit"], repetitions=2, say=lambda text: None)
+    assert checked == [
+        ("linear_logp", CPU, "reference", {}),
+        ("linear_logp", CPU, "reference", {"workspace_bytes": FULL}),
+    ]
+
+
 def test_a_run_without_a_check_says_so() -> None:
     report = bench(skip_check=True, impls=["isobit"], directions=["fwd"])
     assert report["stamp"]["checked"] is False and "NOT CHECKED" in format_report(report)
@@ -161,12 +236,9 @@ def test_a_forced_backend_is_a_row_beside_the_default() -> None:
         options: dict[str, Any] = {"skip_check": True, "directions": ["fwd"], "backend": backend}
         return [row["impl"] for row in bench(impls=["isobit", f"isobit:{backend}"], **options)["rows"]]
 
-    LOGP.backend("twin", numerics="none")(LOGP.backend_named("reference").run)
-    try:
+    with backend_of(LOGP, "twin", LOGP.backend_named("reference").run):
         assert impls("twin") == ["isobit", "isobit:twin"]
         assert impls("reference") == ["isobit"]
-    finally:
-        LOGP.backends.pop()
 
 
 @pytest.mark.parametrize("options", [{"directions": ["up"]}, {"backend": "gpu"}, {"impls": ["ligre"]}])
@@ -210,6 +282,31 @@ def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     errors = {row["impl"]: row["max_abs"] for row in report["rows"] if row["direction"] == "fwd"}
     assert errors["off"] == pytest.approx(1.0, abs=1e-5) and errors["nan"] is None
+
+
+@pytest.mark.parametrize("judge", [lambda args: truth_of(known_op("linear_logp"), args), Sampled])
+def test_what_is_row_by_row_is_judged_where_a_gradient_is_shared_by_all_rows(judge: Any) -> None:
+    """linear_logp: the output and dhidden are known from some rows, dweight is not."""
+    op = known_op("linear_logp")
+    case = parse_case("N=100,D=8,V=20,dtype=fp32", op)
+    args = proof_of(op).make(case, CPU, InputOptions())
+    leaves = [args[name].requires_grad_() for name in ("hidden", "weight")]
+    output = proof_of(op).call_alone(args, None)[0]
+    gradients = torch.autograd.grad(output, leaves, cotangent_like(output))
+    known, output = judge(proof_of(op).make(case, CPU, InputOptions())), output.detach()
+    assert known.error("fwd", (output,)) < 1e-5 and known.error("fwd_bwd", (output, *gradients)) < 1e-5
+    assert known.error("fwd", (output + 0.5,)) == pytest.approx(0.5, abs=1e-5)
+    dhidden, dweight = gradients
+    assert known.error("fwd_bwd", (output + 0.5, dhidden, dweight)) == pytest.approx(0.5, abs=1e-5)
+    assert known.error("fwd_bwd", (output, dhidden + 0.5, dweight)) == pytest.approx(0.5, abs=1e-5)
+    assert known.error("fwd_bwd", (output, dhidden, dweight + 0.5)) < 1e-5
+    assert math.isnan(known.error("fwd", (output * float("nan"),)))
+
+
+def test_a_sum_over_all_rows_alone_is_not_judged() -> None:
+    rows, one = torch.tensor([0]), torch.zeros(1, 1)
+    assert Truth(rows, 4, one, {}, 1).error("bwd", (torch.ones(4, 1),)) is None
+    assert Truth(rows, 4, one, {0: one}, 2).error("bwd", (torch.ones(4, 1), torch.ones(3))) == 1.0
 
 
 @pytest.mark.parametrize("text", ["N=5,V=7,dtype=fp32", "B=2,T=3,V=7,dtype=fp32"])
@@ -308,6 +405,39 @@ def test_the_gpu_timer_captures_or_falls_back(monkeypatch: pytest.MonkeyPatch) -
     assert gpu.sleeps[::2] == [graph_sleep] * 3 and min(gpu.sleeps[1::2]) > graph_sleep
 
 
+def test_host_time_is_the_median_of_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is slow for a while is slow for all contenders, and for less than half of their blocks."""
+    gpu, clock, order = Gpu(monkeypatch), [0.0], list[str]()
+
+    def contender(name: str, us: float) -> Contender:
+        def call() -> None:
+            slow = 100.0 if len(order) < 2 * timing.HOST_CALLS else 1.0
+            clock[0] += slow * us * 1e-6 if recording else 0.0
+            if recording:
+                order.append(name)
+
+        return Contender(name, lambda: [call])
+
+    recording = False
+    measured = timing._time_the_host
+
+    def only_there(*args: Any) -> None:
+        nonlocal recording
+        recording = True
+        measured(*args)
+        recording = False
+
+    monkeypatch.setattr(timing, "_time_the_host", only_there)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    contenders = [contender("ours", 20.0), contender("theirs", 5.0)]
+    timings, _ = measure(contenders, torch.device("cuda", 0), call_ms=0.01, repetitions=3)
+    assert {name: timing.host_us for name, timing in timings.items()} == pytest.approx(
+        {"ours": 20.0, "theirs": 5.0}
+    )
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert turns == ["ours", "theirs"] * timing.HOST_BLOCKS and gpu.calls == 0
+
+
 def test_no_capture_is_tried_of_what_says_that_it_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
     contenders = [Contender("syncs", lambda: [gpu.call(captures=False)], graph=False)]
@@ -325,7 +455,7 @@ def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.Monkey
     assert samples(0.01)[0] == timing.REPETITIONS
     assert samples(10.0)[0] == 15 and samples(100.0)[0] == timing.MIN_REPETITIONS
     # Warming up, memory, host time, capture, a replay, samples: no more than there must be.
-    assert samples(100.0)[1] == 3 + 1 + timing.MIN_HOST_CALLS + 1 + 1 + timing.MIN_REPETITIONS
+    assert samples(100.0)[1] == 3 + 1 + timing.HOST_BLOCKS + 1 + 1 + timing.MIN_REPETITIONS
 
 
 def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,22 +491,23 @@ def write_results(folder: Path, *rows: dict[str, Any]) -> None:
 
 
 ROWS = (
-    a_row("isobit", 0.4),
+    a_row("isobit", 0.4, host_us=42.6),
     a_row("native", 1.2),
     a_row("copy", 0.38),
     a_row("isobit", 9.0, "bwd"),
     a_row("isobit", 1.0, "fwd_bwd"),
-    a_row("liger", 1.5, "fwd_bwd"),
+    a_row("liger", 1.5, "fwd_bwd", host_us=18.0),
 )
 
 
 def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> None:
     write_results(tmp_path, *ROWS)
     assert tables.render_op(tmp_path / "logp.json") == (
-        "| case | direction | isobit ms | % of copy speed | native ms | liger ms | extra MB |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
-        "| N=8 V=9 bf16 | fwd | 0.4 | 95 % | 1.2 (3.00x) | - | 0.25 |\n"
-        "| N=8 V=9 bf16 | fwd+bwd | 1 | - | - | 1.5 (1.50x) | 0.25 |\n"
+        "| case | direction | isobit ms | % of copy speed | native ms | liger ms | extra MB "
+        "| host us: isobit / native / liger |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| N=8 V=9 bf16 | fwd | 0.4 | 95 % | 1.2 (3.00x) | - | 0.25 | 43 / - / - |\n"
+        "| N=8 V=9 bf16 | fwd+bwd | 1 | - | - | 1.5 (1.50x) | 0.25 | - / - / 18 |\n"
         "\n"
         "<sub>NVIDIA H200, driver 580, torch 2.11, Triton 3.6, Python 3.12; copy 4.26 TB/s, "
         "bf16 product 800 TFLOP/s; commit abc, source def, 2026-01-02</sub>\n"

@@ -16,8 +16,9 @@ from isobit.bench import charts, tables
 from isobit.bench.cases import parse_case, series_of
 from isobit.bench.goals import Goal, cells, sizes_of, summary
 from isobit.bench.report import ROW, format_report
-from isobit.bench.runner import CheckFailed, run
+from isobit.bench.runner import run
 from isobit.bench.series import Pool
+from isobit.bench.vouch import CheckFailed
 from isobit.check.proof import Case
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals
@@ -146,8 +147,9 @@ def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatc
 # A check that need not be run twice
 
 
-def proven(op: str, *laws: str, fail: int = 0) -> dict[str, Any]:
-    return {"op": op, "fail": fail, "cases": [{"law": law, "status": "ok"} for law in laws]}
+def proven(op: str, *laws: str, fail: int = 0, backend: str = "model") -> dict[str, Any]:
+    cases = [{"law": law, "status": "ok"} for law in laws]
+    return {"op": op, "candidate": backend, "numerics": "chain16", "fail": fail, "cases": cases}
 
 
 def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +159,8 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     here = {"source_sha": source_sha(), "gpu": gpu_name(CPU)}
     gemm, dw = (proven(op, "accuracy", "invariant") for op in ("det_gemm", "det_gemm_dw"))
 
-    def passed(op: str, device: torch.device) -> list[str]:
-        checked.append(op)
+    def passed(op: str, device: torch.device, backend: str, options: Any) -> list[str]:
+        checked.append((op, backend))
         return []
 
     def after(stamp: dict[str, str], *candidates: Any) -> Any:
@@ -168,8 +170,10 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(runner, "quick_check", passed)
     assert after(here, gemm, dw)["stamp"]["checked"] is True and checked == []
     after(here, gemm, proven("det_gemm_dw", "accuracy"))
-    assert checked == ["det_gemm_dw"]  # of whose bits the report says nothing
-    with pytest.raises(CheckFailed, match="det_gemm fails its check in "):
+    assert checked == [("det_gemm_dw", "model")]  # of whose bits the report says nothing
+    after(here, proven("det_gemm", "accuracy", "invariant", backend="hopper"), dw)
+    assert checked[1:] == [("det_gemm", "model")]  # a report on another backend says nothing of this one
+    with pytest.raises(CheckFailed, match="det_gemm on model fails its check in "):
         after(here, proven("det_gemm", "accuracy", "invariant", fail=2))
     with pytest.raises(ContractError, match="written by another source or on another device"):
         after(here | {"source_sha": "another"}, gemm, dw)
@@ -195,7 +199,7 @@ ROWS = [
     *a_cell("det_gemm", 1, 8, 0.5, equal=0.999),
     *a_cell("det_gemm", 1, 32, 0.8),
     *a_cell("det_gemm", 4096, 8, 1.0),
-    *a_cell("det_gemm_dx", 4096, 8, 0.81),
+    *(row | {"host_us": 24.0 / (1 + i)} for i, row in enumerate(a_cell("det_gemm_dx", 4096, 8, 0.81))),
     a_row("det_gemm", 4096, 32, "isobit", 1.0),  # without its rival: no cell
 ]
 
@@ -256,7 +260,7 @@ def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_pat
     def a_row(size: int, impl: str, ms: float, extra: float | None) -> dict[str, Any]:
         sizes = f"N={size} D={2 * size} V={3 * size} bf16"
         return {"op": "linear_logp", "case": sizes, "direction": "fwd", "impl": impl, "ms": ms,
-                "method": "graph", "extra_mb": extra, "max_abs": ms / 100}  # fmt: skip
+                "method": "graph", "host_us": 30.2, "extra_mb": extra, "max_abs": ms / 100}  # fmt: skip
 
     rows = [
         a_row(size, *rest)
@@ -270,9 +274,9 @@ def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_pat
     assert found[:5] == [
         "`linear_logp`",
         "",
-        "| case | isobit ms | times bare_gemm | extra MB | cce ms |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        "| N=1 D=2 V=3 bf16 | 1.02 | 1.02 | 4.30 | 3.06 (3.00x, 530 MB) |",
+        "| case | isobit ms | times bare_gemm | extra MB | cce ms | host us: isobit / cce |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| N=1 D=2 V=3 bf16 | 1.02 | 1.02 | 4.30 | 3.06 (3.00x, 530 MB) | 30 / 30 |",
     ]
     assert "| N=3 D=6 V=9 bf16 | 1e-02 | 3e-02 |" in found
     assert sum(line.startswith("| N=") for line in found) == 2 * 3  # times, and errors
@@ -314,6 +318,8 @@ def test_grids_show_the_share_of_the_baseline(tmp_path: Path) -> None:
         "| M | K=16 N=8 |\n"
         "| ---: | ---: |\n"
         "| 4096 | 0.81 |\n"
+        "\n"
+        "Host time of an eager call in microseconds, median of the cases: isobit 24, torch.mm 12.\n"
         "\n"
         "\\* torch.mm has other bits than isobit here: it splits the sum.\n"
         "\n"

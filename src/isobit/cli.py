@@ -21,8 +21,8 @@ from isobit.arch import arch_key as arch_name
 from isobit.arch import default_device
 from isobit.bench.cases import parse_case
 from isobit.bench.report import show
-from isobit.bench.runner import CheckFailed
 from isobit.bench.runner import run as timed
+from isobit.bench.vouch import CheckFailed
 from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
 from isobit.check.law import LAWS, small_case

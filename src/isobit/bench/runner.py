@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from isobit.arch import default_device
 from isobit.bench.cases import case_name, series_of, small_cases
+from isobit.bench.contenders import calls_of, equal_bits, rival_calls
 from isobit.bench.goals import summary
 from isobit.bench.report import CPU_WARNING, Report, Row
-from isobit.bench.rival import Rival
 from isobit.bench.series import Judge, Pool, Series
 from isobit.bench.timing import (
     Call,
@@ -31,77 +31,12 @@ from isobit.bench.timing import (
     settled_heap,
     tidy,
 )
-from isobit.bench.truth import cotangent_like
-from isobit.check.compare import differing
+from isobit.bench.vouch import Vouch
+from isobit.check.options import options_of
 from isobit.check.proof import Args, Case
 from isobit.contract import ContractError
 from isobit.op import known_op
-from isobit.stamp import gpu_name, results_folder, source_sha, stamp
-
-#: Elements whose bits are compared, if that many calls are at hand: where one in a thousand differs, a few
-#: thousand elements might not show it.
-COMPARED = 1 << 18
-
-
-class CheckFailed(RuntimeError):
-    """The op does not pass its check, so its speed is of no interest."""
-
-
-# Contenders
-
-
-def _calls(
-    function: Callable[[Args], Tensor], prepared: Sequence[Args], inputs: tuple[str, ...], direction: str
-) -> list[Call]:
-    """One call per copy of the inputs."""
-    return [_call(function, args, inputs, direction) for args in prepared]
-
-
-def _call(function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...], direction: str) -> Call:
-    """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing."""
-    leaves = [args[name].detach().requires_grad_() for name in inputs]
-    args = args | dict(zip(inputs, leaves, strict=True))
-
-    def fwd() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (function(args),)
-
-    if direction == "fwd" or not inputs:
-        return fwd
-    kept = function(args)
-    cotangent = cotangent_like(kept)
-    if direction == "bwd":
-        return lambda: torch.autograd.grad(kept, leaves, cotangent, retain_graph=True)
-
-    def fwd_bwd() -> tuple[Tensor, ...]:
-        output = function(args)
-        return (output, *torch.autograd.grad(output, leaves, cotangent))
-
-    return fwd_bwd
-
-
-def _rival_calls(rival: Rival, copies: Sequence[Args], inputs: tuple[str, ...], direction: str) -> list[Call]:
-    function = rival.function
-    if rival.compiled:
-        function = torch.compile(function, dynamic=False)
-    with torch.no_grad():
-        prepared = [rival.prepare(args) for args in copies]
-    return _calls(function, prepared, inputs, direction)
-
-
-def _equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:
-    """The share of first outputs with the same bits, over enough calls; None for another dtype or shape."""
-    equal = seen = 0
-    for our_call, their_call in zip(ours, theirs, strict=True):
-        mine, other = our_call()[0], their_call()[0]
-        if mine.dtype != other.dtype or mine.shape != other.shape:
-            return None
-        equal += mine.numel() - int(differing(mine, other).sum())
-        seen += mine.numel()
-        if seen >= COMPARED:
-            break
-    return equal / seen
-
+from isobit.stamp import results_folder, stamp
 
 # Rows
 
@@ -117,6 +52,7 @@ class _Bench:
     repetitions: int | None
     copy_rate: float
     product_rate: float
+    vouch: Vouch
     say: Callable[[str], None]
     note: Callable[[str], None]
 
@@ -131,13 +67,16 @@ class _Bench:
         series = self.series
         self.pool.keep(series.shared(case))
         copies = series.make(case, self.pool)
+        ours = self.ours(copies[0])
+        for served in ours.values():
+            self.vouch.check(series.op.name, served, {**series.options, **options_of(case)})
         judge = series.judge(copies[0])
         found: list[Row] = []
         for direction in directions:
             cost = series.cost(case.dims, case.dtype)
             nbytes, flops = cost.bytes(direction), cost.flops(direction)
             floor_ms = 1e3 * max(nbytes / self.copy_rate, flops / self.product_rate)
-            contenders = self.contenders(case, copies, direction, judge)
+            contenders = self.contenders(case, copies, direction, judge, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
             timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
@@ -156,7 +95,12 @@ class _Bench:
         return found
 
     def contenders(
-        self, case: Case, copies: Sequence[Args], direction: str, judge: Judge | None
+        self,
+        case: Case,
+        copies: Sequence[Args],
+        direction: str,
+        judge: Judge | None,
+        names: Iterable[str],
     ) -> list[Contender]:
         series = self.series
         found = []
@@ -165,13 +109,13 @@ class _Bench:
             return Verdict(None if judge is None else judge.error(direction, result))
 
         def verdict_on_rival(calls: Sequence[Call], result: Any) -> Verdict:
-            ours = _calls(self.function(None), copies, series.inputs, direction)
-            return Verdict(verdict(calls, result).max_abs, _equal_bits(ours, calls))
+            ours = calls_of(self.function(None), copies, series.inputs, direction)
+            return Verdict(verdict(calls, result).max_abs, equal_bits(ours, calls))
 
-        for name, backend in self.ours(copies[0]).items():
-            if self.wanted(name):
-                build = partial(_calls, self.function(backend), copies, series.inputs, direction)
-                found.append(Contender(name, build, verdict, required=True))
+        for name in names:
+            function = self.function(name.partition(":")[2] or None)
+            build = partial(calls_of, function, copies, series.inputs, direction)
+            found.append(Contender(name, build, verdict, required=True))
         for name, rival in series.rivals.items():
             if not self.wanted(name):
                 continue
@@ -183,7 +127,7 @@ class _Bench:
                 continue
             if rival.compiled:  # else earlier cases count towards the limit beyond which it runs eagerly
                 torch.compiler.reset()
-            build = partial(_rival_calls, rival, copies, series.inputs, direction)
+            build = partial(rival_calls, rival, copies, series.inputs, direction)
             judged = verdict_on_rival if series.bits else verdict
             found.append(Contender(name, build, judged, graph=rival.graph))
         return found
@@ -191,11 +135,14 @@ class _Bench:
     def function(self, backend: str | None) -> Callable[[Args], Tensor]:
         return lambda args: self.series.call(args, backend)
 
-    def ours(self, args: Args) -> dict[str, str | None]:
-        """What a user gets by default, and beside it the backend asked for by name if that is another."""
+    def ours(self, args: Args) -> dict[str, str]:
+        """The backend that serves by name of implementation: what a user gets by default, and beside it the
+        backend asked for if that is another."""
         default = self.series.op.explain(**args).backend
-        others = {f"isobit:{self.backend}": self.backend} if self.backend not in (None, default) else {}
-        return {"isobit": None, **others}
+        assert default is not None  # a call that nothing can serve is an error
+        others = {} if self.backend in (None, default) else {f"isobit:{self.backend}": self.backend}
+        found = {"isobit": default, **others}
+        return {name: served for name, served in found.items() if self.wanted(name)}
 
 
 def _figures(
@@ -256,8 +203,7 @@ def run(
     if device.type == "cpu":
         say(CPU_WARNING)
     jobs = _jobs(all_series, cases, directions or tuple(known_directions), device)
-    if not skip_check:
-        _refuse_red({one.op.name for one, _, _ in jobs}, device, check_report, say)
+    vouch = Vouch(device, check_report, skip_check, say)
     copy_rate, product_rate = machine_rates(device, repetitions)
     say(f"copy {copy_rate / 1e12:.3g} TB/s, bf16 product {product_rate / 1e12:.3g} TFLOP/s")
 
@@ -277,7 +223,9 @@ def run(
     with settled_heap():
         for i, (series, case, wanted) in enumerate(jobs):
             say(f"[{i + 1}/{len(jobs)}] {series.name} {case_name(case)}")
-            bench = _Bench(series, pool, backend, impls, repetitions, copy_rate, product_rate, say, note)
+            bench = _Bench(
+                series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note
+            )
             try:
                 rows += bench.rows(case, wanted)
             except torch.OutOfMemoryError:
@@ -331,38 +279,6 @@ def _known(op_name: str, what: str, given: Sequence[str], known: Sequence[str]) 
     for name in given:
         if name not in known:
             raise ContractError(f"bench {op_name}: unknown {what} {name!r}; known: {', '.join(known)}")
-
-
-def _refuse_red(
-    ops: set[str], device: torch.device, check_report: Path | None, say: Callable[[str], None]
-) -> None:
-    from isobit.check.runner import quick_check
-
-    for name in sorted(ops):
-        if check_report is not None and _proven(name, device, check_report):
-            say(f"{name} passed its check in {check_report}")
-            continue
-        say(f"checking {name} on {device} first")
-        failures = quick_check(name, device)
-        if failures:
-            raise CheckFailed(f"{name} fails its check, so it is not timed:\n  " + "\n  ".join(failures))
-
-
-def _proven(op_name: str, device: torch.device, path: Path) -> bool:
-    """Whether a report of `isobit check` speaks for this source on this device, and for this op's numbers
-    and bits."""
-    try:
-        report = json.loads(path.read_text())
-        stamp = report["stamp"]
-        mine = [c for c in report["candidates"] if c["op"] == op_name]
-        held = {case["law"] for c in mine for case in c["cases"] if case["status"] == "ok"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
-    if (stamp["source_sha"], stamp["gpu"]) != (source_sha(), gpu_name(device)):
-        raise ContractError(f"{path}: was written by another source or on another device: check again")
-    if any(c["fail"] for c in mine):
-        raise CheckFailed(f"{op_name} fails its check in {path}, so it is not timed")
-    return {"accuracy", "invariant"} <= held
 
 
 def _to_json(report: Report) -> str:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from isobit.op import Op, known_op
 class Judge(Protocol):
     """Knows the truth of some part of a result."""
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
-        """Largest error of what it knows, NaN if there is one."""
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
+        """Largest error of what it knows, NaN if there is one; None where it knows nothing."""
 
 
 class Pool:
@@ -57,7 +57,8 @@ class Series:
     `make` returns the arguments of several calls in a row, enough of them that together they exceed the L2
     cache several times. `call(args, backend)` returns the first output. `judge` looks at the arguments of
     the first call; None judges nothing. With `inputs`, gradients with respect to them are timed as well, in
-    the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes.
+    the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes. `options` are
+    those of every case, in which this kind of call differs from others of the op: it is checked with them.
     """
 
     op: Op
@@ -69,6 +70,7 @@ class Series:
     judge: Callable[[Args], Judge | None]
     rivals: Mapping[str, Rival] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     directions: tuple[str, ...] = DIRECTIONS
     #: Cases with the same answer share tensors; None shares nothing.
     shared: Callable[[Case], Hashable] = lambda case: None

@@ -6,12 +6,14 @@
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
 sizes of one, else in a line a case, beside the other rivals, what memory each takes and how wrong it is.
+Every table says what an eager call costs the host.
 `<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,10 +58,17 @@ def _lines(report: Report) -> str:
     impls = dict.fromkeys(row["impl"] for row in report["rows"])
     rivals = [name for name in impls if name not in ("isobit", "copy")]
     head = ["case", "direction", "isobit ms", "% of copy speed", *(f"{r} ms" for r in rivals), "extra MB"]
-    lines = [head]
+    lines = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     for (case, direction), group in groups.items():
-        lines.append([case, _SHOWN[direction], *_figures(group, rivals)])
+        host = _host(group, ("isobit", *rivals))
+        lines.append([case, _SHOWN[direction], *_figures(group, rivals), host])
     return _markdown(lines, left=2)
+
+
+def _host(group: dict[str, Row], impls: Sequence[str]) -> str:
+    """Microseconds of host that one eager call of each takes, a dash for what was not timed."""
+    known = (group.get(name, {}).get("host_us") for name in impls)
+    return " / ".join("-" if us is None else f"{us:.0f}" for us in known)
 
 
 def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
@@ -92,6 +101,7 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
         room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})
         if 2 * len(mine) >= room:
             parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
+            parts += _usual_host(report, op)
         else:
             parts.append(f"`{op}`\n\n{_beside(report, op, against)}")
     if any(cell.other_bits for cell in found):
@@ -99,9 +109,19 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+def _usual_host(report: Report, op: str) -> list[str]:
+    """A sentence about a grid, which has no room for host times: they depend on the call, not on its size."""
+    found: dict[str, list[float]] = {}
+    for row in report["rows"]:
+        if row["op"] == op and row.get("host_us") is not None:
+            found.setdefault(row["impl"], []).append(row["host_us"])
+    each = ", ".join(f"{impl} {statistics.median(us):.0f}" for impl, us in found.items())
+    return [f"Host time of an eager call in microseconds, median of the cases: {each}."] if each else []
+
+
 def _beside(report: Report, op: str, against: str) -> str:
-    """A line a case: ms, how many times the baseline's, extra MB; and of each rival ms, how many times ours,
-    and extra MB. Of calls without gradients, how wrong each is."""
+    """A line a case: ms, how many times the baseline's, extra MB; of each rival ms, how many times ours, and
+    extra MB; and host times. Of calls without gradients, how wrong each is."""
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         if row["op"] == op:
@@ -110,13 +130,15 @@ def _beside(report: Report, op: str, against: str) -> str:
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
     rivals = [name for name in impls if name not in ("isobit", against)]
-    times = [["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]]
+    head = ["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]
+    times = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     errors = [["largest error against fp64", "isobit", *rivals]]
     for case, group in groups.items():
         ours, base = group["isobit"], group[against]
         theirs = [group.get(name) for name in rivals]
         own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
-        times.append([case, *own, *("-" if row is None else _compared(row, ours) for row in theirs)])
+        others = ["-" if row is None else _compared(row, ours) for row in theirs]
+        times.append([case, *own, *others, _host(group, ("isobit", *rivals))])
         wrong = (None if row is None else row["max_abs"] for row in (ours, *theirs))
         errors.append([case, *("-" if x is None else f"{x:.0e}" for x in wrong)])
     with_errors = rivals and all(group["isobit"]["direction"] == "fwd" for group in groups.values())

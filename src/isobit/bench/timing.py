@@ -30,8 +30,9 @@ L2_TIMES, MAX_COPIES = 4, 256
 MAX_EVENT_CALLS = 16
 #: Samples of one contender, and how long all of them together may take, as long as there are a few.
 REPETITIONS, MIN_REPETITIONS, SAMPLES_MS = 30, 7, 150.0
-#: Eager calls that host time is taken from, and how long they may keep the device busy.
-HOST_CALLS, MIN_HOST_CALLS, HOST_MS = 60, 4, 60.0
+#: Blocks of eager calls that host time is the median of, the most calls of one, and how long all of one
+#: contender's may keep the device busy.
+HOST_BLOCKS, HOST_CALLS, HOST_MS = 9, 8, 60.0
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
 MB = 1 << 20
@@ -126,7 +127,7 @@ def _measure(
     failures: dict[str, str] = {}
     for contender in contenders:
         try:
-            lanes[contender.name] = _warm(contender, device, call_ms)
+            lanes[contender.name] = _warm(contender, device)
         except Exception as error:
             if contender.required:
                 raise
@@ -134,6 +135,8 @@ def _measure(
             failures[contender.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         tidy(device)
     if device.type == "cuda":
+        each = _within(HOST_CALLS, 1, HOST_MS / HOST_BLOCKS / call_ms)
+        _time_the_host(list(lanes.values()), device, each)
         for lane in lanes.values():
             _make_sample(lane, min(32, math.ceil(1 / call_ms)))
         sample_ms = call_ms * max((lane.count for lane in lanes.values()), default=1)
@@ -150,8 +153,8 @@ def _within(most: int, least: int, number: float) -> int:
     return max(least, min(most, int(number)))
 
 
-def _warm(contender: Contender, device: torch.device, call_ms: float) -> _Lane:
-    """Build and run a contender until it is warm; look at its result, its memory and its host time."""
+def _warm(contender: Contender, device: torch.device) -> _Lane:
+    """Build and run a contender until it is warm; look at its result and its memory."""
     calls = contender.build()
     for _ in range(3 if device.type == "cuda" else 1):
         calls[0]()
@@ -164,10 +167,7 @@ def _warm(contender: Contender, device: torch.device, call_ms: float) -> _Lane:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     verdict, extra = contender.judge(calls, result), peak - _bytes_kept(result)
-    lane = _Lane(calls, verdict, contender.graph, peak=peak, extra=extra)
-    del result
-    lane.host_us = _host_us(calls, device, _within(HOST_CALLS, MIN_HOST_CALLS, HOST_MS / call_ms))
-    return lane
+    return _Lane(calls, verdict, contender.graph, peak=peak, extra=extra)
 
 
 def _bytes_kept(result: Any) -> int:
@@ -177,18 +177,21 @@ def _bytes_kept(result: Any) -> int:
     return sum(storages.values())
 
 
-def _host_us(calls: Sequence[Call], device: torch.device, count: int) -> float:
-    """Median time until an eager call returns, the device still busy with the ones before."""
-    turns, seconds = cycle(calls), []
-    for i in range(count):
-        if i % 20 == 0:  # or the queue fills up, and a call waits for the device
+def _time_the_host(lanes: Sequence[_Lane], device: torch.device, calls: int) -> None:
+    """Time until an eager call returns, the device still busy with the ones before: the median of blocks of
+    calls. The lanes take turns, so that a host that is busy with something else for a while slows all of
+    them; and a block is short, or the queue fills up and a call waits for the device."""
+    blocks: list[list[float]] = [[] for _ in lanes]
+    turns = [_in_turn(lane.calls, calls) for lane in lanes]
+    for _ in range(HOST_BLOCKS):
+        for block, found in zip(turns, blocks, strict=True):
             torch.cuda.synchronize(device)
-        call = next(turns)
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            block()
+            found.append((time.perf_counter() - begin) / calls)
     torch.cuda.synchronize(device)
-    return statistics.median(seconds) * 1e6
+    for lane, found in zip(lanes, blocks, strict=True):
+        lane.host_us = statistics.median(found) * 1e6
 
 
 def _make_sample(lane: _Lane, calls: int) -> None:

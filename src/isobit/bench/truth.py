@@ -16,23 +16,27 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Truth:
-    """The formula in fp64 on some rows of a case: first output and gradients, one line per row."""
+    """The formula in fp64 on some rows of a case: the first output, and the gradients that are row by row,
+    by their place among all gradients that are taken. One line per row."""
 
     rows: Tensor
     total_rows: int
     output: Tensor
-    gradients: tuple[Tensor, ...]
+    gradients: dict[int, Tensor]
+    taken: int  # gradients that are taken, those that are sums over rows among them
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
-        """Largest error of the output (fwd) or of the gradients, in the rows that are known."""
-        pairs = [(result[0], self.output)]
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
+        """Largest error of what a direction returns, in the rows that are known; None where it returns
+        nothing but sums over rows."""
+        pairs = [] if direction == "bwd" else [(result[0], self.output)]
         if direction != "fwd":
-            pairs = list(zip(result[-len(self.gradients) :], self.gradients, strict=True))
+            found = result[-self.taken :]
+            pairs += [(found[i], truth) for i, truth in self.gradients.items()]
         errors = [
             (ours.detach().reshape(self.total_rows, -1)[self.rows].double() - truth).abs().max()
             for ours, truth in pairs
         ]
-        return float(torch.stack(errors).max())  # NaN if there is one
+        return float(torch.stack(errors).max()) if errors else None  # NaN if there is one
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Window:
     columns: Tensor
     known: Tensor
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         found = result[0][self.rows[:, None], self.columns[None, :]]
         return float((found.double() - self.known).abs().max())
 
@@ -61,10 +65,11 @@ def cotangent_like(output: Tensor) -> Tensor:
 
 
 def truth_of(op: Op, args: Args) -> Truth | None:
-    """None for an op whose results are not row by row: a part of them cannot be judged alone."""
+    """None for an op whose output is not row by row: a part of it cannot be judged alone. Of gradients, those
+    that are row by row are judged; one that all rows add to is not known from some of them."""
     row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
-    inputs = op.differentiable
-    if op.contract.outputs[0].dims[:1] != ("*",) or not set(inputs) <= set(row_dims):
+    inputs = [name for name in op.differentiable if args.get(name) is not None]
+    if op.contract.outputs[0].dims[:1] != ("*",):
         return None
     first = next(args[name] for name in row_dims)
     lead = first.dim() - len(next(iter(row_dims.values()))) + 1
@@ -76,9 +81,10 @@ def truth_of(op: Op, args: Args) -> Truth | None:
             if name in row_dims:
                 value = value.reshape(total, *value.shape[lead:])[rows]
             exact[name] = value.double() if value.is_floating_point() else value
-    leaves = [exact[name].requires_grad_() for name in inputs]
+    alone = [i for i, name in enumerate(inputs) if name in row_dims]
+    leaves = [exact[inputs[i]].requires_grad_() for i in alone]
     output = proof_of(op).formula(exact)[0]
     cotangent = cotangent_like(output.new_empty(total, *output.shape[1:]))[rows]
     gradients = torch.autograd.grad(output, leaves, cotangent) if leaves else ()
-    flat = tuple(g.reshape(len(rows), -1) for g in gradients)
-    return Truth(rows, total, output.detach().reshape(len(rows), -1), flat)
+    flat = {i: g.reshape(len(rows), -1) for i, g in zip(alone, gradients, strict=True)}
+    return Truth(rows, total, output.detach().reshape(len(rows), -1), flat, len(inputs))

@@ -1,11 +1,14 @@
 """What to check: the command line as a value, and the ops, backends and cases that it selects."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from isobit.check.law import LAWS, small_case
+from isobit.check.options import fit, known_options, text_of, varied
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.contract import ContractError
@@ -25,6 +28,7 @@ class Request:
     dims: dict[str, int] | None = None
     case: str | None = None  # the name of one declared case
     data: str = "edge"
+    vary: dict[str, Any] = field(default_factory=dict)  # options of every case, and `layout`
     inputs: InputOptions = field(default_factory=InputOptions)
     gradient: bool = True
     grad_mode: str = "random"
@@ -36,6 +40,7 @@ class Request:
         parts = [f"--device {self.device}"]
         parts += [f"--arch-key {self.arch}"] if self.arch else []
         parts += [f"--dim {k}={v}" for k, v in (self.dims or {}).items()]
+        parts += [f"--option {shlex.quote(f'{k}={text_of(v)}')}" for k, v in self.vary.items()]
         default = Request()
         if self.data != default.data:
             parts.append(f"--input-mode {self.data}")
@@ -55,12 +60,20 @@ class Request:
 
 
 def ops_of(request: Request) -> list[Op]:
-    """The ops that are named; without names all, or of all those that have dimensions of these names."""
+    """The ops that are named; without names all, or of all those that have dimensions and options of these
+    names."""
     if request.ops:
         return [known_op(name) for name in request.ops]
     ops = [proof.op for proof in proofs().values()]
     fitting = [op for op in ops if request.dims is None or _order_of(op, request.dims)]
+    fitting = [op for op in fitting if set(request.vary) <= set(known_options(op))]
     return fitting or ops
+
+
+def check_options(ops: Sequence[Op], request: Request) -> None:
+    """Options that an op does not have are errors, before anything runs."""
+    for op in ops:
+        fit(op, request.vary)
 
 
 def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
@@ -85,10 +98,13 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
         made = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(proof).dtype,))]
+        made = [varied(case, request.vary) for case in made]
         return made[:1] if chosen.once else made
     cases = list(chosen.cases(proof))
     if request.data != "edge":
         cases = [replace(c, data=request.data) for c in cases]
+    if request.vary:
+        cases = list({c.name: c for c in (varied(c, request.vary) for c in cases)}.values())
     if request.dtypes:
         # Every law sees every dtype that is asked for, not only those its cases were declared with.
         recast = [replace(c, dtype=d) for c in cases for d in request.dtypes]

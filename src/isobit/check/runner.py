@@ -2,12 +2,13 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -20,7 +21,7 @@ from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
-from isobit.check.request import Request, candidates, cases_of, check_case, ops_of, small_args
+from isobit.check.request import Request, candidates, cases_of, check_case, check_options, ops_of, small_args
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
@@ -53,6 +54,7 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
         progress(cell)
 
     ops = ops_of(request)
+    check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     pairs = candidates(ops, request)
     interpreted = _start_interpreter(
@@ -69,12 +71,16 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
     return sorted(cells, key=lambda c: order.index((c.op, c.backend)))
 
 
-def quick_check(op_name: str, device: torch.device) -> list[str]:
-    """Failures of an op that make it not fit to be timed here; none if it is. Small cases, the backend that
-    serves by default: a matter of seconds. The whole proof is `isobit check`."""
-    name = default_backend(known_op(op_name), device)
+def quick_check(
+    op_name: str, device: torch.device, backend: str | None = None, options: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Failures of an op that make it not fit to be timed here; none if it is. Small cases with these options,
+    on this backend or the one that serves by default: a matter of seconds. The whole proof is `isobit
+    check`."""
+    name = backend or default_backend(known_op(op_name), device)
     wanted = ("accuracy", "gradient", "repeatable", "invariant")
-    cells = run(Request(ops=(op_name,), backends=(name,), laws=wanted, device=device, heavy=False))
+    asked = Request(ops=(op_name,), backends=(name,), laws=wanted, device=device, heavy=False)
+    cells = run(replace(asked, vary=dict(options or {})))
     return [f"{c.law} {c.case}: {c.reason}" for c in cells if c.status == FAIL]
 
 
@@ -211,7 +217,7 @@ def _in_interpreter(op: Op, backend: str, wanted: list[str], request: Request) -
     for dtype in request.dtypes:
         command += ["--dtype", dtype_name(dtype)]
     command += ["--case", request.case] if request.case else []
-    command += request.options().split()
+    command += shlex.split(request.options())
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     got = 0

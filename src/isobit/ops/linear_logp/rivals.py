@@ -13,7 +13,6 @@ four times with gradients. Products of odd sizes are slow in cuBLAS, so the voca
 multiple of 64 for it: G at V = 50257 is that at 50304.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,8 +26,9 @@ from isobit.bench.goals import Cell, Goal
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import Pool, Series
 from isobit.bench.timing import copies_for
-from isobit.bench.truth import spread_evenly
+from isobit.bench.truth import cotangent_like, spread_evenly
 from isobit.check.proof import Args, Case, Cost
+from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import forward, linear_logp
 from isobit.ops.linear_logp.proof_inputs import FULL
 
@@ -152,45 +152,51 @@ _EXACT = Rival("cce_exact", partial(_cce, filter_eps=None), directions=None,
 
 @dataclass(frozen=True)
 class Sampled:
-    """Log-probabilities in fp64: of some rows, and of all where only their sum can be judged."""
+    """Log-probabilities in fp64, and the gradient of the hidden states: of some rows, and of all where only
+    their sum can be judged. That of the weight is a sum over all rows."""
 
-    hidden: Tensor
-    weight: Tensor
-    ids: Tensor
+    args: Args
 
     @cached_property
     def rows(self) -> Tensor:
-        return spread_evenly(len(self.ids), 64, self.ids.device)
+        return spread_evenly(len(self.args["token_ids"]), 64, self.args["token_ids"].device)
 
     @cached_property
-    def known(self) -> Tensor:
-        return _exact(self.hidden[self.rows], self.weight, self.ids[self.rows])
+    def known(self) -> tuple[Tensor, Tensor]:
+        """logp, and its gradient to the hidden state, of these rows."""
+        logp, hidden = _exact(self.args, self.rows)
+        (gradient,) = torch.autograd.grad(logp.sum(), hidden)
+        return logp.detach(), gradient
 
     @cached_property
     def total(self) -> float:
-        parts = zip(self.hidden.split(512), self.ids.split(512), strict=True)
-        return sum(float(_exact(h, self.weight, ids).sum()) for h, ids in parts)
+        places = torch.arange(len(self.args["token_ids"]), device=self.rows.device)
+        with torch.no_grad():
+            return sum(float(_exact(self.args, rows)[0].sum()) for rows in places.split(512))
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         """Of a sum, the error a row. A product has no log-probabilities: no figure."""
-        found = result[0].detach()
+        output, *gradients = result
+        found = output.detach()
         if found.ndim == 2:
-            return math.inf
+            return None
+        logp, gradient = self.known
         if found.ndim == 0:
-            return abs(float(found) - self.total) / len(self.ids)
-        return float((found[self.rows].double() - self.known).abs().max())
+            errors = [torch.tensor(abs(float(found) - self.total) / len(self.args["token_ids"]))]
+        else:
+            errors = [(found[self.rows].double() - logp).abs().max().cpu()]
+        if gradients:
+            cotangent = cotangent_like(found).double().expand(len(self.args["token_ids"]))[self.rows]
+            ours = gradients[0][self.rows].double()
+            errors.append((ours - cotangent[:, None] * gradient).abs().max().cpu())
+        return float(torch.stack([e.double() for e in errors]).max())  # NaN if there is one
 
 
-def _exact(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """logp in fp64, a part of the vocabulary at a time."""
-    wide = hidden.double()
-    sums = [(wide @ part.double().t()).logsumexp(-1) for part in weight.split(16384)]
-    chosen = (wide * weight[ids].double()).sum(-1)
-    return chosen - torch.stack(sums).logsumexp(0)
-
-
-def _judge(args: Args) -> Sampled:
-    return Sampled(args["hidden"], args["weight"], args["token_ids"])
+def _exact(args: Args, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(logp, the hidden states that it comes from) of some rows, in fp64."""
+    hidden = args["hidden"][rows].double().requires_grad_()
+    logp, _, _ = reference.formula(hidden, args["weight"].double(), args["token_ids"][rows])
+    return logp, hidden
 
 
 # Series
@@ -241,9 +247,10 @@ def _series(name: str, inputs: tuple[str, ...], rivals: dict[str, Rival], **opti
         return (case.dims["D"], case.dims["V"], case.dtype)
 
     return Series(
-        op=forward, name=name, make=partial(_args, **options), call=_call, cost=partial(_cost, len(inputs)),
+        op=forward, name=name, make=partial(_args, **options), options=options, call=_call,
+        cost=partial(_cost, len(inputs)),
         cases=[Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES],
-        judge=_judge, rivals=rivals, inputs=inputs, directions=("fwd_bwd",) if inputs else ("fwd",),
+        judge=Sampled, rivals=rivals, inputs=inputs, directions=("fwd_bwd",) if inputs else ("fwd",),
         shared=shared, against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (),
     )  # fmt: skip
 

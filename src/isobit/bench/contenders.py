@@ -1,0 +1,69 @@
+"""What a contender calls: one call per copy of the inputs, in one direction, for ours and for rivals."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from isobit.bench.rival import Rival
+from isobit.bench.timing import Call
+from isobit.bench.truth import cotangent_like
+from isobit.check.compare import differing
+from isobit.check.proof import Args
+
+#: Elements whose bits are compared, if that many calls are at hand: where one in a thousand differs, a few
+#: thousand elements might not show it.
+COMPARED = 1 << 18
+
+
+def calls_of(
+    function: Callable[[Args], Tensor], prepared: Sequence[Args], inputs: tuple[str, ...], direction: str
+) -> list[Call]:
+    """One call per copy of the inputs."""
+    return [_call(function, args, inputs, direction) for args in prepared]
+
+
+def _call(function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...], direction: str) -> Call:
+    """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing."""
+    leaves = [args[name].detach().requires_grad_() for name in inputs]
+    args = args | dict(zip(inputs, leaves, strict=True))
+
+    def fwd() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (function(args),)
+
+    if direction == "fwd" or not inputs:
+        return fwd
+    kept = function(args)
+    cotangent = cotangent_like(kept)
+    if direction == "bwd":
+        return lambda: torch.autograd.grad(kept, leaves, cotangent, retain_graph=True)
+
+    def fwd_bwd() -> tuple[Tensor, ...]:
+        output = function(args)
+        return (output, *torch.autograd.grad(output, leaves, cotangent))
+
+    return fwd_bwd
+
+
+def rival_calls(rival: Rival, copies: Sequence[Args], inputs: tuple[str, ...], direction: str) -> list[Call]:
+    function = rival.function
+    if rival.compiled:
+        function = torch.compile(function, dynamic=False)
+    with torch.no_grad():
+        prepared = [rival.prepare(args) for args in copies]
+    return calls_of(function, prepared, inputs, direction)
+
+
+def equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:
+    """The share of first outputs with the same bits, over enough calls; None for another dtype or shape."""
+    equal = seen = 0
+    for our_call, their_call in zip(ours, theirs, strict=True):
+        mine, other = our_call()[0], their_call()[0]
+        if mine.dtype != other.dtype or mine.shape != other.shape:
+            return None
+        equal += mine.numel() - int(differing(mine, other).sum())
+        seen += mine.numel()
+        if seen >= COMPARED:
+            break
+    return equal / seen

@@ -1,0 +1,69 @@
+"""Nothing is timed that is wrong: every op is checked on the very backend, and with the options, that serve
+what is timed."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.contract import ContractError
+from isobit.stamp import gpu_name, source_sha
+
+
+class CheckFailed(RuntimeError):
+    """The op does not pass its check, so its speed is of no interest."""
+
+
+#: Laws of numbers and of bits that a report must have seen hold.
+_NEEDED = {"accuracy", "invariant"}
+
+
+@dataclass
+class Vouch:
+    """What has been checked in this run: each op, backend and set of options once. `report` is one of `isobit
+    check` that spares a new check; with `skip` nothing is checked."""
+
+    device: torch.device
+    report: Path | None
+    skip: bool
+    say: Callable[[str], None]
+    done: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def check(self, op: str, backend: str, options: Mapping[str, Any]) -> None:
+        """Raise CheckFailed unless this backend of an op passes its check with these options."""
+        from isobit.check.runner import quick_check
+
+        words = "".join(f" {name}={value}" for name, value in options.items())
+        if self.skip or (op, backend, words) in self.done:
+            return
+        name = f"{op} on {backend}{' with' if words else ''}{words}"
+        if self.report is not None and not options and proven(op, backend, self.device, self.report):
+            self.say(f"{name} passed its check in {self.report}")
+        else:
+            self.say(f"checking {name}, {self.device}, first")
+            failures = quick_check(op, self.device, backend, options)
+            if failures:
+                raise CheckFailed(f"{name} fails its check, so it is not timed:\n  " + "\n  ".join(failures))
+        self.done.add((op, backend, words))
+
+
+def proven(op: str, backend: str, device: torch.device, path: Path) -> bool:
+    """Whether a report of `isobit check` speaks for this source on this device, and for the numbers and bits
+    of this backend. One that promises no bits is asked for none."""
+    try:
+        report = json.loads(path.read_text())
+        stamp = report["stamp"]
+        mine = [c for c in report["candidates"] if (c["op"], c["candidate"]) == (op, backend)]
+        held = {case["law"] for c in mine for case in c["cases"] if case["status"] == "ok"}
+        promised = _NEEDED if any(c["numerics"] != "none" for c in mine) else {"accuracy"}
+        written_by = (stamp["source_sha"], stamp["gpu"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
+    if written_by != (source_sha(), gpu_name(device)):
+        raise ContractError(f"{path}: was written by another source or on another device: check again")
+    if any(c["fail"] for c in mine):
+        raise CheckFailed(f"{op} on {backend} fails its check in {path}, so it is not timed")
+    return promised <= held
