@@ -284,7 +284,13 @@ def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> 
     assert errors["off"] == pytest.approx(1.0, abs=1e-5) and errors["nan"] is None
 
 
-@pytest.mark.parametrize("judge", [lambda args: truth_of(known_op("linear_logp"), args), Sampled])
+@pytest.mark.parametrize(
+    "judge",
+    [
+        lambda args: truth_of(known_op("linear_logp"), args),
+        lambda args: Sampled(args, ("hidden", "weight")),
+    ],
+)
 def test_what_is_row_by_row_is_judged_where_a_gradient_is_shared_by_all_rows(judge: Any) -> None:
     """linear_logp: the output and dhidden are known from some rows, dweight is not."""
     op = known_op("linear_logp")

@@ -42,7 +42,8 @@ def bench(*texts: str, **options: Any) -> dict[str, Any]:
 # Running
 
 
-def test_three_kinds_of_calls_are_timed_in_one_file(tmp_path: Path) -> None:
+def test_four_kinds_of_calls_are_timed_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # it takes half a minute
     report = bench(out_dir=tmp_path)
     assert json.loads((tmp_path / "cpu" / "det_gemm.json").read_text()) == report
     rows = {(row["op"], row["direction"], row["impl"]): row for row in report["rows"]}
@@ -50,16 +51,19 @@ def test_three_kinds_of_calls_are_timed_in_one_file(tmp_path: Path) -> None:
         ("det_gemm", "fwd", "isobit"), ("det_gemm", "fwd", "torch.mm"),
         ("det_gemm_dx", "dx", "isobit"), ("det_gemm_dx", "dx", "torch.mm"),
         ("det_gemm_dw", "dw", "isobit"), ("det_gemm_dw", "dw", "torch.mm_narrow"),
+        *(("det_linear", direction, impl) for direction in ("fwd", "fwd_bwd")
+          for impl in ("isobit", "native", "torch.compile")),
     }  # fmt: skip
     assert all(tuple(row) == ROW and row["case"] == "M=3 K=40 N=24 bf16" for row in rows.values())
     assert report["notes"] == ["torch.mm_nosplit: needs cuBLAS", "torch.mm: a product into fp32 needs a GPU"]
     for (op, _, impl), row in rows.items():
         assert row["max_abs"] < (1e-4 if op == "det_gemm_dw" and impl == "isobit" else 0.1)
-        assert row["tflops"] == pytest.approx(2 * 3 * 40 * 24 / row["ms"] / 1e9, rel=1e-3)
+        products = 3 if row["direction"] == "fwd_bwd" else 1
+        assert row["tflops"] == pytest.approx(products * 2 * 3 * 40 * 24 / row["ms"] / 1e9, rel=1e-3)
         # Only products in one dtype can have equal bits; those of one short sum nearly all do.
         compared = impl == "torch.mm"
         assert (row["equal_bits"] is not None) == compared and (not compared or row["equal_bits"] > 0.9)
-        assert (row["vs_baseline"] is not None) == (op != "det_gemm_dw")
+        assert (row["vs_baseline"] is not None) == (op in ("det_gemm", "det_gemm_dx"))
     forward = rows["det_gemm", "fwd", "isobit"], rows["det_gemm", "fwd", "torch.mm"]
     assert forward[0]["vs_baseline"] == pytest.approx(forward[1]["ms"] / forward[0]["ms"], rel=1e-3)
     assert report["against"] == "torch.mm" and report["summary"] == []  # goals are for GPUs
@@ -68,7 +72,7 @@ def test_three_kinds_of_calls_are_timed_in_one_file(tmp_path: Path) -> None:
 def test_a_direction_chooses_a_kind_of_call() -> None:
     report = bench(directions=["dx"], impls=["isobit"])
     assert [row["op"] for row in report["rows"]] == ["det_gemm_dx"]
-    with pytest.raises(ContractError, match="unknown direction 'bwd'; known: fwd, dx, dw"):
+    with pytest.raises(ContractError, match="unknown direction 'bwd'; known: fwd, dx, dw, fwd_bwd"):
         bench(directions=["bwd"])
 
 
@@ -92,8 +96,8 @@ def test_what_does_not_fit_into_memory_is_a_note(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_declared_cells() -> None:
-    forward, dx, dw = series_of(GEMM)
-    assert [len(s.cases) for s in (forward, dx, dw)] == [81, 27, 27]
+    forward, dx, dw, layer = series_of(GEMM)
+    assert [len(s.cases) for s in (forward, dx, dw, layer)] == [81, 27, 27, 2]
     assert min(c.dims["M"] for c in dx.cases) == min(c.dims["M"] for c in dw.cases) == 1024
     # Cases of one weight stand together, so that it is drawn once.
     keys = [forward.shared(case) for case in forward.cases]
@@ -102,7 +106,8 @@ def test_the_declared_cells() -> None:
 
 def test_costs_count_every_operand_once() -> None:
     dims = {"M": 2, "K": 3, "N": 5}
-    forward, dx, dw = (s.cost(dims, torch.bfloat16) for s in rivals.SERIES)
+    forward, dx, dw, layer = (s.cost(dims, torch.bfloat16) for s in rivals.SERIES)
+    assert layer.flops("fwd_bwd") == 3 * forward.flops("fwd") and layer.bytes("fwd") == forward.bytes("fwd")
     assert forward.bytes("fwd") == dx.bytes("dx") == 2 * (6 + 15 + 10)
     assert dw.bytes("dw") == 2 * (6 + 10) + 4 * 15
     assert forward.flops("fwd") == dx.flops("dx") == dw.flops("dw") == 2 * 2 * 3 * 5
@@ -165,7 +170,7 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
 
     def after(stamp: dict[str, str], *candidates: Any) -> Any:
         path.write_text(json.dumps({"stamp": stamp, "candidates": candidates}))
-        return bench(skip_check=False, impls=["isobit"], check_report=path)
+        return bench(skip_check=False, directions=["dx", "dw"], impls=["isobit"], check_report=path)
 
     monkeypatch.setattr(runner, "quick_check", passed)
     assert after(here, gemm, dw)["stamp"]["checked"] is True and checked == []
@@ -205,7 +210,7 @@ ROWS = [
 
 
 def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
-    assert sizes_of("M=1 K=16 N=8 bf16 out=fp32") == {"M": 1, "K": 16, "N": 8}
+    assert sizes_of("M=1 K=16 N=8 bf16 out=fp32 sequences=4") == {"M": 1, "K": 16, "N": 8}
     found = cells(ROWS, "torch.mm")
     assert [(c.op, c.sizes["M"], c.sizes["N"], c.other_bits) for c in found] == [
         ("det_gemm", 1, 8, True), ("det_gemm", 1, 32, False), ("det_gemm", 4096, 8, False),

@@ -106,6 +106,8 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
         (["--dim", "V=--3"], "--dim V=--3: write it as NAME=SIZE"),
         (["--dim", "V=²"], "--dim V=²: write it as NAME=SIZE"),
         (["--dim", "=3"], "--dim =3: write it as NAME=SIZE"),
+        (["--option", "heat=3"], "logp: unknown option 'heat'; known: mask, temperature, ids, layout"),
+        (["--option", "heat"], "--option heat: write it as NAME=VALUE"),
         (["--dim", "K=3"], "logp: dimensions B, T, K, V; known sets: B, S, T, V; B, T, V; N, V"),
     ],
     ids=lambda value: "=".join(value).replace("²", "square") if isinstance(value, list) else "",
@@ -331,6 +333,17 @@ def test_the_command_of_a_cell_repeats_that_cell(isobit: Isobit, dtype: str, own
     for either in (cell, again):
         del either["seconds"]
     assert again == cell
+
+
+@pytest.mark.parametrize(
+    "sizes", [("--dim", "N=5", "--dim", "V=7"), ("--case", "N=20 V=1 bf16 padded mask=bool")]
+)
+def test_options_of_a_case_are_named_and_repeated(isobit: Isobit, sizes: tuple[str, ...]) -> None:
+    options = ("--option", "mask=bool", "--option", "layout=padded", "--law", "accuracy")
+    (cell,) = cells(isobit("check", *LOGP, *sizes, *options, "--json", "-"))
+    assert cell["status"] == OK and cell["case"].endswith(" padded mask=bool")
+    (again,) = cells(isobit(*shlex.split(cell["command"])[1:], "--json", "-"))
+    assert (again["case"], again["outputs"]) == (cell["case"], cell["outputs"])
 
 
 @pytest.mark.parametrize(

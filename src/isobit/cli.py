@@ -27,6 +27,7 @@ from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
 from isobit.check.law import LAWS, small_case
 from isobit.check.memcheck import memcheck as under_sanitizer
+from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.check.request import Request
@@ -115,6 +116,9 @@ def check(
     dim: Annotated[
         Names, typer.Option(help="any dimension of a case of your own, NAME=SIZE; repeatable")
     ] = None,
+    option: Annotated[
+        Names, typer.Option(help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable")
+    ] = None,
     input_mode: Annotated[str, typer.Option(help="edge, random or constant")] = "edge",
     constant_value: Annotated[float, typer.Option(help="value of constant inputs")] = 0.25,
     token_value: Annotated[int | None, typer.Option(help="token id of every row, modulo V")] = None,
@@ -142,6 +146,7 @@ def check(
         dims=_dims(dim or [], batch, seq, vocab),
         case=case,
         data=input_mode,
+        vary=parse_options(option or []),
         inputs=InputOptions(seed, constant_value, token_value),
         gradient=gradient,
         grad_mode=grad_mode,
@@ -246,6 +251,9 @@ def bench(
     case: Annotated[
         Names, typer.Option(help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; repeatable")
     ] = None,
+    option: Annotated[
+        Names, typer.Option(help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable")
+    ] = None,
     direction: Annotated[
         Names, typer.Option(help="repeatable: fwd, bwd, fwd_bwd; for products fwd, dx, dw")
     ] = None,
@@ -279,6 +287,7 @@ def bench(
                 impl or None,
                 commit=commit,
                 check_report=check_report,
+                options=parse_options(option or []),
             )
         except CheckFailed as error:
             sys.exit(f"isobit: {error}")

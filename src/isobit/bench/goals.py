@@ -7,6 +7,7 @@ the same minute. Goals look at the rows of a report only, so a summary can be ma
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 Row = dict[str, Any]
@@ -49,9 +50,9 @@ def cells(rows: Sequence[Row], against: str) -> list[Cell]:
 
 
 def sizes_of(case: str) -> dict[str, int]:
-    """`M=1 K=4096 N=4096 bf16` as sizes by name."""
-    pairs = (part.split("=") for part in case.split() if "=" in part)
-    return {name: int(value) for name, value in pairs if value.isdecimal()}
+    """`M=1 K=4096 N=4096 bf16` as sizes by name. They end where the dtype stands: options come after it."""
+    pairs = (part.split("=") for part in takewhile(lambda part: "=" in part, case.split()))
+    return {name: int(value) for name, value in pairs}
 
 
 def summary(rows: Sequence[Row], against: str, goals: Sequence[Goal]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What users would pick instead of an op: a line in the benchmark, never an oracle."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,9 @@ class Rival:
     it can be timed in; None is all there are. `available`
     returns None, or the reason why the rival cannot be timed on this case and device. A `compiled`
     rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of another.
-    One without `graph` waits for the device inside of a call, so no CUDA graph can capture it.
+    One without `graph` waits for the device inside of a call, so no CUDA graph can capture it. `takes` names
+    the options of a case that change nothing for it or that it follows; None is all there are. With others it
+    would not do the same work, so it is not timed.
     """
 
     name: str
@@ -39,6 +41,17 @@ class Rival:
     available: Callable[[Case, torch.device], str | None] = _always
     compiled: bool = False
     graph: bool = True
+    takes: tuple[str, ...] | None = ()
+
+    def why_not(self, case: Case, device: torch.device, direction: str, options: Iterable[str]) -> str | None:
+        """The reason not to time it here, if there is one."""
+        lacks = [name for name in options if self.takes is not None and name not in self.takes]
+        if lacks:
+            return f"does not take {', '.join(lacks)}"
+        reason = self.available(case, device)
+        if reason is None and self.directions is not None and direction not in self.directions:
+            reason = f"not timed for {direction}"
+        return reason
 
 
 def cannot_import(module: str) -> str | None:

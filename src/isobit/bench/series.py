@@ -12,8 +12,10 @@ from isobit.bench.goals import Goal
 from isobit.bench.rival import DIRECTIONS, Rival
 from isobit.bench.timing import copies_for
 from isobit.bench.truth import truth_of
+from isobit.check.options import known_options
 from isobit.check.proof import Args, Case, Cost, InputOptions
 from isobit.check.proofs import proof_of
+from isobit.check.trial import cloned
 from isobit.op import Op, known_op
 
 
@@ -27,8 +29,9 @@ class Judge(Protocol):
 class Pool:
     """Tensors that several cases share, so that gigabytes are drawn once and not for every size."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, inputs: InputOptions | None = None) -> None:
         self.device = device
+        self.inputs = inputs or InputOptions()
         self._key: Hashable = None
         self._tensors: dict[str, Tensor] = {}
 
@@ -44,7 +47,7 @@ class Pool:
         known = self._tensors.get(name)
         if known is None or len(known) < rows:
             self._tensors.pop(name, None)  # give the smaller one back first
-            gen = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+            gen = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.inputs.seed} {name}".encode()))
             known = torch.empty(rows, columns, dtype=dtype, device=self.device).normal_(generator=gen)
             self._tensors[name] = known
         return known[:rows]
@@ -59,9 +62,13 @@ class Series:
     the first call; None judges nothing. With `inputs`, gradients with respect to them are timed as well, in
     the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes. `options` are
     those of every case, in which this kind of call differs from others of the op: it is checked with them.
+    `takes` names the options that a case may have beside these.
+
+    `op` is None for what is no call of one op, such as a training step: `needs` names the ops that it rests
+    on, which are checked as they serve by default.
     """
 
-    op: Op
+    op: Op | None
     name: str
     cases: Sequence[Case]
     make: Callable[[Case, Pool], list[Args]]
@@ -71,6 +78,12 @@ class Series:
     rivals: Mapping[str, Rival] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    #: The cases that stand for all, where there is no time for all.
+    core: Sequence[Case] = ()
+    #: Backends that are timed beside the default, each at some of the cases.
+    also: Mapping[str, Sequence[Case]] = field(default_factory=dict)
     directions: tuple[str, ...] = DIRECTIONS
     #: Cases with the same answer share tensors; None shares nothing.
     shared: Callable[[Case], Hashable] = lambda case: None
@@ -88,23 +101,34 @@ def by_rows(
     cases: Sequence[Case],
     cost: Callable[[dict[str, int], torch.dtype], Cost],
     rivals: Mapping[str, Rival],
+    *,
+    name: str | None = None,
+    inputs: tuple[str, ...] | None = None,
+    judge: Callable[[Args], Judge | None] | None = None,
+    **rest: Any,
 ) -> Series:
-    """The series of an op whose proof says all: whole batches of its own inputs, forward and backward."""
+    """The series of an op whose proof says all: whole batches of its own inputs, forward and backward, with
+    whatever options its declared cases have. `inputs` are those whose gradients are taken, by default all
+    that can be."""
     op = known_op(op_name)
     proof = proof_of(op)
+    taken = op.differentiable if inputs is None else inputs
 
     def make(case: Case, pool: Pool) -> list[Args]:
-        args: Args = proof.make(case, pool.device, InputOptions())
+        args: Args = proof.make(case, pool.device, pool.inputs)
         size = sum(v.nbytes for v in args.values() if isinstance(v, Tensor))
-        more = range(copies_for(size, pool.device) - 1)
-        clones = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in args.items()} for _ in more]
-        return [args, *clones]
+        # Not clone(), which would make a dense tensor of a view with holes.
+        return [args, *(cloned(args) for _ in range(copies_for(size, pool.device) - 1))]
 
     def call(args: Args, backend: str | None) -> Tensor:
         assert op.function is not None
         first: Tensor = op.function(**args, backend=backend)
         return first
 
+    def truth(args: Args) -> Judge | None:
+        return truth_of(op, args, taken)
+
     return Series(
-        op, op.name, cases, make, call, cost, lambda args: truth_of(op, args), rivals, op.differentiable
-    )
+        op=op, name=name or op.name, cases=cases, make=make, call=call, cost=cost, judge=judge or truth,
+        rivals=rivals, inputs=taken, takes=tuple(known_options(op)), **rest,
+    )  # fmt: skip

@@ -36,7 +36,7 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
-    body = _lines(report) if report.get("against") is None else _grids(report, kinds)
+    body = _lines(report["rows"]) if report.get("against") is None else _grids(report, kinds)
     return f"{body}\n\n<sub>{stamp}</sub>\n"
 
 
@@ -50,12 +50,12 @@ def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 # A line a case
 
 
-def _lines(report: Report) -> str:
+def _lines(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in report["rows"]:
+    for row in rows:
         if row["direction"] in _SHOWN:
             groups.setdefault((row["case"], row["direction"]), {})[row["impl"]] = row
-    impls = dict.fromkeys(row["impl"] for row in report["rows"])
+    impls = dict.fromkeys(row["impl"] for row in rows)
     rivals = [name for name in impls if name not in ("isobit", "copy")]
     head = ["case", "direction", "isobit ms", "% of copy speed", *(f"{r} ms" for r in rivals), "extra MB"]
     lines = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
@@ -92,10 +92,14 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
     against, found = report["against"], cells(report["rows"], report["against"])
     parts = [_goals(report["summary"], against)] if report["summary"] else []
     known = dict.fromkeys(cell.op for cell in found)
+    every = dict.fromkeys(row["op"] for row in report["rows"])
     for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"no {kind!r} was timed; known: {', '.join(known)}")
-    for op in kinds or known:
+        if kind not in every:
+            raise ValueError(f"no {kind!r} was timed; known: {', '.join(every)}")
+    for op in kinds or every:
+        if op not in known:  # timed without the baseline: a line a case says what there is
+            parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
+            continue
         mine = [cell for cell in found if cell.op == op]
         down, *across = mine[0].sizes
         room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})

@@ -1,6 +1,7 @@
 """The error of what is timed: a fast wrong answer must show in its own row."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +65,13 @@ def cotangent_like(output: Tensor) -> Tensor:
     return numbers.reshape(output.shape).to(output)
 
 
-def truth_of(op: Op, args: Args) -> Truth | None:
-    """None for an op whose output is not row by row: a part of it cannot be judged alone. Of gradients, those
+def truth_of(op: Op, args: Args, inputs: Sequence[str] | None = None) -> Truth | None:
+    """The truth of a call that takes gradients with respect to `inputs`, by default to all that there are.
+    None for an op whose output is not row by row: a part of it cannot be judged alone. Of gradients, those
     that are row by row are judged; one that all rows add to is not known from some of them."""
     row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
-    inputs = [name for name in op.differentiable if args.get(name) is not None]
+    if inputs is None:
+        inputs = [name for name in op.differentiable if args.get(name) is not None]
     if op.contract.outputs[0].dims[:1] != ("*",):
         return None
     first = next(args[name] for name in row_dims)

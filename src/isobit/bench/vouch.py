@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from isobit.check.options import text_of
+from isobit.check.request import small_args
 from isobit.contract import ContractError
+from isobit.op import known_op
 from isobit.stamp import gpu_name, source_sha
 
 
@@ -36,7 +39,7 @@ class Vouch:
         """Raise CheckFailed unless this backend of an op passes its check with these options."""
         from isobit.check.runner import quick_check
 
-        words = "".join(f" {name}={value}" for name, value in options.items())
+        words = "".join(f" {name}={text_of(value)}" for name, value in options.items())
         if self.skip or (op, backend, words) in self.done:
             return
         name = f"{op} on {backend}{' with' if words else ''}{words}"
@@ -48,6 +51,13 @@ class Vouch:
             if failures:
                 raise CheckFailed(f"{name} fails its check, so it is not timed:\n  " + "\n  ".join(failures))
         self.done.add((op, backend, words))
+
+    def check_default(self, op: str) -> None:
+        """The same for the backend that serves a plain call."""
+        if not self.skip:
+            served = known_op(op).explain(**small_args(known_op(op), self.device)).backend
+            assert served is not None
+            self.check(op, served, {})
 
 
 def proven(op: str, backend: str, device: torch.device, path: Path) -> bool:

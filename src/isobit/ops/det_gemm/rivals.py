@@ -1,10 +1,11 @@
 """What people use instead of `det_gemm`, the shapes at which both are timed, and how fast is fast enough.
 
-Three series, for a layer with weight W [N, K] and M tokens:
+Four series, for a layer with weight W [N, K] and M tokens:
 
     det_gemm      y  = x W^T      M from decode to training
     det_gemm_dx   dx = dy W
     det_gemm_dw   dW = dy^T x     fp32
+    det_linear    y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
 
 Every call finds its weight (for dW: its tokens) out of the L2 cache. Activations may be in it, as they are in
 a model, where the layer before has just written them.
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isobit.bench.goals import Cell, Goal
 from isobit.bench.rival import Rival
-from isobit.bench.series import Pool, Series
+from isobit.bench.series import Pool, Series, by_rows
 from isobit.bench.timing import copies_for
 from isobit.bench.truth import Window, spread_evenly
 from isobit.check.proof import Args, Case, Cost
@@ -32,6 +34,9 @@ SHAPES = (
     (4096, 32000), (4096, 151936), (2048, 131072), (7168, 2048),
 )  # fmt: skip
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
+
+#: What stands for all of them: a square layer and a wide one, from one token to many.
+CORE_SHAPES, CORE_TOKENS = ((4096, 4096), (4096, 14336)), (1, 16, 256, 1024, 8192)
 
 #: Tokens that exist at most: those of dW rotate over as many as there are.
 MAX_TOKENS = 16384
@@ -48,6 +53,10 @@ def _mm_dw_narrow(args: Args) -> Tensor:
     return torch.mm(args["dy"].t(), args["x"])
 
 
+def _layer(args: Args) -> Tensor:
+    return F.linear(args["x"], args["weight"], args["bias"])
+
+
 def _needs_a_gpu(case: Case, device: torch.device) -> str | None:
     return None if device.type == "cuda" else "a product into fp32 needs a GPU"
 
@@ -57,6 +66,13 @@ PRODUCT_RIVALS = {
     for rival in (
         Rival(BASELINE, mm, directions=None),
         Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas),
+    )
+}
+LAYER_RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival("native", _layer, takes=("bias", "layout")),
+        Rival("torch.compile", _layer, compiled=True, takes=("bias", "layout")),
     )
 }
 DW_RIVALS = {
@@ -85,13 +101,17 @@ def _weights(case: Case, pool: Pool) -> list[Tensor]:
 def _forward_args(case: Case, pool: Pool) -> list[Args]:
     M, K, _ = _sizes(case)
     x = pool.normal("x", M, K, dtype=case.dtype)
-    return [{"a": x, "b": weight.t()} for weight in _weights(case, pool)]
+    return [{"a": x, "b": weight.t(), **_out(case)} for weight in _weights(case, pool)]
 
 
 def _dx_args(case: Case, pool: Pool) -> list[Args]:
     M, _, N = _sizes(case)
     dy = pool.normal("dy", M, N, dtype=case.dtype)
-    return [{"a": dy, "b": weight} for weight in _weights(case, pool)]
+    return [{"a": dy, "b": weight, **_out(case)} for weight in _weights(case, pool)]
+
+
+def _out(case: Case) -> Args:
+    return {"out_dtype": case.options["out"]} if "out" in case.options else {}
 
 
 def _dw_args(case: Case, pool: Pool) -> list[Args]:
@@ -102,7 +122,7 @@ def _dw_args(case: Case, pool: Pool) -> list[Args]:
 
 
 def _call_product(args: Args, backend: str | None) -> Tensor:
-    return det_gemm(args["a"], args["b"], backend=backend)
+    return det_gemm(**args, backend=backend)
 
 
 def _call_dw(args: Args, backend: str | None) -> Tensor:
@@ -129,6 +149,14 @@ def _cases(least: int) -> list[Case]:
         for K, N in SHAPES
         for M in TOKENS
         if least <= M
+    ]
+
+
+def _core(least: int) -> list[Case]:
+    return [
+        case
+        for case in _cases(least)
+        if (case.dims["K"], case.dims["N"]) in CORE_SHAPES and case.dims["M"] in CORE_TOKENS
     ]
 
 
@@ -161,22 +189,35 @@ def _series(name: str, direction: str, least: int, **rest: Any) -> Series:
 
     return Series(
         name=name, cases=_cases(least), directions=(direction,), shared=shared, against=BASELINE, copy=False,
-        **rest,
+        core=_core(least), also={"triton": _core(least)[-2:]}, **rest,
     )  # fmt: skip
 
+
+def _layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """Forward as one product; backward two, of which dW is rounded to the dtype of W."""
+    forward = _cost(dims, dtype)
+    return Cost(forward.fwd_bytes, 2 * forward.fwd_bytes, forward.fwd_flops, 2 * forward.fwd_flops)
+
+
+LAYER_CASES = [case for case in _core(256) if case.dims["N"] == 14336 and case.dims["M"] != 1024]
 
 SERIES: Sequence[Series] = (
     _series(
         "det_gemm", "fwd", 1, op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
         judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, goals=GOALS,
+        takes=("out",),
     ),
     _series(
         "det_gemm_dx", "dx", 1024, op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
-        judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True,
+        judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
     ),
     _series(
         "det_gemm_dw", "dw", 1024, op=gemm_dw, make=_dw_args, call=_call_dw,
         cost=partial(_cost, out="KN", out_itemsize=4),
         judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS,
+    ),
+    by_rows(
+        "det_linear", LAYER_CASES, _layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,
+        directions=("fwd", "fwd_bwd"), core=LAYER_CASES, also={"triton": LAYER_CASES},
     ),
 )  # fmt: skip

@@ -13,7 +13,7 @@ four times with gradients. Products of odd sizes are slow in cuBLAS, so the voca
 multiple of 64 for it: G at V = 50257 is that at 50304.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,12 +24,12 @@ from torch.nn import functional as F
 
 from isobit.bench.goals import Cell, Goal
 from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Pool, Series
-from isobit.bench.timing import copies_for
-from isobit.bench.truth import cotangent_like, spread_evenly
+from isobit.bench.series import Series, by_rows
+from isobit.bench.truth import Truth, truth_of
 from isobit.check.proof import Args, Case, Cost
-from isobit.ops.linear_logp import reference
-from isobit.ops.linear_logp.op import forward, linear_logp
+from isobit.check.proofs import proof_of
+from isobit.check.trial import in_fp64
+from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_logp.proof_inputs import FULL
 
 #: (N, D, V). Vocabularies of GPT-2, as it is and filled up, Llama 3, DeepSeek V3, Qwen 2.5; two round ones.
@@ -77,8 +77,14 @@ def _filled(args: Args) -> Args:
 
 
 def native(args: Args) -> Tensor:
-    log_p = (args["hidden"] @ args["weight"].t()).float().log_softmax(-1)
-    return log_p.gather(-1, args["token_ids"][:, None])[:, 0]
+    z = F.linear(args["hidden"], args["weight"], args["bias"]).float()
+    if args["logit_scale"] is not None:
+        z = z * args["logit_scale"]
+    if args["softcap"] is not None:
+        z = args["softcap"] * torch.tanh(z / args["softcap"])
+    if args["temperature"] != 1.0:
+        z = z / args["temperature"]
+    return z.log_softmax(-1).gather(-1, args["token_ids"][..., None])[..., 0]
 
 
 def _cce(args: Args, **options: Any) -> Tensor:
@@ -128,13 +134,15 @@ def _worth_compiling(case: Case, device: torch.device) -> str | None:
 
 
 def _rivals(*more: Rival) -> dict[str, Rival]:
-    bare = Rival(BASELINE, _bare, directions=None, prepare=_filled)
+    bare = Rival(BASELINE, _bare, directions=None, prepare=_filled, takes=None)
     return {rival.name: rival for rival in (bare, *more)}
 
 
+_TAKES = ("temperature", "softcap", "logit_scale", "bias", "workspace_bytes")
+
 _OTHERS = (
-    Rival("native", native, directions=None),
-    Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True),
+    Rival("native", native, directions=None, takes=_TAKES),
+    Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True, takes=_TAKES),
     # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
     Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy"), graph=False),
     Rival(
@@ -156,67 +164,36 @@ class Sampled:
     their sum can be judged. That of the weight is a sum over all rows."""
 
     args: Args
+    inputs: tuple[str, ...]
 
     @cached_property
-    def rows(self) -> Tensor:
-        return spread_evenly(len(self.args["token_ids"]), 64, self.args["token_ids"].device)
-
-    @cached_property
-    def known(self) -> tuple[Tensor, Tensor]:
-        """logp, and its gradient to the hidden state, of these rows."""
-        logp, hidden = _exact(self.args, self.rows)
-        (gradient,) = torch.autograd.grad(logp.sum(), hidden)
-        return logp.detach(), gradient
+    def rows(self) -> Truth:
+        found = truth_of(forward, self.args, self.inputs)
+        assert found is not None  # its output is row by row
+        return found
 
     @cached_property
     def total(self) -> float:
-        places = torch.arange(len(self.args["token_ids"]), device=self.rows.device)
+        ids, hidden = self.args["token_ids"], self.args["hidden"]
+        wide = in_fp64({name: v for name, v in self.args.items() if name not in ("hidden", "token_ids")})
+        parts = zip(hidden.split(512), ids.split(512), strict=True)
+        formula = proof_of(forward).formula
         with torch.no_grad():
-            return sum(float(_exact(self.args, rows)[0].sum()) for rows in places.split(512))
+            return sum(
+                float(formula(wide | {"hidden": h.double(), "token_ids": some})[0].sum()) for h, some in parts
+            )
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         """Of a sum, the error a row. A product has no log-probabilities: no figure."""
-        output, *gradients = result
-        found = output.detach()
-        if found.ndim == 2:
-            return None
-        logp, gradient = self.known
-        if found.ndim == 0:
-            errors = [torch.tensor(abs(float(found) - self.total) / len(self.args["token_ids"]))]
-        else:
-            errors = [(found[self.rows].double() - logp).abs().max().cpu()]
-        if gradients:
-            cotangent = cotangent_like(found).double().expand(len(self.args["token_ids"]))[self.rows]
-            ours = gradients[0][self.rows].double()
-            errors.append((ours - cotangent[:, None] * gradient).abs().max().cpu())
-        return float(torch.stack([e.double() for e in errors]).max())  # NaN if there is one
-
-
-def _exact(args: Args, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(logp, the hidden states that it comes from) of some rows, in fp64."""
-    hidden = args["hidden"][rows].double().requires_grad_()
-    logp, _, _ = reference.formula(hidden, args["weight"].double(), args["token_ids"][rows])
-    return logp, hidden
+        output = result[0]
+        if output.shape == self.args["token_ids"].shape:
+            return self.rows.error(direction, result)
+        if output.ndim == 0:
+            return abs(float(output) - self.total) / self.args["token_ids"].numel()
+        return None
 
 
 # Series
-
-
-def _args(case: Case, pool: Pool, **options: Any) -> list[Args]:
-    """Logits of unit scale. The weights of a rotation together exceed the L2 cache several times."""
-    N, D, V = (case.dims[name] for name in "NDV")
-    hidden = pool.normal("hidden", N, D, dtype=case.dtype) * D**-0.5
-    gen = torch.Generator(pool.device).manual_seed(5)
-    ids = torch.randint(0, V, (N,), generator=gen, device=pool.device)
-    copies = range(copies_for(V * D * case.dtype.itemsize, pool.device))
-    weights = [pool.normal(f"weight {i}", V, D, dtype=case.dtype) for i in copies]
-    return [{"hidden": hidden, "weight": weight, "token_ids": ids, **options} for weight in weights]
-
-
-def _call(args: Args, backend: str | None) -> Tensor:
-    found: Any = linear_logp(**args, backend=backend)
-    out: Tensor = found
-    return out
 
 
 def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
@@ -242,22 +219,29 @@ GOALS = (
 )  # fmt: skip
 
 
-def _series(name: str, inputs: tuple[str, ...], rivals: dict[str, Rival], **options: Any) -> Series:
-    def shared(case: Case) -> tuple[Any, ...]:
-        return (case.dims["D"], case.dims["V"], case.dtype)
+CASES = [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES]
+#: What stands for all: an odd vocabulary does not, so a large one of each of two feature sizes.
+_TWO = [case for case in CASES if case.dims["V"] in (131072, 151936) and case.dims["D"] >= 2048]
 
-    return Series(
-        op=forward, name=name, make=partial(_args, **options), options=options, call=_call,
-        cost=partial(_cost, len(inputs)),
-        cases=[Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES],
-        judge=Sampled, rivals=rivals, inputs=inputs, directions=("fwd_bwd",) if inputs else ("fwd",),
-        shared=shared, against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (),
+
+def _series(
+    name: str,
+    inputs: tuple[str, ...],
+    rivals: dict[str, Rival],
+    also: Mapping[str, Sequence[Case]] | None = None,
+    **options: Any,
+) -> Series:
+    return by_rows(
+        "linear_logp", CASES, partial(_cost, len(inputs)), rivals, name=name, inputs=inputs,
+        judge=lambda args: Sampled(args, inputs), directions=("fwd_bwd",) if inputs else ("fwd",),
+        against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (), options=options,
+        core=_TWO, also=also or {},
     )  # fmt: skip
 
 
 SERIES: Sequence[Series] = (
-    _series("linear_logp", (), _rivals(*_OTHERS)),
-    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT)),
+    _series("linear_logp", (), _rivals(*_OTHERS), {"triton": _TWO}),
+    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT), {"triton": _TWO}),
     _series("linear_logp_frozen", ("hidden",), _rivals()),
     _series("linear_logp_kept", ("hidden", "weight"), _rivals(), workspace_bytes=FULL),
 )

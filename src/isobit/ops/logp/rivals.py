@@ -7,12 +7,24 @@ from torch import Tensor
 
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import by_rows
+from isobit.blocks.tokens import live_rows
 from isobit.check.proof import Args, Case, Cost
 
 
 def native(args: Args) -> Tensor:
     log_p = (args["logits"].float() / args["temperature"]).log_softmax(-1)
-    return log_p.gather(-1, args["token_ids"].long()[..., None]).squeeze(-1)
+    chosen = log_p.gather(-1, args["token_ids"].long()[..., None]).squeeze(-1)
+    return chosen if args["mask"] is None else chosen * args["live"]
+
+
+def _of_live_rows(args: Args) -> Args:
+    """Zeros in rows that do not count, as people who mask afterwards have them: what a row holds that must
+    not be read, NaN or an id that is none, would be an error there."""
+    if args["mask"] is None:
+        return args
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    zeros = {"logits": args["logits"].masked_fill(~live[..., None], 0.0)}
+    return args | zeros | {"token_ids": args["token_ids"].masked_fill(~live, 0), "live": live.float()}
 
 
 def _liger(args: Args) -> Tensor:
@@ -23,6 +35,7 @@ def _liger(args: Args) -> Tensor:
 
 def _liger_inputs(args: Args) -> Args:
     """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    args = _of_live_rows(args)
     ids, mask, logits = args["token_ids"], args["mask"], args["logits"]
     B, T, V = (ids.shape[:-1].numel(), ids.shape[-1], logits.shape[-1])
     padded = logits.new_zeros(B, T + 1, V)
@@ -37,15 +50,23 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
     )
 
 
+_TAKES = ("temperature", "mask", "ids", "layout")
+
 RIVALS: dict[str, Rival] = {
     rival.name: rival
     for rival in (
-        Rival("native", native),
+        Rival("native", native, prepare=_of_live_rows, takes=_TAKES),
         # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
-        Rival("torch.compile", native, directions=("fwd", "fwd_bwd"), compiled=True),
-        Rival("liger", _liger, directions=("fwd",), prepare=_liger_inputs, available=_liger_available),
+        Rival(
+            "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True,
+            takes=_TAKES,
+        ),
+        Rival(
+            "liger", _liger, directions=("fwd",), prepare=_liger_inputs, available=_liger_available,
+            takes=("temperature", "mask", "layout"),
+        ),
     )
-}
+}  # fmt: skip
 
 
 def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
@@ -55,18 +76,24 @@ def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
     return Cost(fwd_bytes=logits + N * (8 + 12), bwd_bytes=2 * logits + N * (8 + 16))
 
 
+CASES = [
+    Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
+    Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
+    Case({"B": 32, "T": 256, "V": 50304}, torch.float16, data="random"),
+    Case({"B": 32, "T": 256, "V": 131072}, torch.float16, data="random"),
+    Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
+    Case({"N": 8, "V": 151936}, torch.bfloat16, data="random"),
+]
+#: A vocabulary that no kernel likes and one that all do.
+_TWO = [CASES[1], CASES[4]]
+
 LOGP = by_rows(
     "logp",
-    cases=[
-        Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
-        Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
-        Case({"B": 32, "T": 256, "V": 50304}, torch.float16, data="random"),
-        Case({"B": 32, "T": 256, "V": 131072}, torch.float16, data="random"),
-        Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
-        Case({"N": 8, "V": 151936}, torch.bfloat16, data="random"),
-    ],
+    cases=CASES,
     cost=cost,
     rivals=RIVALS,
+    core=[*_TWO, CASES[5]],
+    also={"triton": _TWO, "hopper": _TWO},
 )
 
 SERIES = [LOGP]

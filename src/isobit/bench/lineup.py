@@ -1,0 +1,165 @@
+"""Who is timed on a case, and what is written down of each: ours, backends beside it, rivals, a copy."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.bench.cases import case_name
+from isobit.bench.contenders import calls_of, equal_bits, rival_calls
+from isobit.bench.report import Row
+from isobit.bench.series import Judge, Pool, Series
+from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure
+from isobit.bench.vouch import Vouch
+from isobit.check.options import options_of, varied
+from isobit.check.proof import Args, Case
+from isobit.op import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """One series on one device: what does not change from case to case."""
+
+    series: Series
+    pool: Pool
+    backend: str | None
+    impls: Sequence[str] | None
+    repetitions: int | None
+    copy_rate: float
+    product_rate: float
+    vouch: Vouch
+    say: Callable[[str], None]
+    note: Callable[[str], None]
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    def wanted(self, name: str) -> bool:
+        return self.impls is None or name in self.impls
+
+    def rows(self, case: Case, directions: Sequence[str]) -> list[Row]:
+        series = self.series
+        self.pool.keep(series.shared(case))
+        copies = series.make(varied(case, series.options), self.pool)
+        ours = self.ours(case, copies[0])
+        self.check(case, ours)
+        judge = series.judge(copies[0])
+        found: list[Row] = []
+        for direction in directions:
+            cost = series.cost(case.dims, case.dtype)
+            nbytes, flops = cost.bytes(direction), cost.flops(direction)
+            floor_ms = 1e3 * max(nbytes / self.copy_rate, flops / self.product_rate)
+            contenders = self.contenders(case, copies, direction, judge, ours)
+            if series.copy and self.wanted("copy"):
+                contenders.append(copy_contender(nbytes, self.device))
+            timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
+            for name, reason in failures.items():
+                self.note(f"{name}: failed on {case_name(case)} {direction}: {reason}")
+            where = {"op": series.name, "case": case_name(case), "direction": direction}
+            baseline = timings.get(series.against or "")
+            rows = []
+            for name, timing in timings.items():
+                if timing.verdict.max_abs is not None and math.isnan(timing.verdict.max_abs):
+                    self.note(f"{name}: NaN on {case_name(case)} {direction}")
+                rows.append(where | _figures(name, timing, floor_ms, nbytes, flops, baseline))
+            found += rows
+            figures = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
+            self.say(f"{series.name} {case_name(case)} {direction}: {figures}")
+        return found
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """In which this call differs from a plain one."""
+        return {**self.series.options, **options_of(case)}
+
+    def check(self, case: Case, ours: dict[str, str | None]) -> None:
+        for served in ours.values():
+            if self.series.op is not None and served is not None:
+                self.vouch.check(self.series.op.name, served, self.options(case))
+        for name in self.series.needs if ours else ():
+            self.vouch.check_default(name)
+
+    def ours(self, case: Case, args: Args) -> dict[str, str | None]:
+        """The backend that serves by name of implementation: what a user gets by default, and beside it the
+        backend that is asked for, and those that the series declares, if they are others."""
+        op = self.series.op
+        if op is None:
+            return {"isobit": None} if self.wanted("isobit") else {}
+        default = op.explain(**args).backend
+        found: dict[str, str | None] = {"isobit": default}
+        declared = [name for name, cases in self.series.also.items() if case in cases]
+        for backend in dict.fromkeys([*([self.backend] if self.backend else []), *declared]):
+            if backend == default:
+                continue
+            try:
+                op.explain(**args, backend=backend)
+            except UnsupportedError as why:
+                if backend == self.backend:  # somebody waits for it
+                    raise
+                self.note(f"isobit:{backend}: {why}")
+                continue
+            found[f"isobit:{backend}"] = backend
+        return {name: served for name, served in found.items() if self.wanted(name)}
+
+    def contenders(
+        self,
+        case: Case,
+        copies: Sequence[Args],
+        direction: str,
+        judge: Judge | None,
+        names: Iterable[str],
+    ) -> list[Contender]:
+        series = self.series
+        found = []
+
+        def verdict(calls: Sequence[Call], result: Any) -> Verdict:
+            return Verdict(None if judge is None else judge.error(direction, result))
+
+        def verdict_on_rival(calls: Sequence[Call], result: Any) -> Verdict:
+            ours = calls_of(self.function(None), copies, series.inputs, direction)
+            return Verdict(verdict(calls, result).max_abs, equal_bits(ours, calls))
+
+        for name in names:
+            function = self.function(name.partition(":")[2] or None)
+            build = partial(calls_of, function, copies, series.inputs, direction)
+            found.append(Contender(name, build, verdict, required=True))
+        for name, rival in series.rivals.items():
+            if not self.wanted(name):
+                continue
+            reason = rival.why_not(case, self.device, direction, self.options(case))
+            if reason is not None:
+                self.note(f"{name}: {reason}")
+                continue
+            if rival.compiled:  # else earlier cases count towards the limit beyond which it runs eagerly
+                torch.compiler.reset()
+            build = partial(rival_calls, rival, copies, series.inputs, direction)
+            judged = verdict_on_rival if series.bits else verdict
+            found.append(Contender(name, build, judged, graph=rival.graph))
+        return found
+
+    def function(self, backend: str | None) -> Callable[[Args], Tensor]:
+        return lambda args: self.series.call(args, backend)
+
+
+def _figures(
+    impl: str, timing: Timing, floor_ms: float, nbytes: int, flops: int, baseline: Timing | None
+) -> Row:
+    row: Row = {"impl": impl, "ms": timing.ms, "ms_q25": timing.ms_q25, "ms_q75": timing.ms_q75}
+    row |= {"host_us": timing.host_us, "peak_mb": timing.peak_mb, "extra_mb": timing.extra_mb}
+    row |= {"floor_ms": floor_ms, "tflops": flops / timing.ms / 1e9 if flops and impl != "copy" else None}
+    row |= {"tbps": nbytes / timing.ms / 1e9, "max_abs": timing.verdict.max_abs, "method": timing.method}
+    row |= {"equal_bits": timing.verdict.equal_bits}
+    row |= {"vs_baseline": None if baseline is None else baseline.ms / timing.ms}
+    return {key: _rounded(key, value) for key, value in row.items()}
+
+
+def _rounded(key: str, value: Any) -> Any:
+    """Five digits of a number; JSON has no NaN, so that becomes null. A share of equal bits keeps its digits:
+    one element in a million is not none."""
+    if not isinstance(value, float) or key == "equal_bits":
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else None
