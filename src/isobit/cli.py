@@ -19,9 +19,10 @@ except ModuleNotFoundError as missing:
 import isobit
 from isobit.arch import arch_key as arch_name
 from isobit.arch import default_device
-from isobit.bench.cases import parse_case
+from isobit.bench.cases import parse_case, subject_of, suite_of
 from isobit.bench.report import show
 from isobit.bench.runner import run as timed
+from isobit.bench.suites import suite_names
 from isobit.bench.vouch import CheckFailed
 from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
@@ -93,6 +94,7 @@ def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
 Names = list[str] | None
 ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
 PUBLIC = sorted(public_ops())
+SUITES = suite_names()
 TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # a folder is timed together
 
 
@@ -248,6 +250,7 @@ def memcheck(
 @app.command()
 def bench(
     op: Annotated[Names, typer.Option(help=f"op to time; repeatable: {', '.join(TIMED)}")] = None,
+    suite: Annotated[Names, typer.Option(help=f"suite to time; repeatable: {', '.join(SUITES)}")] = None,
     case: Annotated[
         Names, typer.Option(help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; repeatable")
     ] = None,
@@ -271,14 +274,15 @@ def bench(
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
-    """Time every op beside its rivals and the floor, after checking it: a red op is not timed."""
+    """Time every op, or a suite, beside rivals and the floor, after checking it: a red op is not timed."""
     if skip_check and check_report is not None:
         raise ContractError("--skip-check checks nothing and --check-report vouches: give one of them")
-    for name in _known("op", op or [], PUBLIC) or TIMED:
+    ops = _known("op", op or [], PUBLIC) or (() if suite else TIMED)
+    for subject in [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]:
         try:
             found = timed(
-                name,
-                [parse_case(text, OPS[name]) for text in case or []] or None,
+                subject,
+                [parse_case(text, subject) for text in case or []] or None,
                 direction,
                 _device(device),
                 backend,

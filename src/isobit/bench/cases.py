@@ -1,7 +1,7 @@
-"""Which sizes are timed: those a series declares, those asked for, and small ones for a CPU."""
+"""What can be timed, and at which sizes: those a series declares, those asked for, small ones for a CPU."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -20,6 +20,32 @@ def case_name(case: Case) -> str:
     return replace(case, data="edge").name
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What a benchmark is of: the ops of one folder, or a suite. `file` names its results."""
+
+    name: str
+    flag: str  # "--op" or "--suite": how the command line asks for it
+    file: str
+    series: Sequence[Series]
+    backends: tuple[str, ...]
+
+
+def subject_of(op: Op) -> Subject:
+    return Subject(op.name, "--op", op.folder, series_of(op), tuple(b.name for b in op.backends))
+
+
+def suite_of(name: str) -> Subject:
+    """The suite of this name, or an error that lists those there are."""
+    from isobit.bench.suites import series_of_suite, suite_names
+
+    if name not in suite_names():
+        raise ContractError(f"unknown suite {name!r}; known: {', '.join(suite_names())}")
+    series = series_of_suite(name)
+    backends = dict.fromkeys(b.name for one in series if one.op is not None for b in one.op.backends)
+    return Subject(name, "--suite", name, series, tuple(backends))
+
+
 def series_of(op: Op) -> list[Series]:
     """What is timed of an op and of those that share its folder: `SERIES` of the folder's `rivals`."""
     return list(import_module(f"{op.package}.rivals").SERIES)
@@ -34,13 +60,14 @@ def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
     return found
 
 
-def parse_case(text: str, op: Op) -> Case:
-    """`N=4096,V=50257,dtype=bf16` as a case of this op; its dimensions are those of a declared case."""
+def parse_case(text: str, of: Op | Subject) -> Case:
+    """`N=4096,V=50257,dtype=bf16` as a case of an op or a suite; its dimensions are those of a declared
+    case."""
 
     def error(rule: str) -> ContractError:
-        return ContractError(f"{op.name}(case: {text!r}): {rule}")
+        return ContractError(f"{of.name}(case: {text!r}): {rule}")
 
-    declared = declared_dims(series_of(op))
+    declared = declared_dims(of.series if isinstance(of, Subject) else series_of(of))
     known = " or ".join(",".join(case.dims) for case in declared.values())
     sizes: dict[str, int] = {}
     dtype: torch.dtype | None = None

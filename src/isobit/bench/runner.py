@@ -1,4 +1,4 @@
-"""Runs the benchmark of an op from its declaration: check, then time ours, its rivals and its floor.
+"""Runs the benchmark of an op or a suite from its declaration: check, then time ours, rivals and the floor.
 
 `run("logp", out_dir=Path("results"))` returns the report and writes results/<gpu>/logp.json.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isobit.arch import default_device
-from isobit.bench.cases import case_name, series_of, small_cases
+from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.goals import summary
 from isobit.bench.lineup import Lineup
 from isobit.bench.report import CPU_WARNING, Report, Row
@@ -26,7 +26,7 @@ from isobit.stamp import results_folder, stamp
 
 
 def run(
-    op_name: str,
+    of: str | Subject,
     cases: Sequence[Case] | None = None,
     directions: Sequence[str] | None = None,
     device: torch.device | str | None = None,
@@ -40,29 +40,30 @@ def run(
     check_report: Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Check an op, time it, and write `<out_dir>/<gpu>/<op folder>.json` if `out_dir` is given.
+    """Check an op (by name) or a suite, time it, and write `<out_dir>/<gpu>/<op folder or suite>.json` if
+    `out_dir` is given.
 
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
     ours, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_report` is a
     report of `isobit check` that spares a new check. `options` are those of every case, and `layout`. Raises
     CheckFailed for a red op.
     """
-    op = known_op(op_name)
+    subject = subject_of(known_op(of)) if isinstance(of, str) else of
+    name, all_series = subject.name, subject.series
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    all_series = series_of(op)
     known_directions = dict.fromkeys(d for one in all_series for d in one.directions)
-    _known(op_name, "direction", directions or (), list(known_directions))
+    _known(name, "direction", directions or (), list(known_directions))
     if backend is not None:
-        _known(op_name, "backend", [backend], [b.name for b in op.backends])
+        _known(name, "backend", [backend], subject.backends)
     beside = dict.fromkeys([*([backend] if backend else []), *(b for one in all_series for b in one.also)])
-    ours = ["isobit", *(f"isobit:{name}" for name in beside)]
-    rivals = dict.fromkeys(name for one in all_series for name in one.rivals)
-    _known(op_name, "impl", impls or (), [*ours, *rivals, "copy"])
+    ours = ["isobit", *(f"isobit:{each}" for each in beside)]
+    rivals = dict.fromkeys(rival for one in all_series for rival in one.rivals)
+    _known(name, "impl", impls or (), [*ours, *rivals, "copy"])
     if device.type == "cpu":
         say(CPU_WARNING)
-    jobs = _jobs(op_name, all_series, cases, directions or tuple(known_directions), device, options or {})
+    jobs = _jobs(name, all_series, cases, directions or tuple(known_directions), device, options or {})
     vouch = Vouch(device, check_report, skip_check, say)
     copy_rate, product_rate = machine_rates(device, repetitions)
     say(f"copy {copy_rate / 1e12:.3g} TB/s, bf16 product {product_rate / 1e12:.3g} TFLOP/s")
@@ -79,7 +80,7 @@ def run(
     source = stamp(device, commit) | rates | {"checked": not skip_check}
     rows: list[Row] = []
     report: Report = {"stamp": source, "notes": notes, "rows": rows}
-    path = None if out_dir is None else out_dir / results_folder(device) / f"{op.folder}.json"
+    path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
     with settled_heap():
         for i, (series, case, wanted) in enumerate(jobs):
             say(f"[{i + 1}/{len(jobs)}] {series.name} {case_name(case)}")
@@ -100,7 +101,7 @@ def run(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(_to_json(report | {"notes": notes + unfinished}))
     if not rows:
-        raise ContractError(f"bench {op_name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
+        raise ContractError(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
     if path is not None:
         say(f"written: {path}")
     return report
@@ -152,10 +153,10 @@ def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
     return {"against": against, "summary": summary(rows, against, goals)}
 
 
-def _known(op_name: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise ContractError(f"bench {op_name}: unknown {what} {name!r}; known: {', '.join(known)}")
+def _known(name: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for each in given:
+        if each not in known:
+            raise ContractError(f"bench {name}: unknown {what} {each!r}; known: {', '.join(known)}")
 
 
 def _to_json(report: Report) -> str:

@@ -15,7 +15,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
-    body = _lines(report["rows"]) if report.get("against") is None else _grids(report, kinds)
+    body = _by_kind(report["rows"], kinds) if report.get("against") is None else _grids(report, kinds)
     return f"{body}\n\n<sub>{stamp}</sub>\n"
 
 
@@ -48,6 +48,23 @@ def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 
 
 # A line a case
+
+
+def _by_kind(rows: Sequence[Row], kinds: Sequence[str]) -> str:
+    """A table for each kind of call, under its name where there are several."""
+    known = dict.fromkeys(row["op"] for row in rows)
+    if len(known) == 1 and not kinds:
+        return _lines(rows)
+    _all_known(kinds, known)
+    return "\n\n".join(
+        f"`{op}`\n\n{_lines([row for row in rows if row['op'] == op])}" for op in kinds or known
+    )
+
+
+def _all_known(kinds: Sequence[str], known: Iterable[str]) -> None:
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"no {kind!r} was timed; known: {', '.join(known)}")
 
 
 def _lines(rows: Sequence[Row]) -> str:
@@ -93,9 +110,7 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
     parts = [_goals(report["summary"], against)] if report["summary"] else []
     known = dict.fromkeys(cell.op for cell in found)
     every = dict.fromkeys(row["op"] for row in report["rows"])
-    for kind in kinds:
-        if kind not in every:
-            raise ValueError(f"no {kind!r} was timed; known: {', '.join(every)}")
+    _all_known(kinds, every)
     for op in kinds or every:
         if op not in known:  # timed without the baseline: a line a case says what there is
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")

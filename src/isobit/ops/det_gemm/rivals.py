@@ -193,7 +193,7 @@ def _series(name: str, direction: str, least: int, **rest: Any) -> Series:
     )  # fmt: skip
 
 
-def _layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+def layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Forward as one product; backward two, of which dW is rounded to the dtype of W."""
     forward = _cost(dims, dtype)
     return Cost(forward.fwd_bytes, 2 * forward.fwd_bytes, forward.fwd_flops, 2 * forward.fwd_flops)
@@ -217,7 +217,7 @@ SERIES: Sequence[Series] = (
         judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS,
     ),
     by_rows(
-        "det_linear", LAYER_CASES, _layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,
+        "det_linear", LAYER_CASES, layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,
         directions=("fwd", "fwd_bwd"), core=LAYER_CASES, also={"triton": LAYER_CASES},
     ),
 )  # fmt: skip

@@ -140,8 +140,10 @@ def _rivals(*more: Rival) -> dict[str, Rival]:
 
 _TAKES = ("temperature", "softcap", "logit_scale", "bias", "workspace_bytes")
 
+NATIVE = Rival("native", native, directions=None, takes=_TAKES)
+
 _OTHERS = (
-    Rival("native", native, directions=None, takes=_TAKES),
+    NATIVE,
     Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True, takes=_TAKES),
     # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
     Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy"), graph=False),
@@ -201,6 +203,9 @@ def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     N, D, V = (dims[name] for name in "NDV")
     operands, flops = (N * D + V * D) * dtype.itemsize, 2 * N * D * V
     return Cost(operands + 12 * N, products * operands, flops, products * flops)
+
+
+cost_of_training = partial(_cost, 2)
 
 
 def _shape(op: str, chooses: Callable[[dict[str, int]], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
