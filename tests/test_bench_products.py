@@ -22,7 +22,7 @@ from isobit.bench.vouch import CheckFailed
 from isobit.check.proof import Case
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals
-from isobit.stamp import gpu_name, source_sha
+from isobit.stamp import gpu_name, kernel_sha
 
 GEMM = known_op("det_gemm")
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     from isobit.check import runner
 
     path, checked = tmp_path / "check.json", []
-    here = {"source_sha": source_sha(), "gpu": gpu_name(CPU)}
+    here = {"kernels": {"det_gemm": kernel_sha("det_gemm")}, "gpu": gpu_name(CPU)}
     gemm, dw = (proven(op, "accuracy", "invariant") for op in ("det_gemm", "det_gemm_dw"))
 
     def passed(op: str, device: torch.device, backend: str, options: Any) -> list[str]:
@@ -180,8 +180,8 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     assert checked[1:] == [("det_gemm", "model")]  # a report on another backend says nothing of this one
     with pytest.raises(CheckFailed, match="det_gemm on model fails its check in "):
         after(here, proven("det_gemm", "accuracy", "invariant", fail=2))
-    with pytest.raises(ContractError, match="written by another source or on another device"):
-        after(here | {"source_sha": "another"}, gemm, dw)
+    with pytest.raises(ContractError, match="written by other kernels or on another device"):
+        after(here | {"kernels": {"det_gemm": "another"}}, gemm, dw)
     path.write_text("[]")
     with pytest.raises(ContractError, match="not a report of isobit check"):
         bench(skip_check=False, check_report=path)

@@ -154,7 +154,8 @@ def test_json_on_standard_output_is_all_there_is(isobit: Isobit) -> None:
     assert done.code == 0
     found = report(done)
     assert set(found) == {
-        "schema", "suite", "stamp", "total", "ok", "fail", "unsupported", "pass_rate", "passed", "candidates",
+        "schema", "suite", "stamp", "command", "total", "ok", "fail", "unsupported", "pass_rate", "passed",
+        "candidates",
     }  # fmt: skip
     assert (found["schema"], found["suite"], found["passed"], found["pass_rate"]) == (
         1, "isobit check", True, 1.0,
@@ -250,6 +251,24 @@ def test_a_law_that_fails_fails_the_command(isobit: Isobit, monkeypatch: pytest.
     assert "RuntimeError: the moon is in the wrong place (test_cli.py:" in done.out
     assert done.out.splitlines()[-1].endswith(": 1 cells FAIL")
     assert "1 FAIL of 1  1 ok" in done.out
+
+
+def test_stale_results_are_listed_with_the_command_that_renews_them(isobit: Isobit, tmp_path: Path) -> None:
+    isobit("check", *SMALL, "--law", "accuracy", "--results", str(tmp_path))
+    path = tmp_path / "cpu" / "check_logp.json"
+    done = isobit("report", "--results", str(tmp_path))
+    assert (done.code, done.out.splitlines()) == (0, [f"fresh  {path}", "0 of 1 result files are stale"])
+    found = json.loads(path.read_text())
+    found["stamp"]["kernels"]["logp"] = "another"
+    path.write_text(json.dumps(found))
+    done = isobit("report", "--stale", "--results", str(tmp_path))
+    said, again, total = done.out.splitlines()
+    assert done.code == 0 and said.startswith(f"stale  {path}: the kernels of logp are others than at ")
+    assert total == "1 of 1 result files are stale"
+    assert isobit(*shlex.split(again)[1:]).code == 0  # which makes it fresh
+    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0
+    path.write_text(json.dumps(found))
+    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 1
 
 
 # Selection

@@ -1,4 +1,4 @@
-"""The `isobit` command: check, memcheck, bench, info."""
+"""The `isobit` command: check, memcheck, bench, report, info."""
 
 import json
 import re
@@ -35,7 +35,8 @@ from isobit.check.request import Request
 from isobit.check.runner import FAIL, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
 from isobit.op import OPS, public_ops
-from isobit.stamp import gpu_name, results_folder, stamp
+from isobit.stale import lines, results_in
+from isobit.stamp import gpu_name, kernel_sha, results_folder, stamp
 
 app = typer.Typer(
     add_completion=False,
@@ -168,13 +169,13 @@ def check(
 
     cells = run(request, progress)
     seen = observations(request)
-    found = report.to_json(cells, request.device, commit, seen)
+    found = report.to_json(cells, request.device, commit, seen, request.command())
     if to_stdout:
         print(json.dumps(found, indent=1))
     elif json_path is not None:
         json_path.write_text(json.dumps(found, indent=1) + "\n")
     if results is not None:
-        _write_results(results, cells, seen, request.device, commit, say)
+        _write_results(results, cells, seen, request, commit, say)
     say("\n" + report.table(cells) + "\n")
     for line in report.notes(cells):
         say(line)
@@ -206,17 +207,19 @@ def _write_results(
     folder: Path,
     cells: list[Cell],
     seen: list[dict[str, Any]],
-    device: torch.device,
+    request: Request,
     commit: str | None,
     say: Callable[[str], None],
 ) -> None:
     """One file a folder of ops: what is declared together is proven together."""
     for name in dict.fromkeys(OPS[c.op].folder for c in cells):
-        path = folder / results_folder(device) / f"check_{name}.json"
+        path = folder / results_folder(request.device) / f"check_{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = [c for c in cells if OPS[c.op].folder == name]
         facts = [fact for fact in seen if OPS[fact["op"]].folder == name]
-        path.write_text(json.dumps(report.to_json(mine, device, commit, facts), indent=1) + "\n")
+        command = replace(request, ops=tuple(dict.fromkeys(c.op for c in mine))).command()
+        found = report.to_json(mine, request.device, commit, facts, command)
+        path.write_text(json.dumps(found, indent=1) + "\n")
         say(f"wrote {path}")
 
 
@@ -299,12 +302,27 @@ def bench(
         show(found)
 
 
+@app.command("report")
+def report_on(
+    results: Annotated[Path, typer.Option(help="folder of result files")] = Path("results"),
+    stale: Annotated[bool, typer.Option("--stale", help="only those whose kernels have changed")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if one is stale")] = False,
+) -> None:
+    """Which result files are of today's kernels, and the command that renews each that is not."""
+    found = results_in(results)
+    for line in lines(found, stale):
+        print(line)
+    raise typer.Exit(int(strict and any(result.stale for result in found)))
+
+
 @app.command()
 def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto") -> None:
     """Versions, device, and for every op the backend that would serve and why others would not."""
     where = _device(device)
     for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_name(where)}.items():
         print(f"{key:12s}{value}")
+    for folder in sorted({OPS[name].folder for name in PUBLIC}):
+        print(f"{'kernels':12s}{kernel_sha(folder)} of {folder}")
     print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}\n")
     for name in PUBLIC:
         print(f"{name}: {default_backend(OPS[name], where)}")

@@ -1,9 +1,11 @@
 """Where a result comes from: machine, versions, and the exact source that produced it."""
 
+import ast
 import datetime
 import hashlib
 import platform
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,18 @@ import triton
 _PACKAGE = Path(__file__).parent
 
 
-def stamp(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+#: Files of an op's folder that decide its numbers, and parts of the package that they may rest on. What
+#: proves or times an op decides nothing; the frame (op.py, contract.py) decides host times and no number.
+_DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
+_FOLLOWED = ("blocks", "numerics", "ops")
+_DECIDES_NOTHING = ("proof", "rivals", "chart")
+
+
+def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = ()) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
-    matched to its source also where there is no git; `commit` names it there."""
+    matched to its source also where there is no git; `commit` names it there. `kernels` hashes what decides
+    the numbers of each of these folders of ops, so that a change elsewhere makes no number stale."""
+    folders = sorted(set(ops))
     return {
         "gpu": gpu_name(device),
         "driver": _driver(device),
@@ -25,6 +36,7 @@ def stamp(device: torch.device, commit: str | None = None) -> dict[str, Any]:
         "commit": commit or _commit(),
         "source_sha": source_sha(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **({"kernels": {folder: kernel_sha(folder) for folder in folders}} if folders else {}),
     }
 
 
@@ -50,6 +62,47 @@ def source_sha() -> str:
             digest.update(path.relative_to(_PACKAGE).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def kernel_sha(folder: str, package: Path = _PACKAGE) -> str | None:
+    """SHA-256 over the files that decide the numbers of the ops in a folder: its own, and those of blocks,
+    numerics and other ops that they import. None if there is no such folder."""
+    files = decisive_files(folder, package)
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16] if files else None
+
+
+def decisive_files(folder: str, package: Path = _PACKAGE) -> list[Path]:
+    """What `kernel_sha` hashes, found by reading imports: nothing is imported, so it needs no GPU."""
+    pending = [path for name in _DECIDES for path in (package / "ops" / folder).glob(name)]
+    found: set[Path] = set()
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += _imported(path, package)
+    return sorted(found)
+
+
+def _imported(path: Path, package: Path) -> Iterator[Path]:
+    """Files of the package that a file imports anywhere in it, as far as they may decide a number."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for name in names:
+        root, *parts = name.split(".")
+        if root != package.name or not parts or parts[0] not in _FOLLOWED:
+            continue
+        if parts[-1].startswith(_DECIDES_NOTHING):
+            continue
+        place = package.joinpath(*parts)
+        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
 
 
 def _driver(device: torch.device) -> str:

@@ -9,7 +9,7 @@ import torch
 from isobit.bench.series import Series
 from isobit.check.proof import DTYPES, Case
 from isobit.contract import ContractError
-from isobit.op import Op
+from isobit.op import Op, known_op
 
 #: Bytes and operations of a case that a CPU times within a second.
 CPU_BYTES, CPU_FLOPS = 4 << 20, 16 << 20
@@ -29,6 +29,12 @@ class Subject:
     file: str
     series: Sequence[Series]
     backends: tuple[str, ...]
+
+    @property
+    def folders(self) -> set[str]:
+        """Folders of the ops whose kernels decide its numbers."""
+        ops = {one.op.folder for one in self.series if one.op is not None}
+        return ops | {known_op(name).folder for one in self.series for name in one.needs}
 
 
 def subject_of(op: Op) -> Subject:

@@ -77,7 +77,7 @@ def run(
 
     pool = Pool(device)
     rates = {"copy_tbps": round(copy_rate / 1e12, 4), "best_tflops": round(product_rate / 1e12, 4)}
-    source = stamp(device, commit) | rates | {"checked": not skip_check}
+    source = stamp(device, commit, subject.folders) | rates | {"checked": not skip_check}
     rows: list[Row] = []
     report: Report = {"stamp": source, "notes": notes, "rows": rows}
     path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"

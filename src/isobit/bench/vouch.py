@@ -13,7 +13,7 @@ from isobit.check.options import text_of
 from isobit.check.request import small_args
 from isobit.contract import ContractError
 from isobit.op import known_op
-from isobit.stamp import gpu_name, source_sha
+from isobit.stamp import gpu_name, kernel_sha
 
 
 class CheckFailed(RuntimeError):
@@ -61,19 +61,21 @@ class Vouch:
 
 
 def proven(op: str, backend: str, device: torch.device, path: Path) -> bool:
-    """Whether a report of `isobit check` speaks for this source on this device, and for the numbers and bits
-    of this backend. One that promises no bits is asked for none."""
+    """Whether a report of `isobit check` speaks for these kernels on this device, and for numbers and bits of
+    this backend. One that promises no bits is asked for none."""
     try:
         report = json.loads(path.read_text())
         stamp = report["stamp"]
         mine = [c for c in report["candidates"] if (c["op"], c["candidate"]) == (op, backend)]
         held = {case["law"] for c in mine for case in c["cases"] if case["status"] == "ok"}
         promised = _NEEDED if any(c["numerics"] != "none" for c in mine) else {"accuracy"}
-        written_by = (stamp["source_sha"], stamp["gpu"])
+        written_by = (stamp.get("kernels", {}).get(known_op(op).folder), stamp["gpu"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
-    if written_by != (source_sha(), gpu_name(device)):
-        raise ContractError(f"{path}: was written by another source or on another device: check again")
+    if not mine:
+        return False
+    if written_by != (kernel_sha(known_op(op).folder), gpu_name(device)):
+        raise ContractError(f"{path}: was written by other kernels or on another device: check again")
     if any(c["fail"] for c in mine):
         raise CheckFailed(f"{op} on {backend} fails its check in {path}, so it is not timed")
     return promised <= held

@@ -84,7 +84,8 @@ def memcheck(
         if op == CONTROL and not found.passed:
             raise ContractError(f"compute-sanitizer has not found the control's wrong write: {found.summary}")
     device = default_device()
-    head = {"schema": SCHEMA, "suite": "isobit memcheck", "stamp": stamp(device, commit), "tool": _version()}
+    source = stamp(device, commit, {known_op(op).folder for op, _ in pairs})
+    head = {"schema": SCHEMA, "suite": "isobit memcheck", "stamp": source, "tool": _version()}
     return {**head, "passed": all(r.passed for r in runs), "runs": [asdict(r) for r in runs]}
 
 

@@ -10,6 +10,7 @@ import torch
 from isobit.backend import NONE
 from isobit.check.law import LAWS
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
+from isobit.op import OPS
 from isobit.stamp import stamp
 
 SCHEMA = 1
@@ -20,9 +21,10 @@ def to_json(
     device: torch.device,
     commit: str | None = None,
     observations: Sequence[dict[str, Any]] = (),
+    command: str | None = None,
 ) -> dict[str, Any]:
     """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals.
-    Observations are facts that were seen in the same run and that nobody promises."""
+    Observations are facts that were seen in the same run and that nobody promises. `command` repeats it."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
@@ -39,7 +41,9 @@ def to_json(
                 "cases": [asdict(c) for c in mine],
             }
         )
-    head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit)}
+    folders = {OPS[c.op].folder for c in cells}
+    head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit, folders)}
+    head |= {"command": command} if command else {}
     seen = {"observations": list(observations)} if observations else {}
     return {**head, **totals(cells), **seen, "candidates": candidates}
 

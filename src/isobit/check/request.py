@@ -11,7 +11,7 @@ from isobit.check.law import LAWS, small_case
 from isobit.check.options import fit, known_options, text_of, varied
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
-from isobit.contract import ContractError
+from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
 
 
@@ -34,6 +34,15 @@ class Request:
     grad_mode: str = "random"
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
+
+    def command(self) -> str:
+        """The line that repeats this request."""
+        parts = ["isobit check"]
+        parts += [f"--op {name}" for name in self.ops] + [f"--backend {name}" for name in self.backends]
+        parts += [f"--law {name}" for name in self.laws]
+        parts += [f"--dtype {dtype_name(dtype)}" for dtype in self.dtypes]
+        parts += [f"--case {shlex.quote(self.case)}"] if self.case else []
+        return " ".join([*parts, self.options()])
 
     def options(self) -> str:
         """The flags that repeat this request, for reproduction lines and for the interpreter's process."""

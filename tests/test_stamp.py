@@ -1,0 +1,137 @@
+"""Stamps: which files decide an op's numbers, and which results are stale."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import isobit
+from isobit import ContractError, stale
+from isobit.bench.cases import parse_case
+from isobit.bench.runner import run
+from isobit.op import known_op
+from isobit.stamp import decisive_files, kernel_sha, source_sha
+
+PACKAGE = Path(isobit.__file__).parent
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package to change."""
+    return Path(shutil.copytree(PACKAGE, tmp_path / "isobit", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def append(path: Path, text: str = "\n# one more sentence\n") -> None:
+    path.write_text(path.read_text() + text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cli.py", "op.py", "check/runner.py", "bench/timing.py", "ops/logp/proof.py", "ops/logp/rivals.py",
+     "ops/det_gemm/kernels_triton.py", "blocks/hopper_product.py"],
+)  # fmt: skip
+def test_what_decides_no_number_of_an_op_leaves_its_hash(package: Path, name: str) -> None:
+    before = kernel_sha("logp", package)
+    assert before == kernel_sha("logp")
+    append(package / name)
+    assert kernel_sha("logp", package) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ops/logp/op.py", "ops/logp/reference.py", "ops/logp/kernels_triton.py", "ops/logp/kernels_hopper.py",
+     "blocks/triton_rows.py", "blocks/hopper_pipe.py", "blocks/logprob.py"],
+)  # fmt: skip
+def test_what_decides_a_number_changes_the_hash(package: Path, name: str) -> None:
+    append(package / name)
+    assert kernel_sha("logp", package) != kernel_sha("logp")
+
+
+def test_imports_are_followed_wherever_they_stand(package: Path) -> None:
+    """In a function, through other files, of a module or of its package; cycles end."""
+    (package / "blocks" / "first.py").write_text("def f():\n    from isobit.blocks import second\n")
+    (package / "blocks" / "second.py").write_text("import isobit.ops.other.kernels_x\nimport os, torch\n")
+    other = package / "ops" / "other"
+    other.mkdir()
+    (other / "kernels_x.py").write_text("from isobit.blocks.first import f\n")
+    (other / "proof.py").write_text("from isobit.blocks.first import f\n")
+    append(package / "ops" / "logp" / "op.py", "\n\ndef g():\n    import isobit.blocks.first as f\n")
+    found = {path.relative_to(package).as_posix() for path in decisive_files("logp", package)}
+    assert {"blocks/first.py", "blocks/second.py", "ops/other/kernels_x.py"} <= found
+    assert "ops/other/proof.py" not in found and "op.py" not in found
+    assert kernel_sha("no_such_op", package) is None
+
+
+# Stale results
+
+
+def a_file(folder: Path, name: str, stamp: dict[str, Any], **keys: Any) -> Path:
+    path = folder / "h200" / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps({"stamp": {"commit": "abc", "source_sha": "old"} | stamp, **keys}))
+    return path
+
+
+def test_a_result_is_stale_when_its_kernels_are_others(tmp_path: Path) -> None:
+    mine = {"kernels": {"logp": kernel_sha("logp")}}
+    fresh = a_file(tmp_path, "logp.json", mine, rows=[])
+    assert stale.examine(fresh, tmp_path).stale is None  # though every other file has changed since
+    changed = a_file(tmp_path, "logp.json", {"kernels": {"logp": "0123"}}, rows=[])
+    assert stale.examine(changed, tmp_path).stale == "the kernels of logp are others than at abc"
+    gone = a_file(tmp_path, "gone.json", {"kernels": {"gone": "0123"}}, rows=[])
+    assert stale.examine(gone, tmp_path).stale is not None
+    assert (
+        stale.examine(a_file(tmp_path, "logp.json", {"source_sha": source_sha()}, rows=[]), tmp_path).stale
+        is None
+    )
+    old = stale.examine(a_file(tmp_path, "logp.json", {}, rows=[]), tmp_path).stale
+    assert old == "it is of commit abc and has no hashes of kernels, which came later"
+
+
+def test_the_command_that_renews_a_result(tmp_path: Path) -> None:
+    def command(name: str, **keys: Any) -> str:
+        return stale.examine(a_file(tmp_path, name, {}, **keys), tmp_path).command
+
+    def candidates(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+        return [{"op": op, "candidate": backend} for op, backend in pairs]
+
+    assert command("logp.json", rows=[]) == f"isobit bench --op logp --results {tmp_path}"
+    told = command("launch.json", rows=[], command="isobit bench --suite launch")
+    assert told == f"isobit bench --suite launch --results {tmp_path}"
+    every = candidates(*(("logp", backend.name) for backend in known_op("logp").backends))
+    check = {"suite": "isobit check"}
+    assert command("check_logp.json", **check, candidates=every) == (
+        f"isobit check --op logp --results {tmp_path}"
+    )
+    assert command("check_logp_dtypes.json", **check, candidates=every[:1]).startswith(
+        f"isobit check --op logp --backend {every[0]['candidate']} --json {tmp_path}"
+    )
+    runs = [{"op": "--control", "backend": ""}, {"op": "logp", "backend": "triton"}]
+    assert command("memcheck_logp.json", suite="isobit memcheck", runs=runs) == (
+        f"isobit memcheck --op logp --results {tmp_path}"
+    )
+
+
+def test_what_is_no_result_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ContractError, match=r"x\.json: not a result file of isobit"):
+        stale.results_in(tmp_path)
+    with pytest.raises(ContractError, match="no such folder"):
+        stale.results_in(tmp_path / "nope")
+
+
+def test_every_committed_result_can_be_told_fresh_or_stale() -> None:
+    found = stale.results_in(ROOT / "results")
+    assert len(found) >= 9 and all(result.command.startswith("isobit ") for result in found)
+
+
+def test_a_benchmark_is_stamped_with_the_kernels_of_its_ops(tmp_path: Path) -> None:
+    cases = [parse_case("N=5,V=7", known_op("logp"))]
+    run("logp", cases, device="cpu", repetitions=2, skip_check=True, impls=["isobit"], out_dir=tmp_path,
+        say=lambda text: None)  # fmt: skip
+    path = tmp_path / "cpu" / "logp.json"
+    assert json.loads(path.read_text())["stamp"]["kernels"] == {"logp": kernel_sha("logp")}
+    assert stale.examine(path, tmp_path).stale is None
