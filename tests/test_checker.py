@@ -3,16 +3,21 @@ correct one must pass every law."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from isobit import ContractError
 from isobit.backend import Backend
+from isobit.blocks.launch import Recorder
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
+from isobit.check.proof import Kernels
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
 from isobit.ops.logp import reference
@@ -276,6 +281,35 @@ def test_one_failure_does_not_stop_the_others() -> None:
         )
     assert [(c.backend, c.status) for c in cells] == [("candidate", FAIL), ("reference", OK)]
     assert not report.totals(cells)["passed"]
+
+
+@triton.jit
+def compiles(out):  # type: ignore[no-untyped-def]
+    tl.store(out, 1.0)
+
+
+@triton.jit
+def does_not_compile(out):  # type: ignore[no-untyped-def]
+    tl.store(out, tl.no_such_function(out))
+
+
+def test_a_kernel_that_does_not_compile_is_named_and_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def record(launch: Recorder, dtype: torch.dtype) -> None:
+        for kernel in (does_not_compile, compiles):
+            launch(kernel, (1,), torch.empty(1, dtype=dtype, device="meta"))
+
+    kernels = {"candidate": Kernels(record, targets=[("cuda", 90, 32)])}
+    monkeypatch.setattr(FORWARD, "proof", replace(FORWARD.proof, kernels=kernels))
+    with candidate(by_rows):
+        cells = check("compile", None)
+    for cell in cells:
+        assert cell.status == FAIL and cell.reason.startswith("does_not_compile cuda:90: CompilationError")
+        assert [(o["output"], o["passed"]) for o in cell.outputs] == [
+            ("does_not_compile cuda:90", False), ("compiles cuda:90", True),
+        ]  # fmt: skip
+    assert cells
 
 
 def test_a_run_that_checks_nothing_is_an_error() -> None:

@@ -375,8 +375,11 @@ def compiles(trial: Trial) -> list[OutputCheck]:
             if key in seen:
                 continue
             seen.add(key)
-            done = triton.compile(source, target=GPUTarget(*target), options=options)
-            checks.append(
-                passed(f"{name} {target[0]}:{target[1]}", f"{done.metadata.shared} bytes of shared memory")
-            )
+            what = f"{name} {target[0]}:{target[1]}"
+            try:
+                done = triton.compile(source, target=GPUTarget(*target), options=options)
+            except Exception as error:  # the others are tried too, and the row says which kernel it was
+                checks.append(failure(what, f"{type(error).__name__}: {error}"))
+            else:
+                checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
     return checks
