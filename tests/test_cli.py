@@ -340,6 +340,17 @@ def test_options_reach_the_inputs(isobit: Isobit) -> None:
     assert messages("--token-value", "1") == messages("--token-value", "18")
 
 
+def test_a_target_is_compiled_for_alone(isobit: Isobit) -> None:
+    arguments = ("check", "--op", "det_gemm", "--compile", "--dtype", "bf16", "--json", "-")
+    found = {c["backend"]: c for c in cells(isobit(*arguments, "--target", "cuda:80"))}
+    outputs = {output["output"] for output in found["triton"]["outputs"]}
+    assert found["triton"]["status"] == OK and outputs == {"product_tile cuda:80"}
+    assert "--target cuda:80" in found["triton"]["command"]
+    assert (found["hopper"]["status"], found["hopper"]["reason"]) == (
+        UNSUPPORTED, "its kernels are for cuda:90",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("own", [True, False])
 def test_the_command_of_a_cell_repeats_that_cell(isobit: Isobit, dtype: str, own: bool) -> None:
@@ -370,6 +381,8 @@ def test_options_of_a_case_are_named_and_repeated(isobit: Isobit, sizes: tuple[s
     [
         (("--law", "accuracy", "--compile"), "give one of --law and --compile"),
         (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "give one of them"),
+        (("--target", "cuda:90"), "give --law compile with it"),
+        (("--compile", "--target", "sm_90"), "unknown target 'sm_90'; known: cuda:80, cuda:90, hip:gfx942"),
         (("--arch-key", "nope"), "unknown arch key 'nope'; known: cpu"),
         (("--seed", str(2**63)), "is outside [0, 2^63)"),
         (("--device", "meta"), "holds no values to check"),

@@ -96,6 +96,7 @@ Names = list[str] | None
 ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
 PUBLIC = sorted(public_ops())
 SUITES = suite_names()
+TARGETS = sorted({t for name in PUBLIC for k in proofs()[name].kernels.values() for t in k.by_name()})
 TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # a folder is timed together
 
 
@@ -109,6 +110,9 @@ def check(
     compile: Annotated[
         bool, typer.Option("--compile", help="only the ahead-of-time compilation law")
     ] = False,
+    target: Annotated[
+        Names, typer.Option(help=f"of the compilation law; repeatable: {', '.join(TARGETS)}")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     dtype: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DTYPES)}")] = None,
     arch_key: Annotated[str | None, typer.Option(help="tolerance override to use, e.g. sm_90")] = None,
@@ -154,6 +158,7 @@ def check(
         gradient=gradient,
         grad_mode=grad_mode,
         grad_seed=grad_seed,
+        targets=_known("target", target or [], TARGETS),
     )
     _consistent(request, compile and bool(law), json_path)
     if stream:  # cells as JSON lines, for the process that asked for an interpreter
@@ -191,6 +196,8 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
         raise ContractError("--compile is short for --law compile: give one of --law and --compile")
     if request.case is not None and request.dims is not None:
         raise ContractError("--case names a declared case and --dim makes one: give one of them")
+    if request.targets and request.laws != ("compile",):
+        raise ContractError("--target is for the compilation law alone: give --law compile with it")
     if request.device.type == "meta":
         raise ContractError("device 'meta' holds no values to check")
     known = {*ARCHS, arch_name(request.device)}

@@ -361,6 +361,9 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         raise Unsupported("plain PyTorch: nothing to compile")
     if triton_is_interpreted():
         raise LawBroken("kernels are interpreted in this process and cannot be compiled")
+    targets = {n: t for n, t in kernels.by_name().items() if not trial.targets or n in trial.targets}
+    if not targets:
+        raise Unsupported(f"its kernels are for {', '.join(kernels.by_name())}")
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -370,12 +373,12 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         raise LawBroken("no launch was recorded")
     checks, seen = [], set()
     for name, source, options in recorder.sources():
-        for target in kernels.targets:
+        for target_name, target in targets.items():
             key = (name, source.hash(), str(options), target)
             if key in seen:
                 continue
             seen.add(key)
-            what = f"{name} {target[0]}:{target[1]}"
+            what = f"{name} {target_name}"
             try:
                 done = triton.compile(source, target=GPUTarget(*target), options=options)
             except Exception as error:  # the others are tried too, and the row says which kernel it was

@@ -128,6 +128,10 @@ class Kernels:
         ("hip", "gfx942", 64),
     )
 
+    def by_name(self) -> dict[str, tuple[str, int | str, int]]:
+        """The targets as people name them: `cuda:90`."""
+        return {f"{kind}:{arch}": (kind, arch, width) for kind, arch, width in self.targets}
+
 
 #: Where in a tensor, and the bits that must be there.
 Sample = tuple[tuple[Any, ...], Tensor]

@@ -34,6 +34,7 @@ class Request:
     grad_mode: str = "random"
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
+    targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
 
     def command(self) -> str:
         """The line that repeats this request."""
@@ -65,6 +66,7 @@ class Request:
             parts.append(f"--grad-mode {self.grad_mode}")
         if self.grad_seed != default.grad_seed:
             parts.append(f"--grad-seed {self.grad_seed}")
+        parts += [f"--target {target}" for target in self.targets]
         return " ".join(parts)
 
 

@@ -149,7 +149,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
     trial = Trial(
         op, backend, request.device, case, request.arch or arch_key(request.device),
-        request.inputs, request.gradient, request.grad_mode, request.grad_seed,
+        request.inputs, request.gradient, request.grad_mode, request.grad_seed, targets=request.targets,
     )  # fmt: skip
     cell.numerics = trial.numerics
     start = time.perf_counter()

@@ -40,6 +40,7 @@ class Trial:
     given: tuple[Tensor, ...] | None = None  # cotangents to use instead of drawing them
     only: tuple[str, ...] | None = None  # take no other gradients than these
     bound: str | None = None  # any backend of this numerics class instead of the one that is named
+    targets: tuple[str, ...] = ()  # compile for no others than these; for all if there are none
 
     @property
     def proof(self) -> Proof:
