@@ -293,6 +293,7 @@ def does_not_compile(out):  # type: ignore[no-untyped-def]
     tl.store(out, tl.no_such_function(out))
 
 
+@pytest.mark.compat
 def test_a_kernel_that_does_not_compile_is_named_and_the_others_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

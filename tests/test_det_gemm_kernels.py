@@ -16,6 +16,8 @@ from isobit.blocks.launch import Recorder
 from isobit.blocks.stream import build
 from isobit.ops.det_gemm import kernels_triton as kernels
 
+pytestmark = pytest.mark.compat
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 

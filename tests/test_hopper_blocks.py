@@ -17,6 +17,8 @@ from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp.slabs import block_slots, slabs
 from isobit.ops.logp import kernels_hopper as logp
 
+pytestmark = pytest.mark.compat
+
 BF16 = torch.bfloat16
 SMS = 132  # of an H200
 

@@ -37,6 +37,8 @@ from linear_logp_calls import (
     with_a_bad_id,
 )  # fmt: skip
 
+pytestmark = pytest.mark.compat
+
 CHILD = """
 import sys, torch
 from linear_logp_calls import CALLS, bit_calls, evaluate

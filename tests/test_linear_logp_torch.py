@@ -372,6 +372,7 @@ def compiled_for_hopper() -> list[tuple[str, torch.dtype, Any]]:
     return found
 
 
+@pytest.mark.compat
 def test_every_sum_is_one_chain_of_the_right_steps(
     compiled_for_hopper: list[tuple[str, torch.dtype, Any]],
 ) -> None:
@@ -385,12 +386,14 @@ def test_every_sum_is_one_chain_of_the_right_steps(
             assert "scf.for" in done.asm["ttir"]
 
 
+@pytest.mark.compat
 def test_no_kernel_may_fuse_a_product_and_a_sum() -> None:
     recorder = Recorder()
     record(recorder, 1000, 64, 5000, BF16, full=True)
     assert {options["enable_fp_fusion"] for _, _, options in recorder.launches} == {False}
 
 
+@pytest.mark.compat
 def test_the_order_over_the_vocabulary_is_a_function_of_v_alone() -> None:
     orders = set()
     for N in (1, 100, 70_000):

@@ -15,13 +15,27 @@ from torch import Tensor
 from isobit import logp
 from isobit.blocks.launch import Recorder
 from isobit.blocks.rows import row_strides
+from isobit.check.runner import OK, Request, run
 from isobit.op import OPS
 from isobit.ops.logp import kernels_triton as kernels
 from isobit.ops.logp import proof
 
+pytestmark = pytest.mark.compat
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+# In the interpreter
+
+
+@pytest.mark.parametrize("case", ["N=20 V=257 bf16 temperature=0.7", "N=20 V=17000 fp32 mask=bool"])
+def test_the_kernels_compute_logp_and_its_gradient(case: str) -> None:
+    """Rows in one piece and in several. All other cases are in the whole check, which takes minutes."""
+    laws, device = ("accuracy", "gradient"), torch.device("cpu")
+    cells = run(Request(ops=("logp",), backends=("triton",), laws=laws, device=device, case=case))
+    assert [(c.law, c.status, c.reason) for c in cells] == [(law, OK, "") for law in laws]
 
 
 # The kernels' host side

@@ -362,6 +362,7 @@ def test_the_examples_run() -> None:
 # Capturing again
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("block", "instruction"), [*zip(capture.KERNELS, ("wgmma", "mma.sync"), strict=True)]
 )
