@@ -1,5 +1,6 @@
 # make check   prove every op on this machine        make lint    style and types
 # make test    run the test suite                    make bench   time every op beside its rivals
+# make compat  compile and test every kernel under the oldest, the tested and the newest Triton
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
 
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: check test lint bench tables clean
+.PHONY: check test lint compat bench tables clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -20,6 +21,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md
+
+# CHEAP=1 is the part for CI: no tests, one dtype, one target, the oldest Triton and the newest.
+compat: $(READY)
+	$(BIN)/python tools/compat.py $(if $(CHEAP),--cheap)
 
 bench: $(READY)
 	$(BIN)/isobit bench --results results
@@ -35,4 +40,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv check.json
+	rm -rf .venv .compat check.json
