@@ -171,7 +171,7 @@ def backend_of(op: Any, name: str, run: Callable[..., Any], where: int | None = 
 
 
 def off_by_a_little(**args: Any) -> Any:
-    logp, *rest = LOGP._by_name("reference").run(**args)
+    logp, *rest = LOGP.backend_named("reference").run(**args)
     return logp + 1e-3, *rest
 
 
@@ -192,7 +192,7 @@ def test_a_wrong_backend_is_not_timed_whoever_asks_for_it(tmp_path: Path) -> Non
 
 def test_a_backend_that_is_wrong_with_an_option_is_not_timed_with_it() -> None:
     def served(**args: Any) -> Any:
-        right = LOGP._by_name("reference").run(**args)
+        right = LOGP.backend_named("reference").run(**args)
         return right if args["temperature"] == 1.0 else off_by_a_little(**args)
 
     plain = parse_case("N=70,V=33,dtype=fp32", LOGP)
@@ -297,7 +297,7 @@ def test_what_is_row_by_row_is_judged_where_a_gradient_is_shared_by_all_rows(jud
     case = parse_case("N=100,D=8,V=20,dtype=fp32", op)
     args = proof_of(op).make(case, CPU, InputOptions())
     leaves = [args[name].requires_grad_() for name in ("hidden", "weight")]
-    output = proof_of(op).call_alone(args, None)[0]
+    output = op.function(**args)
     gradients = torch.autograd.grad(output, leaves, cotangent_like(output))
     known, output = judge(proof_of(op).make(case, CPU, InputOptions())), output.detach()
     assert known.error("fwd", (output,)) < 1e-5 and known.error("fwd_bwd", (output, *gradients)) < 1e-5

@@ -100,7 +100,7 @@ def test_a_step_is_timed_after_the_ops_that_it_rests_on_are_checked(monkeypatch:
 
 
 def test_a_step_on_a_red_op_is_not_timed() -> None:
-    backend = known_op("logp")._by_name("reference")
+    backend = known_op("logp").backend_named("reference")
     right = backend.run
 
     def wrong(**args: Any) -> Any:

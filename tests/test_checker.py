@@ -18,6 +18,7 @@ from isobit.blocks.launch import Recorder
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
 from isobit.check.proof import Kernels
+from isobit.check.proofs import proofs
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
 from isobit.ops.logp import reference
@@ -302,7 +303,7 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_others_are_tried(
             launch(kernel, (1,), torch.empty(1, dtype=dtype, device="meta"))
 
     kernels = {"candidate": Kernels(record, targets=[("cuda", 90, 32)])}
-    monkeypatch.setattr(FORWARD, "proof", replace(FORWARD.proof, kernels=kernels))
+    monkeypatch.setitem(proofs(), "logp", replace(proofs()["logp"], kernels=kernels))
     with candidate(by_rows):
         cells = check("compile", None)
     for cell in cells:

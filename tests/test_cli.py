@@ -106,7 +106,7 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
         (["--dim", "V=--3"], "--dim V=--3: write it as NAME=SIZE"),
         (["--dim", "V=²"], "--dim V=²: write it as NAME=SIZE"),
         (["--dim", "=3"], "--dim =3: write it as NAME=SIZE"),
-        (["--option", "heat=3"], "logp: unknown option 'heat'; known: mask, temperature, ids, layout"),
+        (["--option", "heat=3"], "logp: unknown option 'heat'; known: mask, temperature, ids, each, layout"),
         (["--option", "heat"], "--option heat: write it as NAME=VALUE"),
         (["--dim", "K=3"], "logp: dimensions B, T, K, V; known sets: B, S, T, V; B, T, V; N, V"),
     ],
@@ -174,7 +174,7 @@ def test_json_on_standard_output_is_all_there_is(isobit: Isobit) -> None:
     (output,) = gradient["outputs"]
     assert set(output) == {
         "output", "shape", "dtype", "truth_dtype", "atol", "rtol", "max_abs", "mean_abs", "max_rel",
-        "worst_index", "passed", "message",
+        "worst_index", "passed", "message", "worst_abs", "torch_abs",
     }  # fmt: skip
     assert output["output"] == "gradient:logits" and output["shape"] == [2, 3, 17]
     assert len(output["worst_index"]) == 3 and all(n in output["message"] for n in ("ours", "torch", "truth"))

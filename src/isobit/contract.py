@@ -269,7 +269,7 @@ class Contract:
             elif v is None or v is MISSING:
                 if v is MISSING or not p.optional:
                     raise self.error(p.name, None, "is required")
-            elif type(v) is not p.scalar or (p.scalar is int and not _LEAST <= v <= _MOST):
+            elif type(v) is not p.scalar or (type(v) is int and not _LEAST <= v <= _MOST):
                 changed[i] = self._converted(p, v)
         if not changed:
             return values
