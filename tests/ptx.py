@@ -3,8 +3,8 @@
 Gluon has no interpreter, and what Triton's interpreter runs is the text of a kernel: in which order a
 compiler adds is in the PTX alone. This executes it, all threads of a block side by side, bit for bit as PTX
 defines it, but for the approximate functions: there `2^x` and `log2 x` are numpy's, rounded to fp32, and a
-division is rounded to nearest. It knows the instructions that these kernels are made of, and no others;
-tensor cores, TMA and branches on which the threads of a block disagree are not among them.
+division is rounded to nearest. It knows the instructions that these kernels are made of, and no others:
+tensor cores and TMA are not among them.
 """
 
 import re
@@ -90,26 +90,26 @@ class Block:
         self.params = params
         self.registers: dict[str, Bits] = {"%tid.x": np.arange(threads, dtype=u64)}
         self.registers |= {name: np.full(threads, at, u64) for name, at in place.items()}
-        self.executed: dict[str, int] = {}
 
     def run(self, ptx: str) -> None:
+        """All threads that are at the earliest instruction take it, until none is left. So those that go
+        ahead wait for the others where their ways meet, as barriers and exchanges need them to."""
         code, labels = _parse(ptx)
-        at = 0
+        done = len(code)
+        at = np.zeros(self.threads, np.int64)
         with np.errstate(all="ignore"):
-            while True:
-                predicate, opcode, operands = code[at]
-                at += 1
-                where = np.ones(self.threads, bool)
+            while (here := int(at.min())) < done:
+                predicate, opcode, operands = code[here]
+                where = at == here
+                at[where] += 1
                 if predicate:
-                    where = self.registers[predicate.lstrip("!")] ^ predicate.startswith("!")
-                self.executed[opcode] = self.executed.get(opcode, 0) + 1
+                    where &= self.registers[predicate.lstrip("!")] ^ predicate.startswith("!")
                 name = opcode.split(".")[0]
-                if name in ("bra", "ret", "exit"):
-                    assert where.all() or not where.any(), "threads of a block go different ways"
-                    if where.any() and name != "bra":
-                        return
-                    at = labels[operands[0]] if where.any() else at
-                elif name not in ("bar", "barrier"):  # every instruction is one
+                if name in ("ret", "exit"):
+                    at[where] = done
+                elif name == "bra":
+                    at[where] = labels[operands[0]]
+                elif name not in ("bar", "barrier"):
                     self._execute(opcode, operands, where)
 
     # Operands

@@ -156,6 +156,28 @@ def test_splits_are_folded_as_the_page_says() -> None:
     assert differing(stats.numpy(), np.array([m, own])) == 0
 
 
+def test_an_infinite_logit_makes_an_infinite_lse() -> None:
+    """As in torch: logp and entropy of such a row are NaN, and so is all of a row that holds NaN as well."""
+    V, inf, nan = 3 * 256 - 9, torch.inf, torch.nan
+    rows = {
+        "plain": {}, "first tile": {3: inf}, "last column": {V - 1: inf}, "two": {3: inf, 300: inf},
+        "at the token": {5: inf}, "and -inf": {3: inf, 4: -inf, 5: -inf}, "and large": {3: inf, 299: 1e38},
+        "one lane": {3: inf, 2: inf, 10: -1e38}, "NaN": {7: nan}, "NaN and inf": {3: inf, 700: nan},
+        "NaN and inf in a lane": {8: nan, 16: inf}, "-inf alone": dict.fromkeys(range(V), -inf) | {6: inf},
+    }  # fmt: skip
+    z = torch.randn(len(rows), V, generator=torch.Generator().manual_seed(0)) * 3
+    for row, values in zip(z, rows.values(), strict=True):
+        row[list(values)] = torch.tensor(list(values.values()))
+    ids = torch.full((len(rows),), 5)
+    found = logp.logp(z, ids, None, -100, 0.7, True, True, False, launch=ptx.execute)
+    log_p = (z / 0.7).log_softmax(-1)
+    truth = (log_p[:, 5], -(log_p.exp() * log_p).sum(-1), (z / 0.7).logsumexp(-1))
+    for ours, exact in zip(found[:3], truth, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(ours, exact, equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert torch.isposinf(found[2]).sum() == 8  # type: ignore[arg-type]
+
+
 # Column sums of d-logits
 
 

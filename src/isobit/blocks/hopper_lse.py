@@ -111,8 +111,9 @@ def _sum(x):
 
 @gluon.jit
 def finite(m):
-    """What to subtract for a maximum: 0 while there is none, because -inf - -inf is NaN."""
-    return gl.where(m == float("-inf"), 0.0, m)
+    """What to subtract for a maximum: 0 for an infinite one, because inf - inf is NaN. So the sum of a row
+    that holds +inf is +inf, and NaN only if the row holds NaN."""
+    return gl.where(gl.abs(m) == float("inf"), 0.0, m)
 
 
 @gluon.jit
@@ -247,6 +248,11 @@ def _taken(x, i):
 
 
 @triton.jit
+def _finite(m):
+    return tl.where(tl.abs(m) == float("inf"), 0.0, m)
+
+
+@triton.jit
 def merge_kernel(
     logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, capacity, V, splits, factor,
     ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
@@ -274,9 +280,9 @@ def merge_kernel(
         for i in tl.static_range(8):
             m1, s1 = _taken(ms, i), _taken(ss, i)
             top = tl.maximum(m, m1)
-            base = tl.where(top == float("-inf"), 0.0, top) * scale
-            d = tl.where(m == float("-inf"), 0.0, m) * scale - base
-            d1 = tl.where(m1 == float("-inf"), 0.0, m1) * scale - base
+            base = _finite(top) * scale
+            d = _finite(m) * scale - base
+            d1 = _finite(m1) * scale - base
             r = tl.exp2(tl.where(m == float("-inf"), float("-inf"), d))
             r1 = tl.exp2(tl.where(m1 == float("-inf"), float("-inf"), d1))
             if ENTROPY:
@@ -290,12 +296,16 @@ def merge_kernel(
     live = token != -2
     known = (token >= 0) & (token < V)
     bad = tl.where(known, 0.0, float("nan"))  # a token that there is not
+    undefined = tl.where(
+        m == float("inf"), float("nan"), bad
+    )  # inf - inf; of such a row only lse is a number
     z = tl.load(picked + slot, mask=inside & known, other=0.0)
     base = m * scale
     log2_s = tl.log2(s)
-    tl.store(logp + row, tl.where(live, (tl.fma(z, scale, -base) - log2_s) * LN2 + bad, 0.0), mask=inside)
+    at_token = (tl.fma(z, scale, -base) - log2_s) * LN2 + undefined
+    tl.store(logp + row, tl.where(live, at_token, 0.0), mask=inside)
     if ENTROPY:
-        tl.store(entropy + row, tl.where(live, (log2_s - t / s) * LN2 + bad, 0.0), mask=inside)
+        tl.store(entropy + row, tl.where(live, (log2_s - t / s) * LN2 + undefined, 0.0), mask=inside)
     if LSE:
         tl.store(lse + row, tl.where(live, (base + log2_s) * LN2 + bad, 0.0), mask=inside)
     if STATS:
