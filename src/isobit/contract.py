@@ -114,7 +114,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _LEAST, _MOST = -(2**63), 2**63 - 1
 
 #: The default of an argument that has none.
-MISSING: Any = type("MISSING", (), {"__repr__": lambda self: "nothing"})()
+MISSING: Any = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -262,20 +262,29 @@ class Contract:
         """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject with a
         message about its own internals. Numbers of other libraries become Python's."""
         changed: dict[int, Any] = {}
-        for i, (p, v) in enumerate(zip(self.params, values, strict=True)):
-            if isinstance(v, Tensor) and p.spec is not None:
-                if (type(v) not in _PLAIN or v.is_nested) and (rule := _why_not_plain(v)):
-                    raise self.error(p.name, v, rule)
-            elif v is None or v is MISSING:
-                if v is MISSING or not p.optional:
+        i = -1
+        for p, v in zip(self.params, values, strict=True):  # this is hot, so what is usual comes first
+            i += 1
+            if v is None:
+                if not p.optional:
                     raise self.error(p.name, None, "is required")
-            elif type(v) is not p.scalar or (type(v) is int and not _LEAST <= v <= _MOST):
+            elif type(v) is p.scalar and not (type(v) is int and not _LEAST <= v <= _MOST):
+                continue
+            elif p.spec is None or type(v) not in _PLAIN or v.is_nested:
                 changed[i] = self._converted(p, v)
         if not changed:
             return values
         return tuple(changed.get(i, v) for i, v in enumerate(values))
 
     def _converted(self, p: Param, value: Any) -> Any:
+        """An argument of another type than is usual, as it can be served; or the rule that it breaks."""
+        if value is MISSING:
+            raise self.error(p.name, None, "is required")
+        if p.spec is not None and isinstance(value, Tensor):
+            rule = _why_not_plain(value)
+            if rule is not None:
+                raise self.error(p.name, value, rule)
+            return value
         if p.scalar is None:
             raise self.error(p.name, value, f"must be a tensor, not {type(value).__name__}")
         try:

@@ -22,14 +22,12 @@ def kind_of(values: tuple[Any, ...]) -> Kind | None:
     a call whose arguments are of no usual type."""
     kind: list[Any] = []
     for v in values:
-        if isinstance(v, Tensor):
-            if v.layout is not torch.strided:
-                return None
-            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16)
-        elif v is None:
+        if v is None:
             kind.append(None)
         elif type(v) in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
             kind += (type(v), v)  # 1 and True are equal
+        elif isinstance(v, Tensor) and v.layout is torch.strided:
+            kind += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16)
         else:
             return None
     return tuple(kind)

@@ -226,7 +226,8 @@ class Op:
         autograd functions refuse: dropping it would be a silent zero)."""
         if torch.is_grad_enabled():
             for i in self.contract.tensor_positions:
-                if isinstance(values[i], Tensor) and values[i].requires_grad:
+                t = values[i]
+                if t is not None and type(t) is not float and t.requires_grad:
                     return True
         if forward_ad._current_level >= 0:
             tensors = (values[i] for i in self.contract.tensor_positions if isinstance(values[i], Tensor))
@@ -261,7 +262,7 @@ class Op:
         nothing that the dispatcher would have seen to first."""
         for i in self.contract.tensor_positions:
             t = values[i]
-            if not isinstance(t, Tensor):
+            if t is None or type(t) is float:
                 continue
             if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t._is_zerotensor():
                 return False
