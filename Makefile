@@ -20,6 +20,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md
 
 # CHEAP=1 is the part for CI: no tests, one dtype, one target, the oldest Triton and the newest.

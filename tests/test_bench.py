@@ -27,7 +27,7 @@ from isobit.check.proof import InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals as det_gemm_rivals
-from isobit.ops.linear_logp.proof_inputs import FULL
+from isobit.ops.linear_logp.proof.inputs import FULL
 from isobit.ops.linear_logp.rivals import Sampled
 from isobit.ops.logp import rivals as logp_rivals
 

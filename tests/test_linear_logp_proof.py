@@ -16,8 +16,8 @@ from isobit.check.proof import Case
 from isobit.check.trial import Trial
 from isobit.op import OPS
 from isobit.ops.linear_logp import chart, op, reference
-from isobit.ops.linear_logp.proof_bits import unfused
-from isobit.ops.linear_logp.proof_inputs import FULL, keeps
+from isobit.ops.linear_logp.proof.bits import unfused
+from isobit.ops.linear_logp.proof.inputs import FULL, keeps
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

@@ -5,43 +5,44 @@ import json
 import pytest
 
 from isobit.arch import arch_key, default_device
+from isobit.backend import NONE
 from isobit.check import report
-from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED, Cell, Request, run
+from isobit.check.law import LAWS
+from isobit.check.proofs import proofs
+from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell, Request, run
 from isobit.op import public_ops
 
 DEVICE = default_device()
 PRODUCTS = ("det_gemm", "det_linear", "det_gemm_dw")
 PUBLIC = [(name, b.name) for name, op in public_ops().items() for b in op.backends]
 
-HOPPER = [op for op, backend in PUBLIC if backend == "hopper"]
 
-#: Laws that do not apply, with the reason they must give. Everything else must be ok.
-EXPECTED_UNSUPPORTED = {
-    ("logp", "reference", "invariant"): "promises accuracy, not bits",
-    ("logp", "reference", "agree"): "promises accuracy, not bits",
-    ("logp", "reference", "compile"): "nothing to compile",
-    ("logp", "triton", "agree"): "nothing else here keeps numerics class",
-    ("logp", "hopper", "agree"): "nothing else here keeps numerics class",
-    ("linear_logp", "reference", "invariant"): "promises accuracy, not bits",
-    ("linear_logp", "reference", "agree"): "promises accuracy, not bits",
-    ("linear_logp", "reference", "compile"): "nothing to compile",
-    **{("det_gemm_dw", b, "gradient"): "no argument has a gradient" for b in ("hopper", "triton", "model")},
-    **{(op, "model", "compile"): "nothing to compile" for op in PRODUCTS},
-}
+def expected_unsupported() -> dict[tuple[str, str, str], str]:
+    """Laws that do not apply, with the reason they must give. Everything else must be ok. By rule, so that a
+    new op needs no entry here: what a backend promises and what it is made of decide."""
+    found = {}
+    for proof in proofs().values():
+        classes = [b.numerics_on(DEVICE) for b in proof.op.backends]
+        for backend, numerics in zip(proof.op.backends, classes, strict=True):
+            lone = proof.exact is None and classes.count(numerics) == 1
+            reasons = {
+                "compile": None if backend.name in proof.kernels else "nothing to compile",
+                "gradient": None if proof.op.differentiable else "no argument has a gradient",
+                "agree": "nothing else here keeps numerics class" if lone and proof.also is None else None,
+            }
+            if numerics == NONE:
+                reasons |= dict.fromkeys(("invariant", "agree"), "it promises accuracy, not bits")
+            if backend.name == "hopper" and arch_key(DEVICE) != "sm_90":  # its kernels still compile
+                reasons = dict.fromkeys(LAWS, "need an NVIDIA Hopper GPU") | {"compile": None}
+            found |= {(proof.op.name, backend.name, law): why for law, why in reasons.items() if why}
+    return found
+
+
+EXPECTED_UNSUPPORTED = expected_unsupported()
 
 #: Single cases of a law that a backend leaves to another one of its class, or cannot serve.
 EXPECTED_CASES = {(op, "hopper"): "TMA cannot read" for op in PRODUCTS}
 EXPECTED_CASES |= {(op, "hopper"): f"{op}(backend='hopper'): " for op in ("logp", "linear_logp")}
-
-if arch_key(DEVICE) != "sm_90":  # its kernels still compile
-    laws = [law for law in LAWS if law != "compile"]
-    EXPECTED_UNSUPPORTED |= {
-        (op, "hopper", law): "need an NVIDIA Hopper GPU" for op in HOPPER for law in laws
-    }
-if DEVICE.type == "cpu":  # the interpreter's bits are numpy's
-    none = "triton has numerics class 'none' here"
-    products = (*PRODUCTS, "linear_logp")
-    EXPECTED_UNSUPPORTED |= {(op, "triton", law): none for op in products for law in ("invariant", "agree")}
 
 
 @pytest.fixture(scope="module")

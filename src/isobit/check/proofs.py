@@ -7,7 +7,6 @@ import pkgutil
 from functools import cache
 from importlib import import_module
 
-from isobit import ops
 from isobit.check.proof import Proof
 from isobit.op import Op
 
@@ -15,9 +14,9 @@ from isobit.op import Op
 @cache
 def proofs() -> dict[str, Proof]:
     """Proofs by the name of their op."""
-    found: dict[str, Proof] = {}
-    for folder in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
-        for proof in import_module(f"{ops.__name__}.{folder}.proof").PROOFS:
+    package, found = import_module("isobit.ops"), dict[str, Proof]()
+    for folder in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
+        for proof in import_module(f"{package.__name__}.{folder}.proof").PROOFS:
             found[proof.op.name] = proof
     return found
 

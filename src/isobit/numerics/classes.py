@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from isobit.contract import ContractError
 
+#: Every class by name: those below, and those that ops declare beside their backends.
+NUMERICS: dict[str, "Numerics"] = {}
+
 
 @dataclass(frozen=True, eq=False)
 class Numerics:
@@ -19,6 +22,11 @@ class Numerics:
     name: str
     spec: str
     hardware: str
+
+    def __post_init__(self) -> None:
+        if self.name in NUMERICS:
+            raise ValueError(f"numerics class {self.name!r} is declared twice")
+        NUMERICS[self.name] = self
 
     def __str__(self) -> str:
         return self.name
@@ -77,9 +85,6 @@ NO_CLASS = Numerics(
     "Accuracy, contract and repeatability, without a promise about bits.",
     "any",
 )
-
-#: Every class by name.
-NUMERICS = {str(n): n for n in (CHAIN16, SEG16_512, LSE_TRITON_1, LSE_1, LINEAR_LSE_TRITON_1, NO_CLASS)}
 
 
 def known_numerics(name: str | Numerics) -> Numerics:

@@ -26,7 +26,7 @@ from isobit.bench.timing import copies_for
 from isobit.bench.truth import Window, spread_evenly
 from isobit.check.proof import Args, Case, Cost
 from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, gemm, gemm_dw
-from isobit.ops.det_gemm.proof_cublas import BASELINE, mm, needs_cublas, unsplit
+from isobit.ops.det_gemm.proof.cublas import BASELINE, mm, needs_cublas, unsplit
 
 #: (K, N): projections of models with hidden sizes 4096 and 7168, and three vocabularies.
 SHAPES = (

@@ -30,7 +30,7 @@ from isobit.check.proof import Args, Case, Cost
 from isobit.check.proofs import proof_of
 from isobit.check.trial import in_fp64
 from isobit.ops.linear_logp.op import forward
-from isobit.ops.linear_logp.proof_inputs import FULL
+from isobit.ops.linear_logp.proof.inputs import FULL
 
 #: (N, D, V). Vocabularies of GPT-2, as it is and filled up, Llama 3, DeepSeek V3, Qwen 2.5; two round ones.
 SHAPES = (

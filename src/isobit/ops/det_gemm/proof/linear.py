@@ -8,11 +8,10 @@ from torch import Tensor
 from isobit.check import errors
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
-from isobit.ops.det_gemm import proof_inputs as inputs
-from isobit.ops.det_gemm import proof_truth as truth
 from isobit.ops.det_gemm.op import linear
-from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES
-from isobit.ops.det_gemm.proof_gemm import memory_product, record_product
+from isobit.ops.det_gemm.proof import inputs, truth
+from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES
+from isobit.ops.det_gemm.proof.gemm import memory_product, record_product
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -21,8 +20,8 @@ def make_linear(case: Case, device: torch.device, options: InputOptions) -> Args
     *lead, K, N = case.dims.values()
     x = inputs.matrix(tuple(lead), K, case, device, options, side=0)
     weight = inputs.matrix((N,), K, case, device, options, side=1)
-    args: Args = {"x": x, "weight": weight, "bias": None, "operand_dtype": None}
-    args["out_dtype"] = case.options.get("out")
+    args: Args = {"x": x, "weight": weight, "bias": None}
+    args |= {"operand_dtype": case.options.get("operand"), "out_dtype": case.options.get("out")}
     if case.options.get("bias"):
         gen = torch.Generator().manual_seed(options.seed + 2)
         bias = inputs.addends((N,), case.data, case.dtype, gen)
@@ -37,50 +36,70 @@ def lay_out_linear(args: Args, layout: str) -> Args:
     return args
 
 
+def operands(args: Args) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias as they are multiplied: rounded first, where that is asked for. Gradients pass the
+    rounding."""
+    narrow = args["operand_dtype"]
+
+    def rounded(t: Tensor) -> Tensor:
+        return t if narrow is None else t + (t.to(narrow).to(t.dtype) - t).detach()
+
+    x, weight, bias = args["x"], args["weight"], args["bias"]
+    return rounded(x), rounded(weight), None if bias is None else rounded(bias)
+
+
 def formula_linear(args: Args) -> tuple[Tensor, ...]:
-    return (truth.product(args["x"], args["weight"].mT, args["bias"], args["out_dtype"]),)
+    x, weight, bias = operands(args)
+    return (truth.product(x, weight.mT, bias, args["out_dtype"] or args["operand_dtype"]),)
 
 
 def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    x, weight, bias, out = (args[n] for n in ("x", "weight", "bias", "out_dtype"))
+    (x, weight, bias), out, operand = operands(args), args["out_dtype"], args["operand_dtype"]
     error, _ = errors.chain_error(x, weight.mT)
     if bias is not None:
         error = error + outputs[0].abs()
     sizes = {"y": errors.rounded(error, out)}
-    if cotangents:
-        rows = x.flatten(0, -2)
-        dy = cotangents[0].flatten(0, -2)
-        bounds = errors.cut([len(rows)], errors.SEGMENT)
-        ones = dy.new_ones(len(rows), 1)
-        dx, _ = errors.chain_error(dy, weight)
-        dweight = errors.segment_error(dy.mT, rows, bounds, None)
-        dbias = errors.segment_error(dy.mT, ones, bounds, None)
-        if out is not None:  # the backward rounds dy to the dtype of x
-            narrow = errors.narrow_dtype(x, weight)
-            dx = dx + errors.rounded_factor(dy, weight, narrow)
-            dweight = dweight + errors.rounded_factor(dy.mT, rows, narrow)
-            dbias = dbias + errors.rounded_factor(dy.mT, ones, narrow)
-        sizes |= {
-            "gradient:x": errors.rounded(dx.view(x.shape), None),
-            "gradient:weight": errors.rounded(dweight, None),
-            "gradient:bias": errors.rounded(dbias[:, 0], None),
-        }
+    if not cotangents:
+        return sizes
+    rows, dy = x.flatten(0, -2), cotangents[0].flatten(0, -2)
+    bounds = errors.cut([len(rows)], errors.SEGMENT)
+    ones = dy.new_ones(len(rows), 1)
+    # By name: the two factors, and the error of their product.
+    found = {
+        "x": (dy, weight, errors.chain_error(dy, weight)[0]),
+        "weight": (dy.mT, rows, errors.segment_error(dy.mT, rows, bounds, None)),
+        "bias": (dy.mT, ones, errors.segment_error(dy.mT, ones, bounds, None)),
+    }
+    for name, (left, right, size) in found.items():
+        if out is not None:  # the backward rounds dy to the dtype of the operands
+            size = size + errors.rounded_factor(left, right, errors.narrow_dtype(x, weight))
+        size = errors.rounded(size, None)
+        if operand is not None:  # and its results, where plain PyTorch does not
+            size = size + torch.finfo(operand).eps / 2 * ((left @ right).abs() / errors.UNIT + size)
+        sizes[f"gradient:{name}"] = size
+    sizes["gradient:x"] = sizes["gradient:x"].view(x.shape)
+    sizes["gradient:bias"] = sizes["gradient:bias"][:, 0]
     return sizes
 
 
 def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
-    x, weight, bias = args["x"], args["weight"], args["bias"]
+    own = args["operand_dtype"] or args["x"].dtype
+    x, weight = (args[name].to(own) for name in ("x", "weight"))
+    bias = args["bias"] if args["operand_dtype"] is None or args["bias"] is None else args["bias"].to(own)
     lead, rows = x.shape[:-1], x.flatten(0, -2)
-    found = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or x.dtype)}
+    found = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or own)}
     if cotangents:
-        dy = cotangents[0].flatten(0, -2).to(x.dtype)
-        found["gradient:x"] = truth.chain_sample(lead, dy, weight, None, x.dtype)
-        found["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, x.dtype)
+        dy = cotangents[0].flatten(0, -2).to(own)
+        found["gradient:x"] = truth.chain_sample(lead, dy, weight, None, own)
+        found["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, own)
         if bias is not None:
-            (where, _), bits = truth.segment_sample(
-                dy.mT, dy.new_ones(len(rows), 1), [len(rows)], None, bias.dtype
-            )
+            ones = dy.new_ones(len(rows), 1)
+            (where, _), bits = truth.segment_sample(dy.mT, ones, [len(rows)], None, bias.dtype)
             found["gradient:bias"] = (where[:, 0],), bits[:, 0]
+        for name in ("x", "weight", "bias"):
+            if f"gradient:{name}" in found:
+                place, bits = found[f"gradient:{name}"]
+                found[f"gradient:{name}"] = place, bits.to(args[name].dtype)
     return found
 
 
@@ -123,6 +142,8 @@ LINEAR = Proof(
         Case({"B": 2, "T": 300, "K": 17, "N": 9}, BF16, layout="strided", options={"bias": F32}),
         Case({"M": 16, "K": 520, "N": 16}, F16, layout="transposed", options={"out": F32}),
         Case({"M": 600, "K": 24, "N": 33}, BF16, layout="apart", options={"bias": "own"}),
+        Case({"M": 20, "K": 104, "N": 40}, F32, options={"bias": "own", "operand": BF16}),
+        Case({"M": 17, "K": 40, "N": 9}, F32, layout="padded", options={"operand": F16, "out": F32}),
         Case({"M": 16, "K": 4097, "N": 1000}, BF16, heavy=True, options=_WIDE),
         Case({"M": 1000, "K": 4096, "N": 1003}, F16, heavy=True, options={"bias": "own"}),
         Case({"B": 4, "T": 520, "K": 14336, "N": 512}, BF16, data="random", heavy=True,
@@ -151,6 +172,7 @@ LINEAR = Proof(
         Mutant("a bias of another dtype", "bias",
                lambda args: args | {"bias": alter.in_other_dtype(args["weight"][:, 0])}),
         Mutant("a bias in two dimensions", "bias", lambda args: args | {"bias": args["weight"].clone()}),
+        Mutant("operands in fp32", "operand_dtype", lambda args: args | {"operand_dtype": F32}),
         Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),
     ],
     bad_value=None,
@@ -159,6 +181,7 @@ LINEAR = Proof(
     exact=exact_linear,
     agree_cases=[
         Case({"M": 17, "K": 104, "N": 23}, BF16, options=_WIDE),
+        Case({"M": 17, "K": 104, "N": 24}, F32, options={"bias": "own", "operand": BF16, "out": F32}),
         *(Case({"M": 17, "K": 104, "N": 24}, BF16, data=kind, options={"bias": "own", "out": F32})
           for kind in inputs.ADVERSARIAL),
         *(Case({"M": 70, "K": 72, "N": 24}, F16, data=kind, options=_WIDE)

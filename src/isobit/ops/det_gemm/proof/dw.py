@@ -14,10 +14,9 @@ from isobit.blocks import stream
 from isobit.check import errors
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample, Stream
-from isobit.ops.det_gemm import proof_inputs as inputs
-from isobit.ops.det_gemm import proof_truth as truth
 from isobit.ops.det_gemm.op import gemm_dw
-from isobit.ops.det_gemm.proof_gemm import HOPPER, MB, memory_of_model
+from isobit.ops.det_gemm.proof import inputs, truth
+from isobit.ops.det_gemm.proof.gemm import HOPPER, MB, memory_of_model
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOOL, UINT8, INT64 = torch.bool, torch.uint8, torch.int64

@@ -11,10 +11,9 @@ from torch import Tensor
 from isobit.check import errors
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
-from isobit.ops.det_gemm import proof_inputs as inputs
-from isobit.ops.det_gemm import proof_truth as truth
 from isobit.ops.det_gemm.op import gemm
-from isobit.ops.det_gemm.proof_cublas import BATCH_SIZES, where_torch_agrees
+from isobit.ops.det_gemm.proof import inputs, truth
+from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES, where_torch_agrees
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -11,7 +11,7 @@ from isobit.check.proof import Args
 from isobit.check.trial import Trial
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.linear_logp.op import vocabulary
-from isobit.ops.linear_logp.proof_inputs import rolled_vocabulary
+from isobit.ops.linear_logp.proof.inputs import rolled_vocabulary
 from isobit.ops.logp import logp
 
 FUSED = "lse/1"

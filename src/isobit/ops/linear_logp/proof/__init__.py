@@ -1,5 +1,5 @@
-"""What must be shown of `linear_logp`: its inputs are in `proof_inputs.py`, the truth and the errors of its
-classes in `proof_truth.py`, equal bits beyond those of every op in `proof_bits.py`."""
+"""What must be shown of `linear_logp`: its inputs are in `inputs.py`, the truth and the errors of its
+classes in `truth.py`, equal bits beyond those of every op in `bits.py`."""
 
 import math
 from typing import Any
@@ -11,11 +11,10 @@ from isobit.blocks.tokens import live_rows
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
 from isobit.check.trial import in_fp64
-from isobit.ops.linear_logp import proof_inputs as inputs
-from isobit.ops.linear_logp import proof_truth as truth
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import forward, linear_logp, vocabulary
-from isobit.ops.linear_logp.proof_bits import fused
+from isobit.ops.linear_logp.proof import inputs, truth
+from isobit.ops.linear_logp.proof.bits import fused
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -29,7 +29,7 @@ from isobit.check.proof import Args
 from isobit.numerics import cut
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import vocabulary
-from isobit.ops.linear_logp.proof_inputs import keeps
+from isobit.ops.linear_logp.proof.inputs import keeps
 
 #: Errors of the kernels' own tanh, relative to it, in units: exp2 is good to 2^-22, and a quotient follows.
 TANH = 8.0
