@@ -17,11 +17,17 @@ INTERPRETED = tl.constexpr(isinstance(_probe, InterpretedFunction))
 
 
 @triton.jit
-def narrow(x, ptr):
-    """fp32 x, ready to be stored at ptr. The interpreter truncates to bf16 where hardware rounds to nearest
-    even (Triton 3.6 to 3.9), so round here first: what is left for it to cut off is zero."""
-    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 x as DTYPE, rounded to nearest even. The interpreter truncates to bf16 (Triton 3.6 to 3.9), so
+    round here first: what is left for it to cut off is zero."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
-    return x.to(ptr.dtype.element_ty)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def narrow(x, ptr):
+    """fp32 x, ready to be stored at ptr."""
+    return rounded(x, ptr.dtype.element_ty)

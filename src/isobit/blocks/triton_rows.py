@@ -33,12 +33,39 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
-def of_row(of_rows, of_all, row, live):
-    """What each live row has: a number of its own, or that of all rows where there is no table of them."""
-    found = tl.full(row.shape, of_all, tl.float32)
-    if of_rows is not None:
-        found = tl.load(of_rows + row, mask=live, other=1.0)
+def at_row(numbers, row, live, OTHER: tl.constexpr):
+    """Numbers of rows from a table of them: of those that are live, or of one row where live is None."""
+    if live is None:
+        found = tl.load(numbers + row)
+    else:
+        found = tl.load(numbers + row, mask=live, other=OTHER)
     return found
+
+
+@triton.jit
+def own_or(number, numbers, row, live):
+    """Each row's own number, where there is a table of them, or the one number of all rows."""
+    found = tl.full(row.shape, number, tl.float32)
+    if numbers is not None:
+        found = at_row(numbers, row, live, 1.0)
+    return found
+
+
+@triton.jit
+def row_weights(entropy, dlogp, dentropy, dlse, row, live, inverse):
+    """(on_target, on_p, on_plogp) of rows, where dz = p (on_p + on_plogp log p) + on_target at the token."""
+    on_target = tl.zeros(row.shape, tl.float32)
+    on_p = tl.zeros(row.shape, tl.float32)
+    on_plogp = tl.zeros(row.shape, tl.float32)
+    if dlogp is not None:
+        on_target = at_row(dlogp, row, live, 0.0) * inverse
+        on_p = -on_target
+    if dlse is not None:
+        on_p += at_row(dlse, row, live, 0.0) * inverse
+    if dentropy is not None:
+        on_plogp = -at_row(dentropy, row, live, 0.0) * inverse
+        on_p += on_plogp * at_row(entropy, row, live, 0.0)
+    return on_target, on_p, on_plogp
 
 
 @triton.jit

@@ -10,7 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from isobit.blocks import stream
 from isobit.blocks.interpreter import INTERPRETED
+
+#: Rows of a segment of a sum over tokens.
+SEGMENT = tl.constexpr(stream.SEGMENT)
 
 #: Rows of tiles that are visited before the next column of tiles, so that they share operands in the cache.
 GROUP = tl.constexpr(8)

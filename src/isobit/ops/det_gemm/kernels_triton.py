@@ -19,9 +19,7 @@ from isobit.blocks import stream as token_stream
 from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.stream import Stream
-from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
-
-SEGMENT = tl.constexpr(token_stream.SEGMENT)
+from isobit.blocks.triton_tiles import SEGMENT, Tile, compile_options, place, steps
 
 #: Rows of the stream that are loaded at once: a block of its tables.
 BLOCK_T = tl.constexpr(token_stream.BLOCK)

@@ -15,7 +15,6 @@ two programs add to one place. So a row's bits are its own, and those of dweight
 that count and on their order. The class is `linear-lse/triton-1`, on each hardware with its own matrix step.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,15 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import INTERPRETED
+from isobit.blocks.interpreter import INTERPRETED, rounded
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
+from isobit.blocks.temperature import Scaling, scaling
 from isobit.blocks.tokens import live_rows
-from isobit.blocks.triton_rows import finite_or_zero, rescale, row_offset, row_results
+from isobit.blocks.triton_rows import finite_or_zero, own_or, rescale, row_offset, row_results
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
-
-LOG2E = math.log2(math.e)
 
 #: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)
@@ -48,16 +46,6 @@ if INTERPRETED.value:  # which pays by the operation, and promises no bits
 
 
 # Pieces of kernels
-
-
-@triton.jit
-def rounded(x, DTYPE: tl.constexpr):
-    """fp32 x, rounded to nearest even as DTYPE holds it."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # which it truncates to, see `narrow`
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        return bits.to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -114,7 +102,7 @@ def logits_tile(
     if bias is not None:
         z += tl.load(bias + col, mask=col < V, other=0.0).to(tl.float32)[None, :]
     if LOGITS is not None:
-        z = rounded(z, LOGITS)
+        z = rounded(z, LOGITS).to(tl.float32)
     if logit_scale is not None:
         z = z * logit_scale
     if softcap is not None:
@@ -144,7 +132,7 @@ def tile_sums(m, s, t, z, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LOG_
 # turn the bias that is added after the loop into the start value of the dot, and that rounds otherwise.
 @triton.jit(do_not_specialize=["blocks", "first"])
 def logp_splits(
-    hidden, weight, bias, ids, rows, count, scales, at_token, partials, scale, first, slots,
+    hidden, weight, bias, ids, rows, count, at_token, partials, scales, scale, first, slots,
     V, D, blocks, n_splits, inner, hidden_so, hidden_si, weight_s, softcap, inv_softcap, logit_scale,
     LOGITS: tl.constexpr, ENTROPY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
     LOG_COLS: tl.constexpr,
@@ -158,9 +146,7 @@ def logp_splits(
     slot = tile * ROWS + tl.arange(0, ROWS)
     row, live = listed(rows + first, slot, live_slots)
     token = tl.load(ids + row, mask=live, other=0)
-    each = tl.zeros([ROWS], tl.float32) + scale
-    if scales is not None:
-        each = tl.load(scales + row, mask=live, other=1.0)
+    each = own_or(scale, scales, row, live)
     hidden_at = hidden + row_offset(row, inner, hidden_so, hidden_si)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
@@ -189,18 +175,14 @@ def logp_splits(
 
 @triton.jit(do_not_specialize=["first"])
 def logp_fold(
-    at_token, partials, rows, count, scales, inverses, logp, entropy, lse, stats, scale, inverse,
+    at_token, partials, rows, count, logp, entropy, lse, stats, scales, inverses, scale, inverse,
     first, slots, N, n_splits, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Fold the splits of each slot in ascending order, and write its row's results."""
     live_slots = tl.load(count) - first
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, live = listed(rows + first, slot, live_slots)
-    each = tl.zeros([ROWS], tl.float32) + scale
-    inv = tl.zeros([ROWS], tl.float32) + inverse
-    if scales is not None:
-        each = tl.load(scales + row, mask=live, other=1.0)
-        inv = tl.load(inverses + row, mask=live, other=1.0)
+    each, inv = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     t = tl.zeros([ROWS], tl.float32)
@@ -243,10 +225,7 @@ class Call(NamedTuple):
     ids: Tensor  # [N]
     rows: Tensor  # [N], int32: the row of every slot
     count: Tensor  # [1], int32: how many slots there are
-    scales: Tensor | None  # [N]: log2(e) / temperature of every row
-    inverses: Tensor | None  # [N]: 1 / temperature
-    scale: float
-    inverse: float
+    scaled: Scaling
     hidden: Tensor  # walked as [outer, inner] rows
     walk: tuple[int, ...]  # inner, outer stride, inner stride
     transforms: tuple[float | None, ...]  # softcap, 1 / softcap, logit_scale
@@ -269,19 +248,15 @@ def prepare(args: dict[str, Any]) -> Call:
     seen = good.cumsum(0)
     # The first row that makes it so many; past the last slot the search answers N, which no kernel reads.
     rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=ids.device)).int()
-    scales = inverses = None
-    if isinstance(temperature, Tensor):
-        # In fp64, as the numbers below are: a temperature gives the same bits either way.
-        each, temperature = temperature.reshape(N).double(), 1.0
-        scales, inverses = (LOG2E / each).float(), (1.0 / each).float()
+    scaled = scaling(args["temperature"], N)
     inner, (hidden,), strides = row_strides(token_ids.shape, (args["hidden"],))
     transforms = (softcap, None if softcap is None else 1.0 / softcap, args["logit_scale"])
     rounding = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[args["logits_dtype"]]
     tile = TILES[hidden.element_size()]
     constants = {"ROWS": tile.rows, "COLS": tile.cols, "K": tile.k, **compile_options(tile)}
     return Call(
-        N, hidden.shape[-1], V, live, ids, rows, seen[-1:].int(), scales, inverses, LOG2E / temperature,
-        1.0 / temperature, hidden, (inner, *strides), transforms, rounding, tile, constants,
+        N, hidden.shape[-1], V, live, ids, rows, seen[-1:].int(), scaled, hidden, (inner, *strides),
+        transforms, rounding, tile, constants,
     )  # fmt: skip
 
 
@@ -304,15 +279,14 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     for first in range(0, N, slots):
         launch(
             logp_splits, (triton.cdiv(slots, tile.rows) * splits,),
-            call.hidden, weight, args["bias"], call.ids, call.rows, call.count, call.scales, at_token,
-            partials, call.scale, first, slots, V, D, triton.cdiv(D, tile.k), splits, *call.walk,
-            weight.stride(0), *call.transforms, LOGITS=call.rounding, ENTROPY=entropy is not None,
-            LOG_COLS=tile.cols.bit_length() - 1, **call.constants,
+            call.hidden, weight, args["bias"], call.ids, call.rows, call.count, at_token, partials,
+            call.scaled.scales, call.scaled.scale, first, slots, V, D, triton.cdiv(D, tile.k), splits,
+            *call.walk, weight.stride(0), *call.transforms, LOGITS=call.rounding,
+            ENTROPY=entropy is not None, LOG_COLS=tile.cols.bit_length() - 1, **call.constants,
         )  # fmt: skip
         launch(
             logp_fold, (triton.cdiv(slots, FOLD_ROWS),),
-            at_token, partials, call.rows, call.count, call.scales, call.inverses, *results,
-            call.scale, call.inverse, first, slots, N, splits,
+            at_token, partials, call.rows, call.count, *results, *call.scaled, first, slots, N, splits,
             ROWS=FOLD_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return results

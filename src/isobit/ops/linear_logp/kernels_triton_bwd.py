@@ -26,13 +26,10 @@ from torch import Tensor
 
 from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_rows import row_offset
-from isobit.blocks.triton_tiles import place, steps
+from isobit.blocks.triton_rows import own_or, row_offset, row_weights
+from isobit.blocks.triton_tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
 from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
-
-#: Slots that one chain of dweight takes.
-SEGMENT = tl.constexpr(512)
 
 #: Columns that slabs are multiples of.
 SLAB = 256
@@ -43,7 +40,7 @@ WIDE_SLAB = 4096
 
 @triton.jit(do_not_specialize=["blocks", "first", "col_first"])
 def dlogits_tile(
-    hidden, weight, bias, ids, rows, count, scales, inverses, stats, entropy, dlogp, dentropy, dlse, dz,
+    hidden, weight, bias, ids, rows, count, stats, entropy, dlogp, dentropy, dlse, dz, scales, inverses,
     scale, inverse, first, slots, col_first, width, N, V, D, blocks, inner, hidden_so, hidden_si, weight_s,
     softcap, inv_softcap, logit_scale,
     LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
@@ -63,25 +60,10 @@ def dlogits_tile(
         weight_s, softcap, inv_softcap, logit_scale, LOGITS, ROWS, COLS, K,
     )  # fmt: skip
 
-    each = tl.zeros([ROWS], tl.float32) + scale
-    inv = tl.zeros([ROWS], tl.float32) + inverse
-    if scales is not None:
-        each = tl.load(scales + row, mask=live, other=1.0)
-        inv = tl.load(inverses + row, mask=live, other=1.0)
+    each, inv = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     m = tl.load(stats + row, mask=live, other=0.0)
     s = tl.load(stats + N + row, mask=live, other=1.0)
-    on_target = tl.zeros([ROWS], tl.float32)
-    on_p = tl.zeros([ROWS], tl.float32)
-    on_plogp = tl.zeros([ROWS], tl.float32)
-    if dlogp is not None:
-        on_target = tl.load(dlogp + row, mask=live, other=0.0) * inv
-        on_p = -on_target
-    if dlse is not None:
-        on_p += tl.load(dlse + row, mask=live, other=0.0) * inv
-    if dentropy is not None:
-        on_plogp = -tl.load(dentropy + row, mask=live, other=0.0) * inv
-        on_p += on_plogp * tl.load(entropy + row, mask=live, other=0.0)
-
+    on_target, on_p, on_plogp = row_weights(entropy, dlogp, dentropy, dlse, row, live, inv)
     u = (z - m[:, None]) * each[:, None]
     p = tl.exp2(u) * (1.0 / s)[:, None]
     weighted = tl.zeros([ROWS, COLS], tl.float32) + on_p[:, None]
@@ -228,9 +210,9 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         here = (first, len(dz), col, width)
         launch(
             dlogits_tile, (tiles_of_rows * tiles_of_columns,),
-            hidden, weight, bias, call.ids, call.rows, call.count, call.scales, call.inverses,
-            *given, dz, call.scale, call.inverse, *here, N, V, D, triton.cdiv(D, tile.k), *call.walk,
-            weight.stride(0), *call.transforms, LOGITS=call.rounding, **call.constants,
+            hidden, weight, bias, call.ids, call.rows, call.count, *given, dz, *call.scaled, *here,
+            N, V, D, triton.cdiv(D, tile.k), *call.walk, weight.stride(0), *call.transforms,
+            LOGITS=call.rounding, **call.constants,
         )  # fmt: skip
         if want_hidden:
             open_here = open_rows if open_rows is None or chunk_by_chunk else open_rows[first:]

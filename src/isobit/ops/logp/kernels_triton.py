@@ -28,7 +28,7 @@ from isobit.blocks.interpreter import INTERPRETED, narrow
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
 from isobit.blocks.temperature import scaling
-from isobit.blocks.triton_rows import fold, of_row, row_offset, row_results, split_sums
+from isobit.blocks.triton_rows import fold, own_or, row_offset, row_results, row_weights, split_sums
 
 
 class Tile(NamedTuple):
@@ -118,7 +118,7 @@ def logp_rows(
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
-    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
+    scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     start = row_offset(row, inner, logits_so, logits_si)
     index = tl.arange(0, 1 << LOG_SPLITS)
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
@@ -147,7 +147,7 @@ def logp_splits(
     _, live, _ = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
         return
-    scale = of_row(scales, scale, row, True)
+    scale = own_or(scale, scales, row, None)
     start = row_offset(row, inner, logits_so, logits_si)
     m, s, t = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
     n_splits = tl.num_programs(1)
@@ -170,7 +170,7 @@ def logp_merge(
     if live == 0:
         store_dead_row(row, N, logp, entropy, lse, stats)
         return
-    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
+    scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     index = tl.arange(0, 1 << LOG_SPLITS)
     at = partials + row * n_splits + index
     m = tl.load(at, mask=index < n_splits, other=float("-inf"))
@@ -199,17 +199,9 @@ def logp_gradient(
     WORD: tl.constexpr = LINE // 8
     row = tl.program_id(0).to(tl.int64)
     token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
-    scale, inverse = of_row(scales, scale, row, True), of_row(inverses, inverse, row, True)
+    scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
-    on_target, on_p, on_plogp = 0.0, 0.0, 0.0
-    if dlogp is not None:
-        on_target = tl.load(dlogp + row) * inverse
-        on_p = -on_target
-    if dlse is not None:
-        on_p += tl.load(dlse + row) * inverse
-    if dentropy is not None:
-        on_plogp = -tl.load(dentropy + row) * inverse
-        on_p += on_plogp * tl.load(entropy + row)
+    on_target, on_p, on_plogp = row_weights(entropy, dlogp, dentropy, dlse, row, None, inverse)
     weights = (m, 1.0 / s, tl.log2(s), on_target, on_p, on_plogp)
     fill = tl.where(live, float("nan"), 0.0)  # of a row that is not good
 

@@ -1,0 +1,30 @@
+"""What takes part in bits is written once: constants and pieces that several Triton kernels share."""
+
+import re
+from pathlib import Path
+
+from isobit.blocks import interpreter, stream, triton_rows, triton_tiles
+from isobit.ops.det_gemm import kernels_triton as products
+from isobit.ops.linear_logp import kernels_triton as linear
+from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
+from isobit.ops.logp import kernels_triton as logp
+
+SOURCE = Path(stream.__file__).parents[1]
+
+
+def test_kernels_have_the_segments_of_the_stream() -> None:
+    assert triton_tiles.SEGMENT.value == stream.SEGMENT
+    assert products.SEGMENT is linear_bwd.SEGMENT is triton_tiles.SEGMENT
+
+
+def test_log2_of_e_is_written_once() -> None:
+    portable = [p for p in SOURCE.rglob("*.py") if "hopper" not in p.name]
+    found = [p.name for p in portable if re.search(r"log2\(math\.e\)|1\.4426950", p.read_text())]
+    assert found == ["temperature.py"]
+
+
+def test_both_ops_round_scale_and_weigh_rows_by_the_same_functions() -> None:
+    assert linear.rounded is interpreter.rounded
+    for name in ("own_or", "row_results"):
+        assert getattr(linear, name) is getattr(logp, name) is getattr(triton_rows, name)
+    assert linear_bwd.row_weights is logp.row_weights is triton_rows.row_weights
