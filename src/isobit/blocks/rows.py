@@ -12,17 +12,16 @@ def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[
     Returns `inner`, the tensors, and for each its (outer, inner) strides, flattened into one list.
     One or two leading dimensions never copy, whatever their strides (`logits[:, :-1]` is walked in
     place). With three or more, a tensor is copied only if no cut into two walks all of them.
+
+    A stride that is never taken is 0: kernels are compiled for what divides their strides, and a product of
+    N would compile them anew for another N.
     """
     rank = len(lead)
     if rank == 2:
-        return lead[1], list(tensors), _flat([None if t is None else t.stride()[:2] for t in tensors])
+        pairs = [t if t is None else (t.stride(0) if lead[0] > 1 else 0, t.stride(1)) for t in tensors]
+        return lead[1], list(tensors), _flat(pairs)
     if rank == 1:
-        n = lead[0]
-        return (
-            n,
-            list(tensors),
-            _flat([None if t is None else (n * t.stride(0), t.stride(0)) for t in tensors]),
-        )
+        return lead[0], list(tensors), _flat([t if t is None else (0, t.stride(0)) for t in tensors])
     if rank == 0:
         return 1, list(tensors), [0] * (2 * len(tensors))
     for cut in range(rank, -1, -1):

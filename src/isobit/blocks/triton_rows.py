@@ -27,9 +27,13 @@ import triton.language as tl
 
 @triton.jit
 def row_offset(row, inner, outer_stride, inner_stride):
-    """Element offset of a row of a [outer, inner, ...] view with free strides."""
-    outer = row // inner
-    return outer * outer_stride + (row - outer * inner) * inner_stride
+    """Element offset of a row of a [outer, inner, ...] view with free strides; with no `inner`, of one of
+    rows that are all `inner_stride` apart."""
+    offset = row * inner_stride
+    if inner is not None:
+        outer = row // inner
+        offset = outer * outer_stride + (row - outer * inner) * inner_stride
+    return offset
 
 
 @triton.jit

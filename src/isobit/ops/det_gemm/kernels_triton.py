@@ -55,8 +55,9 @@ def corner(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 # `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
-# turn the addition after the loop into the start value of the dot, and that rounds otherwise.
-@triton.jit(do_not_specialize=["blocks"])
+# turn the addition after the loop into the start value of the dot, and that rounds otherwise. Nor is M, the
+# batch: another one would compile the kernel anew.
+@triton.jit(do_not_specialize=["blocks", "M"])
 def product_tile(
     a, b, bias, out, M, N, K, blocks, a_sz, a_sm, a_sk, b_sz, b_sk, b_sn,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -139,7 +140,7 @@ def product(
     tile = tile_for(M, N)
     launch(
         product_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, K, triton.cdiv(K, tile.k),
-        *a.stride(), *b.stride(), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
+        *_strides(a), *_strides(b), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
     )  # fmt: skip
     return out
 
@@ -160,9 +161,16 @@ def token_product(
         tables = (stream.rows, stream.first, stream.blocks, stream.count)
     launch(
         token_product_tile, _grid(Z, N, K, tile), x, dy, init, out, *tables, T, N, K,
-        *x.stride(), *dy.stride(), ROWS=tile.rows, COLS=tile.cols, **compile_options(tile),
+        *_strides(x), *_strides(dy), ROWS=tile.rows, COLS=tile.cols, **compile_options(tile),
     )  # fmt: skip
     return out
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """That from matrix to matrix is 0 where there is one: it is a product of the batch, and kernels are
+    compiled for what divides their strides."""
+    z, *inside = t.stride()
+    return (z if t.shape[0] > 1 else 0, *inside)
 
 
 def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:

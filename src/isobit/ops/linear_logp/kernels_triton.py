@@ -128,9 +128,10 @@ def tile_sums(m, s, t, z, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LOG_
 # Kernels
 
 
-# `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
-# turn the bias that is added after the loop into the start value of the dot, and that rounds otherwise.
-@triton.jit(do_not_specialize=["blocks", "first"])
+# Sizes that follow the batch are not specialised, or another batch would compile kernels anew. Nor is
+# `blocks`: if Triton knew that a loop runs once, from an accumulator of zeros, it would turn the bias that is
+# added after the loop into the start value of the dot, and that rounds otherwise.
+@triton.jit(do_not_specialize=["blocks", "first", "slots", "inner"])
 def logp_splits(
     hidden, weight, bias, ids, rows, count, at_token, partials, scales, scale, first, slots,
     V, D, blocks, n_splits, inner, hidden_so, hidden_si, weight_s, softcap, inv_softcap, logit_scale,
@@ -173,7 +174,7 @@ def logp_splits(
         tl.store(at + 2 * step, t, mask=live)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "slots", "N"])
 def logp_fold(
     at_token, partials, rows, count, logp, entropy, lse, stats, scales, inverses, scale, inverse,
     first, slots, N, n_splits, ROWS: tl.constexpr,

@@ -38,7 +38,7 @@ SLAB = 256
 WIDE_SLAB = 4096
 
 
-@triton.jit(do_not_specialize=["blocks", "first", "col_first"])
+@triton.jit(do_not_specialize=["blocks", "first", "slots", "col_first", "N", "inner"])
 def dlogits_tile(
     hidden, weight, bias, ids, rows, count, stats, entropy, dlogp, dentropy, dlse, dz, scales, inverses,
     scale, inverse, first, slots, col_first, width, N, V, D, blocks, inner, hidden_so, hidden_si, weight_s,
@@ -82,7 +82,7 @@ def dlogits_tile(
     tl.store(at, narrow(d, dz), mask=live[:, None] & (col_in_slab < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "col_first"])
+@triton.jit(do_not_specialize=["first", "slots", "col_first"])
 def dhidden_tile(
     dz, weight, rows, count, open_sums, dhidden, first, slots, col_first, width, V, D, weight_s,
     FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -119,7 +119,7 @@ def dhidden_tile(
         tl.store(open_sums + sums_at, acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "col_first"])
+@triton.jit(do_not_specialize=["first", "slots", "col_first", "inner"])
 def dweight_tile(
     dz, hidden, rows, count, open_sums, dweight, first, slots, col_first, width, V, D, inner,
     hidden_so, hidden_si, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -231,7 +231,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         if want_bias:
             launch(
                 dweight_tile, (triton.cdiv(width, tile.rows),),
-                dz, ones, call.rows, call.count, open_bias, dbias, *here, V, 1, 1, 0, 0,
+                dz, ones, call.rows, call.count, open_bias, dbias, *here, V, 1, None, 0, 0,
                 **at_end, **call.constants,
             )  # fmt: skip
     return dhidden, dweight, dbias

@@ -66,6 +66,11 @@ ROWS_PER_SM = 16
 BWD_WORDS, BWD_UNROLL, BWD_STEPS, BWD_WARPS = (512 if INTERPRETED.value else 32), 8, 8, 1
 
 
+#: Sizes and strides that follow the batch. They carry no alignment that a vector of logits is read by, and a
+#: kernel that were compiled for a multiple of 16 in them would be compiled again in the middle of a run.
+BATCH = ("N", "inner", "ids_so", "mask_so")
+
+
 @triton.jit
 def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V):
     """(id, live, good) of a row: live rows count, and good ones have an id inside [0, V)."""
@@ -106,7 +111,7 @@ def store_dead_row(row, N, logp, entropy, lse, stats):
         tl.store(entropy + row, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def logp_rows(
     logits, ids, mask, logp, entropy, lse, stats, scales, inverses, scale, inverse, ignore_index, N, V, inner,
     logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, WORD: tl.constexpr,
@@ -136,7 +141,7 @@ def logp_rows(
     store_row(z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def logp_splits(
     logits, ids, mask, partials, scales, scale, ignore_index, N, V, inner,
     logits_so, logits_si, ids_so, ids_si, mask_so, mask_si, ENTROPY: tl.constexpr, WORD: tl.constexpr,
@@ -158,7 +163,7 @@ def logp_splits(
         tl.store(at + 2 * N * n_splits, t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def logp_merge(
     logits, ids, mask, partials, logp, entropy, lse, stats, scales, inverses, scale, inverse, ignore_index,
     N, V, inner, n_splits, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
@@ -183,7 +188,7 @@ def logp_merge(
     store_row(z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BATCH)
 def logp_gradient(
     logits, ids, mask, stats, entropy, dlogp, dentropy, dlse, dlogits, scales, inverses, scale, inverse,
     ignore_index, N, V, inner, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
@@ -320,7 +325,8 @@ def logp_bwd(launch: Launch = run, **args: Any) -> Tensor:
     N = dlogits.numel() // V
     line, word = 128 // logits.element_size(), 16 // logits.element_size()
     # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
-    congruent = z.data_ptr() % 16 == 0 and not ((strides[0] - inner * V) % word or (strides[1] - V) % word)
+    outer = strides[0] - inner * V if inner < N else 0
+    congruent = z.data_ptr() % 16 == 0 and not (outer % word or (strides[1] - V) % word)
     programs = -(-((V + line) // word) // (BWD_WORDS * BWD_UNROLL * BWD_STEPS))
     # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
     given = (args[name] for name in ("stats", "entropy", "dlogp", "dentropy", "dlse"))

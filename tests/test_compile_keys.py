@@ -1,0 +1,112 @@
+"""Another batch compiles nothing: what Triton specialises on (numbers that are 1 or a multiple of 16, widths
+of integers, constants) is the same for every number of rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.blocks.launch import Recorder
+from isobit.blocks.stream import Stream
+from isobit.ops.det_gemm import kernels_triton as products
+from isobit.ops.linear_logp import kernels_triton as linear
+from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
+from isobit.ops.linear_logp.op import backward, forward
+from isobit.ops.logp import kernels_triton as logp
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+#: A decoding step, an odd batch, a multiple of 16, a training batch.
+ROWS = (1, 33, 64, 4096)
+
+
+def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def keys(record: Callable[[Recorder, int], None], N: int) -> dict[str, set[str]]:
+    """What every kernel of a call is compiled for, by kernel."""
+    recorder, found = Recorder(), {}
+    record(recorder, N)
+    for name, source, options in recorder.sources():
+        found.setdefault(name, set()).add(f"{source.hash()} {sorted(options.items())}")
+    return found
+
+
+def assert_one_key(record: Callable[[Recorder, int], None], sizes: Sequence[int]) -> None:
+    by_size = {N: keys(record, N) for N in sizes}
+    for name in set().union(*by_size.values()):
+        several = {N: found[name] for N, found in by_size.items() if name in found}
+        first = next(iter(several.values()))
+        assert all(found == first for found in several.values()), (name, several)
+
+
+def by_rows(lead: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: empty(*lead) for name in ("entropy", "dlogp", "dentropy", "dlse")}
+
+
+@pytest.mark.parametrize("own_temperature", [False, True])
+@pytest.mark.parametrize(
+    ("before", "V"), [((), 50257), ((), 151936), ((1,), 50257), ((1,), 151936), ((2,), 151936)]
+)
+def test_logp(before: tuple[int, ...], V: int, own_temperature: bool) -> None:
+    """Few rows take other kernels than many, and each of them has one key."""
+
+    def record(launch: Recorder, N: int) -> None:
+        lead = (*before, N)
+        args: dict[str, Any] = {"logits": empty(*lead, V, dtype=BF16), "mask": empty(*lead, dtype=torch.bool)}
+        args |= {"token_ids": empty(*lead, dtype=torch.int64), "ignore_index": -100}
+        args["temperature"] = empty(*lead) if own_temperature else 0.7
+        logp.logp(launch, **args, return_entropy=True, return_lse=True, return_stats=True)
+        logp.logp_bwd(launch, **args, **by_rows(lead), stats=empty(2, *lead))
+
+    assert_one_key(record, ROWS)
+
+
+@pytest.mark.parametrize("before", [(), (1,), (2,)])
+def test_linear_logp(before: tuple[int, ...]) -> None:
+    """With room for the gradients of all logits: a slab more is another kernel."""
+
+    def record(launch: Recorder, N: int) -> None:
+        lead, D, V = (*before, N), 1024, 5000
+        args = {p.name: p.default for declared in (forward, backward) for p in declared.contract.params}
+        args |= {"hidden": empty(*lead, D, dtype=BF16), "weight": empty(V, D, dtype=BF16), "bias": empty(V)}
+        args |= {"token_ids": empty(*lead, dtype=torch.int64), "mask": empty(*lead, dtype=torch.bool)}
+        wanted = {f"return_{name}": True for name in ("entropy", "lse", "stats")}
+        args |= {"want_bias": True, "workspace_bytes": 1 << 40, **wanted}
+        linear.linear_logp(launch, **args)
+        linear_bwd.linear_logp_bwd(launch, **args | by_rows(lead) | {"stats": empty(2, *lead)})
+
+    assert_one_key(record, ROWS)
+
+
+@pytest.mark.parametrize("sizes", [(1, 7, 16), (17, 33, 64), (65, 100, 4096)])  # of one tile each
+@pytest.mark.parametrize("K", [512, 511])
+def test_products(sizes: tuple[int, ...], K: int) -> None:
+    def record(launch: Recorder, M: int) -> None:
+        products.product(empty(1, M, K, dtype=BF16), empty(1, 512, K, dtype=BF16).mT, None, BF16, launch)
+
+    assert_one_key(record, sizes)
+
+
+@pytest.mark.parametrize("K", [512, 511])
+def test_sums_over_rows(K: int) -> None:
+    def record(launch: Recorder, T: int) -> None:
+        x, dy = empty(1, T, K, dtype=BF16), empty(1, T, 512, dtype=BF16)
+        tables = Stream(*(empty(n, dtype=torch.int32) for n in (T + 64, T, T, 1)))
+        products.token_product(x, dy, None, None, launch)
+        products.token_product(x, dy, tables, None, launch)
+
+    assert_one_key(record, ROWS)
+
+
+def test_the_control_of_the_above_has_several_keys() -> None:
+    """Sizes of the model are specialised: vectors are read by what divides them."""
+
+    def record(launch: Recorder, K: int) -> None:
+        products.product(empty(1, 33, K, dtype=BF16), empty(1, 512, K, dtype=BF16).mT, None, BF16, launch)
+
+    with pytest.raises(AssertionError):
+        assert_one_key(record, (512, 511))
