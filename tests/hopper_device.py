@@ -68,6 +68,11 @@ def stored(t: Tensor, boxes: Tensor) -> None:
     t.copy_(boxes[: t.shape[0], : t.shape[1]])
 
 
+def in_words(t: Tensor, stride: int) -> None:
+    """What a kernel says of rows that it reads or writes 16 bytes at a time."""
+    assert t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0
+
+
 def whole(size: int, box: int) -> int:
     return -(-size // box) * box
 
@@ -92,7 +97,7 @@ def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
         scales /= torch.where(live, k.row_temperature.view(-1), 1.0)
     known = torch.where((token >= 0) & (token < 2**31 - 1), token, -1)
     row = taken.nonzero()[:, 0]
-    assert len(token) == k.N <= k.capacity == len(k.rows) == len(k.ids) == len(k.scales)
+    assert len(token) == k.N <= k.blocks * 128 == len(k.rows) == len(k.ids) == len(k.scales)
     for out, values, hole in (
         (k.rows, row, -1), (k.ids, torch.where(live, known, -2)[row], -2), (k.scales, scales[row], 1.0)
     ):  # fmt: skip
@@ -103,10 +108,17 @@ def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 
 def pack_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, columns = grid[0] * k.SLOTS, min(grid[1] * k.COLUMNS, k.columns)
-    out = strided(k.out, slots, columns, k.stride_out)
+    columns = k.columns * k.WORD if k.WHOLE else k.columns
+    slots, columns = grid[0] * k.SLOTS, min(grid[1] * k.COLUMNS, columns)
+    assert k.WORD * k.out.element_size() == 16
+    out = strided(k.out, slots, columns, k.words_out * k.WORD)
     row = k.rows[:slots]
-    source = strided(k.source, int(row.max()) + 1, columns, k.stride_row, k.stride_column)
+    down = k.stride_row * k.WORD if k.BY_ROWS else k.stride_row
+    in_words(out, k.words_out * k.WORD)
+    if k.BY_ROWS:
+        assert k.stride_column == 1
+        in_words(k.source, down)
+    source = strided(k.source, int(row.max()) + 1, columns, down, k.stride_column)
     assert_apart(out, source, row)
     out.zero_()
     out[row >= 0] = source[row[row >= 0].long()]
@@ -114,6 +126,7 @@ def pack_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 def weigh_kernel(grid: tuple[int, ...], k: Any) -> None:
     slots = grid[0] * k.BLOCK
+    assert slots == k.blocks * 128
     token, row = k.ids[:slots], k.rows[:slots]
     live = (torch.arange(slots) < k.count) & (token >= 0) & (token < k.V)
     none = torch.zeros(slots)
@@ -133,7 +146,7 @@ def weigh_kernel(grid: tuple[int, ...], k: Any) -> None:
     a = of_row(k.dlse, k.HAS_LSE) - g + b * (of_row(k.entropy, k.HAS_ENTROPY) - s.log2() * LN2)
     slope = scale * LN2
     rows_of_weights = (base, a * slope / s, b * LN2 * slope / s, g * slope)
-    for out, values in zip(strided(k.weights, 4, slots, k.capacity), rows_of_weights, strict=True):
+    for out, values in zip(strided(k.weights, 4, slots, slots), rows_of_weights, strict=True):
         out[:] = torch.where(live, values, 0.0)
 
 
@@ -160,15 +173,18 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 
 def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, width = grid[0], min(grid[1] * k.TILES * COLUMNS, k.width)
+    slots, width = grid[0], min(grid[1] * k.TILES, k.width) * COLUMNS
     there = torch.arange(slots)[:, None] < k.count
-    out = strided(k.out, slots, width, k.stride)
-    kept = k.kept.view(slots, -1)[:, k.first : k.first + width]
+    first = k.first * COLUMNS
+    for t, stride in ((k.out, k.stride * COLUMNS), (k.kept, k.tiles * COLUMNS), (k.kept_base, 4)):
+        in_words(t, stride)
+    out = strided(k.out, slots, width, k.stride * COLUMNS)
+    kept = k.kept.view(slots, -1)[:, first : first + width]
     of_tiles = k.kept_base.view(slots, k.tiles, 4)
     weights = strided(k.weights, 4, slots, k.capacity)
-    assert k.first + width <= k.tiles * COLUMNS == k.kept.shape[1] and k.width % COLUMNS == 0
+    assert first + width <= k.tiles * COLUMNS == k.kept.shape[1]
     assert_apart(out, kept, of_tiles, k.ids, k.scales, weights)
-    column = k.first + torch.arange(width)
+    column = first + torch.arange(width)
     base, a, _, g = weights[:, :, None]
     moved = (of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base).exp2()
     e = torch.where(there, kept.float(), 0.0)
@@ -193,29 +209,35 @@ def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 def bias_kernel(grid: tuple[int, ...], k: Any) -> None:
     columns = min(grid[0] * k.BLOCK, k.columns)
-    dz = strided(k.dz, int(k.count), columns, k.stride)
+    in_words(k.dz, k.stride * COLUMNS)
+    strided(k.dz, int(k.count), grid[0] * k.BLOCK, k.stride * COLUMNS)  # what is read, in whole blocks
+    dz = strided(k.dz, int(k.count), columns, k.stride * COLUMNS)
     assert_apart(k.dbias, dz)
     k.dbias[:columns] = dz.float().sum(0)
 
 
 def unpack_kernel(grid: tuple[int, ...], k: Any) -> None:
-    slots, columns = min(grid[0] * k.SLOTS, int(k.count)), min(grid[1] * k.COLUMNS, k.columns)
+    slots, columns = min(grid[0] * k.SLOTS, int(k.count)), min(grid[1] * k.COLUMNS, k.words * 8)
     row, token = k.rows[:slots].long(), k.ids[:slots, None]
     assert len(row) == slots and bool((row >= 0).all())
-    values = strided(k.source, slots, columns, k.columns)
+    for t in (k.source, k.out):
+        in_words(t, k.words * 8)
+    values = strided(k.source, slots, columns, k.words * 8)
     assert_apart(k.out, values, k.rows, k.ids)
     known = (token >= 0) & (token < k.V)
     values = torch.where(known, values, torch.where(token == -2, 0.0, NAN))
-    k.out.view(-1, k.columns)[row, :columns] = values.to(k.out.dtype)
+    k.out.view(-1, k.words * 8)[row, :columns] = values.to(k.out.dtype)
 
 
 def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
-    N, columns = min(grid[0] * k.ROWS, k.N), min(grid[1] * k.COLUMNS, k.columns)
+    N, columns = min(grid[0] * k.ROWS, k.N), min(grid[1] * k.COLUMNS, k.columns * k.UNIT)
+    if k.UNIT > 1:
+        in_words(k.out, k.columns * k.UNIT)
     token = k.token_ids.view(-1)[:N]
     live = token != k.ignore_index
     if k.HAS_MASK:
         live &= k.mask.view(-1)[:N] != 0
-    out = strided(k.out, N, columns, k.columns)
+    out = strided(k.out, N, columns, k.columns * k.UNIT)
     assert_apart(out, token)
     out[~live] = 0.0
     out[live & ((token < 0) | (token >= k.V))] = NAN

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from isobit.blocks import hopper_pipe, hopper_product, launch
+from isobit.blocks import hopper_lse, hopper_pipe, hopper_product, launch
+from isobit.blocks import stream as tokens
 from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
 from isobit.blocks.stream import SEGMENT
 from isobit.check.proofs import proofs
@@ -192,7 +195,6 @@ def test_blocks_share_the_slots_that_are_taken() -> None:
     blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), None, None, 128)
     assert [b.count.item() for b in blocks] == [128, 2, 0]
     assert [len(b.hidden) for b in blocks] == [128, 128, 44]
-    assert len({b.count.data_ptr() % 16 for b in blocks}) == 1  # another alignment is another kernel
     assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]
     assert all(b.weights.shape == (4, 128) and b.weights.stride(0) == 384 for b in blocks)
 
@@ -268,9 +270,13 @@ def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
 # Launching
 
 
+HELPERS = [
+    hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
+    backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
+]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
-    logp.fold_kernel,
+    logp.fold_kernel, *HELPERS,
 ]  # fmt: skip
 
 
@@ -288,8 +294,69 @@ def test_contraction_is_never_left_to_a_default(op: str) -> None:
     assert all(options["enable_fp_fusion"] is False for _, _, options in recorder.launches)
 
 
+@triton.jit
+def specialised_kernel(out, n):
+    tl.store(out, n)
+
+
 def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:
-    assert launch._constants(hopper_product.pack_kernel) is None
+    assert launch._constants(specialised_kernel) is None
+
+
+def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
+    """Launches of every helper kernel for a batch of N rows: of a forward and a backward of `linear_logp`,
+    with and without all options and with kept probabilities, of `logp`, and of a sum over some tokens."""
+    recorder = launch.Recorder()
+    ids, floats = empty(N, dtype=torch.int64), empty(N, dtype=torch.float32)
+    optional = ("bias", "mask", "row_temperature", "logit_scale", "logits_dtype", "vocab_size")
+    none = dict.fromkeys((*optional, "workspace_bytes", "entropy", "dentropy", "dlse", "kept", "kept_scale"))
+    few = none | {
+        "hidden": empty(N, D), "weight": empty(V, D), "token_ids": ids, "ignore_index": -100,
+        "temperature": 0.7, "stats": empty(2, N, dtype=torch.float32), "dlogp": floats, "keep": False,
+    }  # fmt: skip
+    all_ = few | {
+        "bias": empty(V), "mask": empty(N, dtype=torch.bool), "row_temperature": floats,
+        "entropy": floats, "dentropy": floats, "dlse": floats,
+    }  # fmt: skip
+    for args, full in ((few, False), (all_, True), (few | {"keep": True}, False)):
+        flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats", "want_bias"), full)
+        *_, kept, kept_scale = forward.linear_logp(launch=recorder, **args | flags)
+        theirs = args | flags | {"kept": kept, "kept_scale": kept_scale}
+        for weight in (True, False):
+            wanted = {"want_hidden": True, "want_weight": weight, "want_bias": full and weight}
+            backward.linear_logp_bwd(launch=recorder, **theirs | wanted)
+    logp.logp(empty(N, V), ids, None, -100, 0.7, True, True, True, launch=recorder)
+    stream = tokens.Stream(empty(-(-N // 64) * 64, dtype=torch.int32), *[empty(1, dtype=torch.int32)] * 3)
+    products.token_product(empty(1, N, D), empty(1, N, D), stream, None, launch=recorder)
+    return recorder
+
+
+def compile_keys(recorder: launch.Recorder) -> dict[str, set[str]]:
+    """What decides whether Triton compiles again, by kernel."""
+    found: dict[str, set[str]] = {}
+    helpers = {kernel.__name__ for kernel in HELPERS}
+    for name, source, options in recorder.sources():
+        if name in helpers:
+            key = (source.signature, {str(k): v for k, v in source.constants.items()}, source.attrs, options)
+            found.setdefault(name, set()).add(str(key))
+    return found
+
+
+def test_no_number_of_rows_compiles_a_helper_kernel_anew() -> None:
+    known = compile_keys(helper_launches(64))
+    assert set(known) == {kernel.__name__ for kernel in HELPERS}
+    for N in (1, 33, 4096, 65537):
+        assert compile_keys(helper_launches(N)) == known
+
+
+def test_the_fast_way_to_a_compiled_helper_kernel_knows_any_number_of_rows() -> None:
+    def keys(N: int) -> set[tuple[Any, ...]]:
+        recorded = helper_launches(N).launches
+        return {(kernel.__name__, *map(launch._identity, args, launch._constants(kernel) or ()))
+                for kernel, args, _ in recorded if kernel in HELPERS}  # fmt: skip
+
+    assert keys(33) == keys(64) == keys(65537)
+    assert launch._identity(0.7, False) == launch._identity(0.5, False)  # a temperature is no constant
 
 
 def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:

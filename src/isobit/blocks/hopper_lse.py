@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.hopper_pipe import ROWS, gl, gluon
+from isobit.blocks.hopper_pipe import ROWS, gl, gluon, triton_kernel
 from isobit.blocks.launch import Launch
 
 #: Columns of a tile, and splits of a row: both take part in the order of the sums.
@@ -181,53 +181,60 @@ def store_split(
     gl.store(picked_out + row, _join(picked), mask=found)
 
 
-@triton.jit
+@triton_kernel
 def compact_kernel(
-    rows, ids, scales, count, token_ids, mask, row_temperature, N, capacity, ignore_index, scale, V,
+    rows, ids, scales, count, token_ids, mask, row_temperature, N, blocks, ignore_index, scale, V,
     HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each slot holds: the row it came from, its token, its scale. With PACK the rows that count and
-    have a token below V, in the caller's order, and holes of row -1 after them; without, every row in its
-    own place. The token of a hole or of a row that does not count is -2. One program with PACK."""
+    """What each of blocks * 128 slots holds: the row it came from, its token, its scale. With PACK the rows
+    that count and have a token below V, in the caller's order, and holes of row -1 after them; without, every
+    row in its own place. The token of a hole or of a row that does not count is -2. One program with PACK."""
+    capacity = blocks * 128
     seen = 0
     begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    for first in range(begin, N, step):
+    for first in range(begin, capacity, step):
         i = first + tl.arange(0, BLOCK)
-        token = tl.load(token_ids + i, mask=i < N, other=0)
-        live = (i < N) & (token != ignore_index)
+        there = i < N
+        token = tl.load(token_ids + i, mask=there, other=0)
+        live = there & (token != ignore_index)
         if HAS_MASK:
-            live = live & (tl.load(mask + i, mask=i < N, other=0) != 0)
-        slot = i
-        taken = i < N
+            live = live & (tl.load(mask + i, mask=there, other=0) != 0)
+        # A token that 32 bits cannot hold is outside of any vocabulary: -1 says so as well.
+        known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
+        own = tl.full((BLOCK,), scale, tl.float32)
+        if PER_ROW:
+            own = scale / tl.load(row_temperature + i, mask=live, other=1.0)
         if PACK:
             taken = live & (token >= 0) & (token < V)
             slot = seen + tl.cumsum(taken.to(tl.int32), 0) - 1
             seen += tl.sum(taken.to(tl.int32), 0)
-        # A token that 32 bits cannot hold is outside of any vocabulary: -1 says so as well.
-        known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
-        tl.store(rows + slot, i, mask=taken)
-        tl.store(ids + slot, tl.where(live, known, -2), mask=taken)
-        own = tl.full((BLOCK,), scale, tl.float32)
-        if PER_ROW:
-            own = scale / tl.load(row_temperature + i, mask=live, other=1.0)
-        tl.store(scales + slot, own, mask=taken)
-    if not PACK:
+            tl.store(rows + slot, i, mask=taken)
+            tl.store(ids + slot, known, mask=taken)
+            tl.store(scales + slot, own, mask=taken)
+        else:
+            inside = i < capacity
+            tl.store(tl.multiple_of(rows + i, 16), tl.where(there, i, -1), mask=inside)
+            tl.store(tl.multiple_of(ids + i, 16), tl.where(live, known, -2), mask=inside)
+            tl.store(tl.multiple_of(scales + i, 16), tl.where(there, own, 1.0), mask=inside)
+    if PACK:
+        for first in range(begin, capacity, step):
+            slot = first + tl.arange(0, BLOCK)
+            hole = (slot >= seen) & (slot < capacity)
+            tl.store(rows + slot, -1, mask=hole)
+            tl.store(ids + slot, -2, mask=hole)
+            tl.store(scales + slot, 1.0, mask=hole)
+    else:
         seen = N
     tl.store(count, seen)  # by every program, and the same
-    for first in range(begin, capacity, step):
-        slot = first + tl.arange(0, BLOCK)
-        hole = (slot >= seen) & (slot < capacity)
-        tl.store(rows + slot, -1, mask=hole)
-        tl.store(ids + slot, -2, mask=hole)
-        tl.store(scales + slot, 1.0, mask=hole)
 
 
-@triton.jit
+@triton_kernel
 def blank_kernel(
     out, token_ids, mask, N, columns, ignore_index, V,
-    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_MASK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of out [N, columns] that have no slot: 0 if they do not count, else NaN."""
+    """Rows of out [N, columns * UNIT] that have no slot: 0 if they do not count, else NaN. A UNIT of more
+    than 1 is whole words of 16 bytes."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(token_ids + i, mask=i < N, other=0)
@@ -236,8 +243,10 @@ def blank_kernel(
         live = live & (tl.load(mask + i, mask=i < N, other=0) != 0)
     blank = (i < N) & ((live == 0) | (token < 0) | (token >= V))
     value = tl.where(live, float("nan"), 0.0)[:, None] + tl.zeros((ROWS, COLUMNS), tl.float32)
-    at = out + i.to(tl.int64)[:, None] * columns + j[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=blank[:, None] & (j < columns)[None, :])
+    at = out + i.to(tl.int64)[:, None] * (columns * UNIT) + j[None, :]
+    if UNIT > 1:
+        at = tl.multiple_of(at, (1, 16))
+    tl.store(at, value.to(out.dtype.element_ty), mask=blank[:, None] & (j < columns * UNIT)[None, :])
 
 
 @triton.jit
@@ -252,9 +261,9 @@ def _finite(m):
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
-@triton.jit
+@triton_kernel
 def merge_kernel(
-    logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, capacity, V, splits, factor,
+    logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, blocks, V, splits, factor,
     ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold a row's splits in ascending order, and write its results where the row came from.
@@ -262,6 +271,7 @@ def merge_kernel(
     Splits are loaded 8 at a time, or each would wait for the one before; those that there are not are empty
     and change nothing.
     """
+    capacity = blocks * 128
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < tl.load(count)
     row = tl.load(rows + slot, mask=inside, other=0).to(tl.int64)
@@ -337,7 +347,7 @@ class Slots:
             compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count,
             self._tokens, self.count if mask is None else self._mask,
             self.count if row_temperature is None else row_temperature.contiguous(),
-            N, self.capacity, ignore_index, scale, V,
+            N, self.capacity // 128, ignore_index, scale, V,
             mask is not None, row_temperature is not None, pack, block, num_warps=block // 256,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -347,9 +357,12 @@ class Slots:
         its token is none."""
         N, columns = len(out), out[0].numel()
         mask = self.count if self._mask is None else self._mask
+        unit = 1 if columns % 8 else 8
+        height, width = (512, 1) if columns == 1 else (64, 256)
         launch(
-            blank_kernel, (-(-N // 64), -(-columns // 256)), out, self._tokens, mask, N, columns,
-            self.ignore_index, self.V, self._mask is not None, 64, 256, enable_fp_fusion=False,
+            blank_kernel, (-(-N // height), -(-columns // width)), out, self._tokens, mask, N,
+            columns // unit, self.ignore_index, self.V, self._mask is not None, unit, height, width,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def merge(
@@ -372,7 +385,7 @@ class Slots:
         out = (new(True), new(entropy), new(lse), m_and_s)
         launch(
             merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
-            partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity, V, splits_of(V),
-            factor, entropy, lse, stats, 128, num_warps=1, enable_fp_fusion=False,
+            partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity // 128, V,
+            splits_of(V), factor, entropy, lse, stats, 128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -56,6 +57,7 @@ __all__ = [
     "put_tile",
     "record",
     "tma",
+    "triton_kernel",
 ]  # fmt: skip
 
 # Triton 3.9 has other names for the two copies than 3.6 and 3.7.
@@ -69,11 +71,21 @@ ROWS = gl.constexpr(64)
 LOADER_REGISTERS = gl.constexpr(24)
 
 
+def _free(fn: Callable[..., None]) -> list[str]:
+    """Parameters without an annotation, which are not constants."""
+    return [p.name for p in inspect.signature(fn).parameters.values() if p.annotation is p.empty]
+
+
 def kernel(fn: Callable[..., None]) -> Any:
     """A Gluon kernel that is specialised on its constants alone, so that any sizes, strides and alignments
-    run what was compiled once. Parameters without an annotation are not constants."""
-    free = [p.name for p in inspect.signature(fn).parameters.values() if p.annotation is p.empty]
-    return gluon.jit(fn, do_not_specialize=free)
+    run what was compiled once."""
+    return gluon.jit(fn, do_not_specialize=_free(fn))
+
+
+def triton_kernel(fn: Callable[..., None]) -> Any:
+    """The same in Triton. What is read and written in whole words says so itself: a size that is a multiple
+    of something is passed as how many of it there are, and pointers are marked with `tl.multiple_of`."""
+    return triton.jit(fn, do_not_specialize=_free(fn))
 
 
 def record(cls: type) -> Any:

@@ -14,7 +14,6 @@ The three constants were fitted to timings of the tiles on an H200.
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from isobit.blocks.hopper_pipe import (
     put_tile,
     record,
     tma,
+    triton_kernel,
 )
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.stream import BLOCK, SEGMENT, Stream
@@ -213,19 +213,29 @@ def sum_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton_kernel
 def pack_kernel(
-    out, rows, source, stride_out, stride_row, stride_column, columns,
+    out, rows, source, words_out, stride_row, stride_column, columns,
+    WORD: tl.constexpr, WHOLE: tl.constexpr, BY_ROWS: tl.constexpr,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this."""
+    """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this.
+
+    16 bytes are a word of WORD elements. Rows of out are so many of them apart, and so are those of the
+    source where they lie BY_ROWS; columns are counted in words where they are WHOLE ones."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(rows + slot).to(tl.int64)
+    if WHOLE:
+        columns = columns * WORD
     inside = (j < columns)[None, :]
-    at = row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
-    values = tl.load(source + at, mask=(row >= 0)[:, None] & inside, other=0.0)
-    tl.store(out + slot[:, None] * stride_out + j[None, :], values, mask=inside)
+    if BY_ROWS:
+        at = tl.multiple_of(source + row[:, None] * (stride_row * WORD) + j[None, :], (1, 16))
+    else:
+        at = source + row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
+    values = tl.load(at, mask=(row >= 0)[:, None] & inside, other=0.0)
+    to = tl.multiple_of(out + slot[:, None] * (words_out * WORD) + j[None, :], (1, 16))
+    tl.store(to, values, mask=inside)
 
 
 # Launchers
@@ -235,12 +245,17 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
     """t's rows in the slots that `rows` gives them, a multiple of 64 slots; zeros where it is -1. Its own
     rows are multiples of 16 bytes apart, so TMA can read it whatever t was like."""
     slots, columns = len(rows), t.shape[1]
+    word = 16 // t.element_size()
     if out is None:
-        apart = 16 // t.element_size()
-        out = t.new_empty(slots, -(-columns // apart) * apart)[:, :columns]
-    grid = (slots // BLOCK, -(-columns // 256))
-    strides = (out.stride(0), t.stride(0), t.stride(1))
-    launch(pack_kernel, grid, out, rows, t, *strides, columns, BLOCK, 256, enable_fp_fusion=False)
+        out = t.new_empty(slots, -(-columns // word) * word)[:, :columns]
+    whole = columns % word == 0
+    down = t.stride(0) if len(t) > 1 else 0  # the stride of a lone row says nothing
+    by_rows = t.stride(1) == 1 and down % word == 0 and t.data_ptr() % 16 == 0
+    launch(
+        pack_kernel, (slots // BLOCK, -(-columns // 256)), out, rows, t,
+        out.stride(0) // word, down // word if by_rows else down, t.stride(1),
+        columns // word if whole else columns, word, whole, by_rows, BLOCK, 256, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 

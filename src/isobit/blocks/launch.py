@@ -61,15 +61,17 @@ def _constants(kernel: Any) -> tuple[bool, ...] | None:
 
 
 def _identity(value: Any, constant: bool) -> Any:
-    """What of an argument a compiled kernel depends on: of a number only whether 32 bits hold it. Layouts
-    live as long as the process, so their ids do."""
-    if isinstance(value, int):
-        return value if constant else -(2**31) <= value < 2**31
+    """What of an argument a compiled kernel depends on: of a number only whether 32 bits hold it, of a float
+    nothing. Layouts live as long as the process, so their ids do."""
     if isinstance(value, Tensor):
         return value.dtype
+    if isinstance(value, int):
+        return value if constant else -(2**31) <= value < 2**31
+    if isinstance(value, float):
+        return value if constant else None
     if hasattr(value, "block_shape"):  # a TMA descriptor
         return value.base.dtype, *value.block_shape
-    return value if isinstance(value, float) else id(value)
+    return id(value)
 
 
 @dataclass
@@ -104,7 +106,7 @@ class Recorder:
                     signature[name], constants[name] = "constexpr", values[name]
                     continue
                 signature[name] = kind
-                if kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0 and not free):
+                if not free and (kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0)):
                     attrs[(i,)] = [["tt.divisibility", 16]]
             source = source_of(kernel)(kernel, signature, constants, attrs)
             found.append((kernel.__name__, source, {k: v for k, v in options.items() if k not in names}))

@@ -17,7 +17,6 @@ over them makes dz, and no logits are computed again.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from isobit.blocks.hopper_pipe import (
     put_tile,
     record,
     tma,
+    triton_kernel,
 )
 from isobit.blocks.hopper_product import pack, sum_into
 from isobit.blocks.launch import Launch, run
@@ -53,13 +53,14 @@ from isobit.ops.linear_logp.slabs import block_slots, slabs
 _COLUMNS = gl.constexpr(COLUMNS)
 
 
-@triton.jit
+@triton_kernel
 def weigh_kernel(
-    weights, rows, ids, scales, count, stats, entropy, dlogp, dentropy, dlse, N, capacity, V, factor,
+    weights, rows, ids, scales, count, stats, entropy, dlogp, dentropy, dlse, N, blocks, V, factor,
     HAS_LOGP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The four numbers by which a row's logits become their gradients: weights [4, capacity] = M, a, b, g.
-    All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW."""
+    """The four numbers by which a row's logits become their gradients: weights [4, blocks * 128] = M, a, b,
+    g. All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW."""
+    capacity = blocks * 128
     LN2: tl.constexpr = 0.6931471805599453
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids + slot)
@@ -173,59 +174,66 @@ def slab_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton_kernel
 def kept_kernel(
     out, kept, kept_base, ids, scales, weights, count, capacity, first, tiles, width, stride,
     TILES: tl.constexpr,
 ):  # fmt: skip
     """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
-    e 2^(base c - M) a + [v = token] g. Both hold whole tiles: the width is a multiple of 256."""
+    e 2^(base c - M) a + [v = token] g. Sizes are counted in tiles of 256: where the slab begins, how wide the
+    row and the slab are, and from a row of d-logits to the next."""
     slot = tl.program_id(0).to(tl.int64)
-    read = tl.where(slot < tl.load(count), width, 0)  # columns; of a hole none
+    read = tl.where(slot < tl.load(count), width, 0)  # of a hole none
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = n[:, None] * 256 + tl.arange(0, 256)[None, :]
-    e = tl.load(kept + slot * tiles * 256 + first + column, mask=column < read, other=0.0)
-    lane = (slot * tiles + first // 256 + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    base = tl.load(kept_base + lane, mask=(n * 256 < read)[:, None], other=0.0)
+    at = tl.multiple_of(kept + (slot * tiles + first) * 256 + column, (1, 16))
+    e = tl.load(at, mask=(n < read)[:, None], other=0.0)
+    lane = (slot * tiles + first + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    base = tl.load(tl.multiple_of(kept_base + lane, (1, 16)), mask=(n < read)[:, None], other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
     # A lane is columns 8 i + 2 lane and the next. One that had seen nothing but -inf has no base: its e are
     # 0, whatever they are moved by.
     e = tl.reshape(e.to(tl.float32), (TILES, 32, 4, 2))
     dz = tl.where(e == 0.0, 0.0, e * moved[:, None, :, None]) * tl.load(weights + capacity + slot)
     dz = tl.reshape(dz, (TILES, 256))
-    hit = first + column == tl.load(ids + slot)
+    hit = first * 256 + column == tl.load(ids + slot)
     dz = tl.where(hit, dz + tl.load(weights + 3 * capacity + slot), dz)
-    tl.store(out + slot * stride + column, dz.to(out.dtype.element_ty), mask=column < width)
+    to = tl.multiple_of(out + slot * stride * 256 + column, (1, 16))
+    tl.store(to, dz.to(out.dtype.element_ty), mask=(n < width)[:, None])
 
 
-@triton.jit
+@triton_kernel
 def bias_kernel(dbias, dz, count, columns, stride, BLOCK: tl.constexpr):
     """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16, row r meets
-    r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout."""
+    r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. Rows of dz are
+    `stride` tiles of 256 apart, so that whole blocks of columns can be read."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, rows, 16):
         i = first + tl.arange(0, 16)
-        inside = (i < rows)[:, None] & (j < columns)[None, :]
-        values = tl.load(dz + i.to(tl.int64)[:, None] * stride + j[None, :], mask=inside, other=0.0)
+        at = tl.multiple_of(dz + i.to(tl.int64)[:, None] * (stride * 256) + j[None, :], (1, 16))
+        values = tl.load(at, mask=(i < rows)[:, None], other=0.0)
         by_bits = tl.reshape(values.to(tl.float32), (2, 2, 2, 2, BLOCK))  # of the row: 8, 4, 2, 1
         total += tl.sum(tl.sum(tl.sum(tl.sum(by_bits, 0), 1), 1), 0)
     tl.store(dbias + j, total.to(dbias.dtype.element_ty), mask=j < columns)
 
 
-@triton.jit
-def unpack_kernel(out, source, rows, ids, count, V, columns, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton_kernel
+def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
-    none."""
+    none. Both have `words` times 8 columns."""
+    columns = words * 8
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (slot < tl.load(count))[:, None] & (j < columns)[None, :]
     row = tl.load(rows + slot).to(tl.int64)
-    values = tl.load(source + slot.to(tl.int64)[:, None] * columns + j[None, :], mask=inside, other=0.0)
+    at = tl.multiple_of(source + slot.to(tl.int64)[:, None] * columns + j[None, :], (1, 16))
+    values = tl.load(at, mask=inside, other=0.0)
     token = tl.load(ids + slot)[:, None]
     values = tl.where((token >= 0) & (token < V), values, tl.where(token == -2, 0.0, float("nan")))
-    tl.store(out + row[:, None] * columns + j[None, :], values.to(out.dtype.element_ty), mask=inside)
+    to = tl.multiple_of(out + row[:, None] * columns + j[None, :], (1, 16))
+    tl.store(to, values.to(out.dtype.element_ty), mask=inside)
 
 
 # Launchers
@@ -285,7 +293,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
         if out is not None:
             grid = (len(block.rows) // 64, -(-D // 256))
             launch(
-                unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D, 64, 256,
+                unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D // 8, 64, 256,
                 enable_fp_fusion=False,
             )  # fmt: skip
     if out is not None:
@@ -319,15 +327,14 @@ def _blocks(
     starts = range(0, slots.capacity, height)
     counts = slots.count
     if len(starts) > 1:
-        # Four times each, so that all of them are aligned alike: Triton compiles for that.
         before = torch.arange(0, slots.capacity, height, dtype=torch.int32, device=counts.device)
-        counts = (counts - before[:, None].expand(-1, 4)).clamp(0, height)
+        counts = (counts - before).clamp(0, height)
     made = []
     for i, start in enumerate(starts):
         own = slice(start, start + height)
         of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
         both = (None if t is None else t[own] for t in (kept, base))
-        made.append(Block(hidden[own], *of_slots, weights[:, own], counts.view(-1)[4 * i : 4 * i + 1], *both))
+        made.append(Block(hidden[own], *of_slots, weights[:, own], counts[i : i + 1], *both))
     return made
 
 
@@ -338,8 +345,8 @@ def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, la
     flat = [weights if t is None else t.contiguous() for t in (entropy, *grads)]
     launch(
         weigh_kernel, (slots.capacity // 128,), weights, slots.rows, slots.ids, slots.scales, slots.count,
-        args["stats"].contiguous(), *flat, N, slots.capacity, V, factor, *(g is not None for g in grads), 128,
-        enable_fp_fusion=False,
+        args["stats"].contiguous(), *flat, N, slots.capacity // 128, V, factor,
+        *(g is not None for g in grads), 128, enable_fp_fusion=False,
     )  # fmt: skip
     return weights
 
@@ -349,8 +356,8 @@ def _from_kept(out: Tensor, block: Block, first: int, launch: Launch) -> None:
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
         kept_kernel, (len(block.rows), -(-tiles // 8)), out, block.kept, block.kept_base, block.ids,
-        block.scales, block.weights, block.count, block.weights.stride(0), first,
-        block.kept.shape[1] // COLUMNS, tiles * COLUMNS, out.stride(0), 8,
+        block.scales, block.weights, block.count, block.weights.stride(0), first // COLUMNS,
+        block.kept.shape[1] // COLUMNS, tiles, out.stride(0) // COLUMNS, 8,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -376,6 +383,6 @@ def _slab(
 def _sum_bias(dbias: Tensor, dz: Tensor, block: Block, launch: Launch) -> None:
     grid = (-(-len(dbias) // 64),)
     launch(
-        bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0), 64,
+        bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0) // COLUMNS, 64,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip

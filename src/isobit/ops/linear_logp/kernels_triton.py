@@ -241,7 +241,7 @@ class Call(NamedTuple):
 
 
 def prepare(args: dict[str, Any]) -> Call:
-    token_ids, softcap, temperature = args["token_ids"], args["softcap"], args["temperature"]
+    token_ids, softcap = args["token_ids"], args["softcap"]
     N, V = token_ids.numel(), args["vocab_size"] or len(args["weight"])
     ids = token_ids.reshape(N).contiguous()  # a view of every k-th token would be read as its neighbours
     live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
