@@ -281,13 +281,27 @@ def bench(
     check_report: Annotated[
         Path | None, typer.Option(help="a report of `isobit check` from here and now, instead of a check")
     ] = None,
+    core: Annotated[
+        bool, typer.Option("--core", help="only the cases that stand for all: minutes, not an hour")
+    ] = False,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="keep what the file has of these kernels, and time the rest")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="stop between two cases after this long, and say what is left")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
     """Time every op, or a suite, beside rivals and the floor, after checking it: a red op is not timed."""
     if skip_check and check_report is not None:
         raise ContractError("--skip-check checks nothing and --check-report vouches: give one of them")
+    if resume and results is None:
+        raise ContractError("--resume goes on with a file: say with --results where it is")
+    if core and case:
+        raise ContractError("--core are declared cases and --case makes one: give one of them")
     ops = _known("op", op or [], PUBLIC) or (() if suite else TIMED)
+    end = None if minutes is None else time.monotonic() + 60 * minutes
     for subject in [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]:
         try:
             found = timed(
@@ -302,11 +316,15 @@ def bench(
                 commit=commit,
                 check_report=check_report,
                 options=parse_options(option or []),
+                core=core,
+                resume=resume,
+                minutes=None if end is None else (end - time.monotonic()) / 60,
             )
         except CheckFailed as error:
             sys.exit(f"isobit: {error}")
-        print()
-        show(found)
+        if found["rows"]:
+            print()
+            show(found)
 
 
 @app.command("report")

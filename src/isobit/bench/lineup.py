@@ -15,8 +15,9 @@ from isobit.bench.report import Row
 from isobit.bench.series import Judge, Pool, Series
 from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure
 from isobit.bench.vouch import Vouch
-from isobit.check.options import options_of, varied
+from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
+from isobit.contract import dtype_name
 from isobit.op import UnsupportedError
 
 
@@ -66,15 +67,21 @@ class Lineup:
             for name, timing in timings.items():
                 if timing.verdict.max_abs is not None and math.isnan(timing.verdict.max_abs):
                     self.note(f"{name}: NaN on {case_name(case)} {direction}")
-                rows.append(where | _figures(name, timing, floor_ms, nbytes, flops, baseline))
+                figures = _figures(name, timing, floor_ms, nbytes, flops, baseline)
+                rows.append({**where, **figures, **self.inputs(case), "backend": ours.get(name)})
             found += rows
-            figures = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
-            self.say(f"{series.name} {case_name(case)} {direction}: {figures}")
+            times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
+            self.say(f"{series.name} {case_name(case)} {direction}: {times}")
         return found
 
     def options(self, case: Case) -> dict[str, Any]:
         """In which this call differs from a plain one."""
         return {**self.series.options, **options_of(case)}
+
+    def inputs(self, case: Case) -> Row:
+        """From what the inputs of a row can be made again. The place of `backend` is here."""
+        kind = {"dtype": dtype_name(case.dtype), "options": words(self.options(case)), "backend": None}
+        return kind | {"data": case.data, "seed": self.pool.inputs.seed}
 
     def check(self, case: Case, ours: dict[str, str | None]) -> None:
         for served in ours.values():

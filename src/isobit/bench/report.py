@@ -1,8 +1,8 @@
 """A benchmark's results as a person reads them.
 
-A report is what the JSON file holds: `{"stamp": {...}, "notes": [...], "rows": [...]}`, with the keys `ROW`
-in every row, and for ops with goals `"against"` and `"summary"`. `notes` say which rival is missing and why,
-so that no table is shorter without saying so.
+A report is what the JSON file holds (docs/results.md): where it comes from, `notes`, and rows with the keys
+`ROW`; for ops with goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so
+that no table is shorter without saying so.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,14 @@ from typing import Any
 Report = dict[str, Any]
 Row = dict[str, Any]
 
+#: Version of the form of a file. Files of version 1 have no such key, and no row in them has the last five.
+SCHEMA = 2
+
 #: Keys of a row. Other tools read them.
 ROW = (
     "op", "case", "direction", "impl", "ms", "ms_q25", "ms_q75", "host_us", "peak_mb", "extra_mb",
-    "floor_ms", "tflops", "tbps", "max_abs", "method", "equal_bits", "vs_baseline",
+    "floor_ms", "tflops", "tbps", "max_abs", "method", "equal_bits", "vs_baseline", "dtype", "options",
+    "backend", "data", "seed",
 )  # fmt: skip
 
 COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")

@@ -4,7 +4,10 @@
 """
 
 import json
+import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,15 @@ from isobit.arch import default_device
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.goals import summary
 from isobit.bench.lineup import Lineup
-from isobit.bench.report import CPU_WARNING, Report, Row
+from isobit.bench.report import CPU_WARNING, SCHEMA, Report, Row
+from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
 from isobit.bench.series import Pool, Series
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.bench.vouch import Vouch
-from isobit.check.options import fit, options_of, varied
+from isobit.check.options import fit, options_of, text_of, varied
 from isobit.check.proof import Case
-from isobit.contract import ContractError
+from isobit.contract import ContractError, dtype_name
+from isobit.files import check_writable, write
 from isobit.op import known_op
 from isobit.stamp import results_folder, stamp
 
@@ -39,51 +44,71 @@ def run(
     say: Callable[[str], None] = print,
     check_report: Path | None = None,
     options: Mapping[str, Any] | None = None,
+    core: bool = False,
+    resume: bool = False,
+    minutes: float | None = None,
 ) -> Report:
     """Check an op (by name) or a suite, time it, and write `<out_dir>/<gpu>/<op folder or suite>.json` if
     `out_dir` is given.
 
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
     ours, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_report` is a
-    report of `isobit check` that spares a new check. `options` are those of every case, and `layout`. Raises
-    CheckFailed for a red op.
+    report of `isobit check` that spares a new check. `options` are those of every case, and `layout`. With
+    `core`, only the declared cases that stand for all. With `resume`, cases that the file has already are not
+    timed again. After `minutes`, or where the longest case so far would not fit into what is left of them, it
+    stops between two cases. Raises CheckFailed for a red op.
     """
+    begin = time.monotonic()
     subject = subject_of(known_op(of)) if isinstance(of, str) else of
     name, all_series = subject.name, subject.series
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    known_directions = dict.fromkeys(d for one in all_series for d in one.directions)
-    _known(name, "direction", directions or (), list(known_directions))
-    if backend is not None:
-        _known(name, "backend", [backend], subject.backends)
-    beside = dict.fromkeys([*([backend] if backend else []), *(b for one in all_series for b in one.also)])
-    ours = ["isobit", *(f"isobit:{each}" for each in beside)]
-    rivals = dict.fromkeys(rival for one in all_series for rival in one.rivals)
-    _known(name, "impl", impls or (), [*ours, *rivals, "copy"])
+    _all_known(subject, directions or (), backend, impls or ())
     if device.type == "cpu":
         say(CPU_WARNING)
-    jobs = _jobs(name, all_series, cases, directions or tuple(known_directions), device, options or {})
-    vouch = Vouch(device, check_report, skip_check, say)
-    copy_rate, product_rate = machine_rates(device, repetitions)
+    jobs = _jobs(name, all_series, cases, directions, device, options or {}, core)
+    path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
+    if path is not None:
+        check_writable(path, "--results")
+    command = _command(subject, cases, directions, backend, impls, options or {}, core)
+    source = stamp(device, commit, subject.folders) | {"checked": not skip_check}
+    known = begun(path, source) if resume and path is not None else None
+    if known is None:
+        copy_rate, product_rate = machine_rates(device, repetitions)
+        rates = {"copy_tbps": copy_rate / 1e12, "best_tflops": product_rate / 1e12}
+        source |= {name: float(f"{rate:.5g}") for name, rate in rates.items()}
+    else:
+        source = known["stamp"]
+        copy_rate, product_rate = source["copy_tbps"] * 1e12, source["best_tflops"] * 1e12
     say(f"copy {copy_rate / 1e12:.3g} TB/s, bf16 product {product_rate / 1e12:.3g} TFLOP/s")
 
-    notes: list[str] = []
+    notes: list[str] = [] if known is None else known["notes"]
+    rows: list[Row] = [] if known is None else known["rows"]
 
     def note(text: str) -> None:
         if text not in notes:
             notes.append(text)
             say(text)
 
-    pool = Pool(device)
-    rates = {"copy_tbps": round(copy_rate / 1e12, 4), "best_tflops": round(product_rate / 1e12, 4)}
-    source = stamp(device, commit, subject.folders) | rates | {"checked": not skip_check}
-    rows: list[Row] = []
-    report: Report = {"stamp": source, "notes": notes, "rows": rows}
-    path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
+    def so_far(left: int) -> Report:
+        unfinished = [f"{UNFINISHED}{left} of {len(jobs)} cases are not timed"] if left else []
+        ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
+        head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
+        return head | {"notes": notes + unfinished} | _summary(all_series, ordered) | {"rows": ordered}
+
+    asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
+    todo = [job for job in asked if job[2]]
+    if len(todo) < len(jobs):
+        say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are there already")
+    vouch, pool, longest, stopped = Vouch(device, check_report, skip_check, say), Pool(device), 0.0, False
     with settled_heap():
-        for i, (series, case, wanted) in enumerate(jobs):
-            say(f"[{i + 1}/{len(jobs)}] {series.name} {case_name(case)}")
+        for i, (series, case, wanted) in enumerate(todo):
+            start = time.monotonic()
+            if minutes is not None and start + longest - begin >= 60 * minutes:
+                stopped = True
+                break
+            say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}")
             lineup = Lineup(
                 series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note
             )
@@ -93,18 +118,19 @@ def run(
                 pool.keep(None)
                 note(f"{series.name}: {case_name(case)} does not fit into memory")
             tidy(device)
-            report |= _summary(all_series, rows)
-            if path is not None and rows:
-                # After every case: a run that is cut off keeps what it has, and says so.
-                left = len(jobs) - 1 - i
-                unfinished = [f"unfinished: {left} of {len(jobs)} cases are not timed"] if left else []
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(_to_json(report | {"notes": notes + unfinished}))
-    if not rows:
+            if path is not None and rows:  # after every case: a run that is cut off keeps what it has
+                write(path, to_json(so_far(len(todo) - 1 - i)))
+            longest = max(longest, time.monotonic() - start)
+    left = todo[i:] if stopped else []
+    if left:
+        listed = "; ".join(f"{one.name} {case_name(case)}" for one, case, _ in left)
+        say(f"stopped for want of time: {len(left)} of {len(jobs)} cases are left ({listed})")
+        say("the same command with --resume goes on")
+    elif not rows:
         raise ContractError(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
-    if path is not None:
+    if path is not None and rows:
         say(f"written: {path}")
-    return report
+    return so_far(len(left))
 
 
 Job = tuple[Series, Case, Sequence[str]]
@@ -114,15 +140,17 @@ def _jobs(
     name: str,
     all_series: Sequence[Series],
     cases: Sequence[Case] | None,
-    directions: Sequence[str],
+    directions: Sequence[str] | None,
     device: torch.device,
     options: Mapping[str, Any],
+    core: bool,
 ) -> list[Job]:
     """Every case of every series with the directions to time; cases that share tensors stand together."""
     jobs: list[Job] = []
     for series in all_series:
-        wanted = [d for d in series.directions if d in directions]
-        chosen = cases or (small_cases(series) if device.type == "cpu" else series.cases)
+        wanted = [d for d in series.directions if directions is None or d in directions]
+        declared = replace(series, cases=series.core) if core else series
+        chosen = cases or (small_cases(declared) if device.type == "cpu" else declared.cases)
         named = {frozenset(case.dims) for case in series.cases}
         for case in (varied(case, options) for case in chosen):
             if wanted and frozenset(case.dims) in named and set(options_of(case)) <= set(series.takes):
@@ -144,6 +172,26 @@ def _taken(name: str, all_series: Sequence[Series], jobs: Sequence[Job], options
             fit(series.op, options)
 
 
+def _command(
+    subject: Subject,
+    cases: Sequence[Case] | None,
+    directions: Sequence[str] | None,
+    backend: str | None,
+    impls: Sequence[str] | None,
+    options: Mapping[str, Any],
+    core: bool,
+) -> str:
+    """The line that repeats a run, but for where it writes."""
+    parts = [f"isobit bench {subject.flag} {subject.name}", *(["--core"] if core else [])]
+    for case in cases or ():
+        sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
+        parts.append(f"--case {sizes},dtype={dtype_name(case.dtype)}")
+    parts += [f"--option {shlex.quote(f'{name}={text_of(value)}')}" for name, value in options.items()]
+    parts += [f"--direction {name}" for name in directions or ()]
+    parts += [f"--impl {name}" for name in impls or ()]
+    return " ".join([*parts, *([f"--backend {backend}"] if backend else [])])
+
+
 def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
     """Goals that have cells among these rows; nothing for ops without goals."""
     against = next((one.against for one in all_series if one.against), None)
@@ -153,13 +201,27 @@ def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
     return {"against": against, "summary": summary(rows, against, goals)}
 
 
+def _all_known(
+    subject: Subject, directions: Sequence[str], backend: str | None, impls: Sequence[str]
+) -> None:
+    """Names that are none are errors, before anything runs."""
+    series, backends = subject.series, [backend] if backend else []
+    _known(subject.name, "backend", backends, subject.backends)
+    _known(
+        subject.name, "direction", directions, list(dict.fromkeys(d for s in series for d in s.directions))
+    )
+    beside = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
+    rivals = dict.fromkeys(name for one in series for name in one.rivals)
+    _known(subject.name, "impl", impls, ["isobit", *(f"isobit:{b}" for b in beside), *rivals, "copy"])
+
+
 def _known(name: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:
     for each in given:
         if each not in known:
             raise ContractError(f"bench {name}: unknown {what} {each!r}; known: {', '.join(known)}")
 
 
-def _to_json(report: Report) -> str:
+def to_json(report: Report) -> str:
     """One row a line, so that a diff of results shows rows."""
     rows = ",\n".join("  " + json.dumps(row) for row in report["rows"])
     head = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in report.items() if key != "rows")

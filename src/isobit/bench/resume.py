@@ -1,0 +1,45 @@
+"""Going on with a benchmark that was cut off: what its file holds stays, the rest is timed."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from isobit.bench.report import Report, Row
+from isobit.contract import ContractError
+
+#: Begins the note of a run that was cut off.
+UNFINISHED = "unfinished: "
+
+#: What must be the same for two runs to stand in one file.
+_SAME = ("gpu", "driver", "torch", "triton", "kernels", "checked")
+
+
+def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
+    """The report in a file, if there is one, without its note that it is unfinished. An error if it is of
+    other kernels or of another machine than a run with this stamp: their rows must not mix."""
+    if not path.is_file():
+        return None
+    try:
+        found: Report = json.loads(path.read_text())
+        differ = [key for key in _SAME if found["stamp"].get(key) != stamp.get(key)]
+        notes = [note for note in found["notes"] if not note.startswith(UNFINISHED)]
+        found |= {"notes": notes, "rows": list(found["rows"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ContractError(f"{path}: not a file of isobit bench ({type(error).__name__})") from None
+    if differ:
+        what = ", ".join(differ)
+        raise ContractError(f"--resume: {path} is of another run ({what} differ): time all without --resume")
+    return found
+
+
+def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]) -> list[str]:
+    """The directions of a case that there are no rows of."""
+    known = {row["direction"] for row in rows if (row["op"], row["case"]) == (kind, case)}
+    return [direction for direction in directions if direction not in known]
+
+
+def in_order(rows: Sequence[Row], cases: Sequence[tuple[str, str]]) -> list[Row]:
+    """Rows in the order of these cases, whenever they were timed; rows of other cases come first."""
+    place = {case: i for i, case in enumerate(cases)}
+    return sorted(rows, key=lambda row: place.get((row["op"], row["case"]), -1))

@@ -1,0 +1,35 @@
+"""Writing results: a file that cannot be written is found out before the work, not after it."""
+
+from pathlib import Path
+
+from isobit.contract import ContractError
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise ContractError unless a file can be written there; leave no trace. `option` named it."""
+    there = path.exists()
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        why = f"{path} cannot be written ({error.strerror})"
+        raise ContractError(f"{option}: {why}: choose another place; nothing has run yet") from None
+    finally:
+        for folder in missing:
+            if folder.is_dir():
+                folder.rmdir()
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file and the folders above it, or say in one sentence why not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise ContractError(
+            f"{path} could not be written ({error.strerror}); the results are above"
+        ) from None

@@ -1,0 +1,150 @@
+"""Runs that are cut off, told to stop, or meant to be short: --resume, --minutes, --core."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit import ContractError
+from isobit.bench import runner
+from isobit.bench.cases import parse_case, series_of, suite_of
+from isobit.bench.runner import run
+from isobit.bench.suites import suite_names
+from isobit.op import OPS, known_op, public_ops
+
+LOGP = known_op("logp")
+TEXTS = ("N=7,V=33", "N=8,V=33", "N=9,V=33")
+NAMES = ["N=7 V=33 bf16", "N=8 V=33 bf16", "N=9 V=33 bf16"]
+
+
+def bench(folder: Path | None, *texts: str, **options: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"device": "cpu", "repetitions": 2, "skip_check": True, "say": lambda t: None}
+    defaults |= {"impls": ["isobit"], "directions": ["fwd"], "out_dir": folder}
+    return run("logp", [parse_case(text, LOGP) for text in texts or TEXTS], **(defaults | options))
+
+
+def cases(report: dict[str, Any]) -> list[str]:
+    return [row["case"] for row in report["rows"]]
+
+
+def cut_off_after(folder: Path, count: int) -> Path:
+    def say(text: str) -> None:
+        if text.startswith(f"[{count + 1}/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(folder, say=say)
+    return folder / "cpu" / "logp.json"
+
+
+def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
+    path = cut_off_after(tmp_path, 1)
+    before = json.loads(path.read_text())
+    assert cases(before) == NAMES[:1] and before["notes"] == ["unfinished: 2 of 3 cases are not timed"]
+    said: list[str] = []
+    report = bench(tmp_path, resume=True, say=said.append)
+    assert cases(report) == NAMES and json.loads(path.read_text()) == report
+    assert report["rows"][0] == before["rows"][0] and report["notes"] == []
+    assert report["stamp"] == before["stamp"]  # one copy speed for all floors
+    assert "1 of 3 cases are there already" in said and not [t for t in said if "N=7" in t]
+    said.clear()
+    assert bench(tmp_path, resume=True, say=said.append) == report
+    assert "3 of 3 cases are there already" in said
+
+
+def test_without_resume_all_is_timed_anew(tmp_path: Path) -> None:
+    cut_off_after(tmp_path, 2)
+    assert cases(bench(tmp_path, "N=9,V=33")) == ["N=9 V=33 bf16"]
+
+
+def test_rows_stand_in_the_order_of_the_cases_whenever_they_were_timed(tmp_path: Path) -> None:
+    bench(tmp_path, "N=9,V=33")
+    assert cases(bench(tmp_path, resume=True)) == NAMES
+
+
+def test_a_direction_that_is_missing_is_timed_alone(tmp_path: Path) -> None:
+    bench(tmp_path, "N=7,V=33")
+    report = bench(tmp_path, "N=7,V=33", resume=True, directions=["fwd", "fwd_bwd"])
+    assert [row["direction"] for row in report["rows"]] == ["fwd", "fwd_bwd"]
+
+
+@pytest.mark.parametrize("key", ["gpu", "torch", "kernels", "checked"])
+def test_rows_of_another_run_are_not_mixed_with_these(tmp_path: Path, key: str) -> None:
+    path = cut_off_after(tmp_path, 1)
+    found = json.loads(path.read_text())
+    found["stamp"][key] = {"logp": "another"} if key == "kernels" else "another"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ContractError, match=rf"logp\.json is of another run \({key} differ\)"):
+        bench(tmp_path, resume=True)
+    assert json.loads(path.read_text()) == found
+    path.write_text("[]")
+    with pytest.raises(ContractError, match="not a file of isobit bench"):
+        bench(tmp_path, resume=True)
+
+
+def test_a_resumed_run_without_a_file_is_a_run(tmp_path: Path) -> None:
+    assert cases(bench(tmp_path, resume=True)) == NAMES
+
+
+# Time
+
+
+class Clock:
+    """Every case takes four minutes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 0.0
+        monkeypatch.setattr(runner.time, "monotonic", lambda: self.now)
+        rows = runner.Lineup.rows
+
+        def slowly(*args: Any) -> Any:
+            self.now += 240.0
+            return rows(*args)
+
+        monkeypatch.setattr(runner.Lineup, "rows", slowly)
+
+
+def test_a_run_stops_between_cases_and_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
+    said: list[str] = []
+    report = bench(tmp_path, minutes=9, say=said.append)
+    assert cases(report) == NAMES[:2]  # a third would end after twelve
+    assert report["notes"] == ["unfinished: 1 of 3 cases are not timed"]
+    assert "stopped for want of time: 1 of 3 cases are left (logp N=9 V=33 bf16)" in said
+    assert json.loads((tmp_path / "cpu" / "logp.json").read_text()) == report
+    assert cases(bench(tmp_path, minutes=9, resume=True)) == NAMES
+
+
+def test_no_time_at_all_is_no_error(tmp_path: Path) -> None:
+    report = bench(tmp_path, minutes=0)
+    assert report["rows"] == [] and report["notes"] == ["unfinished: 3 of 3 cases are not timed"]
+    assert not list(tmp_path.iterdir())
+
+
+# The core
+
+
+@pytest.mark.parametrize("name", sorted({OPS[name].folder for name in public_ops()}))
+def test_every_series_has_a_core_of_declared_cases(name: str) -> None:
+    for series in series_of(known_op(name)):
+        assert series.core and all(case in series.cases for case in series.core)
+        assert len(series.core) <= 10
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_suite_has_a_core(name: str) -> None:
+    assert all(series.core for series in suite_of(name).series)
+
+
+def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as it is declared; here small versions of it."""
+    (series,) = series_of(LOGP)
+    jobs = runner._jobs("logp", [series], None, None, runner.torch.device("cuda"), {}, True)
+    assert [case for _, case, _ in jobs] == list(series.core)
+    options: dict[str, Any] = {"device": "cpu", "repetitions": 2, "skip_check": True, "say": lambda t: None}
+    report = run("logp", core=True, impls=["isobit"], directions=["fwd"], **options)
+    assert [case.split(" V=")[1] for case in cases(report)] == ["50257 fp16", "151936 bf16"]
+    assert report["command"] == "isobit bench --op logp --core --direction fwd --impl isobit"
