@@ -13,7 +13,8 @@ from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.op import OPS
 from isobit.stamp import stamp
 
-SCHEMA = 1
+#: Version of the form of a file. In version 1 a case has no inputs, and a file no command.
+SCHEMA = 2
 
 
 def to_json(
@@ -38,7 +39,7 @@ def to_json(
                 **totals(mine),
                 "total_outputs": len(outputs),
                 "passed_outputs": sum(o["passed"] for o in outputs),
-                "cases": [asdict(c) for c in mine],
+                "cases": [_case(c) for c in mine],
             }
         )
     folders = {OPS[c.op].folder for c in cells}
@@ -46,6 +47,13 @@ def to_json(
     head |= {"command": command} if command else {}
     seen = {"observations": list(observations)} if observations else {}
     return {**head, **totals(cells), **seen, "candidates": candidates}
+
+
+def _case(cell: Cell) -> dict[str, Any]:
+    """A cell with its inputs beside the rest, and with whatever its comparisons say of themselves."""
+    found = asdict(cell)
+    inputs = found.pop("inputs")
+    return {**found, **inputs}
 
 
 def totals(cells: list[Cell]) -> dict[str, Any]:

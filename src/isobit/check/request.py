@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isobit.check.law import LAWS, small_case
-from isobit.check.options import fit, known_options, text_of, varied
+from isobit.check.options import fit, known_options, options_of, text_of, varied, words
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.contract import ContractError, dtype_name
@@ -121,6 +121,22 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
         recast = [replace(c, dtype=d) for c in cases for d in request.dtypes]
         cases = list({c.name: c for c in recast}.values())
     return [c for c in cases if request.case in (None, c.name)]
+
+
+def described(op: Op, case: Case, request: Request, arch: str) -> dict[str, Any]:
+    """From what the inputs and the bound of a case can be made again, as JSON holds it."""
+    return {
+        "op_class": proof_of(op).op_class,
+        "dtype": dtype_name(case.dtype),
+        "arch": arch,
+        "data": case.data,
+        "options": words(options_of(case)),
+        "seed": request.inputs.seed,
+        "constant": request.inputs.constant,
+        "token": request.inputs.token,
+        "grad_mode": request.grad_mode,
+        "grad_seed": request.grad_seed,
+    }
 
 
 def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:

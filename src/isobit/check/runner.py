@@ -21,7 +21,16 @@ from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
-from isobit.check.request import Request, candidates, cases_of, check_case, check_options, ops_of, small_args
+from isobit.check.request import (
+    Request,
+    candidates,
+    cases_of,
+    check_case,
+    check_options,
+    described,
+    ops_of,
+    small_args,
+)
 from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
@@ -43,6 +52,7 @@ class Cell:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     command: str = ""
+    inputs: dict[str, Any] = field(default_factory=dict)  # from what the case can be made again
 
 
 def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) -> list[Cell]:
@@ -151,7 +161,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
         op, backend, request.device, case, request.arch or arch_key(request.device),
         request.inputs, request.gradient, request.grad_mode, request.grad_seed, targets=request.targets,
     )  # fmt: skip
-    cell.numerics = trial.numerics
+    cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()
     try:
         _fits(op, case, request.device)
