@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from queue import Queue
@@ -18,6 +17,7 @@ import torch
 from isobit.arch import arch_key
 from isobit.backend import NONE, UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
+from isobit.check.blame import raised_at
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
@@ -176,9 +176,8 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
         cell.status, cell.reason = UNSUPPORTED, str(why)
     except Exception as error:
         # A backend may raise anything; the suite goes on and the row says what and where.
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        cell.status = FAIL
-        cell.reason = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+        where = raised_at(error, op, backend, __file__)
+        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"
     cell.seconds = time.perf_counter() - start
     return cell
 

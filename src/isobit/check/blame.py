@@ -1,0 +1,43 @@
+"""Where an exception comes from, as whoever must look for it wants it: in this library, not inside torch."""
+
+import functools
+import inspect
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import isobit
+from isobit.op import Op
+
+_PACKAGE = Path(isobit.__file__).parent
+
+
+def raised_at(error: BaseException, op: Op, backend: str, caller: str) -> str:
+    """`ops/logp/kernels_triton.py:120`: the last line of the library, or of the backend's own file, that an
+    exception passed. What `caller` itself did does not count, since everything passes there; without any
+    other, the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = set(_files_of(op, backend))
+    ours = [f for f in frames if _in_package(f.filename) or f.filename in own]
+    ours = [f for f in ours if f.filename != caller]
+    where = (ours or frames)[-1]
+    path = Path(where.filename)
+    name = path.relative_to(_PACKAGE).as_posix() if _in_package(where.filename) else path.name
+    return f"{name}:{where.lineno}"
+
+
+def _in_package(file: str) -> bool:
+    return Path(file).is_relative_to(_PACKAGE)
+
+
+def _files_of(op: Op, backend: str) -> Iterator[str]:
+    """Where the functions of a backend are written, forward and backward."""
+    for one in (op, op.backward):
+        for each in one.backends if one is not None else ():
+            function: Any = each.run
+            while isinstance(function, functools.partial):
+                function = function.func
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if each.name == backend and code is not None:
+                yield code.co_filename
