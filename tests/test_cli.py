@@ -15,7 +15,10 @@ import torch
 from isobit import __version__, cli
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
+from isobit.contract import ContractError
+from isobit.files import check_writable
 from isobit.op import OPS, public_ops
+from isobit.stamp import kernel_sha
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
@@ -79,6 +82,78 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
         for backend in op.backends:
             assert f"\n    {backend.name}" in done.out
     assert "serves this call" in done.out and "ask for it by name" in done.out
+
+
+@pytest.mark.parametrize("command", ["info", "check", "bench"])
+def test_a_device_without_values_is_one_clear_sentence(isobit: Isobit, command: str) -> None:
+    done = isobit(command, "--device", "meta")
+    assert (
+        done.code == 1 and done.err.startswith("isobit: device 'meta' ") and len(done.err.splitlines()) == 1
+    )
+
+
+def test_a_device_that_is_not_here_is_one_sentence_that_says_what_is(isobit: Isobit) -> None:
+    done = isobit("info", "--device", "mps")
+    assert done.code == 1 and "this machine has cpu" in done.err and len(done.err) < 250
+
+
+def test_info_and_explanations_stay_readable(isobit: Isobit) -> None:
+    done = isobit("info", "--device", "cpu")
+    assert "{" not in done.out and max(map(len, done.out.splitlines())) <= 130
+    assert f"kernels     {kernel_sha('logp')} of logp" in done.out
+    text = str(OPS["logp"].explain(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)))
+    assert text.splitlines()[0] == "logp: reference (numerics none)" and "{" not in text
+
+
+# Files that cannot be written
+
+
+def unwritable(tmp_path: Path, option: str) -> tuple[str, ...]:
+    """A folder in place of a file, or a file in place of a folder."""
+    if option == "--json":
+        return option, str(tmp_path)
+    (tmp_path / "results").write_text("")
+    return option, str(tmp_path / "results")
+
+
+@pytest.mark.parametrize("option", ["--json", "--results"])
+def test_a_check_that_could_not_be_written_is_not_run(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(cli, "run", lambda *args: pytest.fail("it ran"))
+    done = isobit("check", *SMALL, "--law", "accuracy", *unwritable(tmp_path, option))
+    assert done.code == 1 and done.err.startswith(f"isobit: {option}: ") and len(done.err.splitlines()) == 1
+    assert "cannot be written" in done.err and "nothing has run yet" in done.err
+
+
+def test_a_bench_that_could_not_be_written_is_not_run(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobit.bench.runner.machine_rates", lambda *args: pytest.fail("it ran"))
+    done = isobit("bench", "--op", "logp", "--device", "cpu", *unwritable(tmp_path, "--results"))
+    assert done.code == 1 and "--results: " in done.err and "nothing has run yet" in done.err
+
+
+@pytest.mark.parametrize("option", ["--json", "--results"])
+def test_a_finished_check_is_on_the_screen_whatever_becomes_of_its_file(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise ContractError(f"{path} could not be written (No space left on device)")
+
+    monkeypatch.setattr(cli, "write", full)
+    done = isobit("check", *SMALL, "--law", "accuracy", option, str(tmp_path / "x"))
+    assert done.code == 1 and "No space left on device" in done.err
+    assert "logp  reference  1 ok" in done.out and "1 ok, 0 failed, 0 unsupported" in done.out
+
+
+def test_looking_whether_a_file_can_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b" / "x.json", "--results")
+    assert list(tmp_path.iterdir()) == []
+    kept = tmp_path / "x.json"
+    kept.write_text("kept")
+    check_writable(kept, "--json")
+    assert kept.read_text() == "kept"
 
 
 # Errors that say so

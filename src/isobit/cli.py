@@ -31,9 +31,10 @@ from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
-from isobit.check.request import Request
+from isobit.check.request import Request, ops_of
 from isobit.check.runner import FAIL, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
+from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
 from isobit.stale import lines, results_in
 from isobit.stamp import gpu_name, kernel_sha, results_folder, stamp
@@ -60,10 +61,17 @@ def _device(text: str) -> torch.device:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ContractError(f"device {text!r} is not usable here: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0].split(". ")[0]  # torch goes on with paragraphs
+        raise ContractError(
+            f"device {text!r} is not usable here: {why}; this machine has {_devices()}"
+        ) from None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _devices() -> str:
+    return " and ".join(dict.fromkeys(("cpu", default_device().type)))
 
 
 def _dtypes(names: list[str]) -> tuple[torch.dtype, ...]:
@@ -172,21 +180,27 @@ def check(
     def progress(cell: Cell) -> None:
         say(f"  {cell.status:12s}{cell.op} {cell.backend} {cell.law} [{cell.case}] {cell.seconds:.1f}s")
 
+    if json_path is not None and not to_stdout:
+        check_writable(json_path, "--json")
+    if results is not None:
+        for folder in dict.fromkeys(one.folder for one in ops_of(request)):
+            check_writable(_check_file(results, folder, request.device), "--results")
     cells = run(request, progress)
     seen = observations(request)
     found = report.to_json(cells, request.device, commit, seen, request.command())
-    if to_stdout:
-        print(json.dumps(found, indent=1))
-    elif json_path is not None:
-        json_path.write_text(json.dumps(found, indent=1) + "\n")
-    if results is not None:
-        _write_results(results, cells, seen, request, commit, say)
     say("\n" + report.table(cells) + "\n")
     for line in report.notes(cells):
         say(line)
     verdict = "all laws hold" if found["passed"] else f"{found['fail']} cells FAIL"
     say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
         f"{time.perf_counter() - start:.0f} s: {verdict}")  # fmt: skip
+    # Last: what cannot be written after all is at least on the screen.
+    if to_stdout:
+        print(json.dumps(found, indent=1))
+    elif json_path is not None:
+        write(json_path, json.dumps(found, indent=1) + "\n")
+    if results is not None:
+        _write_results(results, cells, seen, request, commit, say)
     raise typer.Exit(int(not found["passed"]))
 
 
@@ -206,7 +220,7 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
     for seed in (request.inputs.seed, request.grad_seed):
         if not 0 <= seed < 2**63:
             raise ContractError(f"seed {seed} is outside [0, 2^63)")
-    if json_path is not None and not json_path.parent.is_dir():
+    if json_path is not None and not json_path.parent.is_dir():  # a mistyped path; it is not made
         raise ContractError(f"--json {json_path}: no folder {json_path.parent}")
 
 
@@ -220,14 +234,17 @@ def _write_results(
 ) -> None:
     """One file a folder of ops: what is declared together is proven together."""
     for name in dict.fromkeys(OPS[c.op].folder for c in cells):
-        path = folder / results_folder(request.device) / f"check_{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = _check_file(folder, name, request.device)
         mine = [c for c in cells if OPS[c.op].folder == name]
         facts = [fact for fact in seen if OPS[fact["op"]].folder == name]
         command = replace(request, ops=tuple(dict.fromkeys(c.op for c in mine))).command()
         found = report.to_json(mine, request.device, commit, facts, command)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write(path, json.dumps(found, indent=1) + "\n")
         say(f"wrote {path}")
+
+
+def _check_file(results: Path, folder: str, device: torch.device) -> Path:
+    return results / results_folder(device) / f"check_{folder}.json"
 
 
 @app.command()
@@ -243,17 +260,20 @@ def memcheck(
     known = list(dict.fromkeys(b for name in ops for b in proofs()[name].kernels))
     wanted = _known("backend", backend or [], known) or tuple(known)
     print(f"isobit {isobit.__version__} memcheck; a minute or more each")
-    passed = True
-    for folder in dict.fromkeys(OPS[name].folder for name in ops):
+    passed, folders = True, dict.fromkeys(OPS[name].folder for name in ops)
+    files = {} if results is None else {
+        folder: results / results_folder(default_device()) / f"memcheck_{folder}.json" for folder in folders
+    }  # fmt: skip
+    for path in files.values():
+        check_writable(path, "--results")
+    for folder in folders:
         names = [name for name in ops if OPS[name].folder == folder]
         pairs = [(name, b) for name in names for b in wanted if b in proofs()[name].kernels]
         found = under_sanitizer(pairs, commit, timeout, print)
         passed = passed and found["passed"]
-        if results is not None:
-            path = results / results_folder(default_device()) / f"memcheck_{folder}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"wrote {path}")
+        if folder in files:
+            write(files[folder], json.dumps(found, indent=1) + "\n")
+            print(f"wrote {files[folder]}")
     raise typer.Exit(int(not passed))
 
 
@@ -300,6 +320,9 @@ def bench(
         raise ContractError("--resume goes on with a file: say with --results where it is")
     if core and case:
         raise ContractError("--core are declared cases and --case makes one: give one of them")
+    where = _device(device)
+    if where.type == "meta":
+        raise ContractError("device 'meta' computes nothing that could be timed: choose cpu or cuda")
     ops = _known("op", op or [], PUBLIC) or (() if suite else TIMED)
     end = None if minutes is None else time.monotonic() + 60 * minutes
     for subject in [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]:
@@ -308,7 +331,7 @@ def bench(
                 subject,
                 [parse_case(text, subject) for text in case or []] or None,
                 direction,
-                _device(device),
+                where,
                 backend,
                 results,
                 skip_check,
@@ -344,6 +367,8 @@ def report_on(
 def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto") -> None:
     """Versions, device, and for every op the backend that would serve and why others would not."""
     where = _device(device)
+    if where.type == "meta":
+        raise ContractError("device 'meta' holds no values, so nothing serves there: ask about cpu or cuda")
     for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_name(where)}.items():
         print(f"{key:12s}{value}")
     for folder in sorted({OPS[name].folder for name in PUBLIC}):
