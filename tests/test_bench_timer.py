@@ -1,0 +1,164 @@
+"""The timer, on a stand-in for a GPU that records what it is asked to do."""
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.bench import timing
+from isobit.bench.timing import Contender, Verdict, copies_for, measure
+
+CPU = torch.device("cpu")
+
+
+class Gpu:
+    """Enough of torch.cuda to run the timer: an event's time is the number of calls made so far."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls = self.captures = 0
+        self.capturing = False
+        self.sleeps: list[int] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                self.at = 0
+
+            def record(self) -> None:
+                self.at = gpu.calls
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.at - self.at)
+
+        class Graph:
+            made = 0
+
+            def replay(self) -> None:
+                gpu.calls += self.made
+
+        @contextlib.contextmanager
+        def capture(graph: Graph, stream: Any) -> Iterator[None]:
+            before, gpu.capturing = gpu.calls, True
+            gpu.captures += 1
+            try:
+                yield
+            finally:
+                gpu.capturing = False
+            graph.made = gpu.calls - before
+
+        fakes: dict[str, Any] = {
+            "Event": Event, "CUDAGraph": Graph, "graph": capture, "Stream": lambda device: None,
+            "stream": lambda stream: contextlib.nullcontext(), "current_stream": lambda: None,
+            "synchronize": lambda device=None: None, "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "memory_allocated": lambda device: 1 << 20, "max_memory_allocated": lambda device: 5 << 20,
+            "_sleep": self.sleeps.append,
+            "get_device_properties": lambda device: types.SimpleNamespace(L2_cache_size=60 << 20),
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(self, result: Any = None, captures: bool = True) -> Callable[[], Any]:
+        def call() -> Any:
+            if self.capturing and not captures:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.calls += 1
+            return result
+
+        return call
+
+
+def test_the_gpu_timer_captures_or_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    result = (torch.zeros(1 << 18),)  # 1 MB that stays, of a peak of 4
+
+    def raises() -> list[timing.Call]:
+        raise RuntimeError("no such rival")
+
+    def judge(calls: Any, result: Any) -> Verdict:
+        return Verdict(float(result[0].sum()), len(calls) / 4)
+
+    contenders = [
+        Contender("captured", lambda: [gpu.call(result)] * 3, judge=judge),
+        Contender("syncs", lambda: [gpu.call(captures=False)] * 40),
+        Contender("raises", raises),
+    ]
+    timings, failures = measure(contenders, torch.device("cuda", 0), call_ms=0.25, repetitions=3)
+    assert failures == {"raises": "RuntimeError: no such rival"}
+    captured, syncs = timings["captured"], timings["syncs"]
+    assert (captured.method, syncs.method) == ("graph", "event")
+    assert captured.ms == syncs.ms == 1.0  # one tick a call, however many calls a sample has
+    assert (captured.peak_mb, captured.extra_mb, captured.verdict) == (4.0, 3.0, Verdict(0.0, 0.75))
+    assert syncs.host_us is not None and syncs.verdict == Verdict()
+    graph_sleep = int(timing.GRAPH_BACKLOG_US * timing.CYCLES_PER_US)
+    assert gpu.sleeps[::2] == [graph_sleep] * 3 and min(gpu.sleeps[1::2]) > graph_sleep
+
+
+def test_host_time_is_the_median_of_blocks_that_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is slow for a while is slow for all contenders, and for less than half of their blocks."""
+    gpu, clock, order = Gpu(monkeypatch), [0.0], list[str]()
+
+    def contender(name: str, us: float) -> Contender:
+        def call() -> None:
+            slow = 100.0 if len(order) < 2 * timing.HOST_CALLS else 1.0
+            clock[0] += slow * us * 1e-6 if recording else 0.0
+            if recording:
+                order.append(name)
+
+        return Contender(name, lambda: [call])
+
+    recording = False
+    measured = timing._time_the_host
+
+    def only_there(*args: Any) -> None:
+        nonlocal recording
+        recording = True
+        measured(*args)
+        recording = False
+
+    monkeypatch.setattr(timing, "_time_the_host", only_there)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    contenders = [contender("ours", 20.0), contender("theirs", 5.0)]
+    timings, _ = measure(contenders, torch.device("cuda", 0), call_ms=0.01, repetitions=3)
+    assert {name: timing.host_us for name, timing in timings.items()} == pytest.approx(
+        {"ours": 20.0, "theirs": 5.0}
+    )
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert turns == ["ours", "theirs"] * timing.HOST_BLOCKS and gpu.calls == 0
+
+
+def test_no_capture_is_tried_of_what_says_that_it_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    contenders = [Contender("syncs", lambda: [gpu.call(captures=False)], graph=False)]
+    timings, _ = measure(contenders, torch.device("cuda", 0), repetitions=3)
+    assert timings["syncs"].method == "event" and gpu.captures == 0
+
+
+def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(call_ms: float) -> tuple[int, int]:
+        """How many samples are taken, and how many calls all in all."""
+        gpu = Gpu(monkeypatch)
+        measure([Contender("ours", lambda: [gpu.call()])], torch.device("cuda", 0), call_ms)
+        return len(gpu.sleeps), gpu.calls
+
+    assert samples(0.01)[0] == timing.REPETITIONS
+    assert samples(10.0)[0] == 15 and samples(100.0)[0] == timing.MIN_REPETITIONS
+    # Warming up, memory, host time, capture, a replay, samples: no more than there must be.
+    assert samples(100.0)[1] == 3 + 1 + timing.HOST_BLOCKS + 1 + 1 + timing.MIN_REPETITIONS
+
+
+def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        measure([Contender("ours", lambda: [lambda: 1 // 0], required=True)], torch.device("cuda", 0))
+
+
+def test_inputs_rotate_until_the_l2_cache_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    device = torch.device("cuda", 0)
+    assert [copies_for(n << 20, device) for n in (1, 24, 239, 241)] == [240, 10, 2, 1]
+    assert copies_for(8, device) == timing.MAX_COPIES and copies_for(8, CPU) == 1
