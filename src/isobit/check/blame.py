@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import isobit
-from isobit.op import Op
+from isobit.op import OPS, Op
 
-_PACKAGE = Path(isobit.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def raised_at(error: BaseException, op: Op, backend: str, caller: str) -> str:
@@ -32,9 +31,9 @@ def _in_package(file: str) -> bool:
 
 
 def _files_of(op: Op, backend: str) -> Iterator[str]:
-    """Where the functions of a backend are written, forward and backward."""
-    for one in (op, op.backward):
-        for each in one.backends if one is not None else ():
+    """Where the functions of a backend are written, those of its gradients among them."""
+    for one in (o for o in OPS.values() if o.package == op.package):
+        for each in one.backends:
             function: Any = each.run
             while isinstance(function, functools.partial):
                 function = function.func
