@@ -10,10 +10,11 @@ from torch import Tensor
 
 from isobit.blocks.launch import Recorder
 from isobit.blocks.stream import Stream
+from isobit.contract import MISSING
 from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
-from isobit.ops.linear_logp.op import backward, forward
+from isobit.ops.linear_logp.op import forward
 from isobit.ops.logp import kernels_triton as logp
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -71,7 +72,8 @@ def test_linear_logp(before: tuple[int, ...]) -> None:
 
     def record(launch: Recorder, N: int) -> None:
         lead, D, V = (*before, N), 1024, 5000
-        args = {p.name: p.default for declared in (forward, backward) for p in declared.contract.params}
+        args = {p.name: None if p.default is MISSING else p.default for p in forward.contract.params}
+        args |= {"kept": None, "kept_base": None, "want_hidden": True, "want_weight": True}
         args |= {"hidden": empty(*lead, D, dtype=BF16), "weight": empty(V, D, dtype=BF16), "bias": empty(V)}
         args |= {"token_ids": empty(*lead, dtype=torch.int64), "mask": empty(*lead, dtype=torch.bool)}
         wanted = {f"return_{name}": True for name in ("entropy", "lse", "stats")}

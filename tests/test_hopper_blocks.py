@@ -308,24 +308,25 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
     with and without all options and with kept probabilities, of `logp`, and of a sum over some tokens."""
     recorder = launch.Recorder()
     ids, floats = empty(N, dtype=torch.int64), empty(N, dtype=torch.float32)
-    optional = ("bias", "mask", "row_temperature", "logit_scale", "logits_dtype", "vocab_size")
-    none = dict.fromkeys((*optional, "workspace_bytes", "entropy", "dentropy", "dlse", "kept", "kept_scale"))
+    optional = ("bias", "mask", "logit_scale", "logits_dtype", "vocab_size")
+    none = dict.fromkeys((*optional, "workspace_bytes", "entropy", "dentropy", "dlse", "kept", "kept_base"))
     few = none | {
         "hidden": empty(N, D), "weight": empty(V, D), "token_ids": ids, "ignore_index": -100,
         "temperature": 0.7, "stats": empty(2, N, dtype=torch.float32), "dlogp": floats, "keep": False,
     }  # fmt: skip
     all_ = few | {
-        "bias": empty(V), "mask": empty(N, dtype=torch.bool), "row_temperature": floats,
+        "bias": empty(V), "mask": empty(N, dtype=torch.bool), "temperature": floats,
         "entropy": floats, "dentropy": floats, "dlse": floats,
     }  # fmt: skip
     for args, full in ((few, False), (all_, True), (few | {"keep": True}, False)):
         flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats", "want_bias"), full)
-        *_, kept, kept_scale = forward.linear_logp(launch=recorder, **args | flags)
-        theirs = args | flags | {"kept": kept, "kept_scale": kept_scale}
+        *_, kept, kept_base = forward.linear_logp(launch=recorder, **args | flags)
+        theirs = args | flags | {"kept": kept, "kept_base": kept_base}
         for weight in (True, False):
             wanted = {"want_hidden": True, "want_weight": weight, "want_bias": full and weight}
             backward.linear_logp_bwd(launch=recorder, **theirs | wanted)
-    logp.logp(empty(N, V), ids, None, -100, 0.7, True, True, True, launch=recorder)
+    flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
+    logp.logp(recorder, **few | flags | {"logits": empty(N, V)})
     stream = tokens.Stream(empty(-(-N // 64) * 64, dtype=torch.int32), *[empty(1, dtype=torch.int32)] * 3)
     products.token_product(empty(1, N, D), empty(1, N, D), stream, None, launch=recorder)
     return recorder
