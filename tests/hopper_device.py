@@ -1,4 +1,4 @@
-"""A device in plain PyTorch for the launches of `linear_logp`'s backward on Hopper.
+"""A device in plain PyTorch for the launches of `linear_logp` on Hopper.
 
 It does what each kernel does, on the very memory that the kernel's tensors and TMA descriptors name. What a
 kernel writes must not overlap with what it reads, because its programs run in any order.
@@ -88,8 +88,13 @@ def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
         read.append(k.mask)
         live &= k.mask.view(-1) != 0
     taken = torch.ones_like(live)
+    assert grid == (1,) or not (k.PACK or k.LIST), "programs cannot count one another's rows"
+    if k.LIST:
+        some = torch.nn.functional.pad(live, (0, k.blocks * 128 - k.N)).view(-1, 128).any(1).nonzero()[:, 0]
+        assert len(k.listed) == k.blocks + 1
+        k.listed[0] = len(some)
+        k.listed[1 : len(some) + 1] = some
     if k.PACK:
-        assert grid == (1,), "programs cannot count one another's rows"
         taken = live & (token >= 0) & (token < k.V)
     scales = torch.full((k.N,), k.scale)
     if k.PER_ROW:
@@ -148,6 +153,57 @@ def weigh_kernel(grid: tuple[int, ...], k: Any) -> None:
     rows_of_weights = (base, a * slope / s, b * LN2 * slope / s, g * slope)
     for out, values in zip(strided(k.weights, 4, slots, slots), rows_of_weights, strict=True):
         out[:] = torch.where(live, values, 0.0)
+
+
+def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
+    count, K = int(k.count), k.steps * k.STEP
+    tiles = whole(k.V, COLUMNS) // COLUMNS
+    splits = min(k.SPLITS, tiles)
+    blocks = k.listed[1 : int(k.listed[0]) + 1].tolist() if k.LISTED else range(whole(count, 128) // 128)
+    hidden, weight = described(k.a_desc), loaded(described(k.b_desc), tiles * COLUMNS, K)
+    assert grid[0] >= 1 and not k.KEEP and k.partial.shape == (splits, 3, k.capacity)
+    for block in blocks:
+        own = slice(128 * block, min(128 * block + 128, count))
+        z = (loaded(hidden[own], 128, K) @ weight.t())[: own.stop - own.start, : k.V]
+        if k.HAS_BIAS:
+            z += k.bias
+        if k.ROUND is not None:
+            z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
+        token, scale = k.ids[own, None], k.scales[own, None]
+        for split in range(splits):
+            columns = slice(split * tiles // splits * COLUMNS, (split + 1) * tiles // splits * COLUMNS)
+            part = z[:, columns]
+            m = part.amax(1, keepdim=True)
+            u = (part - m) * scale
+            for i, sums in enumerate((m, u.exp2().sum(1), (u.exp2() * u.clamp(min=-1000)).sum(1))):
+                k.partial[split, i, own] = sums.view(-1)
+            found = (token >= columns.start) & (token < columns.start + part.shape[1])
+            at = part.gather(1, torch.where(found, token - columns.start, 0).long())
+            k.picked[own] = torch.where(found, at, k.picked[own, None])[:, 0]
+
+
+def merge_kernel(grid: tuple[int, ...], k: Any) -> None:
+    assert grid[0] * k.BLOCK == k.blocks * 128
+    slots = int(k.count)
+    row, token, scale = k.rows[:slots].long(), k.ids[:slots], k.scales[:slots]
+    live = token != -2
+    m, s, t = torch.where(live, k.partial[: k.splits, :, :slots], 0.0).transpose(0, 1)
+    top = m.amax(0)
+    d = (m - top) * scale
+    s, t = (d.exp2() * s).sum(0), (d.exp2() * (t + d * s)).sum(0)
+    bad = torch.where((token >= 0) & (token < k.V), 0.0, NAN)
+    log2_s = s.log2()
+    outputs = (
+        (k.logp, True, ((k.picked[:slots] - top) * scale - log2_s) * LN2 + bad, 0.0),
+        (k.entropy, k.ENTROPY, (log2_s - t / s) * LN2 + bad, 0.0),
+        (k.lse, k.LSE, (top * scale + log2_s) * LN2 + bad, 0.0),
+        (k.stats.view(-1), k.STATS, top * k.factor, 0.0),
+        (k.stats.view(-1)[k.N :], k.STATS, s, 1.0),
+    )
+    for out, wanted, values, blank in outputs:
+        if wanted:
+            assert_apart(out, k.partial, k.picked)
+            out.view(-1)[row] = torch.where(live, values, blank)
 
 
 def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -246,8 +302,8 @@ def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
 MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     meaning.__name__: meaning
     for meaning in (
-        compact_kernel, pack_kernel, weigh_kernel, slab_kernel, kept_kernel, sum_kernel, bias_kernel,
-        unpack_kernel, blank_kernel,
+        compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel, kept_kernel,
+        sum_kernel, bias_kernel, unpack_kernel, blank_kernel,
     )
 }  # fmt: skip
 
@@ -257,8 +313,10 @@ class Device:
     """A `launch` that executes, one launch after the other."""
 
     launched: list[str] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the last launch of each kernel
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         named = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=True)))
         MEANINGS[kernel.__name__](grid, named)
         self.launched.append(kernel.__name__)
+        self.arguments[kernel.__name__] = named

@@ -82,6 +82,23 @@ def interpreted() -> dict[str, Any]:
     truth = (log_p[0], -(log_p.exp() * log_p).sum(), many.logsumexp((0, 1)))
     found["many"] = [[x[150].item() for x in merged[:3]], [x.item() for x in truth]]  # type: ignore[index]
 
+    # Rows in place, of which whole blocks of 128 do not count, through several rounds of 4096.
+    some = torch.full((9000,), -100)
+    some[[0, 130, 131, 4095, 4096, 8999]] = 5
+    some[700] = 1000  # no token, but it counts
+    listed = Slots(some, None, None, -100, LOG2E, V, False, run, list_blocks=True)
+    found["listed"] = listed.listed[: listed.listed[0] + 1].tolist()
+    found["listed in place"] = [listed.count.item(), (listed.ids != -2).nonzero()[:, 0].tolist()]
+    partial = torch.full((1, 3, listed.capacity), NAN)
+    picked = torch.full((listed.capacity,), NAN)
+    counted = (some != -100).nonzero()[:, 0]
+    partial[0, :, counted] = torch.tensor([2.0, float(V), 0.0])[:, None]
+    picked[counted] = 2.0
+    outputs = listed.merge(partial, picked, some.shape, V, 1.0, True, True, True, run)
+    found["dead"] = [x[..., some == -100].unique(dim=-1).tolist() for x in outputs if x is not None]
+    found["alive"] = [x[counted[1]].item() for x in outputs[:3] if x is not None]
+    found["no token"] = [x[700].isnan().item() for x in outputs[:3] if x is not None]
+
     # Slots of a plain batch that takes several programs.
     plain = Slots(torch.arange(1200) % V, None, None, -100, LOG2E, V, False, run)
     there = torch.arange(1200)
@@ -150,6 +167,17 @@ def test_splits_are_brought_to_one_maximum(found: dict[str, Any]) -> None:
     assert merged == pytest.approx(truth, rel=1e-6)
     merged, truth = found["many"]
     assert merged == pytest.approx(truth, rel=1e-5)
+
+
+def test_blocks_that_have_a_row_that_counts_are_listed(found: dict[str, Any]) -> None:
+    assert found["listed"] == [6, 0, 1, 5, 31, 32, 70]
+    assert found["listed in place"] == [9000, [0, 130, 131, 700, 4095, 4096, 8999]]
+
+
+def test_sums_that_nobody_wrote_are_not_read(found: dict[str, Any]) -> None:
+    assert found["dead"] == [[0.0], [0.0], [0.0], [[0.0], [1.0]]]
+    log_v = torch.tensor(256.0).log().item()
+    assert found["alive"] == pytest.approx([-log_v, log_v, 2 + log_v]) and all(found["no token"])
 
 
 def test_every_program_fills_its_slots(found: dict[str, Any]) -> None:

@@ -183,14 +183,19 @@ def store_split(
 
 @triton_kernel
 def compact_kernel(
-    rows, ids, scales, count, token_ids, mask, row_temperature, N, blocks, ignore_index, scale, V,
-    HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
+    rows, ids, scales, count, listed, token_ids, mask, row_temperature, N, blocks, ignore_index, scale, V,
+    HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What each of blocks * 128 slots holds: the row it came from, its token, its scale. With PACK the rows
     that count and have a token below V, in the caller's order, and holes of row -1 after them; without, every
-    row in its own place. The token of a hole or of a row that does not count is -2. One program with PACK."""
+    row in its own place. The token of a hole or of a row that does not count is -2.
+
+    With LIST `listed` becomes how many blocks of 128 rows have one that counts, and which, ascending. Only
+    one program can count through all rows: with PACK or LIST there is no other."""
     capacity = blocks * 128
     seen = 0
+    found = 0
     begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     for first in range(begin, capacity, step):
         i = first + tl.arange(0, BLOCK)
@@ -216,6 +221,11 @@ def compact_kernel(
             tl.store(tl.multiple_of(rows + i, 16), tl.where(there, i, -1), mask=inside)
             tl.store(tl.multiple_of(ids + i, 16), tl.where(live, known, -2), mask=inside)
             tl.store(tl.multiple_of(scales + i, 16), tl.where(there, own, 1.0), mask=inside)
+        if LIST:
+            some = tl.max(tl.reshape(live.to(tl.int32), (BLOCK // 128, 128)), 1)
+            at = found + tl.cumsum(some, 0)
+            found += tl.sum(some, 0)
+            tl.store(listed + at, first // 128 + tl.arange(0, BLOCK // 128), mask=some > 0)
     if PACK:
         for first in range(begin, capacity, step):
             slot = first + tl.arange(0, BLOCK)
@@ -226,6 +236,8 @@ def compact_kernel(
     else:
         seen = N
     tl.store(count, seen)  # by every program, and the same
+    if LIST:
+        tl.store(listed, found)
 
 
 @triton_kernel
@@ -269,20 +281,22 @@ def merge_kernel(
     """Fold a row's splits in ascending order, and write its results where the row came from.
 
     Splits are loaded 8 at a time, or each would wait for the one before; those that there are not are empty
-    and change nothing.
+    and change nothing. Sums of rows that do not count are not read: perhaps nobody wrote them.
     """
     capacity = blocks * 128
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = slot < tl.load(count)
     row = tl.load(rows + slot, mask=inside, other=0).to(tl.int64)
     scale = tl.load(scales + slot, mask=inside, other=1.0)
+    token = tl.load(ids + slot, mask=inside, other=-2)
+    live = token != -2
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, splits, 8):
         split = first + tl.arange(0, 8)
         at = partial + split.to(tl.int64)[None, :] * 3 * capacity + slot[:, None]
-        there = inside[:, None] & (split < splits)[None, :]
+        there = live[:, None] & (split < splits)[None, :]
         ms = tl.load(at, mask=there, other=float("-inf"))
         ss = tl.load(at + capacity, mask=there, other=0.0)
         if ENTROPY:
@@ -302,14 +316,12 @@ def merge_kernel(
             s = tl.fma(s, r, s1 * r1)
             m = top
     LN2: tl.constexpr = 0.6931471805599453
-    token = tl.load(ids + slot, mask=inside, other=-2)
-    live = token != -2
     known = (token >= 0) & (token < V)
     bad = tl.where(known, 0.0, float("nan"))  # a token that there is not
     undefined = tl.where(
         m == float("inf"), float("nan"), bad
     )  # inf - inf; of such a row only lse is a number
-    z = tl.load(picked + slot, mask=inside & known, other=0.0)
+    z = tl.load(picked + slot, mask=known, other=0.0)
     base = m * scale
     log2_s = tl.log2(s)
     at_token = (tl.fma(z, scale, -base) - log2_s) * LN2 + undefined
@@ -325,30 +337,35 @@ def merge_kernel(
 
 
 class Slots:
-    """Rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are taken."""
+    """Rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are taken.
+    Where it was asked for, `listed` says which blocks of 128 slots have a row that counts: how many, then
+    their numbers."""
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
-        ignore_index: int, scale: float, V: int, pack: bool, launch: Launch,
+        ignore_index: int, scale: float, V: int, pack: bool, launch: Launch, list_blocks: bool = False,
     ) -> None:  # fmt: skip
         N = token_ids.numel()
         device = token_ids.device
         self.packed, self.ignore_index, self.V = pack, ignore_index, V
         self.capacity = -(-N // 128) * 128
-        ints = torch.empty(2 * self.capacity + 1, dtype=torch.int32, device=device)
-        self.rows, self.ids, self.count = ints[: self.capacity], ints[self.capacity : -1], ints[-1:]
+        blocks = self.capacity // 128
+        ints = torch.empty(2 * self.capacity + blocks + 2, dtype=torch.int32, device=device)
+        self.rows, self.ids, self.listed, self.count = ints.split(
+            (self.capacity, self.capacity, blocks + 1, 1)
+        )
         self.scales = torch.empty(self.capacity, dtype=torch.float32, device=device)
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         self._tokens = token_ids.contiguous()
         self._mask = None if mask is None else mask.contiguous()
-        block, programs = (4096, 1) if pack else (512, -(-self.capacity // 512))
+        block, programs = (4096, 1) if pack or list_blocks else (512, -(-self.capacity // 512))
         launch(
-            compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count,
+            compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count, self.listed,
             self._tokens, self.count if mask is None else self._mask,
             self.count if row_temperature is None else row_temperature.contiguous(),
-            N, self.capacity // 128, ignore_index, scale, V,
-            mask is not None, row_temperature is not None, pack, block, num_warps=block // 256,
+            N, blocks, ignore_index, scale, V,
+            mask is not None, row_temperature is not None, pack, list_blocks, block, num_warps=block // 256,
             enable_fp_fusion=False,
         )  # fmt: skip
 

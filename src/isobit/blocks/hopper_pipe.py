@@ -246,12 +246,15 @@ class Pipe:
 
 
 @gluon.jit
-def load_tiles(pipe):
-    """The loader: every step of k of each of the program's tiles, as fast as stages come free."""
+def load_tiles(pipe, listed=None):
+    """The loader: every step of k of each of the program's tiles, as fast as stages come free. Where there is
+    a list, row m of tiles is the one that it names."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, first, end, _ = pipe.item(t)
+        if listed is not None:
+            m = gl.load(listed + m)
         for n in range(first, end):
             column = n * pipe.COLUMNS
             for step in range(pipe.steps):

@@ -2,7 +2,8 @@
 
 A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
 logits, which stay in registers, into running sums (`isobit.blocks.hopper_lse`). With a mask the rows that
-count are packed first, so that the others cost nothing; a row's bits do not know.
+count are packed first, so that the others cost nothing. Without one hidden states stay where they are, and
+rows of tiles in which every token is `ignore_index` are left out. A row's bits do not know.
 
 With room for all of [N, V] it keeps e = 2^((z - m) c) of every logit, and what m was, for the backward in
 `kernels_hopper_bwd`.
@@ -73,6 +74,7 @@ class Fold:
     kept: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
+    listed: gl.tensor  # rows of tiles that have a row that counts, if LISTED
     capacity: gl.tensor
     V: gl.tensor
     LAYOUT: gl.constexpr
@@ -80,6 +82,7 @@ class Fold:
     HAS_BIAS: gl.constexpr
     ENTROPY: gl.constexpr
     KEEP: gl.constexpr
+    LISTED: gl.constexpr
 
     @gluon.jit
     def keep(self, e, m, block, n, row, inside, tiles, WHICH: gl.constexpr):
@@ -98,6 +101,8 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
     phase = gl.to_tensor(0)
     for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         block, first, end, split = pipe.item(item)
+        if fold.LISTED:
+            block = gl.load(fold.listed + block)
         row = (block * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, OF_ROWS)
         inside = row < fold.rows
         token = gl.load(fold.ids + row, mask=inside, other=-1)
@@ -131,26 +136,38 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
 
 @kernel
 def forward_kernel(
-    partial, picked, ids, scales, bias, kept_base, count, capacity, V, steps, a_desc, b_desc, kept_desc,
+    partial, picked, ids, scales, bias, kept_base, count, listed, capacity, V, steps,
+    a_desc, b_desc, kept_desc,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
     LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
-    KEEP: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, LISTED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of every split of every row, and the logit of its token."""
+    """Sums of every split of every row, and the logit of its token. LISTED: of the blocks of 128 rows that
+    are listed, and no others."""
     rows = gl.load(count)
-    pipe = Pipe.create(a_desc, b_desc, rows, V, steps, SPLITS, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    tall = rows
+    if LISTED:
+        tall = gl.load(listed) * 128
+    pipe = Pipe.create(a_desc, b_desc, tall, V, steps, SPLITS, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
     staging = pipe.a_ring  # not touched unless KEEP
     if KEEP:
         shape: gl.constexpr = [2] + kept_desc.block_type.shape
         staging = gl.allocate_shared_memory(kept_desc.dtype, shape, kept_desc.layout)
     fold = Fold(
-        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, capacity, V,
-        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP,
+        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, listed + 1, capacity, V,
+        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED,
     )  # fmt: skip
-    gl.warp_specialize(
-        [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (load_tiles, (pipe,))],
-        [4, 1], [REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    if LISTED:
+        gl.warp_specialize(
+            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)),
+             (load_tiles, (pipe, fold.listed))],
+            [4, 1], [REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (load_tiles, (pipe,))],
+            [4, 1], [REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
 
 
 # Launchers
@@ -179,7 +196,9 @@ def rows_for_tma(hidden: Tensor) -> Tensor:
     return flat.clone(memory_format=torch.contiguous_format)  # contiguous() may return what begins anywhere
 
 
-def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple[Slots, float]:
+def packed_slots(
+    args: dict[str, Any], pack_rows: bool, launch: Launch, list_blocks: bool = False
+) -> tuple[Slots, float]:
     """(slots of a call's rows, factor of its logits)."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
@@ -189,7 +208,7 @@ def packed_slots(args: dict[str, Any], pack_rows: bool, launch: Launch) -> tuple
     else:
         scale /= temperature
     rows = (args["token_ids"], args["mask"], each)
-    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch)
+    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_blocks)
     return slots, factor
 
 
@@ -198,13 +217,14 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
     shape, D = hidden.shape[:-1], hidden.shape[-1]
-    slots, factor = packed_slots(args, args["mask"] is not None or keep, launch)
+    packed = args["mask"] is not None or keep
+    slots, factor = packed_slots(args, packed, launch, list_blocks=not packed)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     if slots.capacity == 0:  # TMA knows no empty matrix
         none = hidden.new_empty(0, dtype=torch.float32)
         return *slots.merge(none, none, shape, V, factor, *flags, launch), None, None
     rows = rows_for_tma(hidden)
-    if slots.packed:
+    if packed:
         rows = pack(rows, slots.rows, launch)
     tile, entropy, bias = TILE_STAGED if keep else _FOLD, args["return_entropy"], args["bias"]
     kept = kept_base = None
@@ -221,10 +241,11 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     launch(
         forward_kernel, (min(items, sm_count(rows.device)),),
         partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
-        partial if kept_base is None else kept_base, slots.count, slots.capacity, V, -(-D // tile.step),
-        a_desc, b_desc, a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns),
+        partial if kept_base is None else kept_base, slots.count, slots.listed, slots.capacity, V,
+        -(-D // tile.step), a_desc, b_desc,
+        a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns),
         tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
-        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, registers,
+        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, not packed, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
     return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base
