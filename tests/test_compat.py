@@ -165,6 +165,11 @@ def test_a_crash_is_a_failure_with_its_last_words(
     assert found.failures[0].command.startswith(environment(OLDEST).python)
 
 
+def test_no_count_of_tests_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_run", lambda env, part, command: (0, ["....  [100%]"]))
+    assert compat.run_tests(environment(OLDEST)).failed == 1
+
+
 def test_only_the_first_failures_are_printed() -> None:
     many = [Failure(f"test {i}", "why", "again") for i in range(compat.SHOWN + 3)]
     lines = compat.notes([Row(environment(OLDEST), Part(1, 0), Part(0, len(many), many), 1.0)])

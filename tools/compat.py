@@ -179,8 +179,9 @@ def run_tests(env: Environment) -> Part:
     command = [env.python, "-m", "pytest", "-m", "compat", "-rfE", "--disable-warnings"]
     code, lines = _run(env, "tests", [*command, "-p", "no:cacheprovider"])
     part = tests_of(lines, env.python)
-    # No failure and still not 0: it crashed, or collected nothing.
-    return _broken("tests", code, lines, command) if code != 0 and not part.failures else part
+    # It crashed, collected nothing, or was told elsewhere (PYTEST_ADDOPTS) not to print how many passed.
+    silent = not part.failures and (code != 0 or part.ok == 0)
+    return _broken("tests", code, lines, command) if silent else part
 
 
 def tests_of(lines: Sequence[str], python: str) -> Part:
