@@ -170,7 +170,7 @@ class Block:
         if name in ("ld", "st"):
             self._move(name, suffix, operands, where)
         elif name == "ldmatrix":
-            self._load_matrices(operands, where)
+            self._load_matrices("trans" in suffix, operands, where)
         elif name in ("shfl", "redux"):
             self._exchange(name, suffix, operands, where)
         elif name == "mov" and "{" in "".join(operands):
@@ -275,15 +275,22 @@ class Block:
                 found[where, :size] = memory[bytes_]
                 self._write(value, found.view(u64)[:, 0], where)
 
-    def _load_matrices(self, operands: list[str], where: np.ndarray) -> None:
-        """8 x 8 matrices of 16 bits: thread t of a warp gets two numbers of row t / 4 of each, and threads
-        8 j to 8 j + 7 say where the rows of matrix j lie."""
+    def _load_matrices(self, turned: bool, operands: list[str], where: np.ndarray) -> None:
+        """8 x 8 matrices of 16 bits: thread t of a warp gets two neighbours of row t / 4 of each, of column
+        t / 4 when turned, and threads 8 j to 8 j + 7 say where the rows of matrix j lie."""
+        assert where.all()
         first, thread = self._address(operands[1]), np.arange(self.threads)
         for j, name in enumerate(self._names(operands[0])):
-            at = first[thread // 32 * 32 + 8 * j + thread % 32 // 4] + thread % 4 * 4
-            found = np.zeros((self.threads, 8), u8)
-            found[:, :4] = self.shared[at[:, None] + np.arange(4)]
-            self._write(name, found.view(u64)[:, 0], where)
+            bits = np.zeros(self.threads, u64)
+            for half in range(2):
+                row, column = thread % 32 // 4, thread % 4 * 2 + half
+                if turned:
+                    row, column = column, row
+                at = first[thread // 32 * 32 + 8 * j + row] + 2 * column
+                bits |= self.shared[at[:, None] + np.arange(2)].view(np.uint16)[:, 0].astype(u64) << u64(
+                    16 * half
+                )
+            self._write(name, bits, where)
 
     def _exchange(self, name: str, suffix: list[str], operands: list[str], where: np.ndarray) -> None:
         """Between the threads of a warp."""
@@ -295,9 +302,9 @@ class Block:
             self._write(operands[0], self._bits(np.repeat(each, 32), suffix[-1]), where)
             return
         by = self._read(operands[2]).astype(np.int64)
-        source = {"bfly": thread ^ by, "idx": thread // 32 * 32 + by}[suffix[1]]
-        into = operands[0].split("|")[0]
-        self._write(into, self._read(operands[1])[source], where)
+        up = np.where(thread % 32 >= by, thread - by, thread)  # the first threads keep their own
+        source = {"bfly": thread ^ by, "idx": thread // 32 * 32 + by, "up": up}[suffix[1]]
+        self._write(operands[0], self._read(operands[1])[source], where)
 
 
 def _index(param: str) -> int:
