@@ -14,6 +14,7 @@ import isobit
 from isobit import ContractError, UnsupportedError, det_gemm, det_gemm_dw, det_linear
 from isobit.numerics import chain, cut, segments
 from isobit.op import OPS
+from isobit.ops.det_gemm import model
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")
@@ -151,6 +152,13 @@ def test_strides_change_no_bit(lead: tuple[int, ...]) -> None:
         assert same_bits(det_gemm(a, view), expected), name
 
 
+def test_the_warning_points_at_the_callers_line() -> None:
+    model._say_that_it_is_slow.cache_clear()
+    with pytest.warns(UserWarning, match="exact bits of a Hopper GPU") as seen:
+        det_gemm(randn(2, 3).requires_grad_(), randn(3, 2))
+    assert [w.filename for w in seen] == [__file__]
+
+
 def test_operands_are_read_in_place() -> None:
     """What a backend gets is a view: transposed, sliced and expanded operands, one to four dimensions."""
     from isobit.ops.det_gemm.calls import matrices, rows
@@ -191,7 +199,7 @@ def test_operands_are_read_in_place() -> None:
         (lambda: det_linear(randn(2, 3), randn(4, 3), randn(4, dtype=F16)),
          "det_linear(bias: [4] fp16): dtype must be that of x, bf16, or fp32"),
         (lambda: det_linear(randn(2, 3), randn(4, 3), randn(4).double()),
-         "det_linear(bias: [4] fp64): dtype must be that of x, bf16, or fp32"),
+         "det_linear(bias: [4] fp64): dtype must be floating point up to fp32 (bf16, fp16, fp32)"),
         (lambda: det_gemm(randn(2, 3), randn(3, 2), numerics="chain8"),
          "det_gemm(numerics: 'chain8'): unknown numerics class on cpu; known: chain16, none"),
         (lambda: det_gemm_dw(randn(2, 3), randn(2, 3), numerics="chain16"),

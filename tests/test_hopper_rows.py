@@ -19,9 +19,10 @@ NAN = float("nan")
 
 def interpreted() -> dict[str, Any]:
     """Everything that the tests below look at, computed with Triton in its interpreter."""
-    from isobit.blocks.hopper_lse import COLUMNS, LOG2E, Slots
+    from isobit.blocks.hopper_lse import COLUMNS, Slots
     from isobit.blocks.hopper_product import pack
     from isobit.blocks.launch import run
+    from isobit.blocks.temperature import LOG2E
     from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 
     V, N = 256, 6

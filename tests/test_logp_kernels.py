@@ -42,9 +42,9 @@ def test_the_kernels_compute_logp_and_its_gradient(case: str) -> None:
 
 
 def test_the_order_of_the_sums_is_a_function_of_v_alone() -> None:
-    assert list(inspect.signature(kernels.tile_for).parameters) == ["V"]
+    assert list(inspect.signature(kernels.order_of).parameters) == ["V"]
     for V in (1, 1024, 1025, 50257, 151936, 300_000):
-        tile = kernels.tile_for(V)
+        tile = kernels.order_of(V)
         assert tile.split == (tile.unroll * 2**tile.log_block) * tile.steps
 
 
@@ -78,7 +78,7 @@ def test_rows_and_sms_choose_the_schedule_and_never_the_order(
         name, grid, given = made[0]
         orders.add(tuple(given[k] for k in ("WORD", "LOG_BLOCK", "UNROLL", "STEPS")))
         schedules.add(name)
-        splits = -(-V // kernels.tile_for(V).split)
+        splits = -(-V // kernels.order_of(V).split)
         assert grid == ((N,) if name == "logp_rows" else (N, splits))
         assert [m[0] for m in made] in (["logp_rows"], ["logp_splits", "logp_merge"])
     assert len(orders) == 1
@@ -235,7 +235,7 @@ def bytes_per_access(ptx: str, what: str) -> list[int]:
 @pytest.mark.parametrize("kernel", ["logp_rows", "logp_splits"])
 def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: str, V: int) -> None:
     loads = bytes_per_access(ptx[kernel, V], "ld")
-    tile = kernels.tile_for(V)
+    tile = kernels.order_of(V)
     assert sum(size >= 8 for size in loads) >= 2 * tile.unroll  # a whole step and the last one
     # By element: the chosen token's logit, the row's mask and temperature. Nothing that grows with V.
     assert sum(size < 8 for size in loads) <= 4

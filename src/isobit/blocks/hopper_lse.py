@@ -15,8 +15,6 @@ stretches of tiles, a function of V alone; 33 of them keep 132 SMs busy for any 
 whoever has the same logits in fp32 gets the same bits: a fused product, or a kernel that reads them.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +26,6 @@ from isobit.blocks.launch import Launch
 #: Columns of a tile, and splits of a row: both take part in the order of the sums.
 COLUMNS = 256
 SPLITS = 33
-
-LOG2E = math.log2(math.e)
 
 #: A thread's share of a tile, as (row, i, lane, parity): column = 8 i + 2 lane + parity.
 TILE = gl.constexpr(

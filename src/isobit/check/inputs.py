@@ -66,6 +66,16 @@ def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
     return found
 
 
+def mask_of(wanted: torch.dtype | float, N: int, ids: Tensor, ignore_index: int) -> Tensor:
+    """A mask of a dtype, in which every fourth row does not count; some of the others are then ignored by
+    their id, in place. Or of a density: the share of rows that count, anywhere."""
+    index = torch.arange(N)
+    if isinstance(wanted, torch.dtype):
+        ids[index % 8 == 6] = ignore_index
+        return (index % 4 != 3).to(wanted)
+    return torch.rand(N, generator=torch.Generator().manual_seed(17)) < wanted
+
+
 # The same sum in another order
 
 

@@ -4,13 +4,13 @@ This is what serves CPU tensors, and what the kernels are compared with. It is e
 GPU are served only where it is asked for by name; they are copied to the CPU and the result is copied back.
 """
 
-import warnings
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from isobit.blocks.stream import BLOCK, SEGMENT, Stream
+from isobit.caller import warn
 from isobit.numerics import canonical, chain, cut, segments
 
 
@@ -62,9 +62,8 @@ def _in_slots(x: Tensor, rows: Tensor) -> Tensor:
 @cache
 def _say_that_it_is_slow() -> None:
     """Once in a process."""
-    warnings.warn(
+    warn(
         "isobit: det_gemm, det_linear and det_gemm_dw compute the exact bits of a Hopper GPU on the CPU "
         "here, some 10^8 multiplications a second. That is for checking and for small models; with tensors "
-        "on a GPU the kernels serve.",
-        stacklevel=2,
+        "on a GPU the kernels serve."
     )

@@ -18,7 +18,6 @@ from isobit.arch import sm_count
 from isobit.blocks.hopper_lse import (
     COLUMNS,
     LANES,
-    LOG2E,
     OF_ROWS,
     SPLITS,
     Slots,
@@ -49,6 +48,7 @@ from isobit.blocks.hopper_pipe import (
 )
 from isobit.blocks.hopper_product import Tile, pack
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.temperature import LOG2E
 
 #: Tiles of the kernels here. Staging a 16-bit tile takes the room of a fourth stage.
 _FOLD = Tile(2, COLUMNS, 64, 4, False)

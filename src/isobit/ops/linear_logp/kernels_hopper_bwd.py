@@ -88,7 +88,7 @@ def weigh_kernel(
 
 
 @record
-class Slab:
+class Differentiated:
     """What the backward's multipliers read of the slots, and the slab of d-logits that they leave."""
 
     ids: gl.tensor
@@ -152,7 +152,7 @@ def slab_kernel(
     pipe = Pipe.create(a_desc, b_desc, rows, V, steps, 0, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
     shape: gl.constexpr = [2] + out_desc.block_type.shape
     staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
-    slab = Slab(
+    slab = Differentiated(
         ids,
         scales,
         weights,

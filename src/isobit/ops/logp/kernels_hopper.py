@@ -13,7 +13,6 @@ from torch import Tensor
 from isobit.blocks.hopper_lse import (
     COLUMNS,
     LANES,
-    LOG2E,
     OF_ROWS,
     Slots,
     columns_of,
@@ -25,6 +24,7 @@ from isobit.blocks.hopper_lse import (
 )
 from isobit.blocks.hopper_pipe import ROWS, gl, kernel
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.temperature import LOG2E
 
 _COLUMNS = gl.constexpr(COLUMNS)
 

@@ -31,7 +31,7 @@ from isobit.blocks.temperature import scaling
 from isobit.blocks.triton_rows import fold, own_or, row_offset, row_results, row_weights, split_sums
 
 
-class Tile(NamedTuple):
+class Order(NamedTuple):
     """The order of the sums: 2**log_block lanes, `unroll` tiles a step, `steps` steps a split. `warps` and
     `registers` are schedule only."""
 
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
         return (self.unroll << self.log_block) * self.steps
 
 
-def tile_for(V: int) -> Tile:
+def order_of(V: int) -> Order:
     """A function of V alone: this is what makes law V true.
 
     Measured on an H200 in 2026-11, part of the copy bandwidth at V = 32768, 50257, 50304, 151936 (16 bits):
@@ -54,8 +54,8 @@ def tile_for(V: int) -> Tile:
     16 tiles a step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50 % at N = 8.
     """
     if V <= 1024:
-        return Tile(log_block=8, unroll=4, steps=1, warps=1, registers=None)
-    return Tile(log_block=8, unroll=8, steps=8, warps=2, registers=64)
+        return Order(log_block=8, unroll=4, steps=1, warps=1, registers=None)
+    return Order(log_block=8, unroll=8, steps=8, warps=2, registers=64)
 
 
 #: From this many rows per SM on, a program walks a row; below it, a split. Measured equal at 16 on an H200.
@@ -258,12 +258,12 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
 @cache
 def forward_plan(V: int) -> tuple[int, dict[str, int], dict[str, Any]]:
     """(splits of a row, the constants that order its sums, compile options): functions of V alone."""
-    tile = tile_for(V)
-    order = {"LOG_BLOCK": tile.log_block, "UNROLL": tile.unroll, "STEPS": tile.steps}
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
-    if tile.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
-        options["maxnreg"] = tile.registers
-    return -(-V // tile.split), order, options
+    own = order_of(V)
+    order = {"LOG_BLOCK": own.log_block, "UNROLL": own.unroll, "STEPS": own.steps}
+    options = {"num_warps": own.warps, "enable_fp_fusion": False}
+    if own.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
+        options["maxnreg"] = own.registers
+    return -(-V // own.split), order, options
 
 
 def word_of(z: Tensor, strides: Sequence[int]) -> int:

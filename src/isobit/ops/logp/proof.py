@@ -52,7 +52,7 @@ def edge_rows(N: int, V: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. In every fourth row of a masked case the row does not count and holds NaN."""
+    """Inputs of a case. Rows that do not count hold NaN."""
     dims = dict(case.dims)
     V = dims.pop("V")
     lead = tuple(dims.values())
@@ -73,10 +73,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     mask = None
     if case.options.get("mask"):
-        index = torch.arange(N)
-        mask = (index % 4 != 3).to(case.options["mask"])
-        ids[index % 8 == 6] = IGNORE
-        dead = (index % 4 == 3) | (index % 8 == 6)
+        mask = alter.mask_of(case.options["mask"], N, ids, IGNORE)
+        dead = ~live_rows(ids, mask, IGNORE)
         z[dead] = NAN
         if case.options.get("each"):
             args["temperature"][dead] = NAN
@@ -193,6 +191,7 @@ _SMALL = [
     Case({"N": 3, "V": 50257}, BF16),
     Case({"N": 20, "V": 17000}, F32, options={"mask": torch.bool}),
     Case({"N": 20, "V": 1030}, BF16, options={"mask": torch.bool, "each": True}),
+    Case({"N": 20, "V": 130}, F32, options={"mask": 0.25}),
 ]
 _HEAVY = [
     Case({"N": 65537, "V": 33}, BF16, data="random", heavy=True),
@@ -205,7 +204,7 @@ _BITS = [
     Case({"N": 17, "V": 16501}, F32),
     Case({"N": 5, "V": 16640}, BF16),
     Case({"N": 12, "V": 999}, F32, data="random", options={"temperature": 0.7}),
-    Case({"N": 9, "V": 1500}, F16, options={"each": True}),
+    Case({"N": 9, "V": 5003}, F32, data="random", options={"each": True}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),

@@ -135,6 +135,7 @@ _SMALL = [
     Case({"N": 20, "D": 24, "V": 130}, F32, layout="every other",
          options={"mask": torch.bool, "bias": "own", "temperature": 0.7}),
     Case({"N": 0, "D": 8, "V": 7}, F32),
+    Case({"N": 32, "D": 48, "V": 272}, BF16, options={"mask": 0.25}),
     Case({"N": 9, "D": 8, "V": 1}, BF16, options={"bias": "own"}),
     Case({"B": 2, "T": 9, "D": 72, "V": 300}, F16, layout="shifted",
          options={"each": True, "ids": torch.int32}),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.blocks.tokens import live_rows
 from isobit.check import inputs as alter
 from isobit.check.inputs import INF, NAN
 from isobit.check.proof import Args, Case, InputOptions, Mutant
@@ -23,8 +24,7 @@ LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "narrow slabs", "ev
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. In every fourth row of a masked case the row does not count and holds NaN, as do the
-    rows of a weight that are padding."""
+    """Inputs of a case. Rows that do not count hold NaN, as do those of a weight that are padding."""
     dims, chosen = dict(case.dims), case.options
     V, D = dims.pop("V"), dims.pop("D")
     lead, vocab = tuple(dims.values()), chosen.get("vocab", V)
@@ -46,10 +46,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     if chosen.get("each"):  # a temperature for every row
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     if chosen.get("mask"):
-        index = torch.arange(N)
-        args["mask"] = (index % 4 != 3).to(chosen["mask"])
-        ids[index % 8 == 6] = IGNORE
-        dead = (index % 4 == 3) | (index % 8 == 6)
+        args["mask"] = alter.mask_of(chosen["mask"], N, ids, IGNORE)
+        dead = ~live_rows(ids, args["mask"], IGNORE)
         hidden[dead.to(device)] = NAN
         if chosen.get("each"):
             args["temperature"][dead] = NAN

@@ -1,0 +1,18 @@
+"""Where the library was called from: that is the line that a warning should point at."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+#: Code that stands between a user's line and the library's.
+_INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
+
+def warn(message: str) -> None:
+    """Warn at the innermost line that is neither the library's nor PyTorch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
