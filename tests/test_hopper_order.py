@@ -16,8 +16,9 @@ import triton
 from torch import Tensor
 
 import ptx
-from isobit.blocks.hopper_lse import LOG2E, Slots, splits_of
+from isobit.blocks.hopper_lse import Slots, splits_of
 from isobit.blocks.launch import Recorder
+from isobit.blocks.temperature import LOG2E
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import proof as linear_logp_proof
 from isobit.ops.logp import kernels_hopper as logp

@@ -7,9 +7,10 @@ import triton
 from torch import Tensor
 
 import ptx
-from isobit.blocks.hopper_lse import LOG2E, Slots
+from isobit.blocks.hopper_lse import Slots
 from isobit.blocks.hopper_product import pack
 from isobit.blocks.launch import Recorder
+from isobit.blocks.temperature import LOG2E
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 
 pytestmark = pytest.mark.compat

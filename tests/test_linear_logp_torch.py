@@ -19,7 +19,7 @@ from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
 from isobit.ops.linear_logp import op
 from isobit.ops.linear_logp.op import KEPT_ROWS, backward, forward, kept_bytes, kept_sizes, linear_logp
-from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 from linear_logp_calls import (
     BF16,
     F16,

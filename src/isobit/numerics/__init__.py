@@ -1,5 +1,8 @@
 """What decides the bits: the numerics classes by name, and the arithmetic of matrix products on the CPU."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from isobit.numerics.classes import (
     CHAIN16,
     LSE_TRITON_1,
@@ -9,7 +12,9 @@ from isobit.numerics.classes import (
     Numerics,
     known_numerics,
 )
-from isobit.numerics.mma import HOPPER, Step, canonical, chain, cut, segments, step
+
+if TYPE_CHECKING:
+    from isobit.numerics.mma import HOPPER, Step, canonical, chain, cut, segments, step
 
 __all__ = [
     "CHAIN16",
@@ -27,3 +32,10 @@ __all__ = [
     "segments",
     "step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The arithmetic is loaded when it is first asked for: most who import isobit never do."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("isobit.numerics.mma"), name)

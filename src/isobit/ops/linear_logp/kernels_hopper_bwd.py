@@ -47,8 +47,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     packed_slots,
     rows_for_tma,
 )
-from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
-from isobit.ops.linear_logp.slabs import block_slots, slabs
+from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES, block_slots, slabs
 
 _COLUMNS = gl.constexpr(COLUMNS)
 

@@ -30,7 +30,7 @@ from isobit.blocks.temperature import Scaling, scaling
 from isobit.blocks.tokens import live_rows
 from isobit.blocks.triton_rows import finite_or_zero, own_or, rescale, row_offset, row_results
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
-from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
 #: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)

@@ -29,7 +29,7 @@ from isobit.blocks.launch import Launch, run
 from isobit.blocks.triton_rows import own_or, row_offset, row_weights
 from isobit.blocks.triton_tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
-from isobit.ops.linear_logp.reference import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
 #: Columns that slabs are multiples of.
 SLAB = 256

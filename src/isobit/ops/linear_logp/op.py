@@ -39,7 +39,7 @@ from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Mask, dtype_name
 from isobit.numerics import Numerics
 from isobit.op import op
-from isobit.ops.linear_logp import reference
+from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
 
 def vocabulary(args: dict[str, Any]) -> int:
@@ -63,7 +63,7 @@ def kept_bytes(N: int, vocab: int) -> int:
     """Memory that keeps the probabilities of N rows, in 16 bits, what they are relative to, and beside them a
     slab of gradients of the usual size."""
     rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
-    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + reference.WORKSPACE_BYTES
+    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + WORKSPACE_BYTES
 
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
@@ -207,6 +207,8 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
+# Imported when a call first needs them.
+_reference = Lazy(f"{__package__}.reference")
 _hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
 _hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
 
@@ -262,10 +264,12 @@ def _(**args: Any) -> Any:
 
 @forward.backend("reference", numerics=NONE)
 def _(**args: Any) -> Any:
-    return _kept_nothing(args, reference.linear_logp(**args))
+    return _kept_nothing(args, _reference.linear_logp(**args))
 
 
-backward.backend("reference", numerics=NONE)(reference.linear_logp_bwd)
+@backward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.linear_logp_bwd(**args)
 
 
 # Autograd, once for all backends

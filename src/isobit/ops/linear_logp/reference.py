@@ -18,10 +18,6 @@ from isobit.blocks.tokens import live_rows
 #: Bytes of one [rows, V] temporary, unless `workspace_bytes` says otherwise; a few are alive at a time.
 CHUNK_BYTES = 1 << 26
 
-#: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
-#: the caller says otherwise.
-WORKSPACE_BYTES = 1 << 26
-
 #: Elements of the weight that are widened to fp32 at a time.
 SLAB_ELEMENTS = 1 << 24
 

@@ -17,6 +17,10 @@ from typing import NamedTuple
 
 from isobit.blocks.stream import SEGMENT
 
+#: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
+#: the caller says otherwise.
+WORKSPACE_BYTES = 1 << 26
+
 #: Slots of a block, at most. Of 64 MB, taller blocks would mean more traffic of dH's sums (once a slab),
 #: lower ones more of the weight (once a block): 8 / width + 4 / slots bytes a product are least here.
 BLOCK_SLOTS = 4096

@@ -21,7 +21,6 @@ from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.numerics import Numerics
 from isobit.op import op
-from isobit.ops.logp import reference
 
 
 @op("logp")
@@ -81,7 +80,9 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
+# Imported when a call first needs them.
 _triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
+_reference = Lazy(f"{__package__}.reference")
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -115,8 +116,14 @@ def _(**args: Any) -> Any:
     return _triton.logp_bwd(**args)
 
 
-forward.backend("reference", numerics=NONE)(reference.logp)
-backward.backend("reference", numerics=NONE)(reference.logp_bwd)
+@forward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.logp(**args)
+
+
+@backward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.logp_bwd(**args)
 
 
 # Autograd, once for all backends
