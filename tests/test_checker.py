@@ -1,6 +1,7 @@
 """The checker itself: kernels that are known to be bad must fail, each on the law that is there for it, and a
 correct one must pass every law."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,9 +18,11 @@ from isobit.backend import Backend
 from isobit.blocks.launch import Recorder
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
+from isobit.check.law import LAWS
 from isobit.check.proof import Kernels
 from isobit.check.proofs import proofs
 from isobit.check.runner import FAIL, OK, Cell, Request, run
+from isobit.check.trial import LawBroken, Trial, Unsupported
 from isobit.op import OPS
 from isobit.ops.logp import reference
 
@@ -337,3 +340,28 @@ def test_tolerances_say_what_they_are_and_only_tighten() -> None:
     for entry in table["classes"].values():
         figures = [ulps for name, by_dtype in entry.items() if name != "about" for ulps in by_dtype.values()]
         assert figures and all(ulps <= 1.0 for ulps in figures)
+
+
+# Controls
+
+
+def test_a_control_cannot_pass_by_comparing_a_tensor_with_itself() -> None:
+    case = proofs()["logp"].bit_cases[0]
+    trial = Trial(FORWARD, "reference", torch.device("cpu"), case, "cpu")
+    x = torch.arange(4.0)
+    with pytest.raises(LawBroken, match="compares a tensor with itself"):
+        trial.control("nothing", [x], [x])
+    with pytest.raises(LawBroken, match="compares a tensor with itself"):
+        trial.control("a view", [x], [x.view(2, 2).view(4)])
+    assert not trial.control("a copy", [x], [x.clone()]).passed
+    found = trial.control("one element", [x], [x.clone().index_fill_(0, torch.tensor([2]), 9.0)])
+    assert found.passed and found.message == "one element changes bits, as it must: 1 elements"
+    small = dataclasses.replace(trial, case=dataclasses.replace(case, dims={"N": 1, "V": 2}))
+    with pytest.raises(Unsupported, match="too few to show an order"):  # a case of somebody's own
+        small.control("a copy", [x], [x.clone()])
+
+
+def test_every_law_is_one_entry_with_cases_of_its_own() -> None:
+    for proof in proofs().values():
+        for law in LAWS.values():
+            assert LAWS[law.name] is law and law.cases(proof), (proof.op.name, law.name)
