@@ -45,7 +45,7 @@ def test_what_is_no_option_is_an_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("heat=1", "logp: unknown option 'heat'; known: mask, temperature, ids, layout"),
+        ("heat=1", "logp: unknown option 'heat'; known: mask, temperature, ids, each, layout"),
         ("layout=round", "logp: unknown layout 'round'; known: dense, shifted, padded, offset"),
         ("temperature=hot", "logp: temperature=hot is no such option; declared: 0.7, 2.5"),
         ("temperature=fp32", "logp: temperature=fp32 is no such option"),
@@ -115,7 +115,9 @@ def test_an_option_chooses_the_kinds_of_calls_that_take_it() -> None:
     report = bench("det_gemm", "M=3,K=40,N=24", options={"out": torch.float32}, impls=["isobit"])
     assert {row["op"] for row in report["rows"]} == {"det_gemm", "det_gemm_dx", "det_linear"}
     assert all(row["max_abs"] < 1e-4 for row in report["rows"] if row["op"] == "det_gemm")
-    with pytest.raises(ContractError, match=r"bench det_gemm: unknown option 'heat'; known: out, bias, lay"):
+    with pytest.raises(
+        ContractError, match=r"bench det_gemm: unknown option 'heat'; known: out, bias, operand, lay"
+    ):
         bench("det_gemm", "M=3,K=40,N=24", options={"heat": 3})
 
 

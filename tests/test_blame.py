@@ -1,5 +1,6 @@
 """A failure points at the line of the library, or of the candidate, that somebody has to look at."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,11 +58,11 @@ def test_what_fails_inside_the_library_is_named_by_its_place_in_it(monkeypatch: 
 
 
 def test_a_failure_outside_of_both_points_at_what_raised_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isobit.check import runner
+    from isobit.check.law import LAWS
 
     def law(trial: object) -> list[Any]:
         raise RuntimeError("boom")
 
-    monkeypatch.setitem(runner.LAWS, "accuracy", law)
+    monkeypatch.setitem(LAWS, "accuracy", dataclasses.replace(LAWS["accuracy"], run=law))
     with candidate(partial(print)):
         assert reason().startswith("RuntimeError: boom (test_blame.py:")

@@ -170,7 +170,9 @@ def test_an_infinite_logit_makes_an_infinite_lse() -> None:
     for row, values in zip(z, rows.values(), strict=True):
         row[list(values)] = torch.tensor(list(values.values()))
     ids = torch.full((len(rows),), 5)
-    found = logp.logp(z, ids, None, -100, 0.7, True, True, False, launch=ptx.execute)
+    args = {"logits": z, "token_ids": ids, "mask": None, "ignore_index": -100, "temperature": 0.7}
+    flags = {"return_entropy": True, "return_lse": True, "return_stats": False}
+    found = logp.logp(ptx.execute, **args, **flags)
     log_p = (z / 0.7).log_softmax(-1)
     truth = (log_p[:, 5], -(log_p.exp() * log_p).sum(-1), (z / 0.7).logsumexp(-1))
     for ours, exact in zip(found[:3], truth, strict=True):

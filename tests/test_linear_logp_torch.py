@@ -347,6 +347,7 @@ def record(
     args = NOTHING | {p.name: p.default for p in forward.contract.params}
     args |= {"hidden": hidden, "weight": empty(V, D, dtype=dtype)}
     args |= {"token_ids": empty(*lead, dtype=torch.int64), "return_entropy": full, "return_lse": full}
+    args["return_stats"] = True
     args["bias"] = empty(V) if full or wants[2] else None
     args |= zip(("want_hidden", "want_weight", "want_bias"), wants, strict=True)
     if full:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import Queue
 from threading import Thread
@@ -77,8 +78,8 @@ def run(request: Request, progress: Callable[[Cell], None] = lambda cell: None) 
         done(cell)
     if all(c.status == UNSUPPORTED for c in cells):
         raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
-    order = [(op.name, backend) for op, backend in pairs]
-    return sorted(cells, key=lambda c: order.index((c.op, c.backend)))
+    order, laws = [(op.name, backend) for op, backend in pairs], list(LAWS)
+    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law.split(",")[0])))
 
 
 def quick_check(
@@ -198,22 +199,35 @@ def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> st
     return f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}{one}"
 
 
+#: Processes of the interpreter at a time, beside this one.
+INTERPRETERS = 2
+
+
 def _start_interpreter(jobs: list[tuple[Op, str, list[str]]], request: Request) -> "Queue[Cell | None]":
-    """Run jobs one after another in processes of their own, beside what runs here; None ends the cells."""
+    """Run jobs in processes of their own, beside what runs here; None ends the cells. The invariant law calls
+    a kernel dozens of times, so it is a job apart: two processes share an op then."""
     cells: Queue[Cell | None] = Queue()
+    parts = [(op, b, [law for law in laws if (law == "invariant") is long])
+             for op, b, laws in jobs for long in (True, False)]  # fmt: skip
+    parts = [part for part in parts if part[2]]
 
-    def work() -> None:
-        for op, backend, wanted in jobs:
-            try:
-                for cell in _in_interpreter(op, backend, wanted, request):
-                    cells.put(cell)
-            except Exception as error:  # whoever waits for the cells must hear of it
-                cells.put(
-                    Cell(op.name, backend, ",".join(wanted), "", FAIL, f"{type(error).__name__}: {error}")
-                )
-        cells.put(None)
+    def work(job: tuple[Op, str, list[str]]) -> None:
+        op, backend, wanted = job
+        try:
+            for cell in _in_interpreter(op, backend, wanted, request):
+                cells.put(cell)
+        except Exception as error:  # whoever waits for the cells must hear of it
+            reason = f"{type(error).__name__}: {error}"
+            cells.put(Cell(op.name, backend, ",".join(wanted), "", FAIL, reason))
 
-    Thread(target=work, daemon=True).start()
+    def work_all() -> None:
+        try:
+            with ThreadPoolExecutor(INTERPRETERS) as pool:
+                pool.map(work, parts)
+        finally:
+            cells.put(None)  # or whoever waits would wait for ever
+
+    Thread(target=work_all, daemon=True).start()
     return cells
 
 

@@ -204,7 +204,7 @@ _BITS = [
     Case({"N": 17, "V": 16501}, F32),
     Case({"N": 5, "V": 16640}, BF16),
     Case({"N": 12, "V": 999}, F32, data="random", options={"temperature": 0.7}),
-    Case({"N": 9, "V": 5003}, F32, data="random", options={"each": True}),
+    Case({"N": 5, "V": 3001}, F32, data="random", options={"each": True}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),
