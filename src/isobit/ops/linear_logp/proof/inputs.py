@@ -118,8 +118,8 @@ def lay_out(args: Args, layout: str) -> Args:
     """The same values under other strides and alignments, NaN between them; or in another workspace."""
     if layout == "dense":
         return args
-    if layout == "narrow slabs":
-        return args | {"workspace_bytes": 1}
+    if layout == "narrow slabs":  # kept probabilities need none, and their gradients have bits of their own
+        return args if keeps(args) else args | {"workspace_bytes": 1}
     if layout == "every other":  # what has one number a row, with another number after each
         return alter.laid_out_some(args, ("token_ids", "mask", "temperature"), "strided")
     return alter.laid_out_some(args, ("weight",) if layout == "apart" else ("hidden",), layout)
