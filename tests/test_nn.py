@@ -238,3 +238,21 @@ def test_the_head_of_a_hugging_face_model(tied: bool) -> None:
         assert torch.equal(m.lm_head(hidden[2:, 3:7]), out.logits[2:, 3:7])
     swap.undo()
     assert torch.equal(m(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"numerics": "chain17"}, r"numerics: 'chain17'\): no class of products; known: chain16"),
+        ({"numerics": "lse/1"}, r"numerics: 'lse/1'\): no class of products"),
+        ({"backend": "cublas"}, r"unknown backend; known: hopper, triton, model"),
+    ],
+)
+def test_what_there_is_not_is_refused_before_a_forward(options: dict[str, str], message: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    with pytest.raises(ContractError, match=message):
+        isobit.nn.swap_linear(model, **options)
+    assert type(model[0]) is torch.nn.Linear  # untouched
+    with pytest.raises(ContractError, match=message):
+        isobit.nn.DetLinear(16, 8, **options)
+    isobit.nn.DetLinear(16, 8, numerics="chain16/sm_80")  # of another GPU than is here

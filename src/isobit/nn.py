@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.contract import ContractError, describe
-from isobit.numerics import Numerics, known_numerics
+from isobit.numerics import CHAIN16, NO_CLASS, Numerics
 from isobit.op import known_op
 from isobit.ops.det_gemm import det_linear
 
@@ -173,14 +173,15 @@ def swap_linear(
 
 
 def _known(what: str, numerics: str | Numerics | None, backend: str | None) -> None:
-    """A class or a backend that there is not is an error now, not at the first forward."""
-    try:
-        if numerics is not None:
-            known_numerics(numerics)
-        if backend is not None:
+    """A class or a backend that products do not have is an error now, not at the first forward."""
+    if numerics is not None and str(numerics).split("/")[0] not in (str(CHAIN16), str(NO_CLASS)):
+        known = f"{CHAIN16} (also with the name of other hardware behind it, {CHAIN16}/sm_80), {NO_CLASS}"
+        raise ContractError(f"{what}(numerics: {str(numerics)!r}): no class of products; known: {known}")
+    if backend is not None:
+        try:
             known_op("det_linear").backend_named(backend)
-    except ContractError as error:
-        raise ContractError(f"{what}: {error}") from None
+        except ContractError as error:
+            raise ContractError(f"{what}: {error}") from None
 
 
 def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Linear], bool]:
