@@ -170,7 +170,7 @@ def check(
     )
     _consistent(request, compile and bool(law), json_path)
     if stream:  # cells as JSON lines, for the process that asked for an interpreter
-        done = run(request, lambda cell: print(json.dumps(vars(cell)), flush=True))
+        done = run(request, lambda cell: print(json.dumps(vars(cell)), flush=True), part=True)
         raise typer.Exit(int(any(c.status == FAIL for c in done)))
     start = time.perf_counter()
     to_stdout = json_path is not None and str(json_path) == "-"
