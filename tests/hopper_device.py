@@ -136,23 +136,29 @@ def weigh_kernel(grid: tuple[int, ...], k: Any) -> None:
     live = (torch.arange(slots) < k.count) & (token >= 0) & (token < k.V)
     none = torch.zeros(slots)
 
-    def of_row(t: Tensor, has: bool = True, first: int = 0) -> Tensor:
+    def of_row(t: Tensor, has: bool = True, first: int = 0, stride: int = 1) -> Tensor:
         if not has:
             return none
         assert_apart(k.weights, t)
-        return torch.where(live, t.view(-1)[torch.where(live, row, 0).long() + first], 0.0)
+        apart = torch.as_strided(t, (first + k.N,), (stride,), t.storage_offset())
+        return torch.where(live, apart[torch.where(live, row, 0).long() + first], 0.0)
 
     scale = torch.where(live, k.scales[:slots], 1.0)
     m = of_row(k.stats) / k.factor
     base = m * scale
     s = torch.where(live, of_row(k.stats, first=k.N), 1.0)
     s *= (m.double() * scale - base).exp2()  # one rounding, as fma
-    g, b = of_row(k.dlogp, k.HAS_LOGP), -of_row(k.dentropy, k.HAS_ENTROPY)
-    a = of_row(k.dlse, k.HAS_LSE) - g + b * (of_row(k.entropy, k.HAS_ENTROPY) - s.log2() * LN2)
+    g = of_row(k.dlogp, k.HAS_LOGP, stride=k.logp_stride)
+    b = -of_row(k.dentropy, k.HAS_ENTROPY, stride=k.entropy_stride)
+    a = of_row(k.dlse, k.HAS_LSE, stride=k.lse_stride) - g
+    a += b * (of_row(k.entropy, k.HAS_ENTROPY) - s.log2() * LN2)
     slope = scale * LN2
     rows_of_weights = (base, a * slope / s, b * LN2 * slope / s, g * slope)
     for out, values in zip(strided(k.weights, 4, slots, slots), rows_of_weights, strict=True):
         out[:] = torch.where(live, values, 0.0)
+    assert_apart(k.counts, k.count)
+    for i in range(-(-slots // k.height)):
+        k.counts[i] = min(max(int(k.count) - i * k.height, 0), k.height)
 
 
 def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -204,6 +210,13 @@ def merge_kernel(grid: tuple[int, ...], k: Any) -> None:
         if wanted:
             assert_apart(out, k.partial, k.picked)
             out.view(-1)[row] = torch.where(live, values, blank)
+    if k.PACKED:
+        blank, value = without_slot(k, k.N)
+        for out, wanted in ((k.logp, True), (k.entropy, k.ENTROPY), (k.lse, k.LSE)):
+            if wanted:
+                out.view(-1)[blank] = value[blank]
+        if k.STATS:
+            k.stats.view(2, -1)[:, blank] = 0.0
 
 
 def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -251,7 +264,7 @@ def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
 def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
     assert grid[0] >= 1 and not k.HAS_BLOCKS
     assert k.STAGED, "rows of dhidden and dW are multiples of 16 bytes"
-    M, K = int(k.M), int(k.steps) * k.STEP
+    M, K = int(k.M), whole(int(k.K), k.STEP)
     rows, columns = whole(M, 64 * k.MULTIPLIERS), whole(k.N, k.COLUMNS)
     a, b = operand(k.a_desc, k.A_BY_K), operand(k.b_desc, k.B_BY_K)
     out = described(k.out_desc)[:rows]
@@ -285,25 +298,34 @@ def unpack_kernel(grid: tuple[int, ...], k: Any) -> None:
     k.out.view(-1, k.words * 8)[row, :columns] = values.to(k.out.dtype)
 
 
-def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
-    N, columns = min(grid[0] * k.ROWS, k.N), min(grid[1] * k.COLUMNS, k.columns * k.UNIT)
-    if k.UNIT > 1:
-        in_words(k.out, k.columns * k.UNIT)
+def without_slot(k: Any, N: int) -> tuple[Tensor, Tensor]:
+    """(which of the first N rows have no slot, what their results are)."""
     token = k.token_ids.view(-1)[:N]
     live = token != k.ignore_index
     if k.HAS_MASK:
         live &= k.mask.view(-1)[:N] != 0
-    out = strided(k.out, N, columns, k.columns * k.UNIT)
-    assert_apart(out, token)
-    out[~live] = 0.0
-    out[live & ((token < 0) | (token >= k.V))] = NAN
+    return ~live | (token < 0) | (token >= k.V), torch.where(live, NAN, 0.0)
+
+
+def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
+    N, columns = min(grid[0] * k.ROWS, k.N), min(grid[1] * k.COLUMNS, k.words * 8)
+    in_words(k.out, k.words * 8)
+    out = strided(k.out, N, columns, k.words * 8)
+    assert_apart(out, k.token_ids)
+    blank, value = without_slot(k, N)
+    out[blank] = value[blank, None].to(out.dtype)
+
+
+def zero_kernel(grid: tuple[int, ...], k: Any) -> None:
+    assert grid[0] * k.BLOCK >= k.size
+    k.out.view(-1)[: k.size] = 0.0
 
 
 MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     meaning.__name__: meaning
     for meaning in (
         compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel, kept_kernel,
-        sum_kernel, bias_kernel, unpack_kernel, blank_kernel,
+        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel,
     )
 }  # fmt: skip
 

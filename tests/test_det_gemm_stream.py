@@ -46,6 +46,9 @@ def check_tables(stream: Stream, rows: list[int], table: list[list[int]]) -> Non
     assert count == len(table) and {t.dtype for t in vars(stream).values()} == {torch.int32}
     found = torch.stack((stream.first, stream.blocks), 1).tolist()
     assert found[:count] == table and found[count:] == [[0, 0]] * (len(found) - count)
+    # Kernels walk segments as one stretch of slots, which ends where the last of them does.
+    ends = [first + BLOCK * blocks for first, blocks in table]
+    assert [first for first, _ in table] == [0, *ends][: len(table)]
     slots = stream.rows.tolist()
     assert slots[: len(rows)] == rows and set(slots[len(rows) :]) <= {-1} and len(slots) % BLOCK == 0
 

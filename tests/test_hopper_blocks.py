@@ -191,8 +191,8 @@ def test_blocks_are_equally_tall() -> None:
 
 def test_blocks_share_the_slots_that_are_taken() -> None:
     slots = Slots(torch.zeros(300, dtype=torch.int64), None, None, -100, 1.0, 7, True, lambda *a, **k: None)
-    slots.count.fill_(130)
-    blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), None, None, 128)
+    counts = torch.tensor([128, 2, 0])
+    blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), counts, None, None, 128)
     assert [b.count.item() for b in blocks] == [128, 2, 0]
     assert [len(b.hidden) for b in blocks] == [128, 128, 44]
     assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]
@@ -273,6 +273,7 @@ def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
 HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
     backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
+    backward.zero_kernel,
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
@@ -324,6 +325,7 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
         theirs = args | flags | {"kept": kept, "kept_base": kept_base}
         for weight in (True, False):
             wanted = {"want_hidden": True, "want_weight": weight, "want_bias": full and weight}
+            wanted["vocab_size"] = V - 3 if weight else None
             backward.linear_logp_bwd(launch=recorder, **theirs | wanted)
     flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
     logp.logp(recorder, **few | flags | {"logits": empty(N, V)})

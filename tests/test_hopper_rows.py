@@ -40,7 +40,7 @@ def interpreted() -> dict[str, Any]:
     own = slots_of(tokens, mask, False)
     found["in place"] = [own.rows[:7].tolist(), own.ids[:7].tolist(), own.count.item()]
 
-    out = torch.full((N, 3), 8.0)
+    out = torch.full((N, 8), 8.0)
     slots.blank(out, run)
     found["blank"] = out[:, 0].tolist()
 
@@ -52,7 +52,7 @@ def interpreted() -> dict[str, Any]:
     logp, _, lse, stats = slots.merge(partial, picked, tokens.shape, V, 1.0, False, True, True, run)
     assert lse is not None and stats is not None
     found["logp"], found["lse"] = logp.tolist(), lse.tolist()
-    found["stats"] = stats[:, [0, 3]].tolist()
+    found["stats"] = stats.tolist()
 
     # Three splits with maxima that rise, fall and are missing, from logits of which most are banned.
     logits = torch.tensor([1.0, -2.0, 0.5, 7.0, 6.5, 3.0, -float("inf"), -float("inf")])
@@ -113,21 +113,31 @@ def interpreted() -> dict[str, Any]:
         "entropy": None, "dlogp": torch.ones(1).expand(N), "dentropy": None, "dlse": None,
         "stats": torch.tensor([[-150.0], [1.0]]).expand(2, N),
     }  # fmt: skip
-    weights = backward._weigh(slots, args, N, V, 1.0, run)
+    weights, counts = backward._weigh(slots, slots.capacity, args, N, V, 1.0, run)
+    each = args | {"dlogp": torch.ones(N)}
+    found["one number"] = torch.equal(weights, backward._weigh(slots, 128, each, N, V, 1.0, run)[0])
     kept = torch.zeros(slots.capacity, V, dtype=torch.bfloat16)
     base = torch.zeros(slots.capacity, 1, 4)
     kept[:, 1], base[:, 0, 0] = 1.0, -150.0
     kept[2:] = float("inf")  # what lies in holes is anything
     dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
-    (block,) = backward._blocks(dz, slots, weights, kept, base, slots.capacity)
+    (block,) = backward._blocks(dz, slots, weights, counts, kept, base, slots.capacity)
     backward._from_kept(dz, block, 0, run)
     found["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
 
+    # 130 of 300 rows, in blocks of 128 and all together.
+    some = torch.where(torch.arange(300) % 300 < 130, 5, -100)
+    taken = Slots(some, None, None, -100, LOG2E, V, True, run)
+    of_300 = args | {"dlogp": torch.ones(300), "stats": torch.ones(2, 300)}
+    found["counts"] = [
+        backward._weigh(taken, height, of_300, 300, V, 1.0, run)[1].tolist() for height in (128, 384)
+    ]
+
     # Rows whose length is no multiple of 16 bytes, packed for TMA.
     source = torch.arange(5 * 12).reshape(5, 12).bfloat16()
-    taken = torch.full((64,), -1, dtype=torch.int32)
-    taken[:2] = torch.tensor([3, 1])
-    dense = pack(source, taken)
+    into = torch.full((64,), -1, dtype=torch.int32)
+    into[:2] = torch.tensor([3, 1])
+    dense = pack(source, into)
     found["pack"] = [dense[:3].tolist(), dense.stride(0) * 2 % 16, source[[3, 1]].tolist()]
     return found
 
@@ -160,7 +170,10 @@ def test_results_go_back_to_the_rows_they_are_of(found: dict[str, Any]) -> None:
     log_v = torch.tensor(256.0).log().item()
     assert found["logp"] == pytest.approx([-log_v, NAN, 0, -log_v, NAN, 0], nan_ok=True)
     assert found["lse"] == pytest.approx([2 + log_v, NAN, 0, 3 + log_v, NAN, 0], nan_ok=True)
-    assert found["stats"] == [[2.0, 3.0], pytest.approx([256.0, 256.0])]
+    assert found["stats"] == [
+        [2.0, 0.0, 0.0, 3.0, 0.0, 0.0],
+        pytest.approx([256.0, 0.0, 0.0, 256.0, 0.0, 0.0]),
+    ]
 
 
 def test_splits_are_brought_to_one_maximum(found: dict[str, Any]) -> None:
@@ -189,6 +202,14 @@ def test_holes_and_empty_lanes_reach_no_gradient(found: dict[str, Any]) -> None:
     nans, (first, second), holes = found["dz"]
     assert nans == 0 and holes == 0
     assert first == [-1.0, 1.0, 0.0] and second == [-1.0, 0.0, 1.0]
+
+
+def test_a_gradient_that_all_rows_share_is_read_where_it_is(found: dict[str, Any]) -> None:
+    assert found["one number"]
+
+
+def test_blocks_know_how_many_of_their_slots_are_taken(found: dict[str, Any]) -> None:
+    assert found["counts"] == [[128, 2, 0], [130]]
 
 
 def test_packed_rows_can_be_read_by_tma(found: dict[str, Any]) -> None:

@@ -28,12 +28,12 @@ def compiled() -> dict[str, str]:
     N, D, V, recorder = 4099, 4096, 1024, Recorder()
     floats = empty(N, dtype=torch.float32)
     slots = Slots(empty(N, dtype=torch.int64), None, None, -100, LOG2E, V, True, recorder)
-    weights = backward._weigh(slots, {"entropy": None, "dlogp": floats, "dentropy": None, "dlse": None,
-                                      "stats": floats}, N, V, 1.0, recorder)  # fmt: skip
+    grads = {"entropy": None, "dlogp": floats, "dentropy": None, "dlse": None, "stats": floats}
+    weights, counts = backward._weigh(slots, slots.capacity, grads, N, V, 1.0, recorder)
     pack(empty(N, D), slots.rows, recorder)
     slots.blank(empty(N, D), recorder)
     dz, base = empty(slots.capacity, 1024), empty(slots.capacity, 4, 4, dtype=torch.float32)
-    (block,) = backward._blocks(dz, slots, weights, dz, base, slots.capacity)
+    (block,) = backward._blocks(dz, slots, weights, counts, dz, base, slots.capacity)
     backward._from_kept(dz[:, :1000], block, 0, recorder)
     backward._sum_bias(empty(1000, dtype=torch.float32), dz, block, recorder)
     dh = empty(slots.capacity, D, dtype=torch.float32)

@@ -236,25 +236,30 @@ def compact_kernel(
         tl.store(listed, found)
 
 
-@triton_kernel
-def blank_kernel(
-    out, token_ids, mask, N, columns, ignore_index, V,
-    HAS_MASK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rows of out [N, columns * UNIT] that have no slot: 0 if they do not count, else NaN. A UNIT of more
-    than 1 is whole words of 16 bytes."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+@triton.jit
+def _without_slot(token_ids, mask, i, N, ignore_index, V, HAS_MASK: tl.constexpr):
+    """(whether rows i have no slot, what their results are then): 0 if they do not count, else NaN."""
     token = tl.load(token_ids + i, mask=i < N, other=0)
     live = token != ignore_index
     if HAS_MASK:
         live = live & (tl.load(mask + i, mask=i < N, other=0) != 0)
     blank = (i < N) & ((live == 0) | (token < 0) | (token >= V))
-    value = tl.where(live, float("nan"), 0.0)[:, None] + tl.zeros((ROWS, COLUMNS), tl.float32)
-    at = out + i.to(tl.int64)[:, None] * (columns * UNIT) + j[None, :]
-    if UNIT > 1:
-        at = tl.multiple_of(at, (1, 16))
-    tl.store(at, value.to(out.dtype.element_ty), mask=blank[:, None] & (j < columns * UNIT)[None, :])
+    return blank, tl.where(live, float("nan"), 0.0)
+
+
+@triton_kernel
+def blank_kernel(
+    out, token_ids, mask, N, words, ignore_index, V,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of out that have no slot. It has N of them, of `words` times 8 columns."""
+    columns = words * 8
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    blank, value = _without_slot(token_ids, mask, i, N, ignore_index, V, HAS_MASK)
+    value = value[:, None] + tl.zeros((ROWS, COLUMNS), tl.float32)
+    at = tl.multiple_of(out + i.to(tl.int64)[:, None] * columns + j[None, :], (1, 16))
+    tl.store(at, value.to(out.dtype.element_ty), mask=blank[:, None] & (j < columns)[None, :])
 
 
 @triton.jit
@@ -271,10 +276,12 @@ def _finite(m):
 
 @triton_kernel
 def merge_kernel(
-    logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, N, blocks, V, splits, factor,
-    ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
+    logp, entropy, lse, stats, partial, picked, rows, ids, scales, count, token_ids, mask, ignore_index,
+    N, blocks, V, splits, factor, ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr,
+    PACKED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's splits in ascending order, and write its results where the row came from.
+    """Fold a row's splits in ascending order, and write its results where the row came from. Where rows are
+    PACKED, those that have no slot get theirs here too, as many a program as it has slots.
 
     Splits are loaded 8 at a time, or each would wait for the one before; those that there are not are empty
     and change nothing. Sums of rows that do not count are not read: perhaps nobody wrote them.
@@ -330,6 +337,16 @@ def merge_kernel(
         own = s * tl.exp2(-tl.fma(m, scale, -base))  # relative to m itself
         tl.store(stats + row, tl.where(live, m * factor, 0.0), mask=inside)
         tl.store(stats + N + row, tl.where(live, own, 1.0), mask=inside)
+    if PACKED:
+        blank, value = _without_slot(token_ids, mask, slot, N, ignore_index, V, HAS_MASK)
+        tl.store(logp + slot, value, mask=blank)
+        if ENTROPY:
+            tl.store(entropy + slot, value, mask=blank)
+        if LSE:
+            tl.store(lse + slot, value, mask=blank)
+        if STATS:
+            tl.store(stats + slot, 0.0, mask=blank)
+            tl.store(stats + N + slot, 0.0, mask=blank)
 
 
 class Slots:
@@ -367,14 +384,12 @@ class Slots:
 
     def blank(self, out: Tensor, launch: Launch) -> None:
         """What no slot will write of a matrix with a row for every row: 0 where it does not count, NaN where
-        its token is none."""
-        N, columns = len(out), out[0].numel()
+        its token is none. Rows are whole words of 8 columns."""
+        N, columns = out.shape
         mask = self.count if self._mask is None else self._mask
-        unit = 1 if columns % 8 else 8
-        height, width = (512, 1) if columns == 1 else (64, 256)
         launch(
-            blank_kernel, (-(-N // height), -(-columns // width)), out, self._tokens, mask, N,
-            columns // unit, self.ignore_index, self.V, self._mask is not None, unit, height, width,
+            blank_kernel, (-(-N // 64), -(-columns // 256)), out, self._tokens, mask, N,
+            columns // 8, self.ignore_index, self.V, self._mask is not None, 64, 256,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -383,22 +398,16 @@ class Slots:
         entropy: bool, lse: bool, stats: bool, launch: Launch,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits."""
-        N = shape.numel()
 
-        def new(wanted: bool) -> Tensor | None:
-            if not wanted:
-                return None
-            made = torch.empty(shape, dtype=torch.float32, device=partial.device)
-            if self.packed:
-                self.blank(made.view(N, 1), launch)
-            return made
+        def new(wanted: bool, *lead: int) -> Tensor | None:
+            return partial.new_empty((*lead, *shape)) if wanted else None
 
-        kept = torch.zeros if self.packed else torch.empty  # nobody reads those of a row that has no slot
-        m_and_s = kept((2, *shape), dtype=torch.float32, device=partial.device) if stats else None
-        out = (new(True), new(entropy), new(lse), m_and_s)
+        out = (new(True), new(entropy), new(lse), new(stats, 2))
         launch(
             merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
-            partial, picked, self.rows, self.ids, self.scales, self.count, N, self.capacity // 128, V,
-            splits_of(V), factor, entropy, lse, stats, 128, num_warps=1, enable_fp_fusion=False,
+            partial, picked, self.rows, self.ids, self.scales, self.count,
+            self._tokens, self.count if self._mask is None else self._mask, self.ignore_index,
+            shape.numel(), self.capacity // 128, V, splits_of(V), factor, entropy, lse, stats,
+            self.packed, self._mask is not None, 128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]

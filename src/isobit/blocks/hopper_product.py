@@ -13,7 +13,6 @@ The three constants were fitted to timings of the tiles on an H200.
 
 from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -88,8 +87,9 @@ def microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
 
 # Kernels
 
-#: Rows of a segment of the stream, seg16/512.
+#: Rows of a segment of the stream, seg16/512, and of its blocks.
 SEGMENT_ROWS = gl.constexpr(SEGMENT)
+BLOCK_ROWS = gl.constexpr(BLOCK)
 
 
 @record
@@ -183,16 +183,22 @@ def _segments(WHICH: gl.constexpr, pipe, output, blocks, count, HAS_BLOCKS: gl.c
 
 @kernel
 def sum_kernel(
-    out, ld, M, N, steps, init, blocks, count, a_desc, b_desc, out_desc,
+    out, ld, M, N, K, init, first, blocks, count, a_desc, b_desc, out_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
-    HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_STEPS: gl.constexpr,
+    HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr,
     COUNTED_ROWS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many steps as
-    `blocks` says (HAS_BLOCKS), or full ones over all steps. COUNTED_*: that number is on the device."""
-    if COUNTED_STEPS:
-        steps = gl.load(steps)
+    """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many blocks from
+    slot `first` on as `blocks` says (HAS_BLOCKS), or full ones over all of K. COUNTED_*: that number is on
+    the device."""
+    if HAS_BLOCKS:  # segments lie one behind the other, so where the last one ends all do
+        last = gl.load(count) - 1
+        K = gl.load(first + last, mask=last >= 0, other=0)
+        K += gl.load(blocks + last, mask=last >= 0, other=0) * BLOCK_ROWS
+    elif COUNTED_K:
+        K = gl.load(K)
+    steps = gl.cdiv(K, STEP)
     if COUNTED_ROWS:
         M = gl.load(M)
     pipe = Pipe.create(
@@ -261,11 +267,11 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
 
 def sum_into(
     out: Tensor, x: Tensor, dy: Tensor, *, init: Tensor | None = None, stream: Stream | None = None,
-    steps: Tensor | None = None, rows: Tensor | None = None, launch: Launch = run,
+    counted: Tensor | None = None, rows: Tensor | None = None, launch: Launch = run,
 ) -> None:  # fmt: skip
     """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype. Those rows are a packed
-    stream's, or the first 64 * steps ones, or all. Only the first `rows` rows of out are computed. Both
-    numbers are on the device."""
+    stream's, or the first `counted` ones and zeros up to a multiple of 64, or all. Only the first `rows` rows
+    of out are computed. Both numbers are on the device."""
     a, b = matrix(dy).turned(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
@@ -276,14 +282,12 @@ def sum_into(
     out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
-    blocks, count = out, out
-    if stream is not None:
-        blocks, count, steps = stream.blocks, stream.count, stream.blocks.sum(dtype=torch.int32)
+    tables = (out,) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
     launch(
         sum_kernel, (min(tiles, sms),),
-        out, out.stride(0), M if rows is None else rows, N, -(-K // tile.step) if steps is None else steps,
-        out if init is None else init, blocks, count, a_desc, b_desc, out_desc, a_by_k, b_by_k,
+        out, out.stride(0), M if rows is None else rows, N, K if counted is None else counted,
+        out if init is None else init, *tables, a_desc, b_desc, out_desc, a_by_k, b_by_k,
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
-        accumulator_layout(tile.columns), init is not None, stream is not None, steps is not None,
+        accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
         rows is not None, staged, registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip

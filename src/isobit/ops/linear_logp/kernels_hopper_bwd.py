@@ -54,16 +54,24 @@ _COLUMNS = gl.constexpr(COLUMNS)
 
 @triton_kernel
 def weigh_kernel(
-    weights, rows, ids, scales, count, stats, entropy, dlogp, dentropy, dlse, N, blocks, V, factor,
+    weights, counts, rows, ids, scales, count, stats, entropy, dlogp, dentropy, dlse,
+    logp_stride, entropy_stride, lse_stride, N, blocks, height, V, factor,
     HAS_LOGP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The four numbers by which a row's logits become their gradients: weights [4, blocks * 128] = M, a, b,
-    g. All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW."""
+    g. All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW.
+
+    And how many slots are taken of every `height` of them. A gradient's stride is 0 where all rows share one
+    number, as in the backward of a sum."""
     capacity = blocks * 128
     LN2: tl.constexpr = 0.6931471805599453
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    taken = tl.load(count)
+    if first % height == 0:
+        tl.store(counts + first // height, tl.minimum(tl.maximum(taken - first, 0), height))
+    slot = first + tl.arange(0, BLOCK)
     token = tl.load(ids + slot)
-    live = (slot < tl.load(count)) & (token >= 0) & (token < V)
+    live = (slot < taken) & (token >= 0) & (token < V)
     row = tl.load(rows + slot, mask=live, other=0)
     scale = tl.load(scales + slot, mask=live, other=1.0)
     m = tl.load(stats + row, mask=live, other=0.0) / factor
@@ -71,13 +79,13 @@ def weigh_kernel(
     s = tl.load(stats + N + row, mask=live, other=1.0) * tl.exp2(tl.fma(m, scale, -base))  # relative to base
     g = tl.zeros((BLOCK,), tl.float32)
     if HAS_LOGP:
-        g = tl.load(dlogp + row, mask=live, other=0.0)
+        g = tl.load(dlogp + row * logp_stride, mask=live, other=0.0)
     a = -g
     if HAS_LSE:
-        a += tl.load(dlse + row, mask=live, other=0.0)
+        a += tl.load(dlse + row * lse_stride, mask=live, other=0.0)
     b = tl.zeros((BLOCK,), tl.float32)
     if HAS_ENTROPY:
-        b = -tl.load(dentropy + row, mask=live, other=0.0)
+        b = -tl.load(dentropy + row * entropy_stride, mask=live, other=0.0)
         a += b * (tl.load(entropy + row, mask=live, other=0.0) - tl.log2(s) * LN2)
     slope = scale * LN2  # of the logits that are softmaxed, by those of the product: factor / temperature
     tl.store(weights + slot, tl.where(live, base, 0.0))
@@ -219,6 +227,13 @@ def bias_kernel(dbias, dz, count, columns, stride, BLOCK: tl.constexpr):
 
 
 @triton_kernel
+def zero_kernel(out, size, BLOCK: tl.constexpr):
+    """The rows of dweight or dbias that are padding."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.zeros((BLOCK,), out.dtype.element_ty), mask=at < size)
+
+
+@triton_kernel
 def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
     none. Both have `words` times 8 columns."""
@@ -260,8 +275,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     dh = rows.new_empty(height, D, dtype=torch.float32) if want_hidden else None
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
     dbias = torch.empty_like(bias) if want_bias else None
-    weights = _weigh(slots, args, N, V, factor, launch)
-    steps = (slots.count + 63) // 64 if want_weight else None
+    weights, counts = _weigh(slots, height, args, N, V, factor, launch)
     room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
     if kept is not None:  # what they leave of it
         room -= kept.nbytes + args["kept_base"].nbytes
@@ -269,7 +283,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row lies at its own place or before it. So, from the last block to the first, a block's rows of
     # dhidden overwrite none that is still to be read.
-    for block in reversed(_blocks(rows, slots, weights, kept, args["kept_base"], height)):
+    for block in reversed(_blocks(rows, slots, weights, counts, kept, args["kept_base"], height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
             memory = own
@@ -286,7 +300,7 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
                 init = dh if slab.first else None
                 sum_into(dh, weight[columns], dz.t(), init=init, rows=block.count, launch=launch)
             if dweight is not None:
-                sum_into(dweight[columns], rows, dz, steps=steps, launch=launch)
+                sum_into(dweight[columns], rows, dz, counted=slots.count, launch=launch)
             if dbias is not None:
                 _sum_bias(dbias[columns], dz, block, launch)
         if out is not None:
@@ -301,8 +315,9 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
             slots.blank(out, launch)
         out = out.view(hidden.shape)
     for padding in (dweight, dbias):
-        if padding is not None:
-            padding[V:].zero_()
+        if padding is not None and len(padding) > V:
+            rest = padding[V:]
+            launch(zero_kernel, (-(-rest.numel() // 1024),), rest, rest.numel(), 1024, enable_fp_fusion=False)
     return out, dweight, dbias
 
 
@@ -320,16 +335,12 @@ class Block(NamedTuple):
 
 
 def _blocks(
-    hidden: Tensor, slots: Slots, weights: Tensor, kept: Tensor | None, base: Tensor | None, height: int
+    hidden: Tensor, slots: Slots, weights: Tensor, counts: Tensor, kept: Tensor | None,
+    base: Tensor | None, height: int,
 ) -> list[Block]:  # fmt: skip
     """All slots, `height` at a time."""
-    starts = range(0, slots.capacity, height)
-    counts = slots.count
-    if len(starts) > 1:
-        before = torch.arange(0, slots.capacity, height, dtype=torch.int32, device=counts.device)
-        counts = (counts - before).clamp(0, height)
     made = []
-    for i, start in enumerate(starts):
+    for i, start in enumerate(range(0, slots.capacity, height)):
         own = slice(start, start + height)
         of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
         both = (None if t is None else t[own] for t in (kept, base))
@@ -337,17 +348,29 @@ def _blocks(
     return made
 
 
-def _weigh(slots: Slots, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch) -> Tensor:
-    weights = torch.empty((4, slots.capacity), dtype=torch.float32, device=slots.rows.device)
+def _weigh(
+    slots: Slots, height: int, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """(weights of all slots, how many are taken of every `height` of them)."""
+    weights = slots.scales.new_empty(4, slots.capacity)
+    counts = slots.rows.new_empty(-(-slots.capacity // height))
     entropy, *grads = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
-    # The gradient of a sum is one number with strides of 0.
-    flat = [weights if t is None else t.contiguous() for t in (entropy, *grads)]
+    given, strides = zip(*(_by_rows(weights if g is None else g) for g in grads), strict=True)
     launch(
-        weigh_kernel, (slots.capacity // 128,), weights, slots.rows, slots.ids, slots.scales, slots.count,
-        args["stats"].contiguous(), *flat, N, slots.capacity // 128, V, factor,
+        weigh_kernel, (slots.capacity // 128,), weights, counts, slots.rows, slots.ids, slots.scales,
+        slots.count, args["stats"].contiguous(), weights if entropy is None else entropy.contiguous(),
+        *given, *strides, N, slots.capacity // 128, height, V, factor,
         *(g is not None for g in grads), 128, enable_fp_fusion=False,
     )  # fmt: skip
-    return weights
+    return weights, counts
+
+
+def _by_rows(t: Tensor) -> tuple[Tensor, int]:
+    """A tensor with one number for every row, and how far apart they are. The gradient of a sum or a mean is
+    one number with strides of 0, and is read where it is."""
+    if not any(t.stride()):
+        return t, 0
+    return t.contiguous(), 1
 
 
 def _from_kept(out: Tensor, block: Block, first: int, launch: Launch) -> None:

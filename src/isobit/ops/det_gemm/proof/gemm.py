@@ -71,8 +71,9 @@ def record_product(bias: bool) -> dict[str, Kernels]:
         kernels = import_module(f"isobit.ops.det_gemm.{module}")
         K, N = 4096, 12288
         for M, out_dtype in ((1, F32 if bias else dtype), (1024, dtype if bias else F32)):
-            a, b = (torch.empty(1, *shape, dtype=dtype, device="meta") for shape in ((M, K), (N, K)))
-            b = b.mT.contiguous() if out_dtype == F32 else b.mT
+            by_rows = (K, N) if out_dtype == F32 else (N, K)
+            a, b = (torch.empty(1, *shape, dtype=dtype, device="meta") for shape in ((M, K), by_rows))
+            b = b if out_dtype == F32 else b.mT
             added = torch.empty(N, dtype=dtype, device="meta") if bias else None
             kernels.product(a, b, added, out_dtype, launch=launch)
 
