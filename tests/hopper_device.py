@@ -262,16 +262,20 @@ def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 
 def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
-    assert grid[0] >= 1 and not k.HAS_BLOCKS
+    assert grid[0] >= 1
     assert k.STAGED, "rows of dhidden and dW are multiples of 16 bytes"
     M, K = int(k.M), whole(int(k.K), k.STEP)
+    if k.HAS_BLOCKS:
+        last = int(k.count) - 1
+        K = int(k.first[last]) + 64 * int(k.blocks[last]) if last >= 0 else 0
     rows, columns = whole(M, 64 * k.MULTIPLIERS), whole(k.N, k.COLUMNS)
     a, b = operand(k.a_desc, k.A_BY_K), operand(k.b_desc, k.B_BY_K)
     out = described(k.out_desc)[:rows]
     assert_apart(out, a[:rows, :K], b[:columns, :K])
     total = torch.zeros(rows, columns)
-    if k.HAS_INIT:  # a program may read what it will write itself
-        assert k.init.data_ptr() == k.out.data_ptr()
+    if k.HAS_INIT:
+        if k.init.data_ptr() != k.out.data_ptr():  # a program may read what it will write itself
+            assert_apart(out, k.init)
         total[:M, : k.N] = strided(k.init, M, k.N, k.ld)
     stored(out, total + loaded(a, rows, K) @ loaded(b, columns, K).t())
 

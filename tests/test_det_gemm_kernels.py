@@ -27,16 +27,25 @@ def randn(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
 
 # In the interpreter
 
-#: Runs calls of the public functions, [(name, arguments, options)], and keeps results and gradients.
+#: Runs calls of the public functions, [(name, arguments, options)], and keeps results and gradients; and
+#: sums over tokens in several dtypes.
 CHILD = """
 import sys, torch, isobit
+from isobit.ops.det_gemm import kernels_triton
 done = []
 for name, args, options in torch.load(sys.argv[1]):
     leaves = [a.requires_grad_() for a in args] if name != "det_gemm_dw" else []
     out = getattr(isobit, name)(*args, backend="triton", **options)
     grads = torch.autograd.grad(out.float().sum(), leaves) if leaves else ()
     done.append((out.detach(), *grads))
-torch.save(done, sys.argv[2])
+gen = torch.Generator().manual_seed(0)
+x, dy = (torch.randn(1, 700, n, generator=gen).bfloat16() for n in (40, 70))
+init = torch.randn(1, 70, 40, generator=gen)
+sums = {
+    dtype: kernels_triton.token_product(x, dy, None, init, out_dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+torch.save((done, sums), sys.argv[2])
 """
 
 #: Sizes on both sides of every tile's edge, and of its multiples.
@@ -63,15 +72,20 @@ def calls() -> list[tuple[str, list[Tensor], dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, ...]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]]:
     folder: Path = tmp_path_factory.mktemp("interpreted")
     torch.save(calls(), folder / "calls")
     command = [sys.executable, "-c", CHILD, str(folder / "calls"), str(folder / "results")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: list[tuple[Tensor, ...]] = torch.load(folder / "results")
+    found: tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]] = torch.load(folder / "results")
     return found
+
+
+@pytest.fixture(scope="module")
+def interpreted(both: tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]]) -> list[tuple[Tensor, ...]]:
+    return both[0]
 
 
 def truth(name: str, args: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -91,6 +105,12 @@ def test_the_kernels_compute_products(interpreted: list[tuple[Tensor, ...]], ind
         coarse = {BF16: 2**-7, F16: 2**-9, F32: 2**-15}[found.dtype]
         assert found.shape == exact.shape
         torch.testing.assert_close(found.double(), exact, rtol=coarse, atol=coarse)
+
+
+def test_a_sum_over_tokens_is_rounded_once(both: tuple[Any, dict[Any, Tensor]]) -> None:
+    _, sums = both
+    for dtype, found in sums.items():
+        assert found.dtype == dtype and torch.equal(found, sums[F32].to(dtype))
 
 
 # Tiles

@@ -12,6 +12,7 @@ from torch import Tensor
 from isobit import ContractError, det_gemm_dw
 from isobit.blocks.stream import BLOCK, SEGMENT, Stream, build, capacity
 from isobit.numerics import cut, segments
+from isobit.ops.det_gemm import model
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -105,6 +106,17 @@ def test_without_a_table_it_is_segments_of_512() -> None:
     assert torch.equal(det_gemm_dw(x, dy, init=init), segments(dy.t(), x, cut([1300], 512), init))
     assert torch.equal(det_gemm_dw(x, dy, mask=torch.ones(1300).bool()), det_gemm_dw(x, dy))
     assert torch.equal(det_gemm_dw(x, dy, cu_seqlens=torch.tensor([0, 1300])), det_gemm_dw(x, dy))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_sum_is_rounded_once_to_what_is_asked_for(dtype: torch.dtype) -> None:
+    x, dy = batch(700)
+    dy[0, 0], x[0, 0] = float("nan"), 3e38
+    init = torch.randn(1, 5, 6, generator=generator())
+    wide = model.token_product(x[None], dy[None], None, init)
+    found = model.token_product(x[None], dy[None], None, init, out_dtype=dtype)
+    assert found.dtype == dtype and torch.equal(found[:, 1:], wide[:, 1:].to(dtype))
+    assert set(found[0, 0].view(torch.int16).tolist()) == {0x7FFF}  # as the GPU rounds NaN
 
 
 def padded(x: Tensor, dy: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:

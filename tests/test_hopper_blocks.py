@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hopper_device import Device
 from isobit.blocks import hopper_lse, hopper_pipe, hopper_product, launch
 from isobit.blocks import stream as tokens
 from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
@@ -379,6 +380,23 @@ def test_packed_rows_are_apart_as_tma_wants_them() -> None:
     boxes = [a for a in product if isinstance(a, hopper_pipe.TensorDescriptor)]
     assert boxes and all(box.strides[0] * box.base.element_size() % 16 == 0 for box in boxes)
     assert all(box.strides[0] >= box.shape[1] for box in boxes)
+
+
+@pytest.mark.parametrize("counted", [None, 0.5, 0.0])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_sum_over_tokens_is_rounded_once_by_its_store(dtype: torch.dtype, counted: float | None) -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(1, 700, 64, generator=gen).to(BF16), torch.randn(1, 700, 48, generator=gen).to(BF16)
+    mask = torch.rand(700, generator=gen) < (1.0 if counted is None else counted)
+    stream = None if counted is None else tokens.build(700, mask, None, x.device)
+    init = torch.randn(1, 48, 64, generator=gen)
+    device = Device()
+    wide = products.token_product(x, dy, stream, init, device)
+    exact = init + (dy[0] * mask[:, None]).float().t() @ x[0].float()
+    torch.testing.assert_close(wide, exact, rtol=1e-4, atol=1e-4)
+    found = products.token_product(x, dy, stream, init, device, out_dtype=dtype)
+    assert found.dtype == dtype and torch.equal(found, wide.to(dtype))
+    assert device.launched.count("sum_kernel") == 2  # and nothing after it
 
 
 def test_a_descriptor_does_not_guess_the_stride_of_several_rows() -> None:

@@ -171,11 +171,13 @@ def _multiply(
 
 
 def token_product(
-    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run
-) -> Tensor:
-    """dy^T x over the tokens: x [Z, T, K], dy [Z, T, N] -> fp32 [Z, N, K], starting from init."""
+    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """dy^T x over the tokens: x [Z, T, K], dy [Z, T, N] -> [Z, N, K], starting from init, rounded once at the
+    end."""
     Z, N, K = len(x), dy.shape[2], x.shape[2]
-    out = x.new_empty((Z, N, K), dtype=torch.float32)
+    out = x.new_empty((Z, N, K), dtype=out_dtype)
     if stream is not None:
         x, dy = pack(x[0], stream.rows, launch)[None], pack(dy[0], stream.rows, launch)[None]
     for z in range(Z):

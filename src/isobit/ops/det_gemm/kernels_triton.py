@@ -124,7 +124,7 @@ def token_product_tile(
             right = tl.load(x_at + t[:, None] * x_st, mask=live[:, None] & (k < K)[None, :], other=0.0)
             acc = steps(left, right, acc)
         total += acc
-    tl.store(out + at, total, mask=inside)
+    tl.store(out + at, narrow(total, out), mask=inside)
 
 
 def why_not_product(a: Tensor, b: Tensor) -> str | None:
@@ -150,11 +150,12 @@ def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
 
 
 def token_product(
-    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run
-) -> Tensor:
-    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on."""
+    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, rounded once at the end."""
     (Z, T, K), N = x.shape, dy.shape[2]
-    out = torch.empty(Z, N, K, dtype=torch.float32, device=x.device)
+    out = torch.empty(Z, N, K, dtype=out_dtype, device=x.device)
     tile = tile_for(N, K)
     tables: tuple[Tensor | None, ...] = (None,) * 4
     if stream is not None:

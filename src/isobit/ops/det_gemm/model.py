@@ -27,19 +27,20 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -
         if bias is not None:
             total = canonical(total + bias.cpu().float())
         out[z] = total  # rounds to nearest even
-    if out_dtype != torch.float32:
-        out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)  # the one NaN that the GPU rounds to
-    return out.to(a.device)
+    return _with_one_nan(out).to(a.device)
 
 
 def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
     return None
 
 
-def token_product(x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None) -> Tensor:
-    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512."""
+def token_product(
+    x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512, rounded once at the
+    end."""
     _say_that_it_is_slow()
-    out = torch.empty(x.shape[0], dy.shape[2], x.shape[2], dtype=torch.float32, device="cpu")
+    out = torch.empty(x.shape[0], dy.shape[2], x.shape[2], dtype=out_dtype, device="cpu")
     bounds = cut([x.shape[1]], SEGMENT)
     if stream is not None:
         first, blocks = (table[: int(stream.count)].tolist() for table in (stream.first, stream.blocks))
@@ -48,7 +49,14 @@ def token_product(x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | N
         if stream is not None:
             x_z, dy_z = _in_slots(x_z, stream.rows.cpu()), _in_slots(dy_z, stream.rows.cpu())
         out[z] = segments(dy_z.t(), x_z, bounds, None if init is None else init[z].cpu())
-    return out.to(x.device)
+    return _with_one_nan(out).to(x.device)
+
+
+def _with_one_nan(out: Tensor) -> Tensor:
+    """What was rounded to 16 bits, with the one NaN that the GPU rounds to."""
+    if out.dtype != torch.float32:
+        out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)
+    return out
 
 
 def _in_slots(x: Tensor, rows: Tensor) -> Tensor:

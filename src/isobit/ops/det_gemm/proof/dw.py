@@ -71,15 +71,16 @@ def exact_dw(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def record_dw(module: str, launch: Any, dtype: torch.dtype) -> None:
-    """A small and a large tile, all rows and a stream of some."""
+    """A small and a large tile, all rows and a stream of some; in fp32, and rounded as for `det_linear`."""
     kernels = import_module(f"isobit.ops.det_gemm.{module}")
     T, K, N = 4096, 4096, 4096
-    for width, some in ((64, False), (N, True)):
+    for width, some, out_dtype in ((64, False, F32), (N, True, F32), (N, False, dtype)):
         x, dy = (torch.empty(1, T, size, dtype=dtype, device="meta") for size in (K, width))
         slots, segments = stream.capacity(T, 8)
         tables = (torch.empty(n, dtype=torch.int32, device="meta") for n in (slots, segments, segments, 1))
         init = torch.empty(1, width, K, device="meta") if some else None
-        kernels.token_product(x, dy, stream.Stream(*tables) if some else None, init, launch=launch)
+        rows = stream.Stream(*tables) if some else None
+        kernels.token_product(x, dy, rows, init, launch=launch, out_dtype=out_dtype)
 
 
 def memory_dw(case: Case, backend: str, direction: str) -> int:
