@@ -325,11 +325,16 @@ def zero_kernel(grid: tuple[int, ...], k: Any) -> None:
     k.out.view(-1)[: k.size] = 0.0
 
 
+def ones_kernel(grid: tuple[int, ...], k: Any) -> None:
+    assert grid[0] * k.BLOCK >= k.count
+    strided(k.out, k.count, 1, k.STEP).fill_(1.0)
+
+
 MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     meaning.__name__: meaning
     for meaning in (
         compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel, kept_kernel,
-        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel,
+        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel,
     )
 }  # fmt: skip
 

@@ -121,7 +121,7 @@ def test_torch_library_accepts_the_schema() -> None:
 
 
 def test_good_values_pass_both_checks() -> None:
-    CONTRACT._typed(values())
+    CONTRACT.typed(values())
     dims = CONTRACT.check(values())
     assert {k: (tuple(v[0]) if k == "*" else v[0]) for k, v in dims.items()} == {"*": (3,), "V": 7, "K": 4}
 
@@ -145,12 +145,12 @@ def test_good_values_pass_both_checks() -> None:
     ],
 )
 def test_wrong_types(change: dict[str, Any], expected: str) -> None:
-    assert message(CONTRACT._typed, values(**change)) == expected
+    assert message(CONTRACT.typed, values(**change)) == expected
 
 
 def test_types_that_are_as_good() -> None:
-    CONTRACT._typed(values(scale=2, mask=None, validate=True, backend="any"))
-    CONTRACT._typed(values(x=torch.nn.Parameter(torch.zeros(3, 7))))
+    CONTRACT.typed(values(scale=2, mask=None, validate=True, backend="any"))
+    CONTRACT.typed(values(x=torch.nn.Parameter(torch.zeros(3, 7))))
 
 
 # Rules on tensors
@@ -351,8 +351,8 @@ def test_strides_that_are_declared_free() -> None:
 def test_a_dtype_is_a_scalar_of_the_schema() -> None:
     assert PRODUCT.schema() == "product(Tensor a, Tensor b, ScalarType? out_dtype) -> (Tensor, Tensor)"
     assert len(torch._C.parse_schema(PRODUCT.schema()).arguments) == 3
-    PRODUCT._typed((HALF, HALF.t(), torch.float32))
-    assert message(PRODUCT._typed, (HALF, HALF.t(), "fp32")) == (
+    PRODUCT.typed((HALF, HALF.t(), torch.float32))
+    assert message(PRODUCT.typed, (HALF, HALF.t(), "fp32")) == (
         "product(out_dtype: 'fp32'): must be dtype, not str"
     )
 
@@ -396,4 +396,4 @@ def test_descriptions() -> None:
 
 
 def test_a_message_does_not_print_a_whole_batch() -> None:
-    assert len(message(CONTRACT._typed, values(ids=list(range(100_000))))) < 300
+    assert len(message(CONTRACT.typed, values(ids=list(range(100_000))))) < 300

@@ -254,11 +254,11 @@ def test_the_classes_follow_the_hardware(monkeypatch: pytest.MonkeyPatch) -> Non
     def classes(name: str, arch: str) -> list[str]:
         monkeypatch.setattr(op, "arch_key", lambda device: arch)
         device = torch.device("cuda", 0)
-        ops = ("det_gemm", "det_linear", "det_gemm_dw", "det_gemm_db")
+        ops = ("det_gemm", "det_linear", "det_gemm_dw", "det_gemm_bwd")
         return [OPS[name_of].backends[i].numerics_on(device) for name_of in ops
                 for i, b in enumerate(OPS[name_of].backends) if b.name == name]  # fmt: skip
 
-    hopper = ["chain16", "chain16", "seg16/512", "seg16/512"]
+    hopper = ["chain16", "chain16", "seg16/512", "chain16"]
     assert classes("hopper", "sm_90") == classes("triton", "sm_90") == classes("model", "sm_90") == hopper
     assert classes("triton", "sm_80") == [f"{c}/sm_80" for c in hopper]
     assert classes("triton", "gfx942")[0] == "chain16/gfx942"
@@ -300,23 +300,30 @@ def test_gradients_are_near_the_truth(out_dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "ops"),
+    ("needs", "products"),
     [
-        ((True, False, False), ["det_linear"]),
-        ((False, True, False), ["det_linear_dw"]),
-        ((False, False, True), ["det_linear_dw"]),
-        ((True, True, True), ["det_linear", "det_linear_dw", "det_linear_dw"]),
+        ((True, False, False), ["product"]),
+        ((False, True, False), ["token_product"]),
+        ((False, False, True), ["token_product"]),
+        ((True, True, True), ["product", "token_product", "token_product"]),
     ],
 )
-def test_only_what_needs_a_gradient_costs_one(needs: tuple[bool, ...], ops: list[str]) -> None:
+def test_only_what_needs_a_gradient_costs_one(
+    needs: tuple[bool, ...], products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = (randn(5, 8), randn(3, 8), randn(3))
     leaves = [t.requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
     y = det_linear(*leaves)
     kept = [t for t in y.grad_fn.saved_tensors if t is not None]
     assert any(t.data_ptr() == leaves[0].data_ptr() for t in kept) is needs[1]  # x is kept for dW alone
-    with Watch() as watch:
-        y.sum().backward()
-    assert watch.seen == ops and [t.grad is not None for t in leaves] == list(needs)
+    made: list[str] = []
+    for name in ("product", "token_product"):
+        run = getattr(model, name)
+        monkeypatch.setattr(
+            model, name, lambda *a, run=run, name=name, **k: made.append(name) or run(*a, **k)
+        )
+    y.sum().backward()
+    assert made == products and [t.grad is not None for t in leaves] == list(needs)
 
 
 def test_a_forced_backend_and_a_class_bind_the_gradients() -> None:
@@ -363,8 +370,11 @@ def test_opcheck() -> None:
     x, weight, bias = operands(requires_grad=False)
     mask, cu = torch.ones(2, 5).int(), torch.tensor([0, 3, 10])
     opcheck("det_gemm_dw", x=x, dy=x, mask=mask, cu_seqlens=cu, init=torch.ones(24, 24), validate=True)
-    opcheck("det_gemm_db", a=x, dc=x)
-    opcheck("det_linear_dw", x=x.float(), dy=x, round_to=BF16, out_dtype=F32)
+    wanted = {"want_a": True, "want_b": True}
+    opcheck("det_gemm_bwd", dc=x.float(), a=x, b=x.new_ones(2, 24, 24), **wanted)
+    wanted = {"want_x": True, "want_weight": True, "want_bias": True}
+    wide = {"x": x.float(), "weight": weight.float(), "operand_dtype": BF16, "bias_dtype": F32}
+    opcheck("det_linear_bwd", dy=randn(2, 5, 7), **wide, **wanted)
 
 
 def test_one_compiled_graph_serves_every_number_of_rows() -> None:

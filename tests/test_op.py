@@ -288,7 +288,7 @@ def test_value_rules_elsewhere_than_on_a_cpu(
     if environment is not None:
         monkeypatch.setenv("ISOBIT_VALIDATE", environment)
     # The meta device stands for one that is not a CPU: the rule runs and finds no values to read.
-    scale._check_values({"x": torch.empty(2, 4, device="meta")}, validate)
+    scale._check_values(scale.bind({"x": torch.empty(2, 4, device="meta"), "validate": validate}))
     assert rule_ran() is runs
 
 
@@ -310,7 +310,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(scale, "rules", [rule])
     monkeypatch.setattr(scale, "backends", [dataclasses.replace(b, when=when) for b in scale.backends])
-    monkeypatch.setattr(scale, "_served", {})
     return seen
 
 
@@ -326,7 +325,8 @@ def test_a_call_like_an_earlier_one_is_not_asked_about_again(asked: list[str]) -
 @pytest.mark.parametrize(
     "other",
     [
-        lambda: call(torch.ones(4, 4)),
+        lambda: call(torch.ones(3, 6)),
+        lambda: call(torch.ones(1, 4)),  # one row: it may lie anywhere
         lambda: call(torch.ones(3, 8)[:, :4]),  # strides
         lambda: call(torch.ones(13)[1:].view(3, 4)),  # another alignment
         lambda: call(even().bfloat16()),
@@ -385,14 +385,22 @@ class Unhashable(float):
 def test_numbers_of_no_usual_type_become_usual_ones(asked: list[str]) -> None:
     for _ in range(2):
         assert call(even(), Unhashable(2.0))[0].tolist() == call(even(), validate=None)[0].tolist()
-    assert asked == ["rule", "backend"] and len(scale._served) == 1
+    assert asked == ["rule", "backend"] and len(scale._served) == 1 and len(scale._ways) == 1
 
 
 def test_kinds_of_calls_do_not_pile_up(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "KINDS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
-    assert len(scale._served) <= 3
+    assert len(scale._served) <= 3 and len(scale._ways) <= 3
+
+
+def test_another_number_of_rows_is_not_asked_about(asked: list[str]) -> None:
+    for shape in ((3, 4), (5, 4), (700, 4)):
+        assert call(torch.ones(shape))[0].shape == shape
+    assert asked == ["rule", "backend"]
+    call(torch.ones(2, 3, 4))  # of another rank
+    assert asked == ["rule", "backend"] * 2
 
 
 # Declaring

@@ -3,20 +3,47 @@
 They are in the style that `torch.func` wants, whose `grad`, `vjp` and `vmap` see through them.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def function_of(
-    name: str, setup_context: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The autograd function of an op. It is given what runs the op, and then the op's values."""
+class Body:
+    """An op with all of a call but its tensors, which are autograd's."""
 
-    def forward(run: Callable[..., Any], *values: Any) -> Any:
-        return run(*values)
+    __slots__ = ("kept", "positions", "run", "template")
+
+    def __init__(self, run: Callable[[Sequence[Tensor]], Any], values: Sequence[Any]) -> None:
+        self.run = run
+        self.positions = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
+        self.template = tuple(None if isinstance(v, Tensor) else v for v in values)
+        #: What backwards of such calls have in common, by what gradients are wanted for.
+        self.kept: dict[tuple[bool, ...], dict[str, Any]] = {}
+
+    def values(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """All values of the call, in the order of the contract."""
+        found = list(self.template)
+        for i, t in zip(self.positions, tensors, strict=True):
+            found[i] = t
+        return found
+
+
+class Applied(NamedTuple):
+    """The two ways to apply an autograd function to a body and its tensors."""
+
+    anywhere: Callable[..., Any]
+    #: Where no transform of `torch.func` is active. It leaves out what PyTorch does for them on every call:
+    #: reading the signature of the forward takes longer than the rest of it.
+    eager: Callable[..., Any]
+
+
+def function_of(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Applied:
+    """The autograd function of an op. It is given a body, and then the tensors of the call."""
+
+    def forward(body: Body, *tensors: Tensor) -> Any:
+        return body.run(tensors)
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
         return _one_by_one(made.apply, info.batch_size, in_dims, values)
@@ -26,7 +53,7 @@ def function_of(
     }  # fmt: skip
     camel = "".join(part.capitalize() for part in name.split("_"))
     made: Any = type(camel, (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
-    return made.apply
+    return Applied(made.apply, super(torch.autograd.Function, made).apply)
 
 
 class Refusal(torch.autograd.Function):

@@ -38,6 +38,8 @@ class Backend:
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
     kernels, so there it serves only when asked for by name.
     `unasked(args)`: any other reason to serve only when asked for by name.
+    `launches`: its run takes `launch`, and makes all of its launches by it. Where there is nothing between
+    them but allocations and views they are recorded once, and made again without its run.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Backend:
     when: Callable[[Args], str | None]
     interpreted: bool
     unasked: Callable[[Args], str | None]
+    launches: bool = False
 
     def numerics_on(self, device: torch.device) -> str:
         return self.numerics if isinstance(self.numerics, str) else self.numerics(device)

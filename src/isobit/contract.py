@@ -18,6 +18,7 @@ outputs, so none of them can drift from the signature.
 
 import inspect
 import math
+import operator
 import sys
 import types
 from collections.abc import Sequence
@@ -180,6 +181,13 @@ def _why_not_plain(t: Tensor) -> str | None:
     return None
 
 
+def _rows_at(spec: Spec | None) -> tuple[int, int] | None:
+    if spec is None or "*" not in spec.dims:
+        return None
+    before = spec.dims.index("*")
+    return before, len(spec.dims) - before - 1
+
+
 def describe(value: Any) -> str:
     """`[3, 7] bf16` for a tensor, the value itself (cut short) for anything else."""
     if isinstance(value, Tensor):
@@ -211,8 +219,10 @@ class Contract:
             raise TypeError(f"{name}: every output needs an annotation like F32[Tensor, '*']")
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
-        self._defaults = [(p.name, p.default) for p in self.params]
-        self._known = frozenset(self.names)
+        self._defaults = {p.name: p.default for p in self.params}
+        self._in_order = operator.itemgetter(*self.names)
+        #: Of each parameter, how many dimensions there are before and after those that are rows.
+        self.rows_at = [_rows_at(p.spec) for p in self.params]
         self._either = [i for i, p in enumerate(self.params) if p.spec and p.scalar]
         self._tensors = [
             (i, p.name, p.spec, p.spec.contiguous_last) for i, p in enumerate(self.params) if p.spec
@@ -247,18 +257,25 @@ class Contract:
             found.append(v)
         return tuple(found)
 
-    def bind(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        """The values of a call in the order of the signature, each of the type that belongs there."""
-        if not given.keys() <= self._known:
-            unknown = ", ".join(sorted(given.keys() - self._known))
+    def in_order(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """The values of a call in the order of the signature, of whatever type they are."""
+        all_ = {**self._defaults, **given}
+        if len(all_) > len(self.names):
+            unknown = ", ".join(sorted(given.keys() - self._defaults.keys()))
             raise ContractError(f"{self.name}: argument(s) unknown: {unknown}")
-        values = tuple([given.get(name, default) for name, default in self._defaults])
-        return self._typed(values)
+        if torch.compiler.is_compiling():  # a tracer reads Python, not the operator module
+            return tuple([all_[name] for name in self.names])
+        values: tuple[Any, ...] = self._in_order(all_)
+        return values
+
+    def bind(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """The same, each of the type that belongs there."""
+        return self.typed(self.in_order(given))
 
     def error(self, arg: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.name}({arg}: {describe(value)}): {rule}")
 
-    def _typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject with a
         message about its own internals. Numbers of other libraries become Python's."""
         changed: dict[int, Any] = {}
@@ -297,7 +314,7 @@ class Contract:
             raise self.error(p.name, value, "must be a number that 64 bits can hold")
         return found
 
-    def check(self, values: tuple[Any, ...]) -> dict[str, Any]:
+    def check(self, values: Sequence[Any]) -> dict[str, Any]:
         """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
         dims: dict[str, Any] = {}
         first_device: torch.device | None = None

@@ -20,7 +20,7 @@ a compiled graph must not freeze what they were.
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,11 +30,12 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from isobit.arch import arch_key
-from isobit.autograd import Refusal, function_of
+from isobit.autograd import Applied, Body, Refusal, function_of
 from isobit.backend import Args, Backend, Explanation, UnsupportedError
 from isobit.contract import Contract, ContractError, Param
-from isobit.kinds import Kind, kind_of, remember
+from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.numerics import Numerics
+from isobit.ways import Way
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,6 +50,7 @@ CONTROLS = tuple(
     Param(name, None, kind, True, None)
     for name, kind in (("validate", bool), ("numerics", str), ("backend", str), ("prefer", str))
 )
+_VALIDATE, _NUMERICS = -4, -3  # where they are among a call's values
 
 
 @dataclass(eq=False)
@@ -83,10 +85,16 @@ class Op:
         self.torch_op = getattr(torch.ops.isobit, self.name).default
         if self.flops is not None:
             register_flop_formula(getattr(torch.ops.isobit, self.name), get_raw=True)(self._count_flops)
-        self._differentiable: Callable[..., Any] | None = None
-        self._served: dict[Kind, Backend] = {}
-        self._served_of: list[Backend] = []  # the backends that were chosen from
+        self._applied: Applied | None = None  # autograd's, where the op has a gradient or refuses one
+        self._made_true: tuple[int, ...] = ()  # flags that are true where a backward can follow
+        self.forget()
         OPS[self.name] = self
+
+    def forget(self) -> None:
+        """Ask again of every kind of call. New dictionaries, because another thread may hold the old ones."""
+        self._ways: dict[Kind, Way] = {}
+        self._served: dict[Kind, Backend] = {}
+        self._served_of = list(self.backends)  # what was chosen from
 
     # Declaring
 
@@ -98,11 +106,13 @@ class Op:
         when: Callable[[Args], str | None] = lambda args: None,
         interpreted: bool = False,
         unasked: Callable[[Args], str | None] = lambda args: None,
+        launches: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Add a backend; the order of declaration is the order of preference."""
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends.append(Backend(name, run, numerics, when, interpreted, unasked))
+            self.backends.append(Backend(name, run, numerics, when, interpreted, unasked, launches))
+            self.forget()
             return run
 
         return add
@@ -111,7 +121,7 @@ class Op:
         """A check that the annotations cannot express, on shapes, dtypes and scalars; not on what tensors
         hold."""
         self.rules.append(check)
-        self._served = {}
+        self.forget()
 
     def value_rule(self, check: Callable[[Contract, Args], None]) -> None:
         """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
@@ -136,7 +146,7 @@ class Op:
         self,
         *inputs: str,
         save: Callable[[Args, Any], dict[str, Tensor | None]],
-        gradient: Callable[[Args, tuple[Tensor | None, ...]], dict[str, Tensor]],
+        gradient: Callable[[Args, tuple[Tensor | None, ...]], dict[str, Tensor | None]],
         constant: tuple[int, ...] = (),
         flags: tuple[str, ...] = (),
         once: str | None = None,
@@ -153,39 +163,49 @@ class Op:
         """
         self.differentiable = inputs
         names, specs = self.contract.names, self.contract.outputs
+        optional = tuple((i, spec.when) for i, spec in enumerate(specs) if i in constant or spec.when)
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
-            args = dict(zip(names, inputs[1:], strict=True))
-            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            body, *tensors = inputs
+            args = dict(zip(names, body.values(tensors), strict=True))
             kept = {k: v for k, v in save(args, outputs).items() if v is None or isinstance(v, Tensor)}
-            ctx.kept_names = list(kept)
+            ctx.kept_names = tuple(kept)
             ctx.save_for_backward(*kept.values())
-            ctx.scalars = {k: v for k, v in args.items() if not isinstance(v, Tensor) and k not in kept}
-            ctx.device = inputs[1].device
+            ctx.body, ctx.device = body, tensors[0].device
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(
-                *(o for i, o in enumerate(several)
-                  if o is not None and (i in constant or not args.get(str(specs[i].when), True)))
-            )  # fmt: skip
+            if optional:
+                several = outputs if isinstance(outputs, tuple) else (outputs,)
+                unasked = (i for i, when in optional if i in constant or not args[str(when)])
+                ctx.mark_non_differentiable(*[several[i] for i in unasked if several[i] is not None])
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            kept = dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True)) | ctx.scalars
-            kept["follow"] = self._bound_to(ctx.scalars, ctx.device)
-            needed = zip(names, ctx.needs_input_grad[1:], strict=True)
-            kept["needs"] = {name for name, needs in needed if needs}
-            twice = torch.is_grad_enabled()  # a graph of the backward is wanted
-            with torch.set_grad_enabled(twice and once is None):
+            body, wanted = ctx.body, ctx.needs_input_grad[1:]
+            if wanted not in body.kept:
+                scalars = dict(zip(names, body.template, strict=True))
+                needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
+                follow = self._bound_to(scalars, ctx.device)
+                body.kept[wanted] = {**scalars, "follow": follow, "needs": needs}
+            kept = {**body.kept[wanted], **dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True))}
+            if not torch.is_grad_enabled():
                 found = gradient(kept, grads)
-            if twice and once is not None:
-                watched = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
-                found = {name: Refusal.apply(_first, once, g, *watched) for name, g in found.items()}
-            return (None, *(found.get(name) for name in names))
+            else:  # a graph of the backward is wanted
+                with torch.set_grad_enabled(once is None):
+                    found = gradient(kept, grads)
+                if once is not None:
+                    watched = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
+                    made = {name: g for name, g in found.items() if g is not None}
+                    found = {name: Refusal.apply(_first, once, g, *watched) for name, g in made.items()}
+            return (None, *[found.get(names[p]) for p in body.positions])
 
         self._set_autograd(function_of(self.name, setup_context, backward), flags)
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error that says why (used by backwards)."""
-        self._set_autograd(lambda run, *values: Refusal.apply(run, why, *values))
+
+        def refused(body: Body, *tensors: Tensor) -> Any:
+            return Refusal.apply(lambda *given: body.run(given), why, *tensors)
+
+        self._set_autograd(Applied(refused, refused))
 
     def _bound_to(self, scalars: Args, device: torch.device) -> dict[str, str | None]:
         """What a call was bound to by name: gradients of another class must not follow it."""
@@ -195,19 +215,10 @@ class Op:
             numerics = self.backend_named(forced).numerics_on(device)
         return {"prefer": forced, "numerics": numerics}
 
-    def _set_autograd(self, apply: Callable[..., Any], flags: tuple[str, ...] = ()) -> None:
-        positions = {self.contract.names.index(name) for name in flags}
-
-        def differentiable(run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-            for i in self.contract.tensor_positions if self.differentiable else ():
-                name, t = self.contract.names[i], values[i]
-                if isinstance(t, Tensor) and t.requires_grad and name not in self.differentiable:
-                    raise self.contract.error(name, t, "no gradient goes to it; detach() it")
-            if positions:
-                values = tuple(True if i in positions else v for i, v in enumerate(values))
-            return apply(run, *values)
-
-        self._differentiable = differentiable
+    def _set_autograd(self, applied: Applied, flags: tuple[str, ...] = ()) -> None:
+        self._applied = applied
+        self._made_true = tuple(self.contract.names.index(name) for name in flags)
+        self.forget()
 
         def below_autograd(*values: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -216,10 +227,25 @@ class Op:
         def autograd(*given: Any) -> Any:
             values = self.contract.from_torch(given)
             if self._needs_grad(values):
-                return differentiable(below_autograd, values)
+                return self._differentiated(below_autograd, values)
             return below_autograd(*values)
 
         _LIBRARY.impl(self.name, autograd, "Autograd")
+
+    def _differentiated(self, run: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """A call under autograd's eyes, through what runs the op; anywhere."""
+        assert self._applied is not None
+        values = self._followed(values)
+        body = Body(lambda tensors: run(*body.values(tensors)), values)
+        return self._applied.anywhere(body, *[values[i] for i in body.positions])
+
+    def _followed(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The values of a call that a backward can follow; or the rule that it breaks."""
+        for i in self.contract.tensor_positions if self.differentiable else ():
+            name, t = self.contract.names[i], values[i]
+            if isinstance(t, Tensor) and t.requires_grad and name not in self.differentiable:
+                raise self.contract.error(name, t, "no gradient goes to it; detach() it")
+        return tuple(True if i in self._made_true else v for i, v in enumerate(values))
 
     def _needs_grad(self, values: tuple[Any, ...]) -> bool:
         """Whether autograd watches: a tensor requires grad, or one has a forward-mode tangent (which the
@@ -240,22 +266,53 @@ class Op:
         """Call by keyword; what is left out has its default.
 
         Plain tensors outside any tracing take a short way to the body that the `torch.library` op has too:
-        PyTorch's dispatcher reaches a Python body in two hops, which cost tens of microseconds a call.
+        PyTorch's dispatcher reaches a Python body in two hops, which cost tens of microseconds a call. And of
+        calls that are like earlier ones nothing is asked again.
         """
-        values = self.bind(given)
-        if torch.compiler.is_compiling() or not self._plain(values):
-            if self._differentiable is not None and torch._C._are_functorch_transforms_active():
-                return self._differentiable(self._run_transformed, values)
+        if torch.compiler.is_compiling():
+            return self.torch_op(*self.contract.to_torch(self.bind(given)))
+        values = self.contract.in_order(given)
+        alone = not _watched() and forward_ad._current_level < 0
+        kind, way = self._known(values, torch.is_grad_enabled()) if alone else (None, None)
+        if way is None:
+            typed = self._typed(values)
+            if alone and typed is not values:  # such as a number of numpy's
+                kind, way = self._known(typed, torch.is_grad_enabled())
+            values = typed
+        return self._first_call(values, kind) if way is None else way(values)
+
+    def _known(self, values: tuple[Any, ...], grad: bool) -> tuple[Kind | None, Way | None]:
+        """The kind of a call, and how such calls are served if there has been one."""
+        kind = kind_of(values, grad)
+        return kind, None if kind is None or self._served_of != self.backends else self._ways.get(kind)
+
+    def _first_call(self, values: tuple[Any, ...], kind: Kind | None) -> Any:
+        """A call of a kind that is not known, or of none."""
+        if not self._plain(values):
+            if self._applied is not None and torch._C._are_functorch_transforms_active():
+                return self._differentiated(self._run_transformed, values)
             return self.torch_op(*self.contract.to_torch(values))
-        if self._differentiable is not None and self._needs_grad(values):
-            return self._differentiable(self._run, values)
-        return self._run(*values)
+        if self._applied is None or not self._needs_grad(values):
+            if values[0].device.type == "meta":  # shapes without values: no backend has anything to compute
+                return self._fake(*values)
+            way = self._way(values)
+        elif values[0].device.type == "meta":
+            return self._differentiated(self._fake, values)
+        else:
+            values = self._followed(values)
+            way = self._way(values, self._applied)
+        found = way(values)
+        remember(self._ways, kind, way)
+        return found
 
     def bind(self, given: Args) -> tuple[Any, ...]:
-        """The values of a call, in the order of the contract."""
-        if isinstance(given.get("numerics"), Numerics):
-            given["numerics"] = str(given["numerics"])
-        return self.contract.bind(given)
+        """The values of a call, in the order of the contract, each of the type that belongs there."""
+        return self._typed(self.contract.in_order(given))
+
+    def _typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if isinstance(values[_NUMERICS], Numerics):
+            values = (*values[:_NUMERICS], str(values[_NUMERICS]), *values[_NUMERICS + 1 :])
+        return self.contract.typed(values)
 
     def _plain(self, values: tuple[Any, ...]) -> bool:
         """No tensor subclass, no dispatch mode, no functorch transform or trace, no lazy negation or zeros:
@@ -270,26 +327,17 @@ class Op:
                 return False
             if torch._C._functorch.is_legacy_batchedtensor(t):
                 return False
-        watched = torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-        return not watched and torch._C._functorch.peek_interpreter_stack() is None
+        return not _watched()
 
     def _run(self, *values: Any) -> Any:
-        device = values[0].device.type
-        if device == "meta":  # shapes without values: no backend has anything to compute
+        """The body, below autograd."""
+        if values[0].device.type == "meta":
             return self._fake(*values)
-        args, backend = self._admit(values)
-        if torch.autograd.profiler._is_profiler_enabled:  # by the name that the dispatcher would have told
-            with torch.profiler.record_function(f"isobit::{self.name}"):
-                return self._in_own_dtypes(backend, args, device)
-        return self._in_own_dtypes(backend, args, device)
-
-    @staticmethod
-    def _in_own_dtypes(backend: Backend, args: Args, device: str) -> Any:
-        """The inputs' dtypes decide, never the context's."""
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return backend.run(**args)
-        return backend.run(**args)
+        kind, way = self._known(values, False)
+        if way is None:
+            way = self._way(values)
+            remember(self._ways, kind, way)
+        return way(values)
 
     def _run_for_torch(self, *given: Any) -> Any:
         """The body as `torch.library` wants it: an output that was not asked for is an empty tensor, where
@@ -329,31 +377,29 @@ class Op:
         assert self.flops is not None
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
-    def _admit(self, values: tuple[Any, ...]) -> tuple[Args, Backend]:
-        """(arguments, the backend that serves them), or the reason why not.
+    def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
+        """How calls like this one are served."""
+        own = self.contract.names[: -len(CONTROLS)]
+        check = self._check_values if self.value_rules and values[_VALIDATE] is not False else None
+        return Way(self.name, own, self._backend_for(values), check, applied, values)
 
-        The contract, its rules and the choice of a backend look at everything but what tensors hold. So a
-        call like an earlier one is served as that was, without asking again, which takes longer than many
-        a kernel runs.
+    def _backend_for(self, values: Sequence[Any]) -> Backend:
+        """The backend that serves a call, or the reason why none does.
+
+        The contract, its rules and the choice of a backend look at everything but what tensors hold and how
+        many rows there are. So what was said of one call holds for its family.
         """
-        served = self._served
-        if self._served_of != self.backends:  # a new dictionary, because another thread may hold the old one
-            served = self._served = {}
-            self._served_of = list(self.backends)
-        kind = kind_of(values)
-        backend = None if kind is None else served.get(kind)
+        if self._served_of != self.backends:
+            self.forget()
+        served, family = self._served, family_of(values, self.contract.rows_at)
+        backend = None if family is None else served.get(family)
         if backend is None:
             args, _ = self._validated(values)
-        else:
-            args = dict(zip(self.contract.names, values, strict=True))
-        controls = _pop_controls(args)
-        self._check_values(args, controls["validate"])
-        if backend is None:
-            backend = self._choose(args, controls)
-            remember(served, kind, backend)
-        return args, backend
+            backend = self._choose(args, _pop_controls(args))
+            remember(served, family, backend)
+        return backend
 
-    def _validated(self, values: tuple[Any, ...]) -> tuple[Args, dict[str, Any]]:
+    def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
         """(arguments, dimensions) of a call that keeps the contract, whatever its tensors hold."""
         dims = self.contract.check(values)
         args = dict(zip(self.contract.names, values, strict=True))
@@ -361,14 +407,13 @@ class Op:
             rule(self.contract, args)
         return args, dims
 
-    def _check_values(self, args: Args, validate: bool | None) -> None:
+    def _check_values(self, values: Sequence[Any]) -> None:
         """What tensors hold, where it may be read."""
-        if not self.value_rules:
-            return
+        validate = values[_VALIDATE]
         if validate is None:
-            on_cpu = args[self.contract.names[0]].device.type == "cpu"
-            validate = on_cpu or os.environ.get("ISOBIT_VALIDATE") == "1"
+            validate = values[0].device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
         if validate:
+            args = dict(zip(self.contract.names, values, strict=True))
             for rule in self.value_rules:
                 rule(self.contract, args)
 
@@ -426,6 +471,15 @@ class Op:
             asked = f"can serve; backend={forced!r} was asked for"
             reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
         return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
+
+
+_dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode, a trace or a transform is active, which would have to see a call."""
+    return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 
 
 def _first(gradient: Tensor, *watched: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ on the meta device: it keeps what would have been launched, ready to be compiled
 the ahead-of-time signatures are those of real calls and are written nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from isobit.blocks.entry import Entry, current_stream, entry_of, hooked, on_nvidia
 from isobit.contract import dtype_name
 
 Launch = Callable[..., None]
@@ -20,55 +21,95 @@ Launch = Callable[..., None]
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch on the device of the first argument, on that device's current stream. No programs, no launch."""
-    device = args[0].device
     if 0 in grid:
         return
-    if device.type == "cpu":
+    if args[0].device.type == "cpu":
         kernel[grid](*args, **options)
-    elif device.index == torch.accelerator.current_device_index():
-        _launch(kernel, grid, args, options)
     else:
-        with torch.get_device_module(device.type).device(device):
-            _launch(kernel, grid, args, options)
+        launched(kernel, grid, args, options)
 
 
-#: Compiled kernels by what they were compiled for.
-_compiled: dict[tuple[Any, ...], Any] = {}
+class Launched(NamedTuple):
+    """A launch that was made."""
+
+    compiled: Any
+    entry: Entry | None  # the short way to it, if there is one
+    grid: tuple[int, int, int]
+    args: Sequence[Any]  # of the kernel, constants included, in its order
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Triton's own way to a compiled kernel looks at every argument and compares every global on every call,
-    which for a kernel with TMA descriptors takes longer than many a product. A kernel that is specialised on
-    constants, dtypes and boxes alone is found by those."""
-    constant = _constants(kernel)
-    if constant is None:
+#: Compiled kernels by what they were compiled for, and the short ways to them.
+_compiled: dict[tuple[Any, ...], tuple[Any, Entry | None]] = {}
+
+
+def launched(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> Launched | None:
+    """Launch on the device of the first argument, and say how. None if only Triton knows."""
+    device = args[0].device
+    if device.index is None or device.index == torch.accelerator.current_device_index():
+        return _launched(kernel, grid, args, options)
+    with torch.get_device_module(device.type).device(device):
+        return _launched(kernel, grid, args, options)
+
+
+def _launched(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> Launched | None:
+    """On the current device.
+
+    Triton's own way to a compiled kernel looks at every argument and compares every global on every call,
+    which for a kernel with TMA descriptors takes longer than many a product. What a kernel was compiled for
+    are its constants, dtypes and boxes, and of numbers and addresses what divides them: it is found by those.
+    """
+    index, roles = args[0].device.index, _roles(kernel)
+    if roles is None:
         kernel[grid](*args, **options)
-        return
-    key = (id(kernel), args[0].device.index, *options.values(), *map(_identity, args, constant))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*args, **options)
+        return None
+    key = (id(kernel), index, *options.values(), *map(_identity, args, roles))
+    x, y, z, *_ = (*grid, 1, 1)
+    whole = (x, y, z)
+    bound = args if len(args) == len(roles) else (*args, *(options[n] for n in kernel.arg_names[len(args) :]))
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[grid](*args, **options)
+        known = _compiled[key] = compiled, entry_of(compiled, whole, bound)
+    elif known[1] is None or hooked():
+        known[0][whole](*bound)
     else:
-        compiled[(*grid, 1, 1)[:3]](*args)
+        known[1](whole, current_stream(index), bound)
+    return Launched(*known, whole, bound)
+
+
+#: What a parameter is to a compiled kernel.
+CONSTANT, FREE, SPECIALISED = range(3)
 
 
 @cache
-def _constants(kernel: Any) -> tuple[bool, ...] | None:
-    """Which parameters are constants, if the others are all free of specialisation."""
-    if any(not (p.is_constexpr or p.do_not_specialize) for p in kernel.params):
-        return None
-    return tuple(p.is_constexpr for p in kernel.params)
+def _roles(kernel: Any) -> tuple[int, ...] | None:
+    """What each parameter is, or None where only Triton knows: other hardware has other rules for those that
+    kernels are specialised on."""
+    roles = tuple(
+        CONSTANT if p.is_constexpr else FREE if p.do_not_specialize else SPECIALISED for p in kernel.params
+    )
+    return None if SPECIALISED in roles and not on_nvidia() else roles
 
 
-def _identity(value: Any, constant: bool) -> Any:
+def _identity(value: Any, role: int) -> Any:
     """What of an argument a compiled kernel depends on: of a number only whether 32 bits hold it, of a float
-    nothing. Layouts live as long as the process, so their ids do."""
+    nothing, and where it is specialised on them whether 16 divides it, and whether a number is 1. Layouts
+    live as long as the process, so their ids do."""
     if isinstance(value, Tensor):
-        return value.dtype
+        return value.dtype if role == FREE else (value.dtype, value.data_ptr() % 16 == 0)
+    if isinstance(value, bool) or value is None:
+        return value
     if isinstance(value, int):
-        return value if constant else -(2**31) <= value < 2**31
+        if role == CONSTANT:
+            return value
+        held = -(2**31) <= value < 2**31
+        return held if role == FREE else (held, value == 1, value % 16 == 0)
     if isinstance(value, float):
-        return value if constant else None
+        return value if role == CONSTANT else None
     if hasattr(value, "block_shape"):  # a TMA descriptor
         return value.base.dtype, *value.block_shape
     return id(value)

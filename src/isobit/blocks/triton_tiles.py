@@ -56,3 +56,11 @@ def steps(left, right, acc):
         # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=("out", "count"))
+def ones_kernel(out, count, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """`count` ones, STEP elements apart."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    one = tl.full((BLOCK,), 1.0, tl.float32).to(out.dtype.element_ty)
+    tl.store(out + i.to(tl.int64) * STEP, one, mask=i < count)

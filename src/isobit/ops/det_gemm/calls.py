@@ -1,21 +1,22 @@
 """From the arguments of the ops to the two functions that a backend has. A backend is a module with
 
-    why_not_product(a, b)                  None, or the reason it cannot serve
-    product(a, b, bias, out_dtype)         a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
+    why_not_product(a, b)                          None, or the reason it cannot serve
+    product(a, b, bias, out_dtype)                 a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
     why_not_token_product(x, dy)
-    token_product(x, dy, stream, init)     x [Z, T, K], dy [Z, T, N] -> fp32 [Z, N, K]
+    token_product(x, dy, stream, init, out_dtype)  x [Z, T, K], dy [Z, T, N] -> [Z, N, K]
+    ones(dy)                                       [1, T, 1] of 1, to sum the T rows of dy with
 
 Operands are views with any strides. A stream comes with Z = 1; without one all rows count, as one sequence.
-No size is ever 0: an empty sum needs no kernel. An op has its operands, which a backend is asked about, and
-its run.
+No size is ever 0: an empty sum needs no kernel. `launch` goes to the functions of a backend that launches
+kernels.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from isobit.backend import Args
 from isobit.blocks import stream as token_stream
 
 
@@ -29,74 +30,129 @@ def rows(t: Tensor) -> Tensor:
     return t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, t.shape[:-1].numel(), t.shape[-1])
 
 
-def _product(kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _product(
+    kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **launch: Any
+) -> Tensor:
     (Z, M, K), N = a.shape, b.shape[2]
     if 0 in (Z, M, K, N):
         out = torch.zeros(Z, M, N, dtype=torch.float32, device=a.device)
         return (out if bias is None else out + bias).to(out_dtype)
-    return kernels.product(a, b, bias, out_dtype)
+    return kernels.product(a, b, bias, out_dtype, **launch)
 
 
-def _token_product(kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None) -> Tensor:
+def _token_product(
+    kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None, out_dtype: torch.dtype,
+    **launch: Any,
+) -> Tensor:  # fmt: skip
     (Z, T, K), N = x.shape, dy.shape[2]
     if 0 in (Z, T, K, N):
-        zeros = torch.zeros(Z, N, K, dtype=torch.float32, device=x.device)
+        zeros = torch.zeros(Z, N, K, dtype=out_dtype, device=x.device)
         return zeros if init is None else init.clone()
-    return kernels.token_product(x, dy, stream, init)
+    return kernels.token_product(x, dy, stream, init, out_dtype=out_dtype, **launch)
 
 
-def gemm_operands(args: Args) -> tuple[Tensor, Tensor]:
-    return matrices(args["a"]), matrices(args["b"])
+# What a backend is asked about: (what it shall compute, its two operands)
+
+Question = tuple[Literal["product", "token_product"], Tensor, Tensor]
 
 
-def run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    out = _product(kernels, matrices(a), matrices(b), None, out_dtype or a.dtype)
-    return out.view(*a.shape[:-1], b.shape[-1])
+def of_gemm(a: Tensor, b: Tensor, **rest: Any) -> Iterator[Question]:
+    yield "product", matrices(a), matrices(b)
 
 
-def run_linear(
-    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:  # fmt: skip
-    if operand_dtype is not None:
-        x, weight = x.to(operand_dtype), weight.to(operand_dtype)
-        bias = None if bias is None else bias.to(operand_dtype)
-    out = _product(kernels, rows(x), weight.t().unsqueeze(0), bias, out_dtype or x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+def of_gemm_bwd(dc: Tensor, a: Tensor | None, b: Tensor | None, **wanted: Any) -> Iterator[Question]:
+    if b is not None:
+        yield "product", matrices(_as_rounded(dc, b.dtype)), matrices(b).mT
+    if a is not None:
+        yield "token_product", matrices(_as_rounded(dc, a.dtype)), matrices(a)
 
 
-def linear_operands(args: Args) -> tuple[Tensor, Tensor]:
+def of_linear(
+    x: Tensor, weight: Tensor, operand_dtype: torch.dtype | None, **rest: Any
+) -> Iterator[Question]:
     """As kernels will read them: what is rounded first is a new tensor, with strides of its own."""
-    x, weight = (_as_rounded(args[name], args["operand_dtype"]) for name in ("x", "weight"))
-    return rows(x), weight.t().unsqueeze(0)
+    yield "product", rows(_as_rounded(x, operand_dtype)), _as_rounded(weight, operand_dtype).t().unsqueeze(0)
+
+
+def of_linear_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor, operand_dtype: torch.dtype | None, want_x: bool,
+    want_weight: bool, want_bias: bool, **rest: Any,
+) -> Iterator[Question]:  # fmt: skip
+    narrow = operand_dtype or weight.dtype
+    dy = rows(_as_rounded(dy, narrow))
+    if want_x:
+        yield "product", dy, _as_rounded(weight, narrow).unsqueeze(0)
+    if want_weight and x is not None:
+        yield "token_product", rows(_as_rounded(x, narrow)), dy
+    if want_bias:
+        yield "token_product", dy, dy  # the other operand is ours
+
+
+def of_dw(x: Tensor, dy: Tensor, **rest: Any) -> Iterator[Question]:
+    yield "token_product", rows(x), rows(dy)
 
 
 def _as_rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     return t if dtype in (None, t.dtype) else torch.empty_like(t, dtype=dtype, device="meta")
 
 
-def db_operands(args: Args) -> tuple[Tensor, Tensor]:
-    return matrices(args["dc"]), matrices(args["a"])
+# How an op runs
 
 
-def run_db(kernels: Any, a: Tensor, dc: Tensor) -> Tensor:
-    out = _token_product(kernels, matrices(dc), matrices(a), None, None)
-    return out.view(*a.shape[:-2], a.shape[-1], dc.shape[-1])
+def run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **launch: Any) -> Tensor:
+    out = _product(kernels, matrices(a), matrices(b), None, out_dtype or a.dtype, **launch)
+    return out.view(*a.shape[:-1], b.shape[-1])
 
 
-def linear_dw_operands(args: Args) -> tuple[Tensor, Tensor]:
-    return rows(_as_rounded(args["x"], args["dy"].dtype)), rows(args["dy"])
+def run_gemm_bwd(
+    kernels: Any, dc: Tensor, a: Tensor | None, b: Tensor | None, want_a: bool, want_b: bool, **launch: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    da = db = None
+    if want_a:
+        assert b is not None
+        left = matrices(dc.to(b.dtype))
+        da = _product(kernels, left, matrices(b).mT, None, b.dtype, **launch)
+        da = da.view(*dc.shape[:-1], b.shape[-2])
+    if want_b:
+        assert a is not None
+        right = matrices(dc.to(a.dtype))
+        db = _token_product(kernels, right, matrices(a), None, None, a.dtype, **launch)
+        db = db.view(*a.shape[:-2], a.shape[-1], dc.shape[-1])
+    return da, db
 
 
-def run_linear_dw(
-    kernels: Any, x: Tensor, dy: Tensor, round_to: torch.dtype | None, out_dtype: torch.dtype
-) -> Tensor:
-    total = _token_product(kernels, rows(x.to(dy.dtype)), rows(dy), None, None)[0]
-    return (total if round_to is None else total.to(round_to)).to(out_dtype)
+def run_linear(
+    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None, **launch: Any,
+) -> Tensor:  # fmt: skip
+    if operand_dtype is not None:
+        x, weight = x.to(operand_dtype), weight.to(operand_dtype)
+        bias = None if bias is None else bias.to(operand_dtype)
+    out = _product(kernels, rows(x), weight.t().unsqueeze(0), bias, out_dtype or x.dtype, **launch)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def dw_operands(args: Args) -> tuple[Tensor, Tensor]:
-    return rows(args["x"]), rows(args["dy"])
+def run_linear_bwd(
+    kernels: Any, dy: Tensor, x: Tensor | None, weight: Tensor, operand_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None, want_x: bool, want_weight: bool, want_bias: bool, **launch: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    narrow, K, lead = operand_dtype or weight.dtype, weight.shape[1], dy.shape[:-1]
+    dx = dweight = dbias = None
+    dy = rows(dy.to(narrow))
+    if want_x:
+        dx = _product(kernels, dy, weight.to(narrow).unsqueeze(0), None, narrow, **launch).view(*lead, K)
+
+    def sum_over_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _token_product(kernels, x, dy, None, None, operand_dtype or dtype, **launch)[0].to(dtype)
+
+    if want_weight:
+        assert x is not None
+        dweight = sum_over_tokens(rows(x.to(narrow)), weight.dtype)
+    if want_bias:
+        empty = 0 in dy.shape
+        ones = dy.new_empty(1, dy.shape[1], 1) if empty else kernels.ones(dy, **launch)
+        dbias = sum_over_tokens(ones, bias_dtype or weight.dtype)[:, 0]
+    return dx, dweight, dbias
 
 
 def run_dw(
@@ -106,10 +162,11 @@ def run_dw(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     init: Tensor | None,
+    **launch: Any,
 ) -> Tensor:
     x, dy, stream = rows(x), rows(dy), None
     T = x.shape[1]
     if T and (mask is not None or cu_seqlens is not None):
         stream = token_stream.build(T, None if mask is None else mask.reshape(T), cu_seqlens, x.device)
     start = None if init is None else init[None].contiguous()
-    return _token_product(kernels, x, dy, stream, start)[0]
+    return _token_product(kernels, x, dy, stream, start, torch.float32, **launch)[0]

@@ -17,7 +17,7 @@ Gradients are the same two things on views. With dy in the operands' dtype,
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,12 +46,20 @@ def gemm(
     """a b."""
 
 
-@op("det_gemm_db", flops=_flops("a", "dc"))
-def gemm_db(
-    a: Half[Tensor, "* M K; any strides"],
-    dc: Half[Tensor, "* M N; any strides"],
-) -> F32[Tensor, "* K N"]:
-    """a^T dc: the gradient of b."""
+def _gemm_bwd_flops(args: dict[str, Any]) -> int:
+    K = args["b"].shape[-2] if args["a"] is None else args["a"].shape[-1]
+    return (args["want_a"] + args["want_b"]) * 2 * math.prod(args["dc"].shape) * K
+
+
+@op("det_gemm_bwd", flops=_gemm_bwd_flops)
+def gemm_bwd(
+    dc: Float[Tensor, "* M N; any strides"],
+    a: Half[Tensor, "* M K; any strides"] | None,
+    b: Half[Tensor, "* K N; any strides"] | None,
+    want_a: bool,
+    want_b: bool,
+) -> tuple[Half[Tensor, "* M K in a or b if want_a"], Half[Tensor, "* K N in a or b if want_b"]]:
+    """(da, db): dc b^T and a^T dc, each from the other operand."""
 
 
 @op("det_linear", flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]))
@@ -65,15 +73,30 @@ def linear(
     """x weight^T + bias."""
 
 
-@op("det_linear_dw", flops=_flops("x", "dy"))
-def linear_dw(
-    x: Single[Tensor, "* K; any strides"],
-    dy: Half[Tensor, "* N; any strides"],
-    round_to: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Float[Tensor, "N K in out_dtype"]:
-    """dy^T x, rounded to one dtype and given in another: the gradient of weight, and with ones of bias. The
-    roundings are in here, because outside a compiler may leave out one that is followed by a wider dtype."""
+def _linear_bwd_flops(args: dict[str, Any]) -> int:
+    return (args["want_x"] + args["want_weight"]) * 2 * math.prod(args["dy"].shape) * args["weight"].shape[1]
+
+
+@op("det_linear_bwd", flops=_linear_bwd_flops)
+def linear_bwd(
+    dy: Float[Tensor, "* N; any strides"],
+    x: Single[Tensor, "* K; any strides"] | None,
+    weight: Single[Tensor, "N K; any strides"],
+    operand_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    want_x: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[
+    Half[Tensor, "* K in operand_dtype or weight if want_x"],
+    Single[Tensor, "N K in weight if want_weight"],
+    Single[Tensor, "N in bias_dtype or weight if want_bias"],
+]:
+    """(dx, dweight, dbias): dy weight, dy^T x and dy^T 1, where dy is rounded to the operands' dtype first.
+
+    Where operands are rounded, so are the sums over tokens, and then given in the dtype of their parameter.
+    The roundings are in here, because outside a compiler may leave out one that is followed by a wider
+    dtype."""
 
 
 @op("det_gemm_dw", flops=_flops("x", "dy"))
@@ -122,6 +145,16 @@ def _operand_dtypes(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("bias", bias, f"dtype must be that of x, {dtype_name(x.dtype)}, or fp32")
 
 
+def _needs(name: str, wanted: str) -> Callable[[Contract, dict[str, Any]], None]:
+    """A gradient is made from the other operand."""
+
+    def rule(contract: Contract, args: dict[str, Any]) -> None:
+        if args[wanted] and args[name] is None:
+            raise contract.error(name, None, f"is required with {wanted}")
+
+    return rule
+
+
 def _stream_form(contract: Contract, args: dict[str, Any]) -> None:
     init, cu_seqlens = args["init"], args["cu_seqlens"]
     if init is not None and init.dtype != torch.float32:
@@ -146,9 +179,11 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
 
 gemm.rule(_one_dtype("a", "b"))
 gemm.rule(_out_dtype)
-gemm_db.rule(_one_dtype("a", "dc"))
+gemm_bwd.rule(_needs("b", "want_a"))
+gemm_bwd.rule(_needs("a", "want_b"))
 linear.rule(_operand_dtypes)
 linear.rule(_out_dtype)
+linear_bwd.rule(_needs("x", "want_weight"))
 gemm_dw.rule(_one_dtype("x", "dy"))
 gemm_dw.rule(_stream_form)
 gemm_dw.value_rule(_sequences_ascend)
@@ -156,13 +191,13 @@ gemm_dw.value_rule(_sequences_ascend)
 
 # Backends, fastest first: modules with the functions that `calls` says, each of them for all ops here
 
-#: (op, the question to ask a module, the operands to ask it about, how to run it).
-_OPS: tuple[tuple[Op, str, Callable[[dict[str, Any]], tuple[Tensor, Tensor]], Callable[..., Tensor]], ...] = (
-    (gemm, "product", calls.gemm_operands, calls.run_gemm),
-    (linear, "product", calls.linear_operands, calls.run_linear),
-    (gemm_db, "token_product", calls.db_operands, calls.run_db),
-    (linear_dw, "token_product", calls.linear_dw_operands, calls.run_linear_dw),
-    (gemm_dw, "token_product", calls.dw_operands, calls.run_dw),
+#: (op, whether it is a sum over tokens, the questions to ask a module, how to run it).
+_OPS: tuple[tuple[Op, bool, Callable[..., Iterator[calls.Question]], Callable[..., Any]], ...] = (
+    (gemm, False, calls.of_gemm, calls.run_gemm),
+    (gemm_bwd, False, calls.of_gemm_bwd, calls.run_gemm_bwd),
+    (linear, False, calls.of_linear, calls.run_linear),
+    (linear_bwd, False, calls.of_linear_bwd, calls.run_linear_bwd),
+    (gemm_dw, True, calls.of_dw, calls.run_dw),
 )
 
 
@@ -182,29 +217,29 @@ def _add_backend(
     kernels = Lazy(f"{__package__}.{module}")
 
     def seg16(device: torch.device) -> str:
-        return str(_segments_of(chain16(device)))
+        return _segments_of(chain16(device))
 
-    for target, what, operands, run in _OPS:
+    for target, over_tokens, questions, run in _OPS:
 
-        def when(args: dict[str, Any], what: str = what, operands: Any = operands) -> str | None:
+        def when(args: dict[str, Any], questions: Any = questions) -> str | None:
             reason = cannot_run(_device(args))
             if reason is not None:
                 return reason
-            one, other = operands(args)
-            if 0 in (*one.shape, *other.shape):
-                return None
-            return getattr(kernels, f"why_not_{what}")(one, other)
+            for what, one, other in questions(**args):
+                if 0 not in (*one.shape, *other.shape):
+                    reason = reason or getattr(kernels, f"why_not_{what}")(one, other)
+            return reason
 
-        def call(run: Callable[..., Tensor] = run, **args: Any) -> Tensor:
+        def call(run: Callable[..., Any] = run, **args: Any) -> Any:
             return run(kernels, **args)
 
-        numerics = chain16 if what == "product" else seg16
-        target.backend(name, numerics=numerics, when=when, **options)(call)
+        target.backend(name, numerics=seg16 if over_tokens else chain16, when=when, **options)(call)
 
 
-def _segments_of(chain16: str | None) -> str | None:
-    """The class of a sum over tokens by the hardware that has this class of products."""
-    return None if chain16 is None else chain16.replace(str(CHAIN16), str(SEG16_512))
+def _segments_of(chain16: str) -> str:
+    """The class of a sum over tokens by the hardware that has this class of products. A backward has both,
+    and the name of the product's."""
+    return chain16.replace(str(CHAIN16), str(SEG16_512))
 
 
 def _of_this_hardware(device: torch.device) -> str:
@@ -222,17 +257,14 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
 
 
-_add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(CHAIN16))
-_add_backend("triton", "kernels_triton", triton_cannot_run, _of_this_hardware, interpreted=True)
+_add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(CHAIN16), launches=True)
+_add_backend(
+    "triton", "kernels_triton", triton_cannot_run, _of_this_hardware, interpreted=True, launches=True
+)
 _add_backend("model", "model", lambda device: None, lambda device: str(CHAIN16), unasked=_not_on_the_cpu)
 
 
 # Autograd, once for all backends
-
-
-def _sums_after(kept: dict[str, Any]) -> dict[str, str | None]:
-    """What the sums over tokens that follow a product are bound to."""
-    return kept["follow"] | {"numerics": _segments_of(kept["follow"]["numerics"])}
 
 
 def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
@@ -240,17 +272,14 @@ def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
     return {"a": a if b.requires_grad else None, "b": b if a.requires_grad else None}
 
 
-def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    a, b, (dc,), found = kept["a"], kept["b"], grads, {}
-    if dc is None:
+def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    needs = kept["needs"]
+    if grads[0] is None:
         return {}
-    dtype = (a if b is None else b).dtype
-    dc = dc.to(dtype)
-    if "a" in kept["needs"]:
-        found["a"] = gemm(a=dc, b=b.mT, **kept["follow"])
-    if "b" in kept["needs"]:
-        found["b"] = gemm_db(a=a, dc=dc, **_sums_after(kept)).to(dtype)
-    return found
+    da, db = gemm_bwd(
+        dc=grads[0], a=kept["a"], b=kept["b"], want_a="a" in needs, want_b="b" in needs, **kept["follow"]
+    )
+    return {"a": da, "b": db}
 
 
 def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
@@ -258,22 +287,16 @@ def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
     return {"x": x, "weight": args["weight"], "bias": args["bias"]}
 
 
-def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    x, weight, bias, (dy,), found = kept["x"], kept["weight"], kept["bias"], grads, {}
-    if dy is None:
+def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    needs, bias = kept["needs"], kept["bias"]
+    if grads[0] is None:
         return {}
-    narrow = kept["operand_dtype"] or weight.dtype
-    dy = dy.to(narrow)
-    if "x" in kept["needs"]:
-        found["x"] = linear(x=dy, weight=weight.t(), operand_dtype=narrow, **kept["follow"])
-
-    rest = {"dy": dy, "round_to": kept["operand_dtype"], **_sums_after(kept)}
-    if "weight" in kept["needs"]:
-        found["weight"] = linear_dw(x=x, out_dtype=weight.dtype, **rest)
-    if "bias" in kept["needs"]:
-        ones = dy.new_ones(()).expand(*dy.shape[:-1], 1)  # one number, read again and again
-        found["bias"] = linear_dw(x=ones, out_dtype=bias.dtype, **rest)[:, 0]
-    return found
+    dx, dweight, dbias = linear_bwd(
+        dy=grads[0], x=kept["x"], weight=kept["weight"], operand_dtype=kept["operand_dtype"],
+        bias_dtype=None if bias is None else bias.dtype,
+        want_x="x" in needs, want_weight="weight" in needs, want_bias="bias" in needs, **kept["follow"],
+    )  # fmt: skip
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
 _WHY = "isobit.{} has no second derivative: its backward is made of kernels without a gradient of their own."
@@ -282,8 +305,8 @@ gemm.derivative("a", "b", save=_save_gemm, gradient=_gemm_gradient, once=_WHY.fo
 linear.derivative(
     "x", "weight", "bias", save=_save_linear, gradient=_linear_gradient, once=_WHY.format("det_linear")
 )
-gemm_db.not_differentiable(_WHY.format("det_gemm"))
-linear_dw.not_differentiable(_WHY.format("det_linear"))
+gemm_bwd.not_differentiable(_WHY.format("det_gemm"))
+linear_bwd.not_differentiable(_WHY.format("det_linear"))
 gemm_dw.not_differentiable(
     "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
     "detached tensors."

@@ -231,12 +231,12 @@ def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
     return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args)
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
+@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
 def _(**args: Any) -> Any:
     return _hopper.linear_logp(**args)
 
 
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
+@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
 def _(**args: Any) -> Any:
     return _hopper_bwd.linear_logp_bwd(**args)
 
@@ -252,12 +252,16 @@ def _triton_numerics(device: torch.device) -> str:
     return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
 
 
-@forward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
+@forward.backend(
+    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
+)
 def _(**args: Any) -> Any:
     return _kept_nothing(args, _triton.linear_logp(**args))
 
 
-@backward.backend("triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True)
+@backward.backend(
+    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
+)
 def _(**args: Any) -> Any:
     return _triton_bwd.linear_logp_bwd(**args)
 
@@ -289,7 +293,7 @@ def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor
     return tensors | {"entropy": entropy if args["return_entropy"] else None}
 
 
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
     names = (*_GIVEN, "stats", "entropy", "kept", "kept_base")
     found = backward(
         **{name: kept[name] for name in names},

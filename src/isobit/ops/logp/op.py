@@ -95,17 +95,21 @@ def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
     return hopper_cannot_run(args["logits"].device) or _hopper.why_not(args)
 
 
-@forward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
+@forward.backend(
+    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+)
 def _(**args: Any) -> Any:
     return _triton.logp(**args)
 
 
-@backward.backend("triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True)
+@backward.backend(
+    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+)
 def _(**args: Any) -> Any:
     return _triton.logp_bwd(**args)
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve)
+@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
 def _(**args: Any) -> Any:
     return _hopper.logp(**args)
 
@@ -135,7 +139,7 @@ def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor
     return kept | {"stats": stats, "entropy": entropy if args["return_entropy"] else None}
 
 
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
     names = ("logits", "token_ids", "mask", "stats", "entropy", "ignore_index", "temperature")
     given = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False))
     return {"logits": backward(**{name: kept[name] for name in names}, **given, **kept["follow"])}

@@ -1,0 +1,191 @@
+"""The last step to a compiled kernel: Triton's own C function, called as Triton calls it.
+
+Between `kernel[grid](...)` and that function Triton looks at every argument, encodes a tensor map for every
+TMA descriptor and asks for hooks. That takes longer than many a product runs, and for a kernel that is
+compiled all of it is known but for addresses and numbers. So one call is observed on its way to the C
+function, and later ones are handed over in the same form.
+
+Nothing is assumed about that form. Where what was observed is not understood (another launcher, scratch
+memory, arguments in an order of their own) there is no `Entry`, and Triton's way serves.
+"""
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+#: Addresses whose tensor maps are kept, of each form of a map; and forms.
+ADDRESSES, FORMS = 1024, 4096
+
+
+def hooked() -> bool:
+    """Whether a profiler wants to see launches: Triton's own way calls its hooks."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+
+
+def on_nvidia() -> bool:
+    return bool(driver.active.get_current_target().backend == "cuda")
+
+
+def current_stream(device: int) -> int:
+    found: int = driver.active.get_current_stream(device)
+    return found
+
+
+class Maps(dict[int, Any]):
+    """Tensor maps of one form (sizes, strides, box, swizzle) by the address that they begin at."""
+
+    def __init__(self, descriptor: Any, encode: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._kind = type(descriptor)
+        self._rest = {name: value for name, value in vars(descriptor).items() if name != "base"}
+        self._encode = encode
+
+    def __missing__(self, address: int) -> Any:
+        """By Triton's own code, of a descriptor whose tensor is an address and nothing else."""
+        made = object.__new__(self._kind)
+        made.__dict__.update(self._rest, base=_At(address))
+        if len(self) >= ADDRESSES:
+            self.clear()
+        self[address] = found = self._encode(made)
+        return found
+
+
+class _At:
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+#: Every form that was seen. Forms are shared: many kernels read the same matrices in the same boxes.
+_forms: dict[tuple[Any, ...], Maps] = {}
+
+
+class Entry:
+    """A compiled kernel's C function, and how its arguments follow from those of a launch.
+
+    `pointers` and `maps` are positions of tensors and TMA descriptors among a launch's arguments. In the form
+    that C takes a descriptor is a tensor map, then the matrix' sizes and strides.
+    """
+
+    __slots__ = ("_c", "_compiled", "_fixed", "_flat", "_meta", "maps", "pointers")
+
+    def __init__(
+        self, compiled: Any, c: Any, fixed: tuple[Any, ...], flat: bool, args: Sequence[Any]
+    ) -> None:
+        self._c, self._fixed, self._flat, self._compiled = c, fixed, flat, compiled
+        self.pointers = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.maps = [i for i, a in enumerate(args) if _is_descriptor(a)]
+        self._meta = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+
+    def launch(self, grid: tuple[int, int, int], stream: int, final: list[Any]) -> None:
+        """Launch with arguments in C's form."""
+        if self._flat:
+            self._c(*grid, stream, *self._fixed, *final)
+        else:
+            self._c(*grid, stream, *self._fixed, final)
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
+        """Launch with arguments as a launcher has them."""
+        final = list(args)
+        for i in self.pointers:
+            final[i] = args[i].data_ptr()
+        for k in range(len(self.maps) - 1, -1, -1):  # the last first: what comes before stays in its place
+            i = self.maps[k]
+            d = args[i]
+            final[i : i + 1] = (self.form(k, d)[d.base.data_ptr()], *d.shape, *d.strides)
+        self.launch(grid, stream, final)
+
+    def form(self, which: int, descriptor: Any) -> Maps:
+        """The tensor maps of a descriptor's form, of the kernel's descriptors the one with this number."""
+        d = descriptor
+        key = (*d.shape, *d.strides, *d.block_shape, id(d.layout), d.base.dtype, type(d), d.padding)
+        found = _forms.get(key)
+        if found is None:
+            if len(_forms) >= FORMS:
+                _forms.clear()
+            meta = self._meta[which]
+            found = _forms[key] = Maps(d, lambda made: _encoded(made, meta))
+        return found
+
+
+def entry_of(compiled: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> Entry | None:
+    """The entry of a kernel that has just been launched with these arguments, or None."""
+    run = compiled.run
+    found = _c_function(getattr(run, "launch", None)) if on_nvidia() else None
+    scratch = any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
+    if found is None or scratch or getattr(run, "gsan_enabled", False):
+        return None
+    c, with_ = found
+    seen: list[tuple[Any, ...]] = []
+    probe = copy.copy(run)
+    probe.launch = with_(lambda *final: seen.append(final))
+    probe(*grid, 0, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    if len(seen) != 1 or seen[0][:4] != (*grid, 0):
+        return None
+    (final,) = seen
+    wanted = [x for a in args for x in ((None, *a.shape, *a.strides) if _is_descriptor(a) else (a,))]
+    flat = not isinstance(final[-1], list | tuple)
+    values = list(final[len(final) - len(wanted) :]) if flat else list(final[-1])
+    fixed = final[4 : len(final) - len(wanted)] if flat else final[4:-1]
+    if not _is_form(values, wanted):
+        return None
+    made = Entry(compiled, c, fixed, flat, args)
+    return made if len(made._meta) == len(made.maps) and None not in made._meta else None
+
+
+def _is_form(values: list[Any], wanted: list[Any]) -> bool:
+    """Whether C was given what we would have given it; where a None is wanted, a tensor map."""
+    if len(values) != len(wanted):
+        return False
+    for value, want in zip(values, wanted, strict=True):
+        if want is None:
+            if value is not None and isinstance(value, Tensor | int | float):
+                return False
+        elif value is not want and (isinstance(value, Tensor) or value != want):
+            return False
+    return True
+
+
+def _c_function(launch: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """(the C function behind a launcher's `launch`, a function that puts another in its place), or None.
+    For kernels with descriptors `launch` is a Python function that encodes them and holds the C function."""
+    if isinstance(launch, types.BuiltinFunctionType):
+        return launch, lambda other: other
+    if not isinstance(launch, types.FunctionType):
+        return None
+    names, cells = launch.__code__.co_freevars, launch.__closure__ or ()
+    held = [
+        n for n, c in zip(names, cells, strict=True) if isinstance(c.cell_contents, types.BuiltinFunctionType)
+    ]
+    if len(held) != 1:
+        return None
+
+    def with_(other: Any) -> Any:
+        closure = tuple(
+            types.CellType(other) if n == held[0] else c for n, c in zip(names, cells, strict=True)
+        )
+        return types.FunctionType(
+            launch.__code__, launch.__globals__, launch.__name__, launch.__defaults__, closure
+        )
+
+    return cells[names.index(held[0])].cell_contents, with_
+
+
+def _is_descriptor(value: Any) -> bool:
+    return hasattr(value, "block_shape")
+
+
+def _encoded(descriptor: Any, meta: Any) -> Any:
+    from triton.backends.nvidia import driver as nvidia
+
+    make: Any = nvidia.make_tensordesc_arg
+    extra = (None,) * (make.__code__.co_argcount - 2)  # 3.9 takes a third, which it does not read
+    return make(descriptor, meta, *extra)[0]

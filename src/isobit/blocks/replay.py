@@ -1,0 +1,223 @@
+"""A call's launches, recorded once and made again with other addresses.
+
+Of two calls of one kind (the same shapes, strides, dtypes, options) a launcher makes the same launches: the
+same kernels, grids and numbers. Only addresses differ, and each of them is one of
+
+    an input's, plus an offset
+    an output's, plus an offset
+    an intermediate's, all of which lie in one workspace
+
+`Tape` is what a launcher launches by while it is recorded. A `Plan` is what is left of it: it allocates the
+outputs and the workspace and makes the launches, without the launcher. That is exact as long as between
+launches there are nothing but allocations and views. While a tape is open a dispatch mode looks; a call in
+which anything else happens has no plan, and its launcher serves.
+
+The workspace lives until the last launch is made. After that PyTorch's allocator may hand it to others on
+the same stream, as it does with every freed tensor. Nothing here waits for the device, so a plan can be
+captured into a CUDA graph.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isobit.blocks.entry import Entry, Maps, current_stream, hooked
+from isobit.blocks.launch import Launched, launched
+
+_ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
+#: What PyTorch's allocator aligns to, and so every tensor of a workspace.
+_ALIGNMENT = 512
+
+_current_device = torch.accelerator.current_device_index
+
+
+class Tape(TorchDispatchMode):
+    """Launches, and keeps what was launched. While it is entered it watches PyTorch's own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Launched] = []
+        self.new: dict[int, torch.UntypedStorage] = {}  # by address; held, so that no two of them share one
+        self.reason: str | None = None  # why there can be no plan
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if 0 in grid:
+            return
+        made = launched(kernel, grid, args, options)
+        if made is None or made.entry is None:
+            self.reason = self.reason or f"{kernel.__name__} has no short way"
+        else:
+            self.made.append(made)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if name in _ALLOCATIONS:
+            for t in results:
+                storage = t.untyped_storage()
+                self.new[storage.data_ptr()] = storage
+            return out
+        read = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        views = results and all(t.untyped_storage().data_ptr() in read for t in results)
+        if func._schema.is_mutable or not views:
+            self.reason = self.reason or f"{func} runs between launches"
+        return out
+
+
+class _Output(NamedTuple):
+    """A tensor in a storage of its own, as it is allocated."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    size: int  # elements of the storage, or 0 where the tensor is all of it
+
+
+def _output(t: Tensor) -> _Output:
+    size = t.untyped_storage().nbytes() // t.element_size()
+    return _Output(t.shape, t.stride(), t.dtype, int(t.storage_offset()), 0 if size == t.numel() else size)
+
+
+class _Launch(NamedTuple):
+    """One launch: the arguments of its kernel, and at which positions among them addresses are missing."""
+
+    entry: Entry
+    grid: tuple[int, int, int]
+    args: list[Any]
+    pointers: list[tuple[int, int]]  # (position, number of the address)
+    maps: list[tuple[int, int, Maps]]
+
+
+def _launch(made: Launched, place: Callable[[Tensor], int]) -> _Launch:
+    entry = made.entry
+    assert entry is not None
+    found = _Launch(entry, made.grid, [], [], [])
+    for i, value in enumerate(made.args):
+        at = len(found.args)
+        if i in entry.maps:
+            form = entry.form(entry.maps.index(i), value)
+            found.maps.append((at, place(value.base), form))
+            found.args.extend((None, *value.shape, *value.strides))
+        elif i in entry.pointers:
+            found.pointers.append((at, place(value)))
+            found.args.append(None)
+        else:
+            found.args.append(value)
+    return found
+
+
+class Plan:
+    """A recorded call: what it allocates, where its addresses lie, and its launches."""
+
+    def __init__(self, tape: Tape, inputs: Sequence[Tensor], outputs: Any) -> None:
+        self._device = inputs[0].device
+        self._several = isinstance(outputs, tuple)
+        results = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._outputs = [None if t is None else _output(t) for t in results]
+        # Addresses are counted from an input, from an output's storage, or from the workspace.
+        begin = {_base(t): t.data_ptr() for t in inputs}
+        begin |= {_base(t): _base(t) for t in results if t is not None}
+        which = {base: k for k, base in enumerate(begin)}
+        self._bytes = 0
+        starts: dict[int, int] = {}
+        for base, storage in tape.new.items():
+            if base not in begin:
+                starts[base] = self._bytes
+                self._bytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        places: dict[tuple[int, int], int] = {}
+
+        def place(t: Tensor) -> int:
+            """The number of an address: (what it is counted from, bytes from there)."""
+            address, base = t.data_ptr(), _base(t)
+            at = (
+                (len(begin), starts[base] + address - base)
+                if base in starts
+                else (which[base], address - begin[base])
+            )
+            return places.setdefault(at, len(places))
+
+        self._launches = [_launch(made, place) for made in tape.made]
+        self._places = list(places)
+
+    @staticmethod
+    def can_run() -> bool:
+        """Not while somebody wants to see launches as Triton shows them."""
+        return not hooked()
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """The outputs of a call with these inputs, of the kind that was recorded."""
+        device = self._device
+        begin = [t.data_ptr() for t in inputs]
+        found: list[Tensor | None] = []
+        for output in self._outputs:
+            if output is None:
+                found.append(None)
+                continue
+            shape, stride, dtype, offset, size = output
+            if size:
+                whole = torch.empty(size, dtype=dtype, device=device)
+                begin.append(whole.data_ptr())
+                found.append(whole.as_strided(shape, stride, offset))
+            else:
+                made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                begin.append(made.data_ptr())
+                found.append(made)
+        if self._bytes:
+            workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+            begin.append(workspace.data_ptr())
+        at = [begin[k] + offset for k, offset in self._places]
+        if device.index is None or device.index == _current_device():
+            self._make(at)
+        else:
+            with torch.cuda.device(device):
+                self._make(at)
+        return tuple(found) if self._several else found[0]
+
+    def _make(self, at: list[int]) -> None:
+        """All launches, on the current stream."""
+        stream = current_stream(self._device.index)
+        for entry, grid, args, pointers, maps in self._launches:
+            final = args.copy()
+            for i, k in pointers:
+                final[i] = at[k]
+            for i, k, form in maps:
+                final[i] = form[at[k]]
+            entry.launch(grid, stream, final)
+
+
+def recordable(inputs: Sequence[Tensor]) -> bool:
+    """Whether a call can be recorded now. Of two inputs in one storage nobody could say later which of them
+    an address belonged to."""
+    return len({_base(t) for t in inputs}) == len(inputs) and not hooked()
+
+
+def record(
+    run: Callable[..., Any], args: dict[str, Any], inputs: Sequence[Tensor]
+) -> tuple[Any, Plan | None]:
+    """(what a backend's run returns, a plan for calls like it or None where there can be none). `inputs` are
+    the tensors among `args`."""
+    with Tape() as tape:
+        outputs = run(**args, launch=tape)
+    results = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+    of_results, known = {_base(t) for t in results}, {*tape.new, *(_base(t) for t in inputs)}
+    if tape.reason is None and not (len(of_results) == len(results) and of_results <= tape.new.keys()):
+        tape.reason = "results lie in inputs, in each other, or nowhere"
+    if tape.reason is None and not {_base(t) for made in tape.made for t in _tensors(made)} <= known:
+        tape.reason = "a kernel reads or writes what is neither given nor allocated"
+    return outputs, Plan(tape, inputs, outputs) if tape.reason is None else None
+
+
+def _tensors(made: Launched) -> list[Tensor]:
+    assert made.entry is not None
+    return [made.args[i] for i in made.entry.pointers] + [made.args[i].base for i in made.entry.maps]
+
+
+def _base(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()

@@ -1,0 +1,88 @@
+"""How calls of one kind are served: found out once, and kept.
+
+The first call runs the backend's launcher. The second is recorded (`isobit.blocks.replay`), and from the
+third on the recorded launches are made again, without the launcher. So a batch size that comes once pays for
+no recording.
+
+This is what every call goes through, tens of thousands of times a second, so it is written for few steps.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isobit.autograd import Applied, Body
+from isobit.backend import Backend
+
+if TYPE_CHECKING:
+    from isobit.blocks.replay import Plan
+
+_profiler = torch.autograd.profiler
+
+
+class Way:
+    """From the values of a call to its results: under autograd where `applied` says how, through the plan
+    where there is one, or else through the backend."""
+
+    __slots__ = ("_applied", "_backend", "_body", "_check", "_name", "_names", "_plan", "_seen", "_tried")
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        backend: Backend,
+        check: Callable[[Sequence[Any]], None] | None,
+        applied: Applied | None,
+        values: Sequence[Any],
+    ) -> None:
+        """`names` are those of the arguments that a backend gets, the first of all. `check` looks at what
+        tensors hold."""
+        self._name, self._names, self._backend, self._check = name, names, backend, check
+        self._applied = applied
+        self._body = Body(self._run, values)
+        self._plan: Plan | None = None
+        self._seen = self._tried = False
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        tensors = [values[i] for i in self._body.positions]
+        if self._applied is None:
+            return self._run(tensors)
+        return self._applied.eager(self._body, *tensors)
+
+    def _run(self, tensors: Sequence[Tensor]) -> Any:
+        plan = self._plan
+        if plan is None or self._check is not None or _profiler._is_profiler_enabled:
+            return self._run_watched(tensors)
+        return plan(tensors) if plan.can_run() else self._serve(tensors)
+
+    def _run_watched(self, tensors: Sequence[Tensor]) -> Any:
+        """With what most calls go without: a look at the tensors, a name for the profiler."""
+        if self._check is not None:
+            self._check(self._body.values(tensors))
+        if not _profiler._is_profiler_enabled:
+            return self._serve(tensors)
+        with torch.profiler.record_function(f"isobit::{self._name}"):  # as the dispatcher would have said
+            return self._serve(tensors)
+
+    def _serve(self, tensors: Sequence[Tensor]) -> Any:
+        if self._plan is not None and self._plan.can_run():
+            return self._plan(tensors)
+        device = tensors[0].device.type
+        if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
+            with torch.autocast(device, enabled=False):
+                return self._launch(tensors)
+        return self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor]) -> Any:
+        args = dict(zip(self._names, self._body.values(tensors), strict=False))
+        if self._seen and not self._tried and self._backend.launches and tensors[0].is_cuda:
+            from isobit.blocks import replay
+
+            if replay.recordable(tensors):
+                self._tried = True
+                outputs, self._plan = replay.record(self._backend.run, args, tensors)
+                return outputs
+        self._seen = True
+        return self._backend.run(**args)
