@@ -1,6 +1,6 @@
 """What Hopper launchers decide on the host: which tile, what TMA can read, which kernel is known already."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -284,7 +284,8 @@ KERNELS = [
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> None:
-    assert launch._constants(kernel) is not None
+    roles = launch._roles(kernel)
+    assert roles is not None and launch.SPECIALISED not in roles
 
 
 @pytest.mark.parametrize("op", ["logp", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
@@ -301,8 +302,26 @@ def specialised_kernel(out, n):
     tl.store(out, n)
 
 
-def test_a_kernel_that_would_be_specialised_goes_through_triton() -> None:
-    assert launch._constants(specialised_kernel) is None
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_what_a_kernel_is_specialised_on_is_known_of_nvidia_alone(
+    nvidia: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch._roles.cache_clear()
+    monkeypatch.setattr(launch, "on_nvidia", lambda: nvidia)
+    roles = launch._roles(specialised_kernel)
+    assert roles == ((launch.SPECIALISED, launch.SPECIALISED) if nvidia else None)
+    launch._roles.cache_clear()
+
+
+def of(value: Any, role: int) -> tuple[Any, ...]:
+    return launch._key([value], [role], [])
+
+
+def key(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """What finds a compiled kernel."""
+    roles = launch._roles(kernel)
+    assert roles is not None
+    return launch._key(args, roles, [kernel.__name__])
 
 
 def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
@@ -356,17 +375,18 @@ def test_no_number_of_rows_compiles_a_helper_kernel_anew() -> None:
 def test_the_fast_way_to_a_compiled_helper_kernel_knows_any_number_of_rows() -> None:
     def keys(N: int) -> set[tuple[Any, ...]]:
         recorded = helper_launches(N).launches
-        return {(kernel.__name__, *map(launch._identity, args, launch._constants(kernel) or ()))
-                for kernel, args, _ in recorded if kernel in HELPERS}  # fmt: skip
+        return {key(kernel, args) for kernel, args, _ in recorded if kernel in HELPERS}
 
     assert keys(33) == keys(64) == keys(65537)
-    assert launch._identity(0.7, False) == launch._identity(0.5, False)  # a temperature is no constant
+    assert of(0.7, launch.FREE) == of(0.5, launch.FREE)  # a temperature is no constant
 
 
 def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:
     """Triton types numbers by their value, and its launcher would cut one that does not fit."""
-    assert launch._identity(2**31, False) != launch._identity(2**31 - 1, False) == launch._identity(1, False)
-    assert launch._identity(0.5, True) != launch._identity(0.25, True)
+    assert of(2**31, launch.FREE) != of(2**31 - 1, launch.FREE) == of(1, launch.FREE)
+    assert of(0.5, launch.CONSTANT) != of(0.25, launch.CONSTANT)
+    assert len({of(n, launch.SPECIALISED) for n in (1, 2, 16, 2**31, 2**31 + 1)}) == 5
+    assert of(32, launch.SPECIALISED) == of(16, launch.SPECIALISED)
 
 
 def test_packed_rows_are_apart_as_tma_wants_them() -> None:
@@ -408,9 +428,7 @@ def test_sizes_do_not_make_another_kernel_but_dtypes_boxes_and_constants_do() ->
     seen = []
 
     def keep(kernel: object, grid: object, *args: object, **options: object) -> None:
-        constants = launch._constants(kernel)
-        assert constants is not None
-        seen.append(tuple(map(launch._identity, args, constants)))
+        seen.append(key(kernel, args))
 
     def call(M: int, dtype: torch.dtype = BF16, out: torch.dtype = BF16) -> None:
         a, b = empty(1, M, 520, dtype=dtype), empty(1, 4096, 520, dtype=dtype).mT

@@ -138,13 +138,13 @@ def linear_logp_bwd(launch: Callable[..., None]) -> None:
 
 def short(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """The way that `isobit.blocks.launch.run` takes on a GPU, to a kernel that it has launched before."""
-    launching._launch(kernel, grid, args, options)
+    launching.launched(kernel, grid, args, options)
     clear()
-    if launching._constants(kernel) is None:  # only Triton knows what it is compiled for
-        launching._launch(kernel, grid, args, options)
+    if launching._roles(kernel) is None:  # only Triton knows what it is compiled for
+        launching.launched(kernel, grid, args, options)
         return
     with mock.patch.object(type(kernel), "run", side_effect=AssertionError("this is the ordinary way")):
-        launching._launch(kernel, grid, args, options)
+        launching.launched(kernel, grid, args, options)
 
 
 def both_ways(call: Callable[..., Any]) -> Pairs:

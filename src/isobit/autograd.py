@@ -13,14 +13,16 @@ from torch import Tensor
 class Body:
     """An op with all of a call but its tensors, which are autograd's."""
 
-    __slots__ = ("kept", "positions", "run", "template")
+    __slots__ = ("kept", "positions", "template")
 
-    def __init__(self, run: Callable[[Sequence[Tensor]], Any], values: Sequence[Any]) -> None:
-        self.run = run
+    def __init__(self, values: Sequence[Any]) -> None:
         self.positions = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
         self.template = tuple(None if isinstance(v, Tensor) else v for v in values)
         #: What backwards of such calls have in common, by what gradients are wanted for.
         self.kept: dict[tuple[bool, ...], dict[str, Any]] = {}
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        raise NotImplementedError
 
     def values(self, tensors: Sequence[Tensor]) -> list[Any]:
         """All values of the call, in the order of the contract."""
@@ -28,6 +30,19 @@ class Body:
         for i, t in zip(self.positions, tensors, strict=True):
             found[i] = t
         return found
+
+
+class Through(Body):
+    """A body that goes through a function of all values."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any], values: Sequence[Any]) -> None:
+        super().__init__(values)
+        self._function = function
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        return self._function(*self.values(tensors))
 
 
 class Applied(NamedTuple):

@@ -24,8 +24,9 @@ _SCALARS = frozenset((bool, int, float, str, torch.dtype))
 
 def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
     """All about a call but what its tensors hold; of addresses, what decides how they can be read; and
-    whether autograd is on. None for a call whose arguments are of no usual type, or without memory."""
-    kind: list[Any] = [grad]
+    whether autograd is on. One item for each value, after the last. None for a call whose arguments are of no
+    usual type, or without memory."""
+    kind: list[Any] = []
     for v in values:
         what = type(v)
         if v is None:
@@ -37,41 +38,41 @@ def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
                 return None
             if at == 0 or v.is_neg():
                 return None
-            kind += (v.shape, strides, v.dtype, v.get_device(), at & 15, v.requires_grad)
+            kind.append((v.shape, strides, v.dtype, v.get_device(), at & 15, v.requires_grad))
         elif what in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
-            kind += (what, v)  # 1 and True are equal
+            kind.append((what, v))  # 1 and True are equal
         else:
             return None
+    kind.append(grad)
     return tuple(kind)
 
 
-def family_of(values: Sequence[Any], rows_at: Sequence[tuple[int, int] | None]) -> Kind | None:
+def family_of(kind: Kind, rows_at: Sequence[tuple[int, int] | None]) -> Kind | None:
     """The same of all calls with two rows or more: what there is of each tensor beside its rows. Those are
     its dimensions but for so many before and after them, as `rows_at` says of tensors that have rows.
 
     None where rows do not follow one another without a gap, because then their number may decide strides;
     and where tensors disagree about it."""
-    family: list[Any] = []
+    family: list[Any] = [kind[-1]]
     lead = None
-    for v, at in zip(values, rows_at, strict=True):
-        if not isinstance(v, Tensor):
-            if v is not None and type(v) not in _SCALARS:
-                return None
-            family += (type(v), v)
+    for item, at in zip(kind, rows_at, strict=False):
+        if at is None or item is None or len(item) == 2:
+            family.append(item)
             continue
-        if v.layout is not torch.strided:
-            return None
-        shape = v.shape
-        family += (len(shape), v.dtype, v.device, v.data_ptr() & 15)
-        if at is None:
-            family += (shape, v.stride())
-            continue
+        shape, strides = item[0], item[1]
         end = len(shape) - at[1]
-        if not v.is_contiguous() or lead not in (None, shape[at[0] : end]):
+        rows = shape[at[0] : end]
+        if lead is None:
+            lead = rows
+        elif rows != lead:
             return None
-        lead = shape[at[0] : end]
-        family += (shape[: at[0]], shape[end:])
-    return None if lead is None or lead.numel() < 2 else tuple(family)
+        size = 1
+        for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if stride != size and n != 1:
+                return None
+            size *= n
+        family += (shape[: at[0]], shape[end:], item[2:])
+    return None if lead is None or lead.numel() < 2 else (*family, len(lead))
 
 
 def remember(answers: dict[Kind, Any], kind: Kind | None, answer: Any) -> None:

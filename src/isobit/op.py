@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from isobit.arch import arch_key
-from isobit.autograd import Applied, Body, Refusal, function_of
+from isobit.autograd import Applied, Body, Refusal, Through, function_of
 from isobit.backend import Args, Backend, Explanation, UnsupportedError
 from isobit.contract import Contract, ContractError, Param
 from isobit.kinds import Kind, family_of, kind_of, remember
@@ -93,7 +93,7 @@ class Op:
     def forget(self) -> None:
         """Ask again of every kind of call. New dictionaries, because another thread may hold the old ones."""
         self._ways: dict[Kind, Way] = {}
-        self._served: dict[Kind, Backend] = {}
+        self._families: dict[Kind, Way] = {}  # how calls with any number of rows are served
         self._served_of = list(self.backends)  # what was chosen from
 
     # Declaring
@@ -236,7 +236,7 @@ class Op:
         """A call under autograd's eyes, through what runs the op; anywhere."""
         assert self._applied is not None
         values = self._followed(values)
-        body = Body(lambda tensors: run(*body.values(tensors)), values)
+        body = Through(run, values)
         return self._applied.anywhere(body, *[values[i] for i in body.positions])
 
     def _followed(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -272,19 +272,36 @@ class Op:
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
-        alone = not _watched() and forward_ad._current_level < 0
-        kind, way = self._known(values, torch.is_grad_enabled()) if alone else (None, None)
+        if _watched() or forward_ad._current_level >= 0:
+            return self._first_call(self._typed(values), None)
+        kind = kind_of(values, torch.is_grad_enabled())
+        way = self._find(kind)
         if way is None:
             typed = self._typed(values)
-            if alone and typed is not values:  # such as a number of numpy's
-                kind, way = self._known(typed, torch.is_grad_enabled())
-            values = typed
+            if typed is values:
+                return self._first_call(values, kind)
+            values = typed  # a number of numpy's has become one of Python's, say
+            kind = kind_of(values, torch.is_grad_enabled())
+            way = self._find(kind)
         return self._first_call(values, kind) if way is None else way(values)
 
-    def _known(self, values: tuple[Any, ...], grad: bool) -> tuple[Kind | None, Way | None]:
-        """The kind of a call, and how such calls are served if there has been one."""
-        kind = kind_of(values, grad)
-        return kind, None if kind is None or self._served_of != self.backends else self._ways.get(kind)
+    def _find(self, kind: Kind | None) -> Way | None:
+        """How calls of a kind are served, if one of them or of their family has been."""
+        if kind is None or self._served_of != self.backends:
+            return None
+        way = self._ways.get(kind)
+        if way is None:
+            family = family_of(kind, self.contract.rows_at)
+            way = None if family is None else self._families.get(family)
+            if way is not None:
+                way = way.another()
+                remember(self._ways, kind, way)
+        return way
+
+    def _keep(self, kind: Kind | None, way: Way) -> None:
+        if kind is not None:
+            remember(self._ways, kind, way)
+            remember(self._families, family_of(kind, self.contract.rows_at), way)
 
     def _first_call(self, values: tuple[Any, ...], kind: Kind | None) -> Any:
         """A call of a kind that is not known, or of none."""
@@ -302,7 +319,7 @@ class Op:
             values = self._followed(values)
             way = self._way(values, self._applied)
         found = way(values)
-        remember(self._ways, kind, way)
+        self._keep(kind, way)
         return found
 
     def bind(self, given: Args) -> tuple[Any, ...]:
@@ -333,10 +350,11 @@ class Op:
         """The body, below autograd."""
         if values[0].device.type == "meta":
             return self._fake(*values)
-        kind, way = self._known(values, False)
+        kind = kind_of(values, False)
+        way = self._find(kind)
         if way is None:
             way = self._way(values)
-            remember(self._ways, kind, way)
+            self._keep(kind, way)
         return way(values)
 
     def _run_for_torch(self, *given: Any) -> Any:
@@ -378,26 +396,17 @@ class Op:
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
     def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
-        """How calls like this one are served."""
-        own = self.contract.names[: -len(CONTROLS)]
-        check = self._check_values if self.value_rules and values[_VALIDATE] is not False else None
-        return Way(self.name, own, self._backend_for(values), check, applied, values)
-
-    def _backend_for(self, values: Sequence[Any]) -> Backend:
-        """The backend that serves a call, or the reason why none does.
+        """How calls like this one are served, or the reason why none is.
 
         The contract, its rules and the choice of a backend look at everything but what tensors hold and how
-        many rows there are. So what was said of one call holds for its family.
+        many rows there are. So what was said of one call holds for its kind, and for its family.
         """
         if self._served_of != self.backends:
             self.forget()
-        served, family = self._served, family_of(values, self.contract.rows_at)
-        backend = None if family is None else served.get(family)
-        if backend is None:
-            args, _ = self._validated(values)
-            backend = self._choose(args, _pop_controls(args))
-            remember(served, family, backend)
-        return backend
+        args, _ = self._validated(values)
+        backend = self._choose(args, _pop_controls(args))
+        check = self._check_values if self.value_rules and values[_VALIDATE] is not False else None
+        return Way(self.name, tuple(args), backend, check, applied, values)
 
     def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
         """(arguments, dimensions) of a call that keeps the contract, whatever its tensors hold."""

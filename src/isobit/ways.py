@@ -19,14 +19,15 @@ from isobit.backend import Backend
 if TYPE_CHECKING:
     from isobit.blocks.replay import Plan
 
+
 _profiler = torch.autograd.profiler
 
 
-class Way:
-    """From the values of a call to its results: under autograd where `applied` says how, through the plan
+class Way(Body):
+    """From the tensors of a call to its results: under autograd where `applied` says how, through the plan
     where there is one, or else through the backend."""
 
-    __slots__ = ("_applied", "_backend", "_body", "_check", "_name", "_names", "_plan", "_seen", "_tried")
+    __slots__ = ("_applied", "_backend", "_check", "_name", "_names", "_plan", "_seen", "_tried")
 
     def __init__(
         self,
@@ -39,28 +40,28 @@ class Way:
     ) -> None:
         """`names` are those of the arguments that a backend gets, the first of all. `check` looks at what
         tensors hold."""
+        super().__init__(values)
         self._name, self._names, self._backend, self._check = name, names, backend, check
         self._applied = applied
-        self._body = Body(self._run, values)
         self._plan: Plan | None = None
         self._seen = self._tried = False
 
+    def another(self) -> "Way":
+        """Of calls with another number of rows: they differ in their launches alone."""
+        made = object.__new__(Way)
+        made.positions, made.template, made.kept = self.positions, self.template, self.kept
+        made._name, made._names, made._backend = self._name, self._names, self._backend
+        made._check, made._applied = self._check, self._applied
+        made._plan, made._seen, made._tried = None, False, False
+        return made
+
     def __call__(self, values: Sequence[Any]) -> Any:
-        tensors = [values[i] for i in self._body.positions]
-        if self._applied is None:
-            return self._run(tensors)
-        return self._applied.eager(self._body, *tensors)
+        tensors = [values[i] for i in self.positions]
+        return self.run(tensors) if self._applied is None else self._applied.eager(self, *tensors)
 
-    def _run(self, tensors: Sequence[Tensor]) -> Any:
-        plan = self._plan
-        if plan is None or self._check is not None or _profiler._is_profiler_enabled:
-            return self._run_watched(tensors)
-        return plan(tensors) if plan.can_run() else self._serve(tensors)
-
-    def _run_watched(self, tensors: Sequence[Tensor]) -> Any:
-        """With what most calls go without: a look at the tensors, a name for the profiler."""
+    def run(self, tensors: Sequence[Tensor]) -> Any:
         if self._check is not None:
-            self._check(self._body.values(tensors))
+            self._check(self.values(tensors))
         if not _profiler._is_profiler_enabled:
             return self._serve(tensors)
         with torch.profiler.record_function(f"isobit::{self._name}"):  # as the dispatcher would have said
@@ -70,14 +71,14 @@ class Way:
         if self._plan is not None and self._plan.can_run():
             return self._plan(tensors)
         device = tensors[0].device.type
-        if torch.is_autocast_enabled(device):  # the inputs' dtypes decide, never the context's
-            with torch.autocast(device, enabled=False):
-                return self._launch(tensors)
-        return self._launch(tensors)
+        if not torch.is_autocast_enabled(device):
+            return self._launch(tensors)
+        with torch.autocast(device, enabled=False):  # the inputs' dtypes decide, never the context's
+            return self._launch(tensors)
 
     def _launch(self, tensors: Sequence[Tensor]) -> Any:
-        args = dict(zip(self._names, self._body.values(tensors), strict=False))
-        if self._seen and not self._tried and self._backend.launches and tensors[0].is_cuda:
+        args = dict(zip(self._names, self.values(tensors), strict=False))
+        if self._seen and not self._tried and self._backend.launches:
             from isobit.blocks import replay
 
             if replay.recordable(tensors):

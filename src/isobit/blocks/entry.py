@@ -18,8 +18,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-#: Addresses whose tensor maps are kept, of each form of a map; and forms.
-ADDRESSES, FORMS = 1024, 4096
+#: Addresses whose tensor maps are kept, of each form of a map.
+ADDRESSES = 1024
 
 
 def hooked() -> bool:
@@ -43,7 +43,7 @@ class Maps(dict[int, Any]):
     def __init__(self, descriptor: Any, encode: Callable[[Any], Any]) -> None:
         super().__init__()
         self._kind = type(descriptor)
-        self._rest = {name: value for name, value in vars(descriptor).items() if name != "base"}
+        self._rest = {name: value for name, value in vars(descriptor).items() if name not in ("base", "maps")}
         self._encode = encode
 
     def __missing__(self, address: int) -> Any:
@@ -62,10 +62,6 @@ class _At:
 
     def data_ptr(self) -> int:
         return self._address
-
-
-#: Every form that was seen. Forms are shared: many kernels read the same matrices in the same boxes.
-_forms: dict[tuple[Any, ...], Maps] = {}
 
 
 class Entry:
@@ -104,16 +100,13 @@ class Entry:
         self.launch(grid, stream, final)
 
     def form(self, which: int, descriptor: Any) -> Maps:
-        """The tensor maps of a descriptor's form, of the kernel's descriptors the one with this number."""
-        d = descriptor
-        key = (*d.shape, *d.strides, *d.block_shape, id(d.layout), d.base.dtype, type(d), d.padding)
-        found = _forms.get(key)
-        if found is None:
-            if len(_forms) >= FORMS:
-                _forms.clear()
+        """The tensor maps of a descriptor's form, of the kernel's descriptors the one with this number. All
+        descriptors of a form share a list that they are kept in."""
+        kept: list[Maps] = descriptor.maps
+        if not kept:
             meta = self._meta[which]
-            found = _forms[key] = Maps(d, lambda made: _encoded(made, meta))
-        return found
+            kept.append(Maps(descriptor, lambda made: _encoded(made, meta)))
+        return kept[0]
 
 
 def entry_of(compiled: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> Entry | None:

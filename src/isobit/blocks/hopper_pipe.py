@@ -319,7 +319,9 @@ class Matrix(NamedTuple):
 
 def matrix(t: Tensor) -> Matrix:
     """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
-    return Matrix(t, *t.shape[-2:], *t.stride()[-2:])
+    *_, rows, columns = t.shape
+    *_, down, across = t.stride()
+    return Matrix(t, rows, columns, down, across)
 
 
 def aligned_for_tma(m: Matrix) -> bool:
@@ -333,23 +335,29 @@ _descriptors: dict[Kind, dict[str, Any]] = {}
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
-    kind = (m.rows, m.columns, m.down, m.base.dtype, rows, columns)
+    base, size, width, down, _ = m
+    kind = (size, width, down, base.dtype, rows, columns)
     known = _descriptors.get(kind)
-    if known is not None:
-        # Triton checks every descriptor that is made, which takes longer than all the rest of it. It has
-        # checked one like this; only the address is another.
-        assert m.base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(known, base=m.base)
-        return made
+    if known is None:
+        known = _form(m, rows, columns)
+        remember(_descriptors, kind, known)
+    # Triton checks every descriptor that is made, which takes longer than all the rest of it. It has checked
+    # one like this; only the address is another.
+    assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=base)
+    return made
+
+
+def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
+    """What descriptors of such a matrix have in common; with a place for tensor maps, see `entry.Entry`."""
     down, size = m.down, m.base.element_size()
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
         assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
         down = 16 * (m.columns * size // 16 + 1) // size
     layout = _shared_layout(rows, columns, m.base.dtype)
     made = TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
-    remember(_descriptors, kind, {name: value for name, value in vars(made).items() if name != "base"})
-    return made
+    return {name: value for name, value in vars(made).items() if name != "base"} | {"maps": []}
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:

@@ -7,7 +7,6 @@ the ahead-of-time signatures are those of real calls and are written nowhere els
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +61,22 @@ def _launched(
     which for a kernel with TMA descriptors takes longer than many a product. What a kernel was compiled for
     are its constants, dtypes and boxes, and of numbers and addresses what divides them: it is found by those.
     """
-    index, roles = args[0].device.index, _roles(kernel)
-    if roles is None:
+    roles = _roles_of.get(id(kernel)) or _learn(kernel)
+    index, constants, bound = args[0].device.index, roles.constants, args
+    if len(args) < roles.all:
+        bound = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
+    if not roles.known:
         kernel[grid](*args, **options)
         return None
-    key = (id(kernel), index, *options.values(), *map(_identity, args, roles))
+    key = (
+        id(kernel),
+        index,
+        *options.values(),
+        *bound[constants:],
+        *_identities(bound[:constants], roles.free),
+    )
     x, y, z, *_ = (*grid, 1, 1)
     whole = (x, y, z)
-    bound = args if len(args) == len(roles) else (*args, *(options[n] for n in kernel.arg_names[len(args) :]))
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*args, **options)
@@ -81,38 +88,50 @@ def _launched(
     return Launched(*known, whole, bound)
 
 
-#: What a parameter is to a compiled kernel.
-CONSTANT, FREE, SPECIALISED = range(3)
+class Roles(NamedTuple):
+    """What the parameters of a kernel are: those that a compiled kernel depends on as a whole come last."""
+
+    kernel: Any  # held, so that its id stays its own
+    all: int  # how many there are
+    constants: int  # the first of them
+    free: tuple[bool, ...]  # of those before: whether the kernel is not specialised on what divides them
+    known: bool  # what it is specialised on; other hardware has other rules
 
 
-@cache
-def _roles(kernel: Any) -> tuple[int, ...] | None:
-    """What each parameter is, or None where only Triton knows: other hardware has other rules for those that
-    kernels are specialised on."""
-    roles = tuple(
-        CONSTANT if p.is_constexpr else FREE if p.do_not_specialize else SPECIALISED for p in kernel.params
-    )
-    return None if SPECIALISED in roles and not on_nvidia() else roles
+_roles_of: dict[int, Roles] = {}
 
 
-def _identity(value: Any, role: int) -> Any:
-    """What of an argument a compiled kernel depends on: of a number only whether 32 bits hold it, of a float
-    nothing, and where it is specialised on them whether 16 divides it, and whether a number is 1. Layouts
-    live as long as the process, so their ids do."""
-    if isinstance(value, Tensor):
-        return value.dtype if role == FREE else (value.dtype, value.data_ptr() % 16 == 0)
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        if role == CONSTANT:
-            return value
-        held = -(2**31) <= value < 2**31
-        return held if role == FREE else (held, value == 1, value % 16 == 0)
-    if isinstance(value, float):
-        return value if role == CONSTANT else None
-    if hasattr(value, "block_shape"):  # a TMA descriptor
-        return value.base.dtype, *value.block_shape
-    return id(value)
+def _learn(kernel: Any) -> Roles:
+    constant = [p.is_constexpr for p in kernel.params]
+    first = constant.index(True) if True in constant else len(constant)
+    free = tuple(p.do_not_specialize for p in kernel.params[:first])
+    known = all(constant[first:]) and (all(free) or on_nvidia())
+    found = _roles_of[id(kernel)] = Roles(kernel, len(constant), first, free, known)
+    return found
+
+
+def _identities(args: Sequence[Any], free: Sequence[bool]) -> list[Any]:
+    """What of arguments that are no constants a compiled kernel depends on: of a number only whether 32 bits
+    hold it, of a float nothing, and where it is specialised on them whether 16 divides it, and whether a
+    number is 1. Layouts of boxes live as long as the process, so their ids do."""
+    found: list[Any] = []
+    for value, loose in zip(args, free, strict=True):
+        what = type(value)
+        if what is int:
+            found.append(-(2**31) <= value < 2**31)
+            if not loose:
+                found.append(1 if value == 1 else value % 16 == 0)
+        elif what is float:
+            found.append(float)
+        elif isinstance(value, Tensor):
+            found.append(value.dtype)
+            if not loose:
+                found.append(value.data_ptr() % 16 == 0)
+        elif value is None or what is bool:  # None is a constant too
+            found.append(value)
+        else:  # a TMA descriptor, whose layout is that of one box and dtype
+            found.append(id(value.layout))
+    return found
 
 
 @dataclass

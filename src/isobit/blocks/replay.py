@@ -195,7 +195,7 @@ class Plan:
 def recordable(inputs: Sequence[Tensor]) -> bool:
     """Whether a call can be recorded now. Of two inputs in one storage nobody could say later which of them
     an address belonged to."""
-    return len({_base(t) for t in inputs}) == len(inputs) and not hooked()
+    return inputs[0].is_cuda and len({_base(t) for t in inputs}) == len(inputs) and not hooked()
 
 
 def record(

@@ -4,11 +4,11 @@
     product(a, b, bias, out_dtype)                 a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
     why_not_token_product(x, dy)
     token_product(x, dy, stream, init, out_dtype)  x [Z, T, K], dy [Z, T, N] -> [Z, N, K]
-    ones(dy)                                       [1, T, 1] of 1, to sum the T rows of dy with
+    ones(dy)                                       [T, 1] of 1, to sum the T rows of dy with
 
-Operands are views with any strides. A stream comes with Z = 1; without one all rows count, as one sequence.
-No size is ever 0: an empty sum needs no kernel. `launch` goes to the functions of a backend that launches
-kernels.
+Operands are views with any strides, and without a Z where there is one product. A stream comes with one;
+without a stream all rows count, as one sequence. No size is ever 0: an empty sum needs no kernel. `launch`
+goes to the functions of a backend that launches kernels.
 """
 
 from collections.abc import Iterator
@@ -22,20 +22,19 @@ from isobit.blocks import stream as token_stream
 
 def matrices(t: Tensor) -> Tensor:
     """[*, rows, columns] as [Z, rows, columns]: a view, unless `*` cannot be walked as one dimension."""
-    return t if t.ndim == 3 else t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
+    return t if t.ndim in (2, 3) else t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
 
 
 def rows(t: Tensor) -> Tensor:
-    """[*, columns] as one matrix, [1, rows, columns]."""
-    return t.unsqueeze(0) if t.ndim == 2 else t.reshape(1, t.shape[:-1].numel(), t.shape[-1])
+    """[*, columns] as one matrix."""
+    return t if t.ndim == 2 else t.reshape(t.shape[:-1].numel(), t.shape[-1])
 
 
 def _product(
     kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **launch: Any
 ) -> Tensor:
-    (Z, M, K), N = a.shape, b.shape[2]
-    if 0 in (Z, M, K, N):
-        out = torch.zeros(Z, M, N, dtype=torch.float32, device=a.device)
+    if 0 in a.shape or 0 in b.shape:
+        out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
         return (out if bias is None else out + bias).to(out_dtype)
     return kernels.product(a, b, bias, out_dtype, **launch)
 
@@ -44,10 +43,9 @@ def _token_product(
     kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None, out_dtype: torch.dtype,
     **launch: Any,
 ) -> Tensor:  # fmt: skip
-    (Z, T, K), N = x.shape, dy.shape[2]
-    if 0 in (Z, T, K, N):
-        zeros = torch.zeros(Z, N, K, dtype=out_dtype, device=x.device)
-        return zeros if init is None else init.clone()
+    if 0 in x.shape or 0 in dy.shape:
+        shape = (*x.shape[:-2], dy.shape[-1], x.shape[-1])
+        return torch.zeros(shape, dtype=out_dtype, device=x.device) if init is None else init.clone()
     return kernels.token_product(x, dy, stream, init, out_dtype=out_dtype, **launch)
 
 
@@ -71,7 +69,7 @@ def of_linear(
     x: Tensor, weight: Tensor, operand_dtype: torch.dtype | None, **rest: Any
 ) -> Iterator[Question]:
     """As kernels will read them: what is rounded first is a new tensor, with strides of its own."""
-    yield "product", rows(_as_rounded(x, operand_dtype)), _as_rounded(weight, operand_dtype).t().unsqueeze(0)
+    yield "product", rows(_as_rounded(x, operand_dtype)), _as_rounded(weight, operand_dtype).t()
 
 
 def of_linear_bwd(
@@ -81,7 +79,7 @@ def of_linear_bwd(
     narrow = operand_dtype or weight.dtype
     dy = rows(_as_rounded(dy, narrow))
     if want_x:
-        yield "product", dy, _as_rounded(weight, narrow).unsqueeze(0)
+        yield "product", dy, _as_rounded(weight, narrow)
     if want_weight and x is not None:
         yield "token_product", rows(_as_rounded(x, narrow)), dy
     if want_bias:
@@ -101,7 +99,7 @@ def _as_rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **launch: Any) -> Tensor:
     out = _product(kernels, matrices(a), matrices(b), None, out_dtype or a.dtype, **launch)
-    return out.view(*a.shape[:-1], b.shape[-1])
+    return out if a.ndim in (2, 3) else out.view(*a.shape[:-1], b.shape[-1])
 
 
 def run_gemm_bwd(
@@ -128,8 +126,8 @@ def run_linear(
     if operand_dtype is not None:
         x, weight = x.to(operand_dtype), weight.to(operand_dtype)
         bias = None if bias is None else bias.to(operand_dtype)
-    out = _product(kernels, rows(x), weight.t().unsqueeze(0), bias, out_dtype or x.dtype, **launch)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    out = _product(kernels, rows(x), weight.t(), bias, out_dtype or x.dtype, **launch)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def run_linear_bwd(
@@ -140,17 +138,16 @@ def run_linear_bwd(
     dx = dweight = dbias = None
     dy = rows(dy.to(narrow))
     if want_x:
-        dx = _product(kernels, dy, weight.to(narrow).unsqueeze(0), None, narrow, **launch).view(*lead, K)
+        dx = _product(kernels, dy, weight.to(narrow), None, narrow, **launch).view(*lead, K)
 
     def sum_over_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return _token_product(kernels, x, dy, None, None, operand_dtype or dtype, **launch)[0].to(dtype)
+        return _token_product(kernels, x, dy, None, None, operand_dtype or dtype, **launch).to(dtype)
 
     if want_weight:
         assert x is not None
         dweight = sum_over_tokens(rows(x.to(narrow)), weight.dtype)
     if want_bias:
-        empty = 0 in dy.shape
-        ones = dy.new_empty(1, dy.shape[1], 1) if empty else kernels.ones(dy, **launch)
+        ones = dy.new_empty(len(dy), 1) if 0 in dy.shape else kernels.ones(dy, **launch)
         dbias = sum_over_tokens(ones, bias_dtype or weight.dtype)[:, 0]
     return dx, dweight, dbias
 
@@ -165,8 +162,8 @@ def run_dw(
     **launch: Any,
 ) -> Tensor:
     x, dy, stream = rows(x), rows(dy), None
-    T = x.shape[1]
+    T = len(x)
     if T and (mask is not None or cu_seqlens is not None):
         stream = token_stream.build(T, None if mask is None else mask.reshape(T), cu_seqlens, x.device)
-    start = None if init is None else init[None].contiguous()
-    return _token_product(kernels, x, dy, stream, start, torch.float32, **launch)[0]
+    start = None if init is None else init.contiguous()
+    return _token_product(kernels, x, dy, stream, start, torch.float32, **launch)

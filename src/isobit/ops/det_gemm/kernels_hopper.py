@@ -52,8 +52,9 @@ _SWAPPED = (
 
 @lru_cache(maxsize=4096)  # M is whatever the batch was
 def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
-    """The tile for an M x N output. Swapped tiles store element by element: they are for few tokens, and for
-    outputs that would leave most SMs idle. An fp32 tile can be staged at 128 columns only."""
+    """The tile for an M x N output; M rounded up to a multiple of 16 has the same. Swapped tiles store
+    element by element: they are for few tokens, and for outputs that would leave most SMs idle. An fp32 tile
+    can be staged at 128 columns only."""
 
     def cost(tile: Tile) -> float:
         rows, columns = (N, M) if tile.swapped else (M, N)
@@ -119,7 +120,8 @@ def product_kernel(
 
 def _why_not_tma(**operands: Tensor) -> str | None:
     for name, t in operands.items():
-        if not aligned_for_tma(matrix(t)) or (len(t) > 1 and t.stride(0) * t.element_size() % 16):
+        apart = t.ndim == 3 and len(t) > 1 and t.stride(0) * t.element_size() % 16
+        if not aligned_for_tma(matrix(t)) or apart:
             return (
                 f"TMA cannot read {name} in place: it must begin at a multiple of 16 bytes, and its rows or "
                 f"columns be contiguous and a multiple of 16 bytes apart (shape {tuple(t.shape)}, "
@@ -139,11 +141,11 @@ def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
 ) -> Tensor:
-    """a [Z, M, K] times b [Z, K, N], plus bias [N]."""
-    Z, M, N = *a.shape[:2], b.shape[2]
-    out = a.new_empty((Z, M, N), dtype=out_dtype)
-    tile = choose_tile(M, N, sm_count(a.device), out_dtype.itemsize == 4)
-    for z in range(Z):
+    """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
+    (*lead, M, _), N = a.shape, b.shape[-1]
+    out = a.new_empty((*lead, M, N), dtype=out_dtype)
+    tile = choose_tile(-(-M // 16) * 16, N, sm_count(a.device), out_dtype.itemsize == 4)
+    for z in range(lead[0] if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
             left, right = right.turned(), left.turned()
@@ -176,19 +178,22 @@ def token_product(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """dy^T x over the tokens: x [Z, T, K], dy [Z, T, N] -> [Z, N, K], starting from init, rounded once at the
-    end."""
-    Z, N, K = len(x), dy.shape[2], x.shape[2]
-    out = x.new_empty((Z, N, K), dtype=out_dtype)
-    if stream is not None:
-        x, dy = pack(x[0], stream.rows, launch)[None], pack(dy[0], stream.rows, launch)[None]
-    for z in range(Z):
-        sum_into(out[z], x[z], dy[z], stream=stream, init=None if init is None else init[z], launch=launch)
+    end; or without a Z."""
+    lead, N, K = x.shape[:-2], dy.shape[-1], x.shape[-1]
+    out = x.new_empty((*lead, N, K), dtype=out_dtype)
+    if not lead:
+        if stream is not None:
+            x, dy = pack(x, stream.rows, launch), pack(dy, stream.rows, launch)
+        sum_into(out, x, dy, stream=stream, init=init, launch=launch)
+        return out
+    for z in range(len(x)):
+        sum_into(out[z], x[z], dy[z], init=None if init is None else init[z], launch=launch)
     return out
 
 
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """A column of them in memory, a word of 16 bytes each: TMA cannot read one number again and again."""
-    rows, word = dy.shape[1], 16 // dy.element_size()
-    out = dy.new_empty(1, rows, word)
+    rows, word = len(dy), 16 // dy.element_size()
+    out = dy.new_empty(rows, word)
     launch(ones_kernel, (-(-rows // 1024),), out, rows, word, 1024, enable_fp_fusion=False)
-    return out[:, :, :1]
+    return out[:, :1]

@@ -134,9 +134,10 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
 ) -> Tensor:
-    """a [Z, M, K] times b [Z, K, N], plus bias [N]."""
-    (Z, M, K), N = a.shape, b.shape[2]
-    out = torch.empty(Z, M, N, dtype=out_dtype, device=a.device)
+    """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
+    (*lead, M, K), N = a.shape, b.shape[-1]
+    Z = lead[0] if lead else 1
+    out = torch.empty(*lead, M, N, dtype=out_dtype, device=a.device)
     tile = tile_for(M, N)
     launch(
         product_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, K, triton.cdiv(K, tile.k),
@@ -153,9 +154,11 @@ def token_product(
     x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch = run,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, rounded once at the end."""
-    (Z, T, K), N = x.shape, dy.shape[2]
-    out = torch.empty(Z, N, K, dtype=out_dtype, device=x.device)
+    """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, rounded once at the end; or without a
+    Z."""
+    (*lead, T, K), N = x.shape, dy.shape[-1]
+    Z = lead[0] if lead else 1
+    out = torch.empty(*lead, N, K, dtype=out_dtype, device=x.device)
     tile = tile_for(N, K)
     tables: tuple[Tensor | None, ...] = (None,) * 4
     if stream is not None:
@@ -170,8 +173,8 @@ def token_product(
 def _strides(t: Tensor) -> tuple[int, ...]:
     """That from matrix to matrix is 0 where there is one: it is a product of the batch, and kernels are
     compiled for what divides their strides."""
-    z, *inside = t.stride()
-    return (z if t.shape[0] > 1 else 0, *inside)
+    *z, down, across = t.stride()
+    return (z[0] if z and len(t) > 1 else 0, down, across)
 
 
 def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:
@@ -183,4 +186,4 @@ def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """One number, read again and again."""
     out = dy.new_empty(1)
     launch(ones_kernel, (1,), out, 1, 1, 16, enable_fp_fusion=False)
-    return out.expand(1, dy.shape[1], 1)
+    return out.expand(len(dy), 1)

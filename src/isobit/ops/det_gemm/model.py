@@ -19,8 +19,10 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16."""
+    """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16; or without a Z."""
     _say_that_it_is_slow()
+    if a.ndim == 2:
+        return product(a[None], b[None], bias, out_dtype)[0]
     out = torch.empty(*a.shape[:2], b.shape[2], dtype=out_dtype, device="cpu")
     for z, (a_z, b_z) in enumerate(zip(a.cpu(), b.cpu(), strict=True)):
         total = chain(a_z, b_z)
@@ -38,8 +40,10 @@ def token_product(
     x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512, rounded once at the
-    end."""
+    end; or without a Z."""
     _say_that_it_is_slow()
+    if x.ndim == 2:
+        return token_product(x[None], dy[None], stream, None if init is None else init[None], out_dtype)[0]
     out = torch.empty(x.shape[0], dy.shape[2], x.shape[2], dtype=out_dtype, device="cpu")
     bounds = cut([x.shape[1]], SEGMENT)
     if stream is not None:
@@ -78,4 +82,4 @@ def _say_that_it_is_slow() -> None:
 
 
 def ones(dy: Tensor) -> Tensor:
-    return dy.new_ones(1, dy.shape[1], 1)
+    return dy.new_ones(len(dy), 1)
