@@ -11,7 +11,7 @@ import torch
 
 from isobit.bench.cases import case_name
 from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
-from isobit.bench.report import Row
+from isobit.bench.report import NEW, Row
 from isobit.bench.rival import Rival
 from isobit.bench.series import Judge, Pool, Series
 from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure, measure_steps
@@ -20,9 +20,6 @@ from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
 from isobit.contract import dtype_name
 from isobit.op import Op, UnsupportedError
-
-#: Ends the name of an implementation whose every call has another size.
-NEW = ":new"
 
 
 @dataclass(frozen=True)

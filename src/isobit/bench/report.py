@@ -22,6 +22,9 @@ ROW = (
     "backend", "data", "seed",
 )  # fmt: skip
 
+#: Ends the name of an implementation whose every call has another size.
+NEW = ":new"
+
 COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")
 #: Shown where some row has them.
 MORE_COLUMNS = {

@@ -16,8 +16,8 @@ import torch
 from isobit.arch import default_device
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.goals import summary
-from isobit.bench.lineup import NEW, Lineup
-from isobit.bench.report import CPU_WARNING, SCHEMA, Report, Row
+from isobit.bench.lineup import Lineup
+from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
 from isobit.bench.rival import cannot_import
 from isobit.bench.series import Pool, Series

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.goals import Cell, cells
-from isobit.bench.report import CPU_WARNING, Report, Row, format_stamp
+from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.suites import suite_names
 from isobit.op import OPS
 
@@ -93,19 +93,26 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     return groups
 
 
+def _apart(case: str, group: dict[str, Row]) -> list[tuple[str, dict[str, Row]]]:
+    """A case as it is, and under a name of its own what was timed with new sizes, where there is any."""
+    usual = {name: row for name, row in group.items() if not name.endswith(NEW)}
+    new = {name.removesuffix(NEW): row for name, row in group.items() if name.endswith(NEW)}
+    return [(name, rows) for name, rows in ((case, usual), (f"{case}, new sizes", new)) if rows]
+
+
 def _host_lines(rows: Sequence[Row]) -> str:
     """Host time alone: ours, and of each other how much it is and how many times ours."""
-    impls = dict.fromkeys(row["impl"] for row in rows)
+    impls = dict.fromkeys(row["impl"].removesuffix(NEW) for row in rows)
     others = [name for name in impls if name != "isobit"]
     lines = [["case", "direction", "isobit us", *(f"{name} us" for name in others)]]
-    for (case, direction), group in _groups(rows).items():
-        ours = group.get("isobit", {}).get("host_us")
-        line = [case, _SHOWN[direction], "-" if ours is None else f"{ours:.0f}"]
-        for name in others:
-            us = group.get(name, {}).get("host_us")
-            times = "" if us is None or ours is None else f" ({us / ours:.2f}x)"
-            line.append("-" if us is None else f"{us:.0f}{times}")
-        lines.append(line)
+    for (case, direction), both in _groups(rows).items():
+        for name, group in _apart(case, both):
+            ours, *theirs = (group.get(impl, {}).get("host_us") for impl in ("isobit", *others))
+            line = [name, _SHOWN[direction], "-" if ours is None else f"{ours:.0f}"]
+            for us in theirs:
+                times = "" if us is None or ours is None else f" ({us / ours:.2f}x)"
+                line.append("-" if us is None else f"{us:.0f}{times}")
+            lines.append(line)
     return _markdown(lines, left=2)
 
 
@@ -186,6 +193,7 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     for row in report["rows"]:
         if row["op"] == op:
             groups.setdefault(row["case"], {})[row["impl"]] = row
+    groups = dict(part for case, group in groups.items() for part in _apart(case, group))
     # Why one is missing is in the notes of the file.
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
