@@ -188,7 +188,8 @@ def _usual_host(report: Report, op: str) -> list[str]:
 def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     """A line a case: ms, how many times the baseline's, extra MB; of each rival ms, how many times ours, and
     extra MB; and host times. Of calls without gradients, how wrong each is. Of `whole` steps the baseline is
-    a rival like any other: it does the same work."""
+    a rival like any other, since it does the same work, and MB are the peak beyond the parameters."""
+    memory = "peak_mb" if whole else "extra_mb"
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         if row["op"] == op:
@@ -198,14 +199,15 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
     rivals = [name for name in impls if name != "isobit" and (whole or name != against)]
-    head = ["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]
+    taken = memory.replace("_mb", " MB")
+    head = ["case", "isobit ms", f"times {against}", taken, *(f"{name} ms" for name in rivals)]
     times = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     errors = [["largest error against fp64", "isobit", *rivals]]
     for case, group in groups.items():
         ours, base = group["isobit"], group[against]
         theirs = [group.get(name) for name in rivals]
-        own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
-        others = ["-" if row is None else _compared(row, ours) for row in theirs]
+        own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours[memory])]
+        others = ["-" if row is None else _compared(row, ours, memory) for row in theirs]
         times.append([case, *own, *others, _host(group, ("isobit", *rivals))])
         wrong = (None if row is None else row["max_abs"] for row in (ours, *theirs))
         errors.append([case, *("-" if x is None else f"{x:.0e}" for x in wrong)])
@@ -213,13 +215,12 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     return "\n\n".join(_markdown(t, left=1) for t in ([times, errors] if with_errors else [times]))
 
 
-def _compared(row: Row, ours: Row) -> str:
-    return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row)} MB)"
+def _compared(row: Row, ours: Row, memory: str) -> str:
+    return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row[memory])} MB)"
 
 
-def _megabytes(row: Row) -> str:
-    extra = row["extra_mb"]
-    return "-" if extra is None else f"{extra:.2f}" if extra < 10 else f"{extra:.0f}"
+def _megabytes(taken: float | None) -> str:
+    return "-" if taken is None else f"{taken:.2f}" if taken < 10 else f"{taken:.0f}"
 
 
 def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
