@@ -1,5 +1,6 @@
 """Suites: what is timed and is no op, found without a list, in files of the same form."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -12,10 +13,12 @@ import torch
 from isobit import ContractError
 from isobit.bench import suites, tables
 from isobit.bench.cases import Subject, parse_case, suite_of
-from isobit.bench.report import ROW
+from isobit.bench.goals import Goal, summary
+from isobit.bench.report import ROW, format_summary
 from isobit.bench.runner import run
-from isobit.bench.series import Series
+from isobit.bench.series import Pool, Series
 from isobit.bench.suites import suite_names
+from isobit.bench.timing import ONCE_CALLS
 from isobit.bench.vouch import CheckFailed
 from isobit.check.proof import Case, Cost
 from isobit.op import OPS, known_op
@@ -35,24 +38,28 @@ def test_no_suite_has_the_name_of_a_results_file_of_an_op() -> None:
         suite_of("lunch")
 
 
-def test_launch_times_three_ops_beside_pytorch(tmp_path: Path) -> None:
+def test_launch_times_four_ops_beside_pytorch(tmp_path: Path) -> None:
     launch = suite_of("launch")
-    assert all(len(series.cases) == 3 for series in launch.series)
+    assert all(len(series.cases) == 4 for series in launch.series)
     report = timed(launch, out_dir=tmp_path)
     path = tmp_path / "cpu" / "launch.json"
     assert json.loads(path.read_text()) == report
     assert {(r["op"], r["direction"], r["impl"]) for r in report["rows"]} == {
         (op, direction, impl)
-        for op in ("det_linear", "logp", "linear_logp")
+        for op in ("det_linear", "det_gemm", "logp", "linear_logp")
         for direction in ("fwd", "fwd_bwd")
         for impl in ("isobit", "native")
+        if (op, direction) != ("det_gemm", "fwd_bwd")
     }
+    assert report["figure"] == "host_us" and report["summary"] == [] and "against" not in report
     assert all(tuple(row) == ROW and row["max_abs"] < 0.5 for row in report["rows"])
     shown = tables.render_op(path)
     assert all(f"`{op}`\n\n| case |" in shown for op in ("det_linear", "logp", "linear_logp"))
     only = tables.render_op(path, ["logp"])
     assert "`logp`" in only and "det_linear" not in only
-    with pytest.raises(ValueError, match="no 'margin' was timed; known: det_linear, logp, linear_logp"):
+    with pytest.raises(
+        ValueError, match="no 'margin' was timed; known: det_linear, det_gemm, logp, linear_logp"
+    ):
         tables.render_op(path, ["margin"])
 
 
@@ -65,7 +72,108 @@ def test_a_case_of_ones_own_goes_to_the_series_that_have_its_sizes() -> None:
 def test_a_new_module_is_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("from isobit.bench.suites.launch import SERIES\n")
     monkeypatch.setattr(suites, "__path__", [*suites.__path__, str(tmp_path)])
-    assert suite_names() == ["launch", "mine"] and suite_of("mine").file == "mine"
+    assert suite_names() == ["launch", "mine", "train_step"] and suite_of("mine").file == "mine"
+
+
+# Host times: goals and tables
+
+
+def launched(op: str, case: str, direction: str, **host_us: float) -> list[dict[str, Any]]:
+    kind = {"op": op, "case": case, "direction": direction, "method": "graph", "ms": 0.01, "floor_ms": 0.01}
+    rows = host_us.items()
+    return [dict.fromkeys(ROW) | kind | {"impl": name.replace("_", ":"), "host_us": us} for name, us in rows]
+
+
+def test_the_goals_of_launch() -> None:
+    goals = [goal for series in suite_of("launch").series for goal in series.goals]
+    at = {"det_linear": "M=768 K=1024 N=1024 bf16", "linear_logp": "N=768 D=1024 V=4096 bf16"}
+    rows = [
+        *launched("det_linear", "M=1 K=1024 N=1024 bf16", "fwd", isobit=16.0, native=11.0),
+        *launched("det_linear", at["det_linear"], "fwd", isobit=17.0, native=11.0, isobit_new=30.0),
+        *launched("det_linear", at["det_linear"], "fwd_bwd", isobit=80.0, native=60.0, isobit_new=161.0),
+        *launched("linear_logp", at["linear_logp"], "fwd", isobit=59.0, native=30.0),
+        *launched("linear_logp", at["linear_logp"], "fwd_bwd", isobit=500.0, native=400.0),
+    ]
+    found = {entry["what"]: entry for entry in summary(rows, None, goals)}
+    assert {what: entry["met"] for what, entry in found.items()} == {
+        "det_linear, forward": False,
+        "det_linear, forward and backward": True,
+        "det_linear, forward, new rows": True,
+        "det_linear, forward and backward, new rows": False,
+        "linear_logp, forward": True,
+        "linear_logp, forward and backward": False,
+    }
+    forward = found["det_linear, forward"]
+    assert (forward["cells"], forward["against"], forward["figure"]) == (2, "native", "host_us")
+    assert found["linear_logp, forward"]["against"] == "60 us"
+    lines = format_summary(list(found.values()))
+    assert lines[0] == (
+        "MISS det_linear, forward, host_us: 1.545 times native (goal 1.5) at det_linear "
+        "M=768 K=1024 N=1024 bf16; 2 cells"
+    )
+
+
+def test_new_sizes_get_a_line_of_their_own(tmp_path: Path) -> None:
+    rows = launched("logp", "N=768 V=4096 bf16", "fwd", isobit=20.0, native=10.0, isobit_new=30.0)
+    rows += launched("logp", "N=768 V=4096 bf16", "fwd", native_new=15.0)
+    goal = Goal("new", lambda cell: True, most=1.2, against="isobit", figure="host_us", impl="isobit:new")
+    words = ("gpu", "driver", "torch", "triton", "python", "commit", "source_sha", "date")
+    stamp = dict.fromkeys(words, "x") | dict.fromkeys(("copy_tbps", "best_tflops"), 1.0)
+    report = {"stamp": stamp, "figure": "host_us", "rows": rows, "summary": summary(rows, None, [goal])}
+    (tmp_path / "launch.json").write_text(json.dumps(report))
+    found = tables.render_op(tmp_path / "launch.json").splitlines()
+    assert found[:8] == [
+        "| goal | figure | against | cells | times at most |",
+        "| --- | --- | --- | ---: | ---: |",
+        "| new | host_us | isobit | 1 | 1.50 (goal 1.2 **missed**) |",
+        "",
+        "| case | direction | isobit us | native us |",
+        "| --- | --- | ---: | ---: |",
+        "| N=768 V=4096 bf16 | fwd | 20 | 10 (0.50x) |",
+        "| N=768 V=4096 bf16, new sizes | fwd | 30 | 15 (0.50x) |",
+    ]
+
+
+def test_a_table_of_what_nobody_has_measured_says_how_to(tmp_path: Path) -> None:
+    page = "<!-- results:launch -->\n<!-- /results -->\n<!-- results:logp -->\nold\n<!-- /results -->\n"
+    assert tables.updated(page, tmp_path) == (
+        "<!-- results:launch -->\nNot measured yet: `isobit bench --suite launch --results results`.\n"
+        "<!-- /results -->\n"
+        "<!-- results:logp -->\nNot measured yet: `isobit bench --op logp --results results`.\n"
+        "<!-- /results -->\n"
+    )
+
+
+# New sizes
+
+
+@pytest.mark.parametrize("name", ["logp", "det_gemm"])
+def test_calls_with_new_rows_are_timed_beside_the_others(name: str) -> None:
+    launch = suite_of("launch")
+    text = {"logp": "N=768,V=5", "det_gemm": "M=768,K=8,N=8"}[name]
+    only = dataclasses.replace(launch, series=[one for one in launch.series if one.name == name])
+    rows = timed(only, cases=[parse_case(text, only)])["rows"]
+    assert [row["impl"] for row in rows if row["direction"] == "fwd"] == [
+        "isobit", "native", "isobit:new", "native:new",
+    ]  # fmt: skip
+    judged = {row["impl"]: row["max_abs"] is not None for row in rows}
+    assert judged == {"isobit": True, "native": True, "isobit:new": False, "native:new": False}
+    alone = timed(only, cases=[parse_case(text, only)], impls=["isobit:new"], directions=["fwd"])["rows"]
+    assert [row["impl"] for row in alone] == ["isobit:new"]
+    assert alone[0]["backend"] == next(row["backend"] for row in rows if row["impl"] == "isobit")
+
+
+def test_no_size_is_new_twice() -> None:
+    """Not in two directions either, nor is it that of the case itself; and there are enough for the timer."""
+    for series in suite_of("launch").series:
+        case, pool = series.cases[-1], Pool(CPU)
+        small = dataclasses.replace(case, dims=dict.fromkeys(case.dims, 8) | {next(iter(case.dims)): 768})
+        of_rows = {"det_linear": "x", "det_gemm": "a"}.get(series.name, "token_ids")
+        rows = [len(args[of_rows]) for args in series.new(small, pool)]
+        assert len(set(rows)) == len(rows) and 768 not in rows
+        for i in range(len(series.directions)):
+            assert len(rows[i :: len(series.directions)]) >= ONCE_CALLS
+        assert all(series.new(other, pool) == [] for other in series.cases[:-1])
 
 
 # A suite that is no call of one op

@@ -1,6 +1,7 @@
 """The timer, on a stand-in for a GPU that records what it is asked to do."""
 
 import contextlib
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from isobit.bench import timing
-from isobit.bench.timing import Contender, Verdict, copies_for, measure
+from isobit.bench.timing import Contender, Verdict, copies_for, measure, measure_steps
 
 CPU = torch.device("cpu")
 
@@ -129,6 +130,107 @@ def test_host_time_is_the_median_of_blocks_that_take_turns(monkeypatch: pytest.M
     )
     turns = [name for name, _ in itertools.groupby(order)]
     assert turns == ["ours", "theirs"] * timing.HOST_BLOCKS and gpu.calls == 0
+
+
+def test_host_time_is_that_of_calls_whose_inputs_are_known_and_device_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the first use of a copy of the inputs nor the first call of a block is in it, nor no_grad."""
+    gpu, clock, seen, synced = Gpu(monkeypatch), [0.0], set[int](), [True]
+    modes = set[bool]()
+
+    def contender(name: str, grad: bool) -> Contender:
+        def call(copy: int) -> None:
+            modes.add(torch.is_grad_enabled() is grad)
+            clock[0] += 1e-6 * (5.0 + 100.0 * (copy not in seen) + 30.0 * synced[0])
+            seen.add(copy)
+            synced[0] = False
+
+        return Contender(name, lambda: [functools.partial(call, copy) for copy in range(30)], grad=grad)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: synced.__setitem__(0, True))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    for grad in (True, False):
+        seen.clear()
+        timings, _ = measure([contender("ours", grad)], torch.device("cuda", 0), 0.01, repetitions=3)
+        assert timings["ours"].host_us == pytest.approx(5.0)
+    assert modes == {True} and gpu.calls == 0
+
+
+def test_a_call_that_is_made_once_is_made_once_while_the_host_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, made = Gpu(monkeypatch), list[int]()
+    measured, window = timing._time_the_host, slice(0)
+
+    def watched(*args: Any) -> None:
+        nonlocal window
+        begin = len(made)
+        measured(*args)
+        window = slice(begin, len(made))
+
+    monkeypatch.setattr(timing, "_time_the_host", watched)
+    calls = [functools.partial(made.append, i) for i in range(timing.ONCE_CALLS)]
+    contenders = [Contender("new", lambda: calls, once=True, graph=False)]
+    timings, _ = measure(contenders, torch.device("cuda", 0), call_ms=0.001, repetitions=3)
+    assert made[:4] == [0, 1, 2, 0]  # warming up, and memory
+    assert made[window] == list(range(timing.WARM_CALLS, timing.ONCE_CALLS))
+    assert timings["new"].method == "event" and gpu.captures == 0
+
+
+# Steps
+
+
+def test_steps_are_timed_in_turns_from_an_idle_device_to_an_idle_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, clock, queued, order = Gpu(monkeypatch), [0.0], [0.0], list[str]()
+
+    def synchronize(device: Any = None) -> None:
+        clock[0] += queued[0]
+        queued[0] = 0.0
+
+    def contender(name: str, host_ms: float, device_ms: float) -> Contender:
+        def step() -> tuple[torch.Tensor, ...]:
+            assert torch.is_grad_enabled()
+            order.append(name)
+            clock[0] += host_ms / 1e3
+            queued[0] += device_ms / 1e3
+            return (torch.zeros(1 << 18),)
+
+        return Contender(name, lambda: [step])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    contenders = [contender("ours", 3.0, 4.0), contender("theirs", 2.0, 6.0)]
+    timings, failures = measure_steps(contenders, torch.device("cuda", 0))
+    assert failures == {} and gpu.captures == 0
+    ours, theirs = timings["ours"], timings["theirs"]
+    assert (ours.ms, theirs.ms) == pytest.approx((7.0, 8.0))
+    assert (ours.host_us, theirs.host_us) == pytest.approx((3000.0, 2000.0))
+    assert (ours.method, ours.peak_mb, ours.extra_mb) == ("sync", 4.0, 3.0)
+    assert order[-2 * timing.STEPS :] == ["ours", "theirs"] * timing.STEPS
+
+
+def test_steps_of_new_sizes_are_averaged_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made once, after some that warm up; others make as many steps as there are."""
+    Gpu(monkeypatch)
+    clock, made = [0.0], dict[str, list[int]](new=[], usual=[])
+
+    def step(name: str, ms: int) -> None:
+        made[name].append(ms)
+        clock[0] += ms / 1e3
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    lengths = [100, 1, 50, 2, 3, 4, 11]
+    contenders = [
+        Contender("new", lambda: [functools.partial(step, "new", ms) for ms in lengths], once=True),
+        Contender("usual", lambda: [functools.partial(step, "usual", 7)]),
+    ]
+    timings, _ = measure_steps(contenders, torch.device("cuda", 0))
+    assert made["new"] == [100, 1, 50, 100, 100, 2, 3, 4, 11]
+    assert timings["new"].ms == pytest.approx(5.0) and timings["usual"].ms == pytest.approx(7.0)
+    assert len(made["usual"]) == 3 + 1 + 1 + 4
 
 
 def test_no_capture_is_tried_of_what_says_that_it_syncs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,13 +99,15 @@ def parse_case(text: str, of: Op | Subject) -> Case:
 
 
 def small_cases(series: Series) -> list[Case]:
-    """One declared case of each set of dimensions, halved until a CPU can time it; the last dimension is
-    spared longest."""
+    """What a series declares for a CPU; else one declared case of each set of dimensions, halved until a CPU
+    can time it, the last dimension spared longest."""
 
     def too_large(dims: dict[str, int], case: Case) -> bool:
         cost = series.cost(dims, case.dtype)
         return cost.fwd_bytes > CPU_BYTES or cost.fwd_flops > CPU_FLOPS
 
+    if series.small is not None:
+        return list(series.small)
     found = []
     for case in declared_dims([series]).values():
         dims = dict(case.dims)

@@ -1,6 +1,8 @@
 """What a contender calls: one call per copy of the inputs, in one direction, for ours and for rivals."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +18,45 @@ from isobit.check.proof import Args
 COMPARED = 1 << 18
 
 
+def step_calls(function: Callable[[Args], Any], copies: Sequence[Args]) -> list[Call]:
+    """Calls of what takes its gradients itself, and returns (output, *gradients)."""
+    return [partial(function, args) for args in copies]
+
+
 def calls_of(
-    function: Callable[[Args], Tensor], prepared: Sequence[Args], inputs: tuple[str, ...], direction: str
+    function: Callable[[Args], Tensor],
+    prepared: Sequence[Args],
+    inputs: tuple[str, ...],
+    direction: str,
+    once: bool = False,
 ) -> list[Call]:
-    """One call per copy of the inputs."""
-    return [_call(function, args, inputs, direction) for args in prepared]
+    """One call per copy of the inputs. With `once`, nothing is called here: what is timed is the first call
+    of each."""
+    return [_call(function, args, inputs, direction, once) for args in prepared]
 
 
-def _call(function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...], direction: str) -> Call:
-    """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing."""
+def _call(
+    function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...], direction: str, once: bool
+) -> Call:
+    """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing.
+    One without gradients is made in `no_grad`, which is around all of them and not in each, where it would
+    be timed as well."""
     leaves = [args[name].detach().requires_grad_() for name in inputs]
     args = args | dict(zip(inputs, leaves, strict=True))
 
     def fwd() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (function(args),)
+        return (function(args),)
 
     if direction == "fwd" or not inputs:
         return fwd
+
+    def fwd_bwd_once() -> tuple[Tensor, ...]:
+        output = function(args)
+        return (output, *torch.autograd.grad(output, leaves, output.detach()))
+
+    if once:
+        assert direction == "fwd_bwd"  # a backward alone has had its forward
+        return fwd_bwd_once
     kept = function(args)
     cotangent = cotangent_like(kept)
     if direction == "bwd":
@@ -46,13 +69,9 @@ def _call(function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...
     return fwd_bwd
 
 
-def rival_calls(rival: Rival, copies: Sequence[Args], inputs: tuple[str, ...], direction: str) -> list[Call]:
-    function = rival.function
-    if rival.compiled:
-        function = torch.compile(function, dynamic=False)
+def prepared_for(rival: Rival, copies: Sequence[Args]) -> list[Args]:
     with torch.no_grad():
-        prepared = [rival.prepare(args) for args in copies]
-    return calls_of(function, prepared, inputs, direction)
+        return [rival.prepare(args) for args in copies]
 
 
 def equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:

@@ -1,51 +1,94 @@
 """How fast is fast enough: goals over many cells, and what a report says about each.
 
-A cell is one case in one direction; its figure is isobit's speed as a share of the baseline's, measured in
-the same minute. Goals look at the rows of a report only, so a summary can be made again from its file.
+A cell is one case in one direction; its figure is isobit's speed as a share of what it is held against,
+measured in the same minute. Goals look at the rows of a report only, so a summary can be made again from its
+file.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 Row = dict[str, Any]
+#: Rows of one case and direction by implementation.
+Group = Mapping[str, Row]
+
+
+@dataclass(frozen=True)
+class Base:
+    """What isobit is held against: its name, and its figure among the rows of one case and direction; None
+    where there is none."""
+
+    name: str
+    figure: Callable[[Group], float | None]
+
+
+def impl_as_base(name: str, figure: str = "ms") -> Base:
+    """One implementation of the same case and direction."""
+    return Base(name, lambda group: group.get(name, {}).get(figure))
+
+
+def limit(value: float, unit: str) -> Base:
+    """A number that does not depend on what else was measured."""
+    return Base(f"{value:g} {unit}", lambda group: value)
+
+
+def longer_of_floor_and(name: str) -> Base:
+    """One implementation, or the time that bytes and operations alone take, where that is longer."""
+
+    def figure(group: Group) -> float | None:
+        row = group.get(name)
+        return None if row is None else max(row["ms"], row["floor_ms"])
+
+    return Base(f"{name} or the floor", figure)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """isobit and the baseline in one case and direction."""
+    """isobit and what it is held against in one case and direction."""
 
     op: str
     case: str
+    direction: str
     sizes: dict[str, int]
-    share: float  # of the baseline's speed
-    other_bits: bool  # the baseline's bits are not ours
+    share: float  # of the other's speed
+    other_bits: bool  # the other's bits are not ours
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Cells that are looked at together: their geometric mean and their slowest must reach these shares."""
+    """Cells that are looked at together: their geometric mean and their slowest must reach these shares of
+    the speed of what they are held against. `most` says the same of the slowest as a multiple of the time.
+
+    `against` is an implementation or a `Base`; None is the series' own baseline. `figure` is the key of a
+    row that is compared, and `impl` whose it is.
+    """
 
     what: str
     chooses: Callable[[Cell], bool]
     mean: float | None = None
     least: float | None = None
+    most: float | None = None
+    against: str | Base | None = None
+    figure: str = "ms"
+    impl: str = "isobit"
 
 
-def cells(rows: Sequence[Row], against: str) -> list[Cell]:
-    """Every case and direction in which both isobit and the baseline were timed on a GPU, in order."""
+def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure: str = "ms") -> list[Cell]:
+    """Every case and direction in which both were timed on a GPU, in order."""
+    base = impl_as_base(against, figure) if isinstance(against, str) else against
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in (row for row in rows if row["method"] != "wall"):
         groups.setdefault((row["op"], row["case"], row["direction"]), {})[row["impl"]] = row
     found = []
-    for (op, case, _), group in groups.items():
-        if "isobit" in group and against in group:
-            ours, theirs = group["isobit"], group[against]
-            equal = theirs.get("equal_bits")
-            share = theirs["ms"] / ours["ms"]
-            found.append(Cell(op, case, sizes_of(case), share, equal is not None and equal < 1))
+    for (op, case, direction), group in groups.items():
+        ours, theirs = group.get(impl, {}).get(figure), base.figure(group)
+        if ours is not None and theirs is not None:
+            equal = group.get(base.name, {}).get("equal_bits")
+            other_bits = equal is not None and equal < 1
+            found.append(Cell(op, case, direction, sizes_of(case), theirs / ours, other_bits))
     return found
 
 
@@ -55,11 +98,13 @@ def sizes_of(case: str) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def summary(rows: Sequence[Row], against: str, goals: Sequence[Goal]) -> list[dict[str, Any]]:
+def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> list[dict[str, Any]]:
     """One entry a goal that has cells: mean, slowest cell, and whether both are what they should be."""
     found = []
     for goal in goals:
-        chosen = [cell for cell in cells(rows, against) if goal.chooses(cell)]
+        base = goal.against or against
+        assert base is not None, goal.what
+        chosen = [cell for cell in cells(rows, base, goal.impl, goal.figure) if goal.chooses(cell)]
         if not chosen:
             continue
         mean = math.exp(sum(math.log(cell.share) for cell in chosen) / len(chosen))
@@ -68,14 +113,16 @@ def summary(rows: Sequence[Row], against: str, goals: Sequence[Goal]) -> list[di
         found.append(
             {
                 "what": goal.what,
-                "against": against,
+                "against": base if isinstance(base, str) else base.name,
+                "figure": goal.figure,
                 "cells": len(chosen),
                 "geomean": round(mean, 4),
                 "least": round(slowest.share, 4),
                 "least_at": f"{slowest.op} {slowest.case}",
                 "goal_geomean": goal.mean,
                 "goal_least": goal.least,
-                "met": met,
+                "goal_most": goal.most,
+                "met": met and (goal.most is None or 1 / slowest.share <= goal.most),
             }
         )
     return found

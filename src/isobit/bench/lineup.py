@@ -1,24 +1,25 @@
-"""Who is timed on a case, and what is written down of each: ours, backends beside it, rivals, a copy."""
+"""Who is timed on a case, and what is written down of each: ours, backends beside it, rivals, a copy, and
+all of these once more with sizes that are new."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from isobit.bench.cases import case_name
-from isobit.bench.contenders import calls_of, equal_bits, rival_calls
-from isobit.bench.report import Row
+from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
+from isobit.bench.report import NEW, Row
+from isobit.bench.rival import Rival
 from isobit.bench.series import Judge, Pool, Series
-from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure
+from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure, measure_steps
 from isobit.bench.vouch import Vouch
 from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
 from isobit.contract import dtype_name
-from isobit.op import UnsupportedError
+from isobit.op import Op, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,24 @@ class Lineup:
             nbytes, flops = cost.bytes(direction), cost.flops(direction)
             floor_ms = 1e3 * max(nbytes / self.copy_rate, flops / self.product_rate)
             contenders = self.contenders(case, copies, direction, judge, ours)
+            contenders += self.with_new_sizes(case, direction, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
-            timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
+            if series.step:
+                timings, failures = measure_steps(contenders, self.device, self.repetitions)
+            else:
+                timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
             for name, reason in failures.items():
                 self.note(f"{name}: failed on {case_name(case)} {direction}: {reason}")
             where = {"op": series.name, "case": case_name(case), "direction": direction}
-            baseline = timings.get(series.against or "")
             rows = []
             for name, timing in timings.items():
                 if timing.verdict.max_abs is not None and math.isnan(timing.verdict.max_abs):
                     self.note(f"{name}: NaN on {case_name(case)} {direction}")
+                baseline = timings.get(f"{series.against}{NEW if name.endswith(NEW) else ''}")
                 figures = _figures(name, timing, floor_ms, nbytes, flops, baseline)
-                rows.append({**where, **figures, **self.inputs(case), "backend": ours.get(name)})
+                served = ours.get(name.removesuffix(NEW))
+                rows.append({**where, **figures, **self.inputs(case), "backend": served})
             found += rows
             times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
             self.say(f"{series.name} {case_name(case)} {direction}: {times}")
@@ -94,8 +100,13 @@ class Lineup:
         """The backend that serves by name of implementation: what a user gets by default, and beside it the
         backend that is asked for, and those that the series declares, if they are others."""
         op = self.series.op
-        if op is None:
-            return {"isobit": None} if self.wanted("isobit") else {}
+        found: dict[str, str | None] = {"isobit": None}
+        found |= {f"isobit:{way}": None for way in self.series.ways}
+        if op is not None:
+            found |= self.backends(op, case, args)
+        return {name: to for name, to in found.items() if self.wanted(name) or self.wanted(f"{name}{NEW}")}
+
+    def backends(self, op: Op, case: Case, args: Args) -> dict[str, str | None]:
         default = op.explain(**args).backend
         found: dict[str, str | None] = {"isobit": default}
         declared = [name for name, cases in self.series.also.items() if case in cases]
@@ -110,7 +121,7 @@ class Lineup:
                 self.note(f"isobit:{backend}: {why}")
                 continue
             found[f"isobit:{backend}"] = backend
-        return {name: served for name, served in found.items() if self.wanted(name)}
+        return found
 
     def contenders(
         self,
@@ -119,23 +130,32 @@ class Lineup:
         direction: str,
         judge: Judge | None,
         names: Iterable[str],
+        suffix: str = "",
     ) -> list[Contender]:
-        series = self.series
+        series, once = self.series, suffix == NEW
         found = []
+        grad = series.step or (bool(series.inputs) and direction != "fwd")
+
+        def build(function: Callable[[Args], Any], rival: Rival | None = None) -> list[Call]:
+            prepared = copies if rival is None else prepared_for(rival, copies)
+            if series.step:
+                return step_calls(function, prepared)
+            if rival is not None and rival.compiled:
+                function = torch.compile(function, dynamic=False)
+            return calls_of(function, prepared, series.inputs, direction, once)
 
         def verdict(calls: Sequence[Call], result: Any) -> Verdict:
             return Verdict(None if judge is None else judge.error(direction, result))
 
         def verdict_on_rival(calls: Sequence[Call], result: Any) -> Verdict:
-            ours = calls_of(self.function(None), copies, series.inputs, direction)
-            return Verdict(verdict(calls, result).max_abs, equal_bits(ours, calls))
+            return Verdict(verdict(calls, result).max_abs, equal_bits(build(self.function("isobit")), calls))
 
         for name in names:
-            function = self.function(name.partition(":")[2] or None)
-            build = partial(calls_of, function, copies, series.inputs, direction)
-            found.append(Contender(name, build, verdict, required=True))
+            if self.wanted(f"{name}{suffix}"):
+                calls = partial(build, self.function(name))
+                found.append(Contender(name, calls, verdict, required=True, grad=grad))
         for name, rival in series.rivals.items():
-            if not self.wanted(name):
+            if not self.wanted(f"{name}{suffix}"):
                 continue
             reason = rival.why_not(case, self.device, direction, self.options(case))
             if reason is not None:
@@ -143,13 +163,28 @@ class Lineup:
                 continue
             if rival.compiled:  # else earlier cases count towards the limit beyond which it runs eagerly
                 torch.compiler.reset()
-            build = partial(rival_calls, rival, copies, series.inputs, direction)
+            calls = partial(build, rival.function, rival)
             judged = verdict_on_rival if series.bits else verdict
-            found.append(Contender(name, build, judged, graph=rival.graph))
-        return found
+            found.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
+        return [replace(each, name=f"{each.name}{suffix}") for each in found]
 
-    def function(self, backend: str | None) -> Callable[[Args], Tensor]:
-        return lambda args: self.series.call(args, backend)
+    def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
+        """All again, each call of another size than any before it, in whatever direction."""
+        directions = self.series.directions
+        copies = self.series.new(case, self.pool)[directions.index(direction) :: len(directions)]
+        found = self.contenders(case, copies, direction, None, names, NEW) if copies else []
+        return [replace(each, once=True, graph=False, judge=_unjudged) for each in found]
+
+    def function(self, name: str) -> Callable[[Args], Any]:
+        """What an implementation of ours calls: a way of its own, or the usual one on some backend."""
+        way = name.partition(":")[2]
+        if way in self.series.ways:
+            return self.series.ways[way]
+        return lambda args: self.series.call(args, way or None)
+
+
+def _unjudged(calls: Sequence[Call], result: Any) -> Verdict:
+    return Verdict()
 
 
 def _figures(

@@ -1,7 +1,7 @@
 """A benchmark's results as a person reads them.
 
 A report is what the JSON file holds (docs/results.md): where it comes from, `notes`, and rows with the keys
-`ROW`; for ops with goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so
+`ROW`; where there are goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so
 that no table is shorter without saying so.
 """
 
@@ -21,6 +21,9 @@ ROW = (
     "floor_ms", "tflops", "tbps", "max_abs", "method", "equal_bits", "vs_baseline", "dtype", "options",
     "backend", "data", "seed",
 )  # fmt: skip
+
+#: Ends the name of an implementation whose every call has another size.
+NEW = ":new"
 
 COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")
 #: Shown where some row has them.
@@ -88,15 +91,23 @@ def format_stamp(stamp: dict[str, Any]) -> str:
 
 
 def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """One line a goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`."""
+    """One line a goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`, or
+    `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`."""
     lines = []
     for e in entries:
+        verdict = "met " if e["met"] else "MISS"
+        figure = "" if e.get("figure", "ms") == "ms" else f", {e['figure']}"
+        where = f"at {e['least_at']}; {e['cells']} cells"
+        if e.get("goal_most") is not None:
+            times = f"{1 / e['least']:.3f} times {e['against']} (goal {e['goal_most']:g})"
+            lines.append(f"{verdict} {e['what']}{figure}: {times} {where}")
+            continue
         mean, least = (
             f" (goal {g:g})" if g is not None else "" for g in (e["goal_geomean"], e["goal_least"])
         )
         lines.append(
-            f"{'met ' if e['met'] else 'MISS'} {e['what']}: {e['geomean']:.3f}{mean} of {e['against']}, "
-            f"least {e['least']:.3f}{least} at {e['least_at']}; {e['cells']} cells"
+            f"{verdict} {e['what']}{figure}: {e['geomean']:.3f}{mean} of {e['against']}, "
+            f"least {e['least']:.3f}{least} {where}"
         )
     return lines
 

@@ -3,9 +3,9 @@
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from isobit.check.proof import Args, Case
 
@@ -24,18 +24,18 @@ def _always(case: Case, device: torch.device) -> str | None:
 class Rival:
     """One rival of an op.
 
-    `function(args)` returns the op's first output. `prepare` turns the op's arguments into what the rival
-    wants, before anything is timed; gradients are taken with respect to what it returns. `directions` that
-    it can be timed in; None is all there are. `available`
-    returns None, or the reason why the rival cannot be timed on this case and device. A `compiled`
-    rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of another.
+    `function(args)` returns the op's first output; of a step, (output, *gradients). `prepare` turns the op's
+    arguments into what the rival wants, before anything is timed; gradients are taken with respect to what it
+    returns. `directions` that it can be timed in; None is all there are. `available` returns None, or the
+    reason why the rival cannot be timed on this case and device. A `compiled` rival goes through
+    `torch.compile` afresh for each case, so that no case pays for the shapes of another.
     One without `graph` waits for the device inside of a call, so no CUDA graph can capture it. `takes` names
     the options of a case that change nothing for it or that it follows; None is all there are. With others it
     would not do the same work, so it is not timed.
     """
 
     name: str
-    function: Callable[[Args], Tensor]
+    function: Callable[[Args], Any]
     directions: tuple[str, ...] | None = DIRECTIONS
     prepare: Callable[[Args], Args] = _unchanged
     available: Callable[[Case, torch.device], str | None] = _always

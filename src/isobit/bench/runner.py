@@ -17,8 +17,9 @@ from isobit.arch import default_device
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.goals import summary
 from isobit.bench.lineup import Lineup
-from isobit.bench.report import CPU_WARNING, SCHEMA, Report, Row
+from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
+from isobit.bench.rival import cannot_import
 from isobit.bench.series import Pool, Series
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.bench.vouch import Vouch
@@ -65,6 +66,7 @@ def run(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     _all_known(subject, directions or (), backend, impls or ())
+    _all_there(subject)
     if device.type == "cpu":
         say(CPU_WARNING)
     jobs = _jobs(name, all_series, cases, directions, device, options or {}, core)
@@ -95,7 +97,8 @@ def run(
         unfinished = [f"{UNFINISHED}{left} of {len(jobs)} cases are not timed"] if left else []
         ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
-        return head | {"notes": notes + unfinished} | _summary(all_series, ordered) | {"rows": ordered}
+        head |= _figure(all_series) | {"notes": notes + unfinished}
+        return head | _summary(all_series, ordered) | {"rows": ordered}
 
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
@@ -150,7 +153,8 @@ def _jobs(
     for series in all_series:
         wanted = [d for d in series.directions if directions is None or d in directions]
         declared = replace(series, cases=series.core) if core else series
-        chosen = cases or (small_cases(declared) if device.type == "cpu" else declared.cases)
+        small = small_cases(declared) if device.type == "cpu" else ()
+        chosen = cases or small or declared.cases
         named = {frozenset(case.dims) for case in series.cases}
         for case in (varied(case, options) for case in chosen):
             if wanted and frozenset(case.dims) in named and set(options_of(case)) <= set(series.takes):
@@ -192,13 +196,30 @@ def _command(
     return " ".join([*parts, *([f"--backend {backend}"] if backend else [])])
 
 
+def _figure(all_series: Sequence[Series]) -> Report:
+    """The figure to read, where that is not the time of the device."""
+    figures = {one.figure for one in all_series}
+    return {"figure": figures.pop()} if len(figures) == 1 and figures != {"ms"} else {}
+
+
 def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
     """Goals that have cells among these rows; nothing for ops without goals."""
     against = next((one.against for one in all_series if one.against), None)
-    if against is None:
-        return {}
     goals = [goal for one in all_series for goal in one.goals]
-    return {"against": against, "summary": summary(rows, against, goals)}
+    if against is None and not goals:
+        return {}
+    named = {} if against is None else {"against": against}
+    return named | {"summary": summary(rows, against, goals)}
+
+
+def _all_there(subject: Subject) -> None:
+    """Modules without which a suite cannot be timed are missing before anything runs."""
+    for module in dict.fromkeys(name for one in subject.series for name in one.imports):
+        reason = cannot_import(module)
+        if reason is not None:
+            raise ContractError(
+                f"bench {subject.name}: needs {module}: {reason} (pip install 'isobit[bench]' has it)"
+            )
 
 
 def _all_known(
@@ -211,8 +232,11 @@ def _all_known(
         subject.name, "direction", directions, list(dict.fromkeys(d for s in series for d in s.directions))
     )
     beside = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
+    ways = dict.fromkeys(name for one in series for name in one.ways)
     rivals = dict.fromkeys(name for one in series for name in one.rivals)
-    _known(subject.name, "impl", impls, ["isobit", *(f"isobit:{b}" for b in beside), *rivals, "copy"])
+    known = ["isobit", *(f"isobit:{name}" for name in (*beside, *ways)), *rivals]
+    # Which cases have new sizes only they know.
+    _known(subject.name, "impl", [name.removesuffix(NEW) for name in impls], [*known, "copy"])
 
 
 def _known(name: str, what: str, given: Sequence[str], known: Sequence[str]) -> None:

@@ -27,19 +27,27 @@ class Judge(Protocol):
 
 
 class Pool:
-    """Tensors that several cases share, so that gigabytes are drawn once and not for every size."""
+    """What several cases share, so that gigabytes are drawn once and not for every size."""
 
     def __init__(self, device: torch.device, inputs: InputOptions | None = None) -> None:
         self.device = device
         self.inputs = inputs or InputOptions()
         self._key: Hashable = None
         self._tensors: dict[str, Tensor] = {}
+        self._made: dict[str, Any] = {}
 
     def keep(self, key: Hashable) -> None:
         """Drop what was shared, unless it was shared under this key."""
         if key != self._key or key is None:
             self._tensors.clear()
+            self._made.clear()
         self._key = key
+
+    def made(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made under this name; made now, if nothing was."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def normal(self, name: str, rows: int, columns: int, *, dtype: torch.dtype) -> Tensor:
         """Rows of the random matrix of this name, drawn where it will live, and anew when more are asked
@@ -65,14 +73,20 @@ class Series:
     `takes` names the options that a case may have beside these.
 
     `op` is None for what is no call of one op, such as a training step: `needs` names the ops that it rests
-    on, which are checked as they serve by default.
+    on, which are checked as they serve by default, and `imports` modules without which nothing can be timed.
+
+    `new` returns, for cases that have them, the arguments of many more calls, all of other sizes. They are
+    timed beside the usual ones as `<impl>:new`, and no size comes twice: directions share them out.
+
+    A `step` takes its gradients itself: `call` and the functions of rivals return (output, *gradients). It is
+    timed whole, on the wall.
     """
 
     op: Op | None
     name: str
     cases: Sequence[Case]
     make: Callable[[Case, Pool], list[Args]]
-    call: Callable[[Args, str | None], Tensor]
+    call: Callable[[Args, str | None], Any]
     cost: Callable[[dict[str, int], torch.dtype], Cost]
     judge: Callable[[Args], Judge | None]
     rivals: Mapping[str, Rival] = field(default_factory=dict)
@@ -80,6 +94,15 @@ class Series:
     options: Mapping[str, Any] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    step: bool = False
+    new: Callable[[Case, Pool], list[Args]] = lambda case, pool: []
+    #: Other uses of isobit than `call`, timed beside it as `isobit:<name>`.
+    ways: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)
+    #: Cases for a CPU; None makes them from the declared ones.
+    small: Sequence[Case] | None = None
+    #: The figure to read: the key of a row that tables show.
+    figure: str = "ms"
     #: The cases that stand for all, where there is no time for all.
     core: Sequence[Case] = ()
     #: Backends that are timed beside the default, each at some of the cases.

@@ -6,7 +6,9 @@
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
 sizes of one, else in a line a case, beside the other rivals, what memory each takes and how wrong it is.
-Every table says what an eager call costs the host.
+Every table says what an eager call costs the host; of a file whose figure is that (`launch`), it says little
+else. Whole steps get a line a case, beside the rival that they are held against.
+A file that is not there yet leaves a line that says how to make it.
 `<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
 """
 
@@ -20,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.goals import Cell, cells
-from isobit.bench.report import CPU_WARNING, Report, Row, format_stamp
+from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
+from isobit.bench.suites import suite_names
+from isobit.op import OPS
 
 RESULTS = Path("results/h200")
 
-_MARKED = re.compile(r"(<!-- results:([\w-]+)((?: [\w-]+)*) -->\n).*?(<!-- /results -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- results:([\w-]+)((?: [\w.-]+)*) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 #: Directions that are shown. A backward alone is in the files; what users pay for is both together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
@@ -36,8 +40,20 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
-    body = _by_kind(report["rows"], kinds) if report.get("against") is None else _grids(report, kinds)
-    return f"{body}\n\n<sub>{stamp}</sub>\n"
+    body = _grids(report, kinds) if report.get("against") else _by_kind(report, kinds)
+    parts = [*_goals(report.get("summary", ()), report.get("against")), body]
+    return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
+
+
+def _missing(name: str) -> str:
+    """What stands for the tables of a file that nobody has made yet; a name that is none is an error."""
+    if name in suite_names():
+        flag = "--suite"
+    elif name in {op.folder for op in OPS.values()}:
+        flag = "--op"
+    else:
+        raise ValueError(f"no {name}.json among the results, and no op or suite of that name")
+    return f"Not measured yet: `isobit bench {flag} {name} --results results`.\n"
 
 
 def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
@@ -50,14 +66,15 @@ def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 # A line a case
 
 
-def _by_kind(rows: Sequence[Row], kinds: Sequence[str]) -> str:
+def _by_kind(report: Report, kinds: Sequence[str]) -> str:
     """A table for each kind of call, under its name where there are several."""
+    rows, lines = report["rows"], _host_lines if report.get("figure") == "host_us" else _lines
     known = dict.fromkeys(row["op"] for row in rows)
     if len(known) == 1 and not kinds:
-        return _lines(rows)
+        return lines(rows)
     _all_known(kinds, known)
     return "\n\n".join(
-        f"`{op}`\n\n{_lines([row for row in rows if row['op'] == op])}" for op in kinds or known
+        f"`{op}`\n\n{lines([row for row in rows if row['op'] == op])}" for op in kinds or known
     )
 
 
@@ -67,11 +84,40 @@ def _all_known(kinds: Sequence[str], known: Iterable[str]) -> None:
             raise ValueError(f"no {kind!r} was timed; known: {', '.join(known)}")
 
 
-def _lines(rows: Sequence[Row]) -> str:
+def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    """Rows by implementation, of every case in every direction that is shown."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if row["direction"] in _SHOWN:
             groups.setdefault((row["case"], row["direction"]), {})[row["impl"]] = row
+    return groups
+
+
+def _apart(case: str, group: dict[str, Row]) -> list[tuple[str, dict[str, Row]]]:
+    """A case as it is, and under a name of its own what was timed with new sizes, where there is any."""
+    usual = {name: row for name, row in group.items() if not name.endswith(NEW)}
+    new = {name.removesuffix(NEW): row for name, row in group.items() if name.endswith(NEW)}
+    return [(name, rows) for name, rows in ((case, usual), (f"{case}, new sizes", new)) if rows]
+
+
+def _host_lines(rows: Sequence[Row]) -> str:
+    """Host time alone: ours, and of each other how much it is and how many times ours."""
+    impls = dict.fromkeys(row["impl"].removesuffix(NEW) for row in rows)
+    others = [name for name in impls if name != "isobit"]
+    lines = [["case", "direction", "isobit us", *(f"{name} us" for name in others)]]
+    for (case, direction), both in _groups(rows).items():
+        for name, group in _apart(case, both):
+            ours, *theirs = (group.get(impl, {}).get("host_us") for impl in ("isobit", *others))
+            line = [name, _SHOWN[direction], "-" if ours is None else f"{ours:.0f}"]
+            for us in theirs:
+                times = "" if us is None or ours is None else f" ({us / ours:.2f}x)"
+                line.append("-" if us is None else f"{us:.0f}{times}")
+            lines.append(line)
+    return _markdown(lines, left=2)
+
+
+def _lines(rows: Sequence[Row]) -> str:
+    groups = _groups(rows)
     impls = dict.fromkeys(row["impl"] for row in rows)
     rivals = [name for name in impls if name not in ("isobit", "copy")]
     head = ["case", "direction", "isobit ms", "% of copy speed", *(f"{r} ms" for r in rivals), "extra MB"]
@@ -104,10 +150,11 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
 
 
 def _grids(report: Report, kinds: Sequence[str]) -> str:
-    """What it amounts to, then a grid for each kind of call: one size down, the others across. Where most of
-    a grid would be empty, a line a case."""
+    """A grid for each kind of call: one size down, the others across. Where most of a grid would be empty,
+    and for whole steps, a line a case."""
     against, found = report["against"], cells(report["rows"], report["against"])
-    parts = [_goals(report["summary"], against)] if report["summary"] else []
+    steps = {row["op"] for row in report["rows"] if row["method"] == "sync"}
+    parts = []
     known = dict.fromkeys(cell.op for cell in found)
     every = dict.fromkeys(row["op"] for row in report["rows"])
     _all_known(kinds, every)
@@ -118,11 +165,11 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
         mine = [cell for cell in found if cell.op == op]
         down, *across = mine[0].sizes
         room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})
-        if 2 * len(mine) >= room:
+        if 2 * len(mine) >= room and op not in steps:
             parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
             parts += _usual_host(report, op)
         else:
-            parts.append(f"`{op}`\n\n{_beside(report, op, against)}")
+            parts.append(f"`{op}`\n\n{_beside(report, op, against, op in steps)}")
     if any(cell.other_bits for cell in found):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
@@ -138,25 +185,29 @@ def _usual_host(report: Report, op: str) -> list[str]:
     return [f"Host time of an eager call in microseconds, median of the cases: {each}."] if each else []
 
 
-def _beside(report: Report, op: str, against: str) -> str:
+def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     """A line a case: ms, how many times the baseline's, extra MB; of each rival ms, how many times ours, and
-    extra MB; and host times. Of calls without gradients, how wrong each is."""
+    extra MB; and host times. Of calls without gradients, how wrong each is. Of `whole` steps the baseline is
+    a rival like any other, since it does the same work, and MB are the peak beyond the parameters."""
+    memory = "peak_mb" if whole else "extra_mb"
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         if row["op"] == op:
             groups.setdefault(row["case"], {})[row["impl"]] = row
+    groups = dict(part for case, group in groups.items() for part in _apart(case, group))
     # Why one is missing is in the notes of the file.
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
-    rivals = [name for name in impls if name not in ("isobit", against)]
-    head = ["case", "isobit ms", f"times {against}", "extra MB", *(f"{name} ms" for name in rivals)]
+    rivals = [name for name in impls if name != "isobit" and (whole or name != against)]
+    taken = memory.replace("_mb", " MB")
+    head = ["case", "isobit ms", f"times {against}", taken, *(f"{name} ms" for name in rivals)]
     times = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     errors = [["largest error against fp64", "isobit", *rivals]]
     for case, group in groups.items():
         ours, base = group["isobit"], group[against]
         theirs = [group.get(name) for name in rivals]
-        own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours)]
-        others = ["-" if row is None else _compared(row, ours) for row in theirs]
+        own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours[memory])]
+        others = ["-" if row is None else _compared(row, ours, memory) for row in theirs]
         times.append([case, *own, *others, _host(group, ("isobit", *rivals))])
         wrong = (None if row is None else row["max_abs"] for row in (ours, *theirs))
         errors.append([case, *("-" if x is None else f"{x:.0e}" for x in wrong)])
@@ -164,26 +215,33 @@ def _beside(report: Report, op: str, against: str) -> str:
     return "\n\n".join(_markdown(t, left=1) for t in ([times, errors] if with_errors else [times]))
 
 
-def _compared(row: Row, ours: Row) -> str:
-    return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row)} MB)"
+def _compared(row: Row, ours: Row, memory: str) -> str:
+    return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row[memory])} MB)"
 
 
-def _megabytes(row: Row) -> str:
-    extra = row["extra_mb"]
-    return "-" if extra is None else f"{extra:.2f}" if extra < 10 else f"{extra:.0f}"
+def _megabytes(taken: float | None) -> str:
+    return "-" if taken is None else f"{taken:.2f}" if taken < 10 else f"{taken:.0f}"
 
 
-def _goals(summary: Sequence[dict[str, Any]], against: str) -> str:
+def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
+    """A table of shares of the baseline's speed, and one of multiples of whatever else."""
+
     def share(value: float, goal: float | None) -> str:
         digits = 2 if value >= 0.5 else 3
         missed = " **missed**" if goal is not None and value < goal else ""
         return f"{value:.{digits}f}" + (f" (goal {goal:.{digits}f}{missed})" if goal is not None else "")
 
-    lines = [["speed as a share of " + against, "cells", "geometric mean", "slowest cell"]]
+    shares = [[f"speed as a share of {against}", "cells", "geometric mean", "slowest cell"]]
+    times = [["goal", "figure", "against", "cells", "times at most"]]
     for e in summary:
-        mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
-        lines.append([e["what"], str(e["cells"]), mean, least])
-    return _markdown(lines, left=1)
+        if e.get("goal_most") is None:
+            mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
+            shares.append([e["what"], str(e["cells"]), mean, least])
+        else:
+            missed = "" if e["met"] else " **missed**"
+            most = f"{1 / e['least']:.2f} (goal {e['goal_most']:g}{missed})"
+            times.append([e["what"], e["figure"], e["against"], str(e["cells"]), most])
+    return [_markdown(table, left) for table, left in ((shares, 1), (times, 3)) if len(table) > 1]
 
 
 def _grid(found: Sequence[Cell]) -> str:
@@ -206,7 +264,9 @@ def updated(text: str, results_dir: Path) -> str:
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
 
     def rendered(found: re.Match[str]) -> str:
-        return f"{found[1]}{render_op(results_dir / f'{found[2]}.json', found[3].split())}{found[4]}"
+        path = results_dir / f"{found[2]}.json"
+        shown = render_op(path, found[3].split()) if path.is_file() else _missing(found[2])
+        return f"{found[1]}{shown}{found[4]}"
 
     return _MARKED.sub(rendered, text)
 

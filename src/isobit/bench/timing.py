@@ -6,6 +6,12 @@ not in it (`host_us` says what it is). The calls rotate over copies of the input
 cache several times, so every call finds it cold. What cannot be captured is timed with events, behind a
 sleep long enough for the host to get ahead. Elsewhere a sample is the wall time of one call.
 
+`host_us` is what an eager call costs its caller: calls are made one after another without waiting for the
+device, which has less to do than the host or is given few of them.
+
+A whole step, of which the host decides how long it takes, is timed by `measure_steps`: on the wall, from an
+idle device to an idle device.
+
 A number of megabytes is 2**20 bytes here.
 """
 
@@ -15,8 +21,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import cycle
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -31,8 +37,15 @@ MAX_EVENT_CALLS = 16
 #: Samples of one contender, and how long all of them together may take, as long as there are a few.
 REPETITIONS, MIN_REPETITIONS, SAMPLES_MS = 30, 7, 150.0
 #: Blocks of eager calls that host time is the median of, the most calls of one, and how long all of one
-#: contender's may keep the device busy.
-HOST_BLOCKS, HOST_CALLS, HOST_MS = 9, 8, 60.0
+#: contender's may keep the device busy. A block begins with a call that is not counted: it finds an idle
+#: device, and caches that another contender has filled.
+HOST_BLOCKS, HOST_CALLS, HOST_MS = 11, 20, 60.0
+#: Calls that make a contender warm. One whose calls are made once gives as many away.
+WARM_CALLS = 3
+#: Calls of one contender whose calls are made once: what host time takes, and warming up.
+ONCE_CALLS = WARM_CALLS + HOST_BLOCKS * (HOST_CALLS + 1)
+#: Steps of one contender.
+STEPS = 15
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
 MB = 1 << 20
@@ -53,6 +66,10 @@ class Contender:
     `build` returns its calls, one per copy of the inputs; it runs on the stream that is timed. `judge` is
     shown the calls and the result of the first. If it is not `required`, whatever it raises only loses its
     row. Without `graph` no capture is tried: PyTorch never gives back what a broken one has allocated.
+    `grad` is the mode of autograd around all of its calls, as users set it: not inside of each.
+
+    Of one with `once`, no call is made twice while the host or a step is timed, as if every one had a size
+    that nobody has seen before; the first few warm it up.
     """
 
     name: str
@@ -60,6 +77,8 @@ class Contender:
     judge: Callable[[Sequence[Call], Any], Verdict] = lambda calls, result: Verdict()
     required: bool = False
     graph: bool = True
+    grad: bool = True
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,7 @@ class Timing:
     ms: float
     ms_q25: float
     ms_q75: float
-    method: str  # "graph" | "event" | "wall"
+    method: str  # "graph" | "event" | "sync" | "wall"
     host_us: float | None
     peak_mb: float | None
     extra_mb: float | None
@@ -83,6 +102,9 @@ class _Lane:
     calls: Sequence[Call]
     verdict: Verdict
     graph: bool = True
+    grad: bool = True
+    once: bool = False
+    warm: Sequence[Call] = ()
     count: int = 1
     method: str = "wall"
     host_us: float | None = None
@@ -96,6 +118,17 @@ class _Lane:
         q25, median, q75 = statistics.quantiles(self.ms, n=4, method="inclusive")
         peak, extra = (None if x is None else x / MB for x in (self.peak, self.extra))
         return Timing(median, q25, q75, self.method, self.host_us, peak, extra, self.verdict)
+
+    def turns(self, count: int) -> Call:
+        """A function that makes the next `count` calls of the rotation."""
+        turns, grad = cycle(self.calls), self.grad
+
+        def sample() -> None:
+            with torch.set_grad_enabled(grad):
+                for _ in range(count):
+                    next(turns)()
+
+        return sample
 
 
 def measure(
@@ -120,9 +153,41 @@ def measure(
     return found
 
 
-def _measure(
-    contenders: Iterable[Contender], device: torch.device, call_ms: float, repetitions: int | None
+def measure_steps(
+    contenders: Iterable[Contender], device: torch.device, repetitions: int | None = None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time calls that the host decides the length of, in turns, on the wall: each begins and ends with an
+    idle device. Contenders whose calls are made once get the mean over all of their calls, since these differ
+    in size, and then all contenders make as many. Returns what `measure` returns."""
+    lanes, failures = _warmed(contenders, device)
+    made_once = [len(lane.calls) for lane in lanes.values() if lane.once]
+    count = min(made_once, default=STEPS)
+    count = count if repetitions is None else min(count, repetitions)
+    for lane in lanes.values():  # the allocator has given everything back in between
+        with torch.set_grad_enabled(lane.grad):
+            lane.warm[0]()
+    host: dict[str, list[float]] = {name: [] for name in lanes}
+    steps = {name: lane.turns(1) for name, lane in lanes.items()}
+    for _ in range(count):
+        for name, lane in lanes.items():
+            _synchronize(device)
+            begin = time.perf_counter()
+            steps[name]()
+            returned = time.perf_counter()
+            _synchronize(device)
+            lane.ms.append((time.perf_counter() - begin) * 1e3)
+            host[name].append((returned - begin) * 1e6)
+    found = {}
+    for name, lane in lanes.items():
+        if device.type == "cuda":
+            lane.method, lane.host_us = "sync", statistics.median(host[name])
+        timing = lane.timing()
+        found[name] = replace(timing, ms=statistics.fmean(lane.ms)) if lane.once else timing
+    return found, failures
+
+
+def _warmed(contenders: Iterable[Contender], device: torch.device) -> tuple[dict[str, _Lane], dict[str, str]]:
+    """The contenders that can run, warm, and why the others cannot."""
     lanes: dict[str, _Lane] = {}
     failures: dict[str, str] = {}
     for contender in contenders:
@@ -134,6 +199,13 @@ def _measure(
             lines = str(error).strip().splitlines()
             failures[contender.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         tidy(device)
+    return lanes, failures
+
+
+def _measure(
+    contenders: Iterable[Contender], device: torch.device, call_ms: float, repetitions: int | None
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    lanes, failures = _warmed(contenders, device)
     if device.type == "cuda":
         each = _within(HOST_CALLS, 1, HOST_MS / HOST_BLOCKS / call_ms)
         _time_the_host(list(lanes.values()), device, each)
@@ -144,7 +216,7 @@ def _measure(
         _sample_with_events(list(lanes.values()), device, repetitions or often)
     else:
         for lane in lanes.values():
-            lane.sample = _in_turn(lane.calls, 1)
+            lane.sample = lane.turns(1)
         _sample_with_clock(list(lanes.values()), device, repetitions or 5)
     return {name: lane.timing() for name, lane in lanes.items()}, failures
 
@@ -155,19 +227,29 @@ def _within(most: int, least: int, number: float) -> int:
 
 def _warm(contender: Contender, device: torch.device) -> _Lane:
     """Build and run a contender until it is warm; look at its result and its memory."""
-    calls = contender.build()
-    for _ in range(3 if device.type == "cuda" else 1):
-        calls[0]()
-    if device.type != "cuda":
-        return _Lane(calls, contender.judge(calls, calls[0]()))
-    tidy(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = calls[0]()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    verdict, extra = contender.judge(calls, result), peak - _bytes_kept(result)
-    return _Lane(calls, verdict, contender.graph, peak=peak, extra=extra)
+    with torch.set_grad_enabled(contender.grad):
+        calls = contender.build()
+        # A CPU gets one: it has nothing to compile, and time is not what it is there for.
+        rounds = WARM_CALLS if device.type == "cuda" else 1
+        warm = calls[:rounds] if contender.once else calls[:1]
+        for call in islice(cycle(warm), rounds):
+            call()
+        lane = _Lane(
+            calls[rounds:] if contender.once else calls, Verdict(), contender.graph, contender.grad,
+            contender.once, warm,
+        )  # fmt: skip
+        if device.type != "cuda":
+            lane.verdict = contender.judge(calls, warm[0]())
+            return lane
+        tidy(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = warm[0]()
+        torch.cuda.synchronize(device)
+        lane.peak = torch.cuda.max_memory_allocated(device) - before
+        lane.extra = lane.peak - _bytes_kept(result)
+        lane.verdict = contender.judge(calls, result)
+        return lane
 
 
 def _bytes_kept(result: Any) -> int:
@@ -180,15 +262,25 @@ def _bytes_kept(result: Any) -> int:
 def _time_the_host(lanes: Sequence[_Lane], device: torch.device, calls: int) -> None:
     """Time until an eager call returns, the device still busy with the ones before: the median of blocks of
     calls. The lanes take turns, so that a host that is busy with something else for a while slows all of
-    them; and a block is short, or the queue fills up and a call waits for the device."""
+    them; and a block is short, or the queue fills up and a call waits for the device. Blocks of one call are
+    of calls so long that the device is what counts: they have no call before them. All copies of the inputs
+    have been used before, as the weights of a model have."""
     blocks: list[list[float]] = [[] for _ in lanes]
-    turns = [_in_turn(lane.calls, calls) for lane in lanes]
+    rotations = [cycle(lane.calls) for lane in lanes]
+    for lane in lanes:
+        with torch.set_grad_enabled(lane.grad):
+            for call in () if lane.once else lane.calls[1:]:
+                call()
     for _ in range(HOST_BLOCKS):
-        for block, found in zip(turns, blocks, strict=True):
+        for lane, rotation, found in zip(lanes, rotations, blocks, strict=True):
             torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            block()
-            found.append((time.perf_counter() - begin) / calls)
+            with torch.set_grad_enabled(lane.grad):
+                if calls > 1:
+                    next(rotation)()
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    next(rotation)()
+                found.append((time.perf_counter() - begin) / calls)
     torch.cuda.synchronize(device)
     for lane, found in zip(lanes, blocks, strict=True):
         lane.host_us = statistics.median(found) * 1e6
@@ -203,7 +295,7 @@ def _make_sample(lane: _Lane, calls: int) -> None:
     try:
         if graph is not None:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                _in_turn(lane.calls, lane.count)()
+                lane.turns(lane.count)()
             graph.replay()
             torch.cuda.synchronize()
     except Exception:  # a sync, an allocation, a launch elsewhere: each ends a capture in its way
@@ -213,19 +305,8 @@ def _make_sample(lane: _Lane, calls: int) -> None:
         lane.method, lane.sample, lane.backlog_us = "graph", graph.replay, GRAPH_BACKLOG_US
         return
     lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS)
-    lane.sample = _in_turn(lane.calls, lane.count)
+    lane.sample = lane.turns(lane.count)
     lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
-
-
-def _in_turn(calls: Sequence[Call], count: int) -> Call:
-    """A function that makes the next `count` calls of the rotation."""
-    turns = cycle(calls)
-
-    def sample() -> None:
-        for _ in range(count):
-            next(turns)()
-
-    return sample
 
 
 def _sample_with_events(lanes: Sequence[_Lane], device: torch.device, repetitions: int) -> None:
@@ -246,9 +327,15 @@ def _sample_with_clock(lanes: Sequence[_Lane], device: torch.device, repetitions
         for lane in lanes:
             begin = time.perf_counter()
             lane.sample()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            _synchronize(device)
             lane.ms.append((time.perf_counter() - begin) * 1e3)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @contextmanager

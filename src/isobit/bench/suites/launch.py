@@ -1,41 +1,114 @@
 """What an eager call costs the host where the device has next to nothing to do: decoding, small batches.
 
-Each op beside what PyTorch offers for the same, at three small shapes. `host_us` is the figure to read; `ms`
+Each op beside what PyTorch offers for the same, at four small shapes. `host_us` is the figure to read; `ms`
 is what the device needs. Contract, choice of a backend and launch are all of it, and none of them depends on
-the sizes: three are there to show that.
+the sizes: several are there to show that. At the largest, `isobit:new` and `native:new` are calls that have
+another number of rows each time, as packed micro-batches have: what a call remembers of its sizes is no use
+to them.
 """
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from isobit.bench.goals import Base, Cell, Goal, limit
 from isobit.bench.rival import Rival
-from isobit.bench.series import Series, by_rows
-from isobit.check.proof import Case, Cost
+from isobit.bench.series import Pool, Series, by_rows
+from isobit.bench.timing import ONCE_CALLS
+from isobit.check.proof import Args, Case, Cost
 from isobit.ops.det_gemm import rivals as products
 from isobit.ops.linear_logp import rivals as heads
 from isobit.ops.logp import rivals as logits
 
-ROWS = (1, 16, 128)
+DIRECTIONS = ("fwd", "fwd_bwd")
+
+#: The last one has new numbers of rows beside it, those of `NEW_ROWS`: between two powers of two, so that no
+#: kernel is chosen for some of them alone.
+ROWS = (1, 16, 128, 768)
+NEW_ROWS = [n for n in range(513, 1024) if n not in ROWS]
+assert len(NEW_ROWS) >= len(DIRECTIONS) * ONCE_CALLS
+
+#: A call with a new number of rows may take that many times one whose sizes are known.
+NEW_MOST = 2.0
 
 _Costs = Callable[[dict[str, int], torch.dtype], Cost]
 
 
-def _series(op: str, rows: str, sizes: dict[str, int], cost: _Costs, native: Rival, *inputs: str) -> Series:
+def _series(
+    op: str,
+    rows: str,
+    sizes: dict[str, int],
+    cost: _Costs,
+    native: Rival,
+    of_rows: tuple[str, ...],
+    inputs: tuple[str, ...],
+    goals: Sequence[Goal],
+    directions: tuple[str, ...] = DIRECTIONS,
+) -> Series:
+    """`of_rows` names the arguments with a line for each row, which are cut to their number."""
     cases = [Case({rows: n, **sizes}, torch.bfloat16, data="random") for n in ROWS]
-    return by_rows(
-        op, cases, cost, {native.name: native}, inputs=inputs, copy=False, directions=("fwd", "fwd_bwd"),
-        core=cases,
-    )  # fmt: skip
+    rivals = {native.name: native}
+    series = by_rows(op, cases, cost, rivals, inputs=inputs, copy=False, directions=directions, core=cases)
+
+    def new(case: Case, pool: Pool) -> list[Args]:
+        if case.dims[rows] != ROWS[-1]:
+            return []
+        numbers = random.Random(pool.inputs.seed).sample(NEW_ROWS, len(NEW_ROWS))
+        (args, *_) = series.make(replace(case, dims={**case.dims, rows: NEW_ROWS[-1]}), pool)
+        return [args | {name: args[name][:n] for name in of_rows} for n in numbers]
+
+    return replace(series, new=new, figure="host_us", goals=(*goals, *_new_goals(op, directions)))
+
+
+# Goals
+
+
+def _cells(op: str, direction: str) -> Callable[[Cell], bool]:
+    return lambda cell: (cell.op, cell.direction) == (op, direction)
+
+
+def _goal(op: str, direction: str, most: float, against: str | Base = "native") -> Goal:
+    what = f"{op}, {'forward' if direction == 'fwd' else 'forward and backward'}"
+    return Goal(what, _cells(op, direction), most=most, against=against, figure="host_us")
+
+
+def _new_goals(op: str, directions: Sequence[str]) -> list[Goal]:
+    goals = (_goal(op, direction, NEW_MOST, "isobit") for direction in directions)
+    return [replace(goal, what=f"{goal.what}, new rows", impl="isobit:new") for goal in goals]
+
+
+# Series
+
+
+def _product(args: Args) -> Tensor:
+    return F.linear(args["a"], args["weight"])
+
+
+def _as_layer(args: Args) -> Args:
+    return args | {"weight": args["b"].t()}
 
 
 SERIES: Sequence[Series] = (
     _series(
         "det_linear", "M", {"K": 1024, "N": 1024}, products.layer_cost, products.LAYER_RIVALS["native"],
-        "x", "weight",
+        ("x",), ("x", "weight"), [_goal("det_linear", "fwd", 1.5), _goal("det_linear", "fwd_bwd", 1.5)],
     ),
-    _series("logp", "N", {"V": 4096}, logits.cost, logits.RIVALS["native"], "logits"),
     _series(
-        "linear_logp", "N", {"D": 1024, "V": 4096}, heads.cost_of_training, heads.NATIVE, "hidden", "weight"
+        "det_gemm", "M", {"K": 1024, "N": 1024}, products.layer_cost,
+        Rival("native", _product, directions=None, prepare=_as_layer), ("a",), (),
+        [_goal("det_gemm", "fwd", 1.5)], ("fwd",),
+    ),
+    _series(
+        "logp", "N", {"V": 4096}, logits.cost, logits.RIVALS["native"], ("logits", "token_ids"), ("logits",),
+        [_goal("logp", "fwd", 2.0)],
+    ),
+    _series(
+        "linear_logp", "N", {"D": 1024, "V": 4096}, heads.cost_of_training, heads.NATIVE,
+        ("hidden", "token_ids"), ("hidden", "weight"),
+        [_goal("linear_logp", "fwd", 1.0, limit(60, "us")), _goal("linear_logp", "fwd_bwd", 1.2)],
     ),
 )  # fmt: skip

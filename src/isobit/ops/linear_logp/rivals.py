@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.bench.goals import Cell, Goal
+from isobit.bench.goals import Cell, Goal, longer_of_floor_and
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import Series, by_rows
 from isobit.bench.truth import Truth, truth_of
@@ -37,6 +37,10 @@ SHAPES = (
     (4096, 2048, 32768), (4096, 2048, 50257), (4096, 2048, 50304), (4096, 2048, 131072),
     (8192, 4096, 151936), (16384, 4096, 128256), (2048, 7168, 129280), (512, 896, 151936),
 )  # fmt: skip
+#: Few rows, forward alone: the scoring of a few sequences, where the weight is most of what is read.
+FEW_ROWS = tuple((N, 4096, 128256) for N in (1, 64, 128, 200))
+#: Training alone: a long batch on a small model, and a short one on a smaller.
+TRAINED = ((24576, 2048, 128256), (1024, 896, 151936))
 #: Vocabularies at which torch.compile is timed, D = 2048: it compiles for tens of seconds.
 COMPILED = (32768, 131072)
 
@@ -208,23 +212,43 @@ def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
 cost_of_training = partial(_cost, 2)
 
 
-def _shape(op: str, chooses: Callable[[dict[str, int]], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
+_Sizes = dict[str, int]
+
+
+def _shape(op: str, chooses: Callable[[_Sizes], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
     return lambda cell: cell.op == op and chooses(cell.sizes)
 
 
-#: As shares of the speed of one product: 1 / 1.02 and so on.
+def _among(shapes: Sequence[tuple[int, ...]]) -> Callable[[_Sizes], bool]:
+    return lambda sizes: tuple(sizes[name] for name in "NDV") in shapes
+
+
+_usual, _few = _among(SHAPES), _among(FEW_ROWS)
+
+#: As shares of the speed of one product: 1 / 1.02 and so on; `most` as multiples of its time.
 GOALS = (
     Goal("logp, D >= 2048",
-         _shape("linear_logp", lambda n: n["D"] >= 2048 and n["V"] % 64 == 0), mean=0.980, least=0.926),
+         _shape("linear_logp", lambda n: _usual(n) and n["D"] >= 2048 and n["V"] % 64 == 0),
+         mean=0.980, least=0.926),
     Goal("logp, D = 896", _shape("linear_logp", lambda n: n["D"] == 896), least=0.833),
     Goal("logp, V = 50257", _shape("linear_logp", lambda n: n["V"] == 50257), least=0.800),
-    Goal("logp and all gradients", _shape("linear_logp_train"), mean=0.227),
+    Goal("logp and all gradients", _shape("linear_logp_train", _usual), mean=0.227),
     Goal("logp and the gradient of hidden states", _shape("linear_logp_frozen"), mean=0.303),
     Goal("logp and all gradients, probabilities kept", _shape("linear_logp_kept"), mean=0.294),
+    Goal("logp, N <= 200", _shape("linear_logp", _few), most=1.6, against=longer_of_floor_and(BASELINE)),
+    Goal("logp, N <= 200", _shape("linear_logp", _few), most=1.0, against="verl"),
+    Goal("logp and all gradients, 24576 x 2048 x 128256",
+         _shape("linear_logp_train", _among(TRAINED[:1])), most=4.6, against=BASELINE),
+    Goal("logp and all gradients, 1024 x 896 x 151936",
+         _shape("linear_logp_train", _among(TRAINED[1:])), most=6.0, against=BASELINE),
 )  # fmt: skip
 
 
-CASES = [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES]
+def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
+    return [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in shapes]
+
+
+CASES = _cases(SHAPES)
 #: What stands for all: an odd vocabulary does not, so a large one of each of two feature sizes.
 _TWO = [case for case in CASES if case.dims["V"] in (131072, 151936) and case.dims["D"] >= 2048]
 
@@ -234,10 +258,11 @@ def _series(
     inputs: tuple[str, ...],
     rivals: dict[str, Rival],
     also: Mapping[str, Sequence[Case]] | None = None,
+    more: Sequence[tuple[int, int, int]] = (),
     **options: Any,
 ) -> Series:
     return by_rows(
-        "linear_logp", CASES, partial(_cost, len(inputs)), rivals, name=name, inputs=inputs,
+        "linear_logp", [*CASES, *_cases(more)], partial(_cost, len(inputs)), rivals, name=name, inputs=inputs,
         judge=lambda args: Sampled(args, inputs), directions=("fwd_bwd",) if inputs else ("fwd",),
         against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (), options=options,
         core=_TWO, also=also or {},
@@ -245,8 +270,8 @@ def _series(
 
 
 SERIES: Sequence[Series] = (
-    _series("linear_logp", (), _rivals(*_OTHERS), {"triton": _TWO}),
-    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT), {"triton": _TWO}),
+    _series("linear_logp", (), _rivals(*_OTHERS), {"triton": _TWO}, FEW_ROWS),
+    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT), {"triton": _TWO}, TRAINED),
     _series("linear_logp_frozen", ("hidden",), _rivals()),
     _series("linear_logp_kept", ("hidden", "weight"), _rivals(), workspace_bytes=FULL),
 )
