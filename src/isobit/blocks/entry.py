@@ -12,6 +12,7 @@ memory, arguments in an order of their own) there is no `Entry`, and Triton's wa
 import copy
 import types
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -40,11 +41,10 @@ def current_stream(device: int) -> int:
 class Maps(dict[int, Any]):
     """Tensor maps of one form (sizes, strides, box, swizzle) by the address that they begin at."""
 
-    def __init__(self, descriptor: Any, encode: Callable[[Any], Any]) -> None:
+    def __init__(self, descriptor: Any, meta: Any) -> None:
         super().__init__()
-        self._kind = type(descriptor)
-        self._rest = {name: value for name, value in vars(descriptor).items() if name not in ("base", "maps")}
-        self._encode = encode
+        self._kind, self._meta = type(descriptor), meta
+        self._rest = {**descriptor.__dict__, "base": None}  # it would be held as long as this
 
     def __missing__(self, address: int) -> Any:
         """By Triton's own code, of a descriptor whose tensor is an address and nothing else."""
@@ -52,16 +52,29 @@ class Maps(dict[int, Any]):
         made.__dict__.update(self._rest, base=_At(address))
         if len(self) >= ADDRESSES:
             self.clear()
-        self[address] = found = self._encode(made)
+        self[address] = found = _encode()(made, self._meta)
         return found
 
 
 class _At:
+    __slots__ = ("_address",)
+
     def __init__(self, address: int) -> None:
         self._address = address
 
     def data_ptr(self) -> int:
         return self._address
+
+
+@cache
+def _encode() -> Callable[[Any, Any], Any]:
+    """From a descriptor, and what the compiler says of it, to a tensor map."""
+    from triton.backends.nvidia import driver as nvidia
+
+    make: Any = nvidia.make_tensordesc_arg
+    if make.__code__.co_argcount == 3:  # from 3.9 on; it does not read the third
+        return lambda descriptor, meta: make(descriptor, meta, None)[0]
+    return lambda descriptor, meta: make(descriptor, meta)[0]
 
 
 class Entry:
@@ -104,8 +117,7 @@ class Entry:
         descriptors of a form share a list that they are kept in."""
         kept: list[Maps] = descriptor.maps
         if not kept:
-            meta = self._meta[which]
-            kept.append(Maps(descriptor, lambda made: _encoded(made, meta)))
+            kept.append(Maps(descriptor, self._meta[which]))
         return kept[0]
 
 
@@ -174,11 +186,3 @@ def _c_function(launch: Any) -> tuple[Any, Callable[[Any], Any]] | None:
 
 def _is_descriptor(value: Any) -> bool:
     return hasattr(value, "block_shape")
-
-
-def _encoded(descriptor: Any, meta: Any) -> Any:
-    from triton.backends.nvidia import driver as nvidia
-
-    make: Any = nvidia.make_tensordesc_arg
-    extra = (None,) * (make.__code__.co_argcount - 2)  # 3.9 takes a third, which it does not read
-    return make(descriptor, meta, *extra)[0]

@@ -19,7 +19,7 @@ All of Gluon that the library uses is imported here; kernels take it from this m
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -355,9 +355,16 @@ def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
         assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
         down = 16 * (m.columns * size // 16 + 1) // size
-    layout = _shared_layout(rows, columns, m.base.dtype)
-    made = TensorDescriptor(m.base, [m.rows, m.columns], [down, 1], [rows, columns], layout)
-    return {name: value for name, value in vars(made).items() if name != "base"} | {"maps": []}
+    known = _checked(m.base.dtype, m.columns, down, rows, columns)
+    return {**known, "shape": [m.rows, m.columns], "maps": []}
+
+
+@lru_cache(maxsize=4096)
+def _checked(dtype: torch.dtype, width: int, down: int, rows: int, columns: int) -> dict[str, Any]:
+    """What a descriptor holds, of a matrix with one row: how many there are is nothing that Triton checks."""
+    layout = _shared_layout(rows, columns, dtype)
+    one = torch.empty((1, width), dtype=dtype, device="meta")
+    return vars(TensorDescriptor(one, [1, width], [down, 1], [rows, columns], layout)) | {"base": None}
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
