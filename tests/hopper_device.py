@@ -90,10 +90,11 @@ def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
     taken = torch.ones_like(live)
     assert grid == (1,) or not (k.PACK or k.LIST), "programs cannot count one another's rows"
     if k.LIST:
-        some = torch.nn.functional.pad(live, (0, k.blocks * 128 - k.N)).view(-1, 128).any(1).nonzero()[:, 0]
-        assert len(k.listed) == k.blocks + 1
+        some = torch.nn.functional.pad(live, (0, k.blocks * 128 - k.N)).view(-1, 64).any(1).nonzero()[:, 0]
+        assert len(k.listed) == 2 * k.blocks + 2
         k.listed[0] = len(some)
         k.listed[1 : len(some) + 1] = some
+        k.listed[len(some) + 1] = 2 * k.blocks
     if k.PACK:
         taken = live & (token >= 0) & (token < k.V)
     scales = torch.full((k.N,), k.scale)
@@ -165,12 +166,14 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
     count, K = int(k.count), k.steps * k.STEP
     tiles = whole(k.V, COLUMNS) // COLUMNS
     splits = min(k.SPLITS, tiles)
-    blocks = k.listed[1 : int(k.listed[0]) + 1].tolist() if k.LISTED else range(whole(count, 128) // 128)
+    # Every tile has as many parts of 64 rows as multipliers: the last may have one too many.
+    tall = whole(64 * int(k.listed[0]) if k.LISTED else count, 64 * k.MULTIPLIERS) // 64
+    parts = k.listed[1 : tall + 1].tolist() if k.LISTED else range(tall)
     hidden, weight = described(k.a_desc), loaded(described(k.b_desc), tiles * COLUMNS, K)
     assert grid[0] >= 1 and not k.KEEP and k.partial.shape == (splits, 3, k.capacity)
-    for block in blocks:
-        own = slice(128 * block, min(128 * block + 128, count))
-        z = (loaded(hidden[own], 128, K) @ weight.t())[: own.stop - own.start, : k.V]
+    for part in parts:
+        own = slice(64 * part, max(64 * part, min(64 * part + 64, count)))
+        z = (loaded(hidden[own], 64, K) @ weight.t())[: own.stop - own.start, : k.V]
         if k.HAS_BIAS:
             z += k.bias
         if k.ROUND is not None:

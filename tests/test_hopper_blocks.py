@@ -225,7 +225,10 @@ def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
     assert products.choose_tile(4096, 4096, SMS, staged_fp32=True).columns == 128
 
 
-@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *hopper_product._SUMS])
+FOLDS = [forward._FOLD, forward._FOLD_FEW, forward.TILE_STAGED]
+
+
+@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *hopper_product._SUMS, *FOLDS])
 def test_tiles_fit_an_sm(tile: products.Tile) -> None:
     ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
     assert ring <= 227 * 1024

@@ -23,11 +23,11 @@ NAN, IGNORE = math.nan, -100
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of which these are ignored, and the blocks of 128 that are left."""
+    """Rows of which these are ignored, and the parts of 64 that are left."""
 
     N: int = 600
     ignored: tuple[slice, ...] = ()
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    parts: tuple[int, ...] = tuple(range(10))
     masked: bool = False
     bad: tuple[int, ...] = ()
     V: int = 700
@@ -37,19 +37,23 @@ class Case:
 ROUNDED = {"logits_dtype": torch.bfloat16}
 CASES = {
     "all count": Case(),
-    "some in every block": Case(ignored=(slice(0, 600, 3),)),
-    "prompts": Case(ignored=(slice(0, 300), slice(400, 500)), blocks=(2, 3, 4)),
-    "one row is left": Case(ignored=(slice(0, 255), slice(256, 600)), blocks=(1,)),
-    "the last is left": Case(ignored=(slice(0, 599),), blocks=(4,)),
-    "the first is left": Case(ignored=(slice(1, 600),), blocks=(0,)),
-    "none is left": Case(ignored=(slice(0, 600),), blocks=()),
-    "fewer than a block": Case(N=70, ignored=(slice(3, 50),), blocks=(0,)),
-    "one ignored row": Case(N=1, ignored=(slice(0, 1),), blocks=()),
-    "bad ids count": Case(ignored=(slice(0, 600),), bad=(130, 131), blocks=(1,)),
-    "bias and rounding": Case(ignored=(slice(128, 384),), blocks=(0, 3, 4), options=ROUNDED),
-    "many tiles": Case(N=300, V=35 * 256 + 7, ignored=(slice(100, 290),), blocks=(0, 2)),
+    "some in every part": Case(ignored=(slice(0, 600, 3),)),
+    "prompts": Case(ignored=(slice(0, 300), slice(400, 500)), parts=(4, 5, 6, 7, 8, 9)),
+    "one row is left": Case(ignored=(slice(0, 255), slice(256, 600)), parts=(3,)),
+    "the last is left": Case(ignored=(slice(0, 599),), parts=(9,)),
+    "the first is left": Case(ignored=(slice(1, 600),), parts=(0,)),
+    "an odd number of parts is left": Case(ignored=(slice(64, 128), slice(256, 600)), parts=(0, 2, 3)),
+    "none is left": Case(ignored=(slice(0, 600),), parts=()),
+    "two parts": Case(N=70, ignored=(slice(3, 50),), parts=(0, 1)),
+    "one part": Case(N=64, ignored=(slice(3, 50),), parts=(0,)),
+    "one row": Case(N=1, parts=(0,)),
+    "one ignored row": Case(N=1, ignored=(slice(0, 1),), parts=()),
+    "bad ids count": Case(ignored=(slice(0, 600),), bad=(130, 131), parts=(2,)),
+    "bias and rounding": Case(ignored=(slice(128, 384),), parts=(0, 1, 6, 7, 8, 9), options=ROUNDED),
+    "many tiles": Case(N=300, V=35 * 256 + 7, ignored=(slice(100, 290),), parts=(0, 1, 4)),
     "a mask packs": Case(ignored=(slice(0, 300),), masked=True),
-}  # fmt: skip
+    "a mask packs few": Case(N=100, ignored=(slice(0, 50),), masked=True),
+}
 
 
 def arguments(case: Case) -> dict[str, Any]:
@@ -69,10 +73,11 @@ def arguments(case: Case) -> dict[str, Any]:
     return DEFAULTS | case.options | given | flags | {"row_temperature": None, "ignore_index": IGNORE}
 
 
+@pytest.mark.parametrize("sms", [1, 1000])  # tiles of two multipliers and of one
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_those_of_the_reference(name: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    monkeypatch.setattr(forward, "sm_count", lambda device: 132)
+    monkeypatch.setattr(forward, "sm_count", lambda device: sms)
     args = arguments(case)
     device = Device()
     *found, kept, base = forward.linear_logp(launch=device, **args, keep=False)
@@ -83,9 +88,11 @@ def test_results_are_those_of_the_reference(name: str, monkeypatch: pytest.Monke
     for ours, exact in zip(found[:3], truth[:3], strict=True):
         torch.testing.assert_close(ours, exact, equal_nan=True, rtol=1e-4, atol=1e-4)
     launched = device.arguments["forward_kernel"]
+    assert (1 if case.N <= 64 or sms > 1 else 2) == launched.MULTIPLIERS
     assert launched.LISTED is not case.masked
     if not case.masked:
-        assert launched.listed.tolist()[: len(case.blocks) + 1] == [len(case.blocks), *case.blocks]
+        beyond = 2 * -(-case.N // 128)
+        assert launched.listed.tolist()[: len(case.parts) + 2] == [len(case.parts), *case.parts, beyond]
         m, s = found[3]
         assert (m[dead] == 0).all() and (s[dead] == 1).all()
 
@@ -110,8 +117,9 @@ class Pointer:
         return Pointer(self.numbers, self.at + more)
 
 
-@pytest.mark.parametrize("listed", [None, [3], [1, 2, 7, 8, 20]])
-def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None) -> None:
+@pytest.mark.parametrize("multipliers", [1, 2])
+@pytest.mark.parametrize("listed", [None, [3, 8], [1, 2, 7, 8, 20, 21]])
+def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, multipliers: int) -> None:
     """Its own code, with Python's numbers and a TMA that writes down what is asked for."""
     loads: list[tuple[str, list[int]]] = []
     nothing = SimpleNamespace(wait=lambda *a: None, expect=lambda *a: None)
@@ -125,21 +133,34 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None) -> 
     }  # fmt: skip
     ring = SimpleNamespace(index=lambda i: None)
     box = SimpleNamespace(nbytes=0)
-    spans, rows = 3, 2 if listed is None else len(listed)
+    parts = [0, 1, 2, 3] if listed is None else listed
+    spans, tiles = 3, len(parts) // multipliers
     pipe = SimpleNamespace(
-        items=lambda: rows * spans,
+        items=lambda: tiles * spans,
         item=lambda t: (t // spans, 2 * (t % spans), 2 * (t % spans) + 2, t % spans),
-        steps=2, COLUMNS=256, STEP=64, STAGES=4, MULTIPLIERS=2, A_BY_K=True, B_BY_K=True,
+        steps=2, COLUMNS=256, STEP=64, STAGES=4, MULTIPLIERS=multipliers, A_BY_K=True, B_BY_K=True,
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
     )  # fmt: skip
     loader = FunctionType(hopper_pipe.load_tiles.fn.__code__, numbers)
-    loader(pipe, None if listed is None else Pointer(listed))
-    blocks = [0, 1] if listed is None else listed
+    loader(pipe, Pointer(listed or []), listed is not None)
     assert [where for name, where in loads if name == "a"] == [
-        [128 * block + 64 * w, 64 * step]
-        for block in blocks for _ in range(2 * spans) for step in range(2) for w in range(2)
+        [64 * part, 64 * step]
+        for tile in range(tiles) for _ in range(2 * spans) for step in range(2)
+        for part in parts[tile * multipliers : (tile + 1) * multipliers]
     ]  # fmt: skip
     assert [where[0] for name, where in loads if name == "b"] == [
-        256 * n for _ in blocks for n in range(2 * spans) for _ in range(2)
+        256 * n for _ in range(tiles) for n in range(2 * spans) for _ in range(2)
     ]
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "multipliers"),
+    [(1, 128256, 1), (64, 128256, 1), (200, 128256, 1), (256, 128256, 1), (257, 128256, 2),
+     (4096, 128256, 2), (1024, 2048, 1), (4096, 2048, 2)],
+)  # fmt: skip
+def test_few_rows_take_a_tile_of_64(N: int, V: int, multipliers: int) -> None:
+    tile = forward.tile_for(N, V, 132)
+    assert tile.multipliers == multipliers
+    if multipliers == 1:  # no more programs than SMs, and of 64 rows one tile
+        assert forward._items(tile, N, V) <= 132 and forward._items(tile, min(N, 64), V) <= 33

@@ -83,12 +83,12 @@ def interpreted() -> dict[str, Any]:
     truth = (log_p[0], -(log_p.exp() * log_p).sum(), many.logsumexp((0, 1)))
     found["many"] = [[x[150].item() for x in merged[:3]], [x.item() for x in truth]]  # type: ignore[index]
 
-    # Rows in place, of which whole blocks of 128 do not count, through several rounds of 4096.
+    # Rows in place, of which whole parts of 64 do not count, through several rounds of 4096.
     some = torch.full((9000,), -100)
     some[[0, 130, 131, 4095, 4096, 8999]] = 5
     some[700] = 1000  # no token, but it counts
-    listed = Slots(some, None, None, -100, LOG2E, V, False, run, list_blocks=True)
-    found["listed"] = listed.listed[: listed.listed[0] + 1].tolist()
+    listed = Slots(some, None, None, -100, LOG2E, V, False, run, list_parts=True)
+    found["listed"] = listed.listed[: listed.listed[0] + 2].tolist()
     found["listed in place"] = [listed.count.item(), (listed.ids != -2).nonzero()[:, 0].tolist()]
     partial = torch.full((1, 3, listed.capacity), NAN)
     picked = torch.full((listed.capacity,), NAN)
@@ -183,8 +183,8 @@ def test_splits_are_brought_to_one_maximum(found: dict[str, Any]) -> None:
     assert merged == pytest.approx(truth, rel=1e-5)
 
 
-def test_blocks_that_have_a_row_that_counts_are_listed(found: dict[str, Any]) -> None:
-    assert found["listed"] == [6, 0, 1, 5, 31, 32, 70]
+def test_parts_that_have_a_row_that_counts_are_listed(found: dict[str, Any]) -> None:
+    assert found["listed"] == [6, 0, 2, 10, 63, 64, 140, 142]
     assert found["listed in place"] == [9000, [0, 130, 131, 700, 4095, 4096, 8999]]
 
 

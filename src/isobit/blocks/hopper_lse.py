@@ -187,8 +187,9 @@ def compact_kernel(
     that count and have a token below V, in the caller's order, and holes of row -1 after them; without, every
     row in its own place. The token of a hole or of a row that does not count is -2.
 
-    With LIST `listed` becomes how many blocks of 128 rows have one that counts, and which, ascending. Only
-    one program can count through all rows: with PACK or LIST there is no other."""
+    With LIST `listed` becomes how many parts of 64 rows have one that counts, and which, ascending; and one
+    more that has no rows at all, for tiles of two parts. Only one program can count through all rows: with
+    PACK or LIST there is no other."""
     capacity = blocks * 128
     seen = 0
     found = 0
@@ -218,10 +219,10 @@ def compact_kernel(
             tl.store(tl.multiple_of(ids + i, 16), tl.where(live, known, -2), mask=inside)
             tl.store(tl.multiple_of(scales + i, 16), tl.where(there, own, 1.0), mask=inside)
         if LIST:
-            some = tl.max(tl.reshape(live.to(tl.int32), (BLOCK // 128, 128)), 1)
+            some = tl.max(tl.reshape(live.to(tl.int32), (BLOCK // 64, 64)), 1)
             at = found + tl.cumsum(some, 0)
             found += tl.sum(some, 0)
-            tl.store(listed + at, first // 128 + tl.arange(0, BLOCK // 128), mask=some > 0)
+            tl.store(listed + at, first // 64 + tl.arange(0, BLOCK // 64), mask=some > 0)
     if PACK:
         for first in range(begin, capacity, step):
             slot = first + tl.arange(0, BLOCK)
@@ -234,6 +235,7 @@ def compact_kernel(
     tl.store(count, seen)  # by every program, and the same
     if LIST:
         tl.store(listed, found)
+        tl.store(listed + found + 1, capacity // 64)
 
 
 @triton.jit
@@ -351,34 +353,34 @@ def merge_kernel(
 
 class Slots:
     """Rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are taken.
-    Where it was asked for, `listed` says which blocks of 128 slots have a row that counts: how many, then
-    their numbers."""
+    Where it was asked for, `listed` says which parts of 64 slots have a row that counts: how many, then their
+    numbers, then that of a part beyond all slots."""
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
-        ignore_index: int, scale: float, V: int, pack: bool, launch: Launch, list_blocks: bool = False,
+        ignore_index: int, scale: float, V: int, pack: bool, launch: Launch, list_parts: bool = False,
     ) -> None:  # fmt: skip
         N = token_ids.numel()
         device = token_ids.device
         self.packed, self.ignore_index, self.V = pack, ignore_index, V
         self.capacity = -(-N // 128) * 128
         blocks = self.capacity // 128
-        ints = torch.empty(2 * self.capacity + blocks + 2, dtype=torch.int32, device=device)
+        ints = torch.empty(2 * self.capacity + 2 * blocks + 3, dtype=torch.int32, device=device)
         self.rows, self.ids, self.listed, self.count = ints.split(
-            (self.capacity, self.capacity, blocks + 1, 1)
+            (self.capacity, self.capacity, 2 * blocks + 2, 1)
         )
         self.scales = torch.empty(self.capacity, dtype=torch.float32, device=device)
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         self._tokens = token_ids.contiguous()
         self._mask = None if mask is None else mask.contiguous()
-        block, programs = (4096, 1) if pack or list_blocks else (512, -(-self.capacity // 512))
+        block, programs = (4096, 1) if pack or list_parts else (512, -(-self.capacity // 512))
         launch(
             compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count, self.listed,
             self._tokens, self.count if mask is None else self._mask,
             self.count if row_temperature is None else row_temperature.contiguous(),
             N, blocks, ignore_index, scale, V,
-            mask is not None, row_temperature is not None, pack, list_blocks, block, num_warps=block // 256,
+            mask is not None, row_temperature is not None, pack, list_parts, block, num_warps=block // 256,
             enable_fp_fusion=False,
         )  # fmt: skip
 

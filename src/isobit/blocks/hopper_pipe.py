@@ -246,15 +246,19 @@ class Pipe:
 
 
 @gluon.jit
-def load_tiles(pipe, listed=None):
-    """The loader: every step of k of each of the program's tiles, as fast as stages come free. Where there is
-    a list, row m of tiles is the one that it names."""
+def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
+    """The loader: every step of k of each of the program's tiles, as fast as stages come free. LISTED:
+    a multiplier's 64 rows are those that the list names."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, first, end, _ = pipe.item(t)
-        if listed is not None:
-            m = gl.load(listed + m)
+        rows = ()
+        for w in gl.static_range(pipe.MULTIPLIERS):
+            part = m * pipe.MULTIPLIERS + w
+            if LISTED:
+                part = gl.load(listed + part)
+            rows = rows + (part * ROWS,)
         for n in range(first, end):
             column = n * pipe.COLUMNS
             for step in range(pipe.steps):
@@ -266,7 +270,7 @@ def load_tiles(pipe, listed=None):
                 )
                 mbarrier.expect(bar, bytes_a_stage)
                 for w in gl.static_range(pipe.MULTIPLIERS):
-                    row = (m * pipe.MULTIPLIERS + w) * ROWS
+                    row = rows[w]
                     a = pipe.a_ring.index(stage * pipe.MULTIPLIERS + w)
                     if pipe.A_BY_K:
                         tma_load(pipe.a_desc, [row, k], bar, a)

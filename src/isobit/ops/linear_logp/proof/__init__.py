@@ -93,7 +93,7 @@ def record_triton(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """Nothing optional, everything, probabilities that are kept, and a frozen head."""
+    """Nothing optional, everything, both of few rows, probabilities that are kept, and a frozen head."""
     from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_bwd
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
@@ -104,6 +104,8 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs)
         if dtype == F32:
             return
+        ours, _ = _meta(narrow, 64, 2048, V, full)
+        kernels_hopper.linear_logp(launch=launch, **ours)
     ours, theirs = _meta(narrow, N, 2048, V, False)
     *_, kept, kept_base = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_base": kept_base})
