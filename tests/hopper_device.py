@@ -279,7 +279,11 @@ def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
     if k.HAS_INIT:
         if k.init.data_ptr() != k.out.data_ptr():  # a program may read what it will write itself
             assert_apart(out, k.init)
-        total[:M, : k.N] = strided(k.init, M, k.N, k.ld)
+        if k.STAGED_INIT:
+            assert K > 0, "it is taken after the first segment"
+            total = loaded(described(k.init_desc), rows, columns)
+        else:
+            total[:M, : k.N] = strided(k.init, M, k.N, k.ld)
     stored(out, total + loaded(a, rows, K) @ loaded(b, columns, K).t())
 
 

@@ -6,6 +6,7 @@ memory that nobody has written holds NaN.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,8 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, mul
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
     )  # fmt: skip
+    for name in ("rows", "load"):
+        setattr(pipe, name, partial(FunctionType(getattr(hopper_pipe.Pipe, name).fn.__code__, numbers), pipe))
     loader = FunctionType(hopper_pipe.load_tiles.fn.__code__, numbers)
     loader(pipe, Pointer(listed or []), listed is not None)
     assert [where for name, where in loads if name == "a"] == [

@@ -48,15 +48,18 @@ __all__ = [
     "accumulator_layout",
     "aligned_for_tma",
     "descriptor",
+    "fence_async_shared",
     "gl",
     "gluon",
     "kernel",
     "load_tiles",
     "matrix",
+    "mbarrier",
     "operand_descriptor",
     "put_tile",
     "record",
     "tma",
+    "tma_load",
     "triton_kernel",
 ]  # fmt: skip
 
@@ -244,43 +247,52 @@ class Pipe:
         mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)))
         return acc, stage, phase
 
+    @gluon.jit
+    def rows(self, m, listed, LISTED: gl.constexpr):
+        """The first of each multiplier's 64 rows in row m of tiles. LISTED: those that the list names."""
+        found = ()
+        for w in gl.static_range(self.MULTIPLIERS):
+            part = m * self.MULTIPLIERS + w
+            if LISTED:
+                part = gl.load(listed + part)
+            found = found + (part * ROWS,)
+        return found
+
+    @gluon.jit
+    def load(self, rows, n, step, stage, phase):
+        """Ask for one step of k of a tile as soon as a stage is free; (stage, phase) of the next."""
+        k = step * self.STEP
+        column = n * self.COLUMNS
+        bar = self.ready.index(stage)
+        mbarrier.wait(self.empty.index(stage), phase)
+        bytes_a_stage: gl.constexpr = (
+            self.MULTIPLIERS * self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes
+        )
+        mbarrier.expect(bar, bytes_a_stage)
+        for w in gl.static_range(self.MULTIPLIERS):
+            a = self.a_ring.index(stage * self.MULTIPLIERS + w)
+            if self.A_BY_K:
+                tma_load(self.a_desc, [rows[w], k], bar, a)
+            else:
+                tma_load(self.a_desc, [k, rows[w]], bar, a)
+        if self.B_BY_K:
+            tma_load(self.b_desc, [column, k], bar, self.b_ring.index(stage))
+        else:
+            tma_load(self.b_desc, [k, column], bar, self.b_ring.index(stage))
+        return _after(stage, phase, self.STAGES)
+
 
 @gluon.jit
 def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
-    """The loader: every step of k of each of the program's tiles, as fast as stages come free. LISTED:
-    a multiplier's 64 rows are those that the list names."""
+    """The loader: every step of k of each of the program's tiles, as fast as stages come free."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, first, end, _ = pipe.item(t)
-        rows = ()
-        for w in gl.static_range(pipe.MULTIPLIERS):
-            part = m * pipe.MULTIPLIERS + w
-            if LISTED:
-                part = gl.load(listed + part)
-            rows = rows + (part * ROWS,)
+        rows = pipe.rows(m, listed, LISTED)
         for n in range(first, end):
-            column = n * pipe.COLUMNS
             for step in range(pipe.steps):
-                k = step * pipe.STEP
-                bar = pipe.ready.index(stage)
-                mbarrier.wait(pipe.empty.index(stage), phase)
-                bytes_a_stage: gl.constexpr = (
-                    pipe.MULTIPLIERS * pipe.a_desc.block_type.nbytes + pipe.b_desc.block_type.nbytes
-                )
-                mbarrier.expect(bar, bytes_a_stage)
-                for w in gl.static_range(pipe.MULTIPLIERS):
-                    row = rows[w]
-                    a = pipe.a_ring.index(stage * pipe.MULTIPLIERS + w)
-                    if pipe.A_BY_K:
-                        tma_load(pipe.a_desc, [row, k], bar, a)
-                    else:
-                        tma_load(pipe.a_desc, [k, row], bar, a)
-                if pipe.B_BY_K:
-                    tma_load(pipe.b_desc, [column, k], bar, pipe.b_ring.index(stage))
-                else:
-                    tma_load(pipe.b_desc, [k, column], bar, pipe.b_ring.index(stage))
-                stage, phase = _after(stage, phase, pipe.STAGES)
+                stage, phase = pipe.load(rows, n, step, stage, phase)
 
 
 # Host side. Layouts are made once each: Triton keys compiled kernels on them, and looks a known one up by

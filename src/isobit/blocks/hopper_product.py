@@ -23,15 +23,17 @@ from isobit.blocks.hopper_pipe import (
     Pipe,
     accumulator_layout,
     descriptor,
+    fence_async_shared,
     gl,
     gluon,
     kernel,
-    load_tiles,
     matrix,
+    mbarrier,
     operand_descriptor,
     put_tile,
     record,
     tma,
+    tma_load,
     triton_kernel,
 )
 from isobit.blocks.launch import Launch, run
@@ -154,12 +156,66 @@ class Output:
             gl.store(self.out + self.offsets(i, j), values, mask=self.inside(i, j))
 
 
+@record
+class Start:
+    """A matrix that sums start from, on its way while the first segment is computed. Its tiles come through
+    the buffers that those of the sums will leave by. Two barriers a multiplier, as for a stage of the ring:
+
+        empty[w]   the tile before has left the buffer     multiplier -> loader
+        ready[w]   the start value has arrived             loader -> multiplier
+    """
+
+    desc: tma.tensor_descriptor
+    staging: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGED: gl.constexpr
+
+    @gluon.jit
+    def create(pipe, output, desc, STAGED: gl.constexpr):
+        ready = pipe.ready  # not touched unless STAGED
+        empty = pipe.empty
+        if STAGED:
+            ready = gl.allocate_shared_memory(gl.int64, [pipe.MULTIPLIERS, 1], mbarrier.MBarrierLayout())
+            empty = gl.allocate_shared_memory(gl.int64, [pipe.MULTIPLIERS, 1], mbarrier.MBarrierLayout())
+            for w in gl.static_range(pipe.MULTIPLIERS):
+                mbarrier.init(ready.index(w), count=1)
+                mbarrier.init(empty.index(w), count=1)
+            fence_async_shared()
+        return Start(desc, output.staging, ready, empty, STAGED)
+
+    @gluon.jit
+    def ask(self, WHICH: gl.constexpr):
+        """A multiplier at the beginning of a tile."""
+        tma.store_wait(0)
+        mbarrier.arrive(self.empty.index(WHICH))
+
+    @gluon.jit
+    def load(self, pipe, rows, n, step, turn):
+        """The loader after a step of k. It asks when the ring went once around in this tile: then the
+        multipliers are at the tile too, and nothing waits for them."""
+        if step == gl.minimum(pipe.STAGES, pipe.steps - 1):
+            for w in gl.static_range(pipe.MULTIPLIERS):
+                mbarrier.wait(self.empty.index(w), turn)
+                mbarrier.expect(self.ready.index(w), self.desc.block_type.nbytes)
+                tma_load(self.desc, [rows[w], n * pipe.COLUMNS], self.ready.index(w), self.staging.index(w))
+
+    @gluon.jit
+    def take(self, total, s, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
+        """What a multiplier adds segment s to: to the start value the first one, when it is complete."""
+        if s == 0:
+            mbarrier.wait(self.ready.index(WHICH), turn)
+            total = self.staging.index(WHICH).load(LAYOUT)
+        return total
+
+
 @gluon.jit
-def _segments(WHICH: gl.constexpr, pipe, output, blocks, count, HAS_BLOCKS: gl.constexpr):
+def _segments(WHICH: gl.constexpr, pipe, output, start, blocks, count, HAS_BLOCKS: gl.constexpr):
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order."""
     FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     segments = gl.cdiv(pipe.steps, FULL)
     if HAS_BLOCKS:
         segments = gl.load(count)
@@ -169,29 +225,50 @@ def _segments(WHICH: gl.constexpr, pipe, output, blocks, count, HAS_BLOCKS: gl.c
         if output.HAS_EXTRA:
             i, j = output.place(pipe, m, n, WHICH)
             total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
+        if start.STAGED:
+            start.ask(WHICH)
         for s in range(segments):
             steps = gl.minimum(pipe.steps - s * FULL, FULL)
             if HAS_BLOCKS:
                 steps = gl.load(blocks + s)
             acc = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
             acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
+            if start.STAGED:
+                total = start.take(total, s, turn, output.LAYOUT, WHICH)
             total += acc
+        turn = turn ^ 1
         output.store(pipe, total, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
 
+@gluon.jit
+def _load_sums(pipe, start):
+    """The loader of `token_product`."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    turn = gl.to_tensor(0)
+    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+        m, n, _, _ = pipe.item(t)
+        rows = pipe.rows(m, None, False)
+        for step in range(pipe.steps):
+            stage, phase = pipe.load(rows, n, step, stage, phase)
+            if start.STAGED:
+                start.load(pipe, rows, n, step, turn)
+        turn = turn ^ 1
+
+
 @kernel
 def sum_kernel(
-    out, ld, M, N, K, init, first, blocks, count, a_desc, b_desc, out_desc,
+    out, ld, M, N, K, init, first, blocks, count, a_desc, b_desc, out_desc, init_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
-    HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr,
-    COUNTED_ROWS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
+    STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many blocks from
     slot `first` on as `blocks` says (HAS_BLOCKS), or full ones over all of K. COUNTED_*: that number is on
-    the device."""
+    the device. STAGED_*: through shared memory and TMA; a sum that may have no terms reads init itself."""
     if HAS_BLOCKS:  # segments lie one behind the other, so where the last one ends all do
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
@@ -204,17 +281,19 @@ def sum_kernel(
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
     )
-    output = Output.create(pipe, out, ld, M, N, init, out_desc, LAYOUT, False, HAS_INIT, STAGED)
+    direct: gl.constexpr = HAS_INIT and not STAGED_INIT
+    output = Output.create(pipe, out, ld, M, N, init, out_desc, LAYOUT, False, direct, STAGED)
+    start = Start.create(pipe, output, init_desc, STAGED_INIT)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, blocks, count, HAS_BLOCKS)), (load_tiles, (pipe,))],
+            [(_segments, (0, pipe, output, start, blocks, count, HAS_BLOCKS)), (_load_sums, (pipe, start))],
             [1], [LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, blocks, count, HAS_BLOCKS)),
-             (_segments, (1, pipe, output, blocks, count, HAS_BLOCKS)),
-             (load_tiles, (pipe,))],
+            [(_segments, (0, pipe, output, start, blocks, count, HAS_BLOCKS)),
+             (_segments, (1, pipe, output, start, blocks, count, HAS_BLOCKS)),
+             (_load_sums, (pipe, start))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -279,15 +358,21 @@ def sum_into(
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
-    out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
+    out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
+    # It comes through the buffers of the output, and is taken after the first segment: there must be one.
+    staged_init = init is not None and staged and out.dtype == init.dtype and stream is None
+    staged_init = staged_init and counted is None and init.data_ptr() % 16 == 0
+    if staged_init and init is not out:
+        init_desc = descriptor(matrix(init), 64, tile.columns)
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     tables = (out,) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
     launch(
         sum_kernel, (min(tiles, sms),),
         out, out.stride(0), M if rows is None else rows, N, K if counted is None else counted,
-        out if init is None else init, *tables, a_desc, b_desc, out_desc, a_by_k, b_by_k,
+        out if init is None else init, *tables, a_desc, b_desc, out_desc, init_desc, a_by_k, b_by_k,
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
-        rows is not None, staged, registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        rows is not None, staged, staged_init, registers,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
