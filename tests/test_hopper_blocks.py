@@ -18,7 +18,7 @@ from isobit.check.proofs import proofs
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp.slabs import block_slots, slabs
+from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
 from isobit.ops.logp import kernels_hopper as logp
 
 pytestmark = pytest.mark.compat
@@ -184,6 +184,13 @@ def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
 def test_memory_of_the_gradient_makes_slabs_wider() -> None:
     lent, own = (slabs(128256, 16384, 4096, 1 << 26, rows, SMS) for rows in (128256, 0))
     assert lent[0].lent and lent[0].end > 10 * own[0].end and len(lent) < len(own) / 3
+
+
+def test_memory_for_slabs_grows_with_the_rows_as_far_as_the_weight() -> None:
+    weight = 128256 * 2048 * 2
+    rooms = [default_room(slots, weight) >> 20 for slots in (128, 4096, 4224, 24576, 65536)]
+    assert rooms == [64, 64, 66, 384, weight >> 20]
+    assert default_room(65536, 1 << 20) == 1 << 26  # whatever the weight takes
 
 
 def test_blocks_are_equally_tall() -> None:

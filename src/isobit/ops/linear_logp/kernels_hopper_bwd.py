@@ -47,7 +47,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     packed_slots,
     rows_for_tma,
 )
-from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES, block_slots, slabs
+from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -276,7 +276,9 @@ def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, .
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
     dbias = torch.empty_like(bias) if want_bias else None
     weights, counts = _weigh(slots, height, args, N, V, factor, launch)
-    room = WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
+    room = args["workspace_bytes"]
+    if room is None:
+        room = default_room(height, weight.nbytes)
     if kept is not None:  # what they leave of it
         room -= kept.nbytes + args["kept_base"].nbytes
     plan = slabs(V, height, D, room, len(weight) if want_weight else 0, sm_count(rows.device))

@@ -60,8 +60,8 @@ KEPT_ROWS, KEPT_COLUMNS = 128, 256
 
 
 def kept_bytes(N: int, vocab: int) -> int:
-    """Memory that keeps the probabilities of N rows, in 16 bits, what they are relative to, and beside them a
-    slab of gradients of the usual size."""
+    """Memory that keeps the probabilities of N rows, in 16 bits, what they are relative to, and beside them
+    64 MB for a slab of gradients, however many rows there are."""
     rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
     return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + WORKSPACE_BYTES
 
@@ -392,7 +392,8 @@ def linear_logp(  # the second overload takes options as they come
         vocab_size: rows of the weight from here on are padding: they take no part, and get zero gradients.
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
             differentiable.
-        workspace_bytes: how much memory gradients of logits may take in the backward; None is 64 MB. What a
+        workspace_bytes: how much memory gradients of logits may take in the backward. None is 64 MB; on the
+            hopper backend 16 KB a row where that is more, but then no more than the weight takes. What a
             kernel needs at least it takes (hopper: 512 columns, 1 KB a row). Where it does not hold those of
             the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it. The size changes no bits,
             with one exception: where it holds all probabilities and 64 MB, the hopper backend keeps them

@@ -4,8 +4,10 @@ All of [N, V] would be gigabytes. The backward makes them a *slab* of the vocabu
 slab up, for dH and dW, before the next. Wide slabs are better: dH's fp32 sums are read and written once a
 slab, and its last wave of tiles leaves SMs idle. So
 
+- memory for them grows with the rows, 16 KB each, so that a slab is 8192 wide in a large batch too; but not
+  beyond what the weight takes;
 - as long as dW is not computed its memory is free, and the slab lies there if that makes it wider: at
-  N = 16384, D = 4096, V = 128256 the first slab is 25600 wide where 64 MB hold 2048;
+  N = 16384, D = 4096, V = 128256 the first slab is 25600 wide;
 - where no sum runs over tokens (a frozen head) the rows are cut into *blocks* too, and each block walks the
   whole vocabulary with slabs as many times wider.
 
@@ -18,8 +20,9 @@ from typing import NamedTuple
 from isobit.blocks.stream import SEGMENT
 
 #: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
-#: the caller says otherwise.
+#: the caller says otherwise. On Hopper they are more for many rows, so many for each.
 WORKSPACE_BYTES = 1 << 26
+ROW_BYTES = 1 << 14
 
 #: Slots of a block, at most. Of 64 MB, taller blocks would mean more traffic of dH's sums (once a slab),
 #: lower ones more of the weight (once a block): 8 / width + 4 / slots bytes a product are least here.
@@ -40,6 +43,11 @@ class Slab(NamedTuple):
     def stride(self) -> int:
         """Elements from one row of its d-logits to the next."""
         return -(-(self.end - self.first) // SEGMENT) * SEGMENT
+
+
+def default_room(slots: int, weight_bytes: int) -> int:
+    """Bytes for gradients of logits of so many slots, where the caller says nothing."""
+    return max(WORKSPACE_BYTES, min(ROW_BYTES * slots, weight_bytes))
 
 
 def block_slots(slots: int) -> int:

@@ -20,8 +20,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 MB = 1 << 20
 
-#: What the backward holds of d-logits at a time, unless it is told otherwise.
-SLAB = 64 * MB
+#: What the backward holds of d-logits at a time, unless it is told otherwise; on Hopper so much a row if that
+#: is more, but then no more than the weight takes.
+SLAB, SLAB_ROW = 64 * MB, 16 << 10
 
 
 def _live(args: Args) -> Tensor:
@@ -53,7 +54,8 @@ def memory(case: Case, backend: str, direction: str) -> int:
         return packed + 8 * MB + (SLAB if backend == "triton" else 0)
     # Sums of dhidden between slabs; of the weight between chunks of rows, where kernels take those.
     open_sums = 4 * N * D + (4 * 4096 * D if backend == "triton" else 0)
-    return packed + SLAB + open_sums + 64 * N + 8 * MB
+    slab = max(SLAB, min(SLAB_ROW * N, item * V * D)) if backend == "hopper" else SLAB
+    return packed + slab + open_sums + 64 * N + 8 * MB
 
 
 # Kernels
@@ -208,6 +210,7 @@ PROOF = Proof(
     memory_cases=[
         Case({"N": 64, "D": 64, "V": 300}, BF16, data="random"),
         _heavy(4096, 2048, 50257, BF16, "random"),
+        _heavy(12288, 1024, 65536, BF16, "random"),  # a slab as large as the weight
         _heavy(2048, 1024, 32768, BF16, "random", mask=torch.bool, bias="own"),
         Case(
             {"B": 4, "T": 4000, "D": 2048, "V": 8192}, BF16, "random", layout="shifted", heavy=True, gpu_gb=16
