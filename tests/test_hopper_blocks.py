@@ -232,6 +232,23 @@ def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
     assert products.choose_tile(4096, 4096, SMS, staged_fp32=True).columns == 128
 
 
+def test_sums_of_few_rows_take_the_tile_that_keeps_most_multiprocessors_busy() -> None:
+    def tile(M: int, N: int) -> tuple[int, int]:
+        chosen = hopper_product.choose_sum_tile(M, N, SMS)
+        return chosen.rows, chosen.columns
+
+    assert tile(4096, 2048) == tile(65536, 896) == (128, 128)
+    assert tile(1024, 896) == tile(1024, 1024) == (64, 128)  # 112 tiles where there were 56
+    assert tile(64, 4096) == tile(128, 512) == (64, 64)
+
+
+@pytest.mark.parametrize("tile", hopper_product._SUMS)
+def test_sums_leave_room_for_their_output(tile: products.Tile) -> None:
+    ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
+    assert ring + tile.rows * tile.columns * 4 + 1024 <= 227 * 1024
+    assert tile.registers[0] >= (tile.columns if tile.multipliers == 1 else 0)  # both sums of a thread
+
+
 FOLDS = [forward._FOLD, forward._FOLD_FEW, forward.TILE_STAGED]
 
 

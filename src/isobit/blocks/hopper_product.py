@@ -12,6 +12,7 @@ The three constants were fitted to timings of the tiles on an H200.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import triton.language as tl
 from torch import Tensor
@@ -52,6 +53,7 @@ class Tile:
     stages: int
     swapped: bool
     group: int = 16
+    accumulators: int = 1  # of a multiplier: sums in segments have the segment's and the total
 
     @property
     def rows(self) -> int:
@@ -61,9 +63,10 @@ class Tile:
     def registers(self) -> tuple[int, int]:
         """(registers a thread at launch, those of a multiplier once the loader has given up its own).
 
-        A block owns 64K registers. With one multiplier half of them do, unless the tile is wide.
+        A block owns 64K registers. With one multiplier half of them do, unless it has many sums.
         """
-        return {1: (232 if self.columns == 256 else 128, 0), 2: (168, 240), 3: (128, 160)}[self.multipliers]
+        many = self.columns * self.accumulators >= 256
+        return {1: (232 if many else 128, 0), 2: (168, 240), 3: (128, 160)}[self.multipliers]
 
 
 FLOPS = 5.25e6  # a microsecond, one SM's tensor cores
@@ -71,8 +74,12 @@ SM_BYTES = 110e3  # a microsecond, what one SM can take in
 L2_BYTES = 10.3e6  # a microsecond, what L2 can give to all of them
 
 #: Twice the registers for sums (a segment's and the total) leave room for 128 columns. Small tiles are for
-#: outputs that would leave most SMs idle.
-_SUMS = (Tile(2, 128, 64, 5, False, group=8), Tile(1, 64, 64, 12, False, group=8))
+#: outputs that would leave most SMs idle. Stages as many as fit beside the staged output in fp32.
+_SUMS = (
+    Tile(2, 128, 64, 5, False, group=8, accumulators=2),
+    Tile(1, 128, 64, 8, False, group=8, accumulators=2),
+    Tile(1, 64, 64, 12, False, group=8, accumulators=2),
+)
 
 
 def microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
@@ -85,6 +92,12 @@ def microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
         bytes_ * min(tiles, sms) / L2_BYTES,
     )
     return -(-tiles // sms) * slowest
+
+
+@lru_cache(maxsize=4096)
+def choose_sum_tile(M: int, N: int, sms: int) -> Tile:
+    """The tile for an M x N output of sums in segments."""
+    return min(_SUMS, key=lambda tile: microseconds(tile, M, N, sms))
 
 
 # Kernels
@@ -354,7 +367,7 @@ def sum_into(
     a, b = matrix(dy).turned(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
-    tile = min(_SUMS, key=lambda tile: microseconds(tile, M, N, sms))
+    tile = choose_sum_tile(M, N, sms)
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0

@@ -71,10 +71,11 @@ def exact_dw(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def record_dw(module: str, launch: Any, dtype: torch.dtype) -> None:
-    """A small and a large tile, all rows and a stream of some; in fp32, and rounded as for `det_linear`."""
+    """Every tile, all rows and a stream of some; in fp32, and rounded as for `det_linear`."""
     kernels = import_module(f"isobit.ops.det_gemm.{module}")
-    T, K, N = 4096, 4096, 4096
-    for width, some, out_dtype in ((64, False, F32), (N, True, F32), (N, False, dtype)):
+    T, N = 4096, 4096
+    narrow = ((64, 64, False, F32), (N, 64, False, F32))
+    for K, width, some, out_dtype in (*narrow, (N, N, True, F32), (N, N, False, dtype)):
         x, dy = (torch.empty(1, T, size, dtype=dtype, device="meta") for size in (K, width))
         slots, segments = stream.capacity(T, 8)
         tables = (torch.empty(n, dtype=torch.int32, device="meta") for n in (slots, segments, segments, 1))
