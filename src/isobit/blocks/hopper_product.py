@@ -372,11 +372,12 @@ def sum_into(
     b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
     out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
-    # It comes through the buffers of the output, and is taken after the first segment: there must be one.
-    staged_init = init is not None and staged and out.dtype == init.dtype and stream is None
-    staged_init = staged_init and counted is None and init.data_ptr() % 16 == 0
-    if staged_init and init is not out:
-        init_desc = descriptor(matrix(init), 64, tile.columns)
+    staged_init = False
+    if init is not None and staged and stream is None and counted is None:
+        # It comes through the buffers of the output, and is taken after the first segment: there is one.
+        staged_init = init.dtype == out.dtype and init.data_ptr() % 16 == 0
+        if staged_init and init is not out:
+            init_desc = descriptor(matrix(init), 64, tile.columns)
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     tables = (out,) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
