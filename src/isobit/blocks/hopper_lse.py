@@ -410,6 +410,6 @@ class Slots:
             partial, picked, self.rows, self.ids, self.scales, self.count,
             self._tokens, self.count if self._mask is None else self._mask, self.ignore_index,
             shape.numel(), self.capacity // 128, V, splits_of(V), factor, entropy, lse, stats,
-            self.packed, self._mask is not None, 128, num_warps=1, enable_fp_fusion=False,
+            self.packed, self.packed and self._mask is not None, 128, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]
