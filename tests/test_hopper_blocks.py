@@ -47,7 +47,8 @@ def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
     built = hopper_pipe.TensorDescriptor(
         other, second.shape, second.strides, second.block_shape, second.layout
     )
-    assert vars(built) == vars(second) and vars(second) | {"base": one} == vars(first)
+    assert {**vars(built), "maps": second.maps} == vars(second)
+    assert vars(second) | {"base": one} == vars(first) and second.maps is first.maps
 
 
 def test_a_descriptor_of_another_matrix_is_another() -> None:
@@ -311,8 +312,8 @@ KERNELS = [
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> None:
-    roles = launch._roles(kernel)
-    assert roles is not None and launch.SPECIALISED not in roles
+    roles = launch._learn(kernel)
+    assert roles.known and all(roles.free)
 
 
 @pytest.mark.parametrize("op", ["logp", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
@@ -333,22 +334,22 @@ def specialised_kernel(out, n):
 def test_what_a_kernel_is_specialised_on_is_known_of_nvidia_alone(
     nvidia: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch._roles.cache_clear()
+    monkeypatch.setattr(launch, "_roles_of", {})
     monkeypatch.setattr(launch, "on_nvidia", lambda: nvidia)
-    roles = launch._roles(specialised_kernel)
-    assert roles == ((launch.SPECIALISED, launch.SPECIALISED) if nvidia else None)
-    launch._roles.cache_clear()
+    roles = launch._learn(specialised_kernel)
+    assert roles.free == (False, False) and roles.known is nvidia
 
 
-def of(value: Any, role: int) -> tuple[Any, ...]:
-    return launch._key([value], [role], [])
+def of(value: Any, free: bool = True) -> list[Any]:
+    return launch._identities([value], [free])
 
 
 def key(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """What finds a compiled kernel."""
-    roles = launch._roles(kernel)
-    assert roles is not None
-    return launch._key(args, roles, [kernel.__name__])
+    roles = launch._learn(kernel)
+    assert len(args) == roles.all
+    free, constants = args[: roles.constants], args[roles.constants :]
+    return (kernel.__name__, *constants, *launch._identities(free, roles.free))
 
 
 def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
@@ -405,15 +406,14 @@ def test_the_fast_way_to_a_compiled_helper_kernel_knows_any_number_of_rows() -> 
         return {key(kernel, args) for kernel, args, _ in recorded if kernel in HELPERS}
 
     assert keys(33) == keys(64) == keys(65537)
-    assert of(0.7, launch.FREE) == of(0.5, launch.FREE)  # a temperature is no constant
+    assert of(0.7) == of(0.5)  # a temperature is no constant
 
 
 def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:
     """Triton types numbers by their value, and its launcher would cut one that does not fit."""
-    assert of(2**31, launch.FREE) != of(2**31 - 1, launch.FREE) == of(1, launch.FREE)
-    assert of(0.5, launch.CONSTANT) != of(0.25, launch.CONSTANT)
-    assert len({of(n, launch.SPECIALISED) for n in (1, 2, 16, 2**31, 2**31 + 1)}) == 5
-    assert of(32, launch.SPECIALISED) == of(16, launch.SPECIALISED)
+    assert of(2**31) != of(2**31 - 1) == of(1)
+    assert len({tuple(of(n, free=False)) for n in (1, 2, 16, 2**31, 2**31 + 1)}) == 5
+    assert of(32, free=False) == of(16, free=False)
 
 
 def test_packed_rows_are_apart_as_tma_wants_them() -> None:

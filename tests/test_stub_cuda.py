@@ -140,7 +140,7 @@ def short(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
     """The way that `isobit.blocks.launch.run` takes on a GPU, to a kernel that it has launched before."""
     launching.launched(kernel, grid, args, options)
     clear()
-    if launching._roles(kernel) is None:  # only Triton knows what it is compiled for
+    if not launching._learn(kernel).known:  # only Triton knows what it is compiled for
         launching.launched(kernel, grid, args, options)
         return
     with mock.patch.object(type(kernel), "run", side_effect=AssertionError("this is the ordinary way")):

@@ -379,8 +379,17 @@ def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
 def _checked(dtype: torch.dtype, width: int, down: int, rows: int, columns: int) -> dict[str, Any]:
     """What a descriptor holds, of a matrix with one row: how many there are is nothing that Triton checks."""
     layout = _shared_layout(rows, columns, dtype)
-    one = torch.empty((1, width), dtype=dtype, device="meta")
-    return vars(TensorDescriptor(one, [1, width], [down, 1], [rows, columns], layout)) | {"base": None}
+    made = TensorDescriptor(_Nowhere(dtype), [1, width], [down, 1], [rows, columns], layout)
+    return vars(made) | {"base": None}
+
+
+class _Nowhere(NamedTuple):
+    """All of a tensor that Triton checks."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:

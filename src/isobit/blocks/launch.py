@@ -120,7 +120,7 @@ def _identities(args: Sequence[Any], free: Sequence[bool]) -> list[Any]:
         if what is int:
             found.append(-(2**31) <= value < 2**31)
             if not loose:
-                found.append(1 if value == 1 else value % 16 == 0)
+                found.append("one" if value == 1 else value % 16 == 0)
         elif what is float:
             found.append(float)
         elif isinstance(value, Tensor):

@@ -179,16 +179,22 @@ def token_product(
 ) -> Tensor:  # fmt: skip
     """dy^T x over the tokens: x [Z, T, K], dy [Z, T, N] -> [Z, N, K], starting from init, rounded once at the
     end; or without a Z."""
-    lead, N, K = x.shape[:-2], dy.shape[-1], x.shape[-1]
+    (*lead, _, K), N = x.shape, dy.shape[-1]
     out = x.new_empty((*lead, N, K), dtype=out_dtype)
     if not lead:
-        if stream is not None:
-            x, dy = pack(x, stream.rows, launch), pack(dy, stream.rows, launch)
-        sum_into(out, x, dy, stream=stream, init=init, launch=launch)
+        _sum(out, x, dy, stream, init, launch)
         return out
     for z in range(len(x)):
-        sum_into(out[z], x[z], dy[z], init=None if init is None else init[z], launch=launch)
+        _sum(out[z], x[z], dy[z], stream, None if init is None else init[z], launch)
     return out
+
+
+def _sum(
+    out: Tensor, x: Tensor, dy: Tensor, stream: Stream | None, init: Tensor | None, launch: Launch
+) -> None:  # fmt: skip
+    if stream is not None:
+        x, dy = pack(x, stream.rows, launch), pack(dy, stream.rows, launch)
+    sum_into(out, x, dy, stream=stream, init=init, launch=launch)
 
 
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
