@@ -1,8 +1,9 @@
 """How calls of one kind are served: found out once, and kept.
 
 The first call runs the backend's launcher. The second is recorded (`isobit.blocks.replay`), and from the
-third on the recorded launches are made again, without the launcher. So a batch size that comes once pays for
-no recording.
+third on the recorded launches are made again, without the launcher. So a number of rows that comes once pays
+for no recording. Where most numbers come again, as in layers that follow one another, it is the first call
+that is recorded.
 
 This is what every call goes through, tens of thousands of times a second, so it is written for few steps.
 """
@@ -23,11 +24,42 @@ if TYPE_CHECKING:
 _profiler = torch.autograd.profiler
 
 
+class _Habit:
+    """Whether calls of a family come again with as many rows."""
+
+    __slots__ = ("_again", "_asked", "_kinds")
+
+    def __init__(self) -> None:
+        self._kinds = self._asked = self._again = 0
+
+    def expects(self) -> bool:
+        """Whether a number of rows that is new will come again. Every eighth is asked about even then."""
+        self._kinds += 1
+        if 2 * self._again > self._asked and self._kinds % 8:
+            return True
+        self._asked += 1
+        return False
+
+    def saw_again(self) -> None:
+        self._again += 1
+
+
 class Way(Body):
     """From the tensors of a call to its results: under autograd where `applied` says how, through the plan
     where there is one, or else through the backend."""
 
-    __slots__ = ("_applied", "_backend", "_check", "_name", "_names", "_plan", "_seen", "_tried")
+    __slots__ = (
+        "_applied",
+        "_backend",
+        "_check",
+        "_expected",
+        "_habit",
+        "_name",
+        "_names",
+        "_plan",
+        "_seen",
+        "_tried",
+    )
 
     def __init__(
         self,
@@ -45,6 +77,7 @@ class Way(Body):
         self._applied = applied
         self._plan: Plan | None = None
         self._seen = self._tried = False
+        self._habit, self._expected = _Habit(), False
 
     def another(self) -> "Way":
         """Of calls with another number of rows: they differ in their launches alone."""
@@ -53,6 +86,7 @@ class Way(Body):
         made._name, made._names, made._backend = self._name, self._names, self._backend
         made._check, made._applied = self._check, self._applied
         made._plan, made._seen, made._tried = None, False, False
+        made._habit, made._expected = self._habit, self._habit.expects()
         return made
 
     def __call__(self, values: Sequence[Any]) -> Any:
@@ -78,11 +112,13 @@ class Way(Body):
 
     def _launch(self, tensors: Sequence[Tensor]) -> Any:
         args = dict(zip(self._names, self.values(tensors), strict=False))
-        if self._seen and not self._tried and self._backend.launches:
+        if (self._seen or self._expected) and not self._tried and self._backend.launches:
             from isobit.blocks import replay
 
             if replay.recordable(tensors):
                 self._tried = True
+                if not self._expected:
+                    self._habit.saw_again()
                 outputs, self._plan = replay.record(self._backend.run, args, tensors)
                 return outputs
         self._seen = True

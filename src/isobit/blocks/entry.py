@@ -82,24 +82,21 @@ class Entry:
 
     `pointers` and `maps` are positions of tensors and TMA descriptors among a launch's arguments. In the form
     that C takes a descriptor is a tensor map, then the matrix' sizes and strides.
+
+    C takes the grid, the stream, what is `fixed`, and the kernel's arguments: one by one where it is `flat`,
+    else in one list.
     """
 
-    __slots__ = ("_c", "_compiled", "_fixed", "_flat", "_meta", "maps", "pointers")
+    __slots__ = ("_compiled", "_meta", "c", "fixed", "flat", "maps", "pointers")
 
     def __init__(
-        self, compiled: Any, c: Any, fixed: tuple[Any, ...], flat: bool, args: Sequence[Any]
+        self, compiled: Any, c: Callable[..., None], fixed: tuple[Any, ...], flat: bool, args: Sequence[Any]
     ) -> None:
-        self._c, self._fixed, self._flat, self._compiled = c, fixed, flat, compiled
+        self.c, self.fixed, self.flat = c, fixed, flat
+        self._compiled = compiled  # held: its code is unloaded with it
         self.pointers = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.maps = [i for i, a in enumerate(args) if _is_descriptor(a)]
         self._meta = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-
-    def launch(self, grid: tuple[int, int, int], stream: int, final: list[Any]) -> None:
-        """Launch with arguments in C's form."""
-        if self._flat:
-            self._c(*grid, stream, *self._fixed, *final)
-        else:
-            self._c(*grid, stream, *self._fixed, final)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
         """Launch with arguments as a launcher has them."""
@@ -110,7 +107,10 @@ class Entry:
             i = self.maps[k]
             d = args[i]
             final[i : i + 1] = (self.form(k, d)[d.base.data_ptr()], *d.shape, *d.strides)
-        self.launch(grid, stream, final)
+        if self.flat:
+            self.c(*grid, stream, *self.fixed, *final)
+        else:
+            self.c(*grid, stream, *self.fixed, final)
 
     def form(self, which: int, descriptor: Any) -> Maps:
         """The tensor maps of a descriptor's form, of the kernel's descriptors the one with this number. All

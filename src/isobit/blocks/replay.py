@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from isobit.blocks.entry import Entry, Maps, current_stream, hooked
+from isobit.blocks.entry import Maps, current_stream, hooked
 from isobit.blocks.launch import Launched, launched
 
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -56,18 +55,21 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if name in _ALLOCATIONS:
-            for t in results:
-                storage = t.untyped_storage()
-                self.new[storage.data_ptr()] = storage
-            return out
-        read = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        views = results and all(t.untyped_storage().data_ptr() in read for t in results)
-        if func._schema.is_mutable or not views:
-            self.reason = self.reason or f"{func} runs between launches"
+        results = (out,) if isinstance(out, Tensor) else out
+        if func.overloadpacket.__name__ in _ALLOCATIONS:
+            storage = out.untyped_storage()
+            self.new[storage.data_ptr()] = storage
+        elif self.reason is None and (func._schema.is_mutable or not _are_views(results, args)):
+            self.reason = f"{func} runs between launches"
         return out
+
+
+def _are_views(results: Any, args: Sequence[Any]) -> bool:
+    """Whether all that an operator returns lies in its first argument."""
+    if not (isinstance(results, tuple | list) and results and args and isinstance(args[0], Tensor)):
+        return False
+    base = _base(args[0])
+    return all(isinstance(t, Tensor) and _base(t) == base for t in results)
 
 
 class _Output(NamedTuple):
@@ -86,19 +88,24 @@ def _output(t: Tensor) -> _Output:
 
 
 class _Launch(NamedTuple):
-    """One launch: the arguments of its kernel, and at which positions among them addresses are missing."""
+    """One launch: all that C takes, and at which positions of it addresses are missing."""
 
-    entry: Entry
-    grid: tuple[int, int, int]
-    args: list[Any]
+    c: Callable[..., None]
+    flat: bool
+    head: tuple[Any, ...]  # before the kernel's arguments; the stream is missing at _STREAM
+    args: list[Any]  # of the kernel, behind the head where they are flat
     pointers: list[tuple[int, int]]  # (position, number of the address)
     maps: list[tuple[int, int, Maps]]
+
+
+_STREAM = 3
 
 
 def _launch(made: Launched, place: Callable[[Tensor], int]) -> _Launch:
     entry = made.entry
     assert entry is not None
-    found = _Launch(entry, made.grid, [], [], [])
+    head = (*made.grid, None, *entry.fixed)
+    found = _Launch(entry.c, entry.flat, head, list(head) if entry.flat else [], [], [])
     for i, value in enumerate(made.args):
         at = len(found.args)
         if i in entry.maps:
@@ -183,13 +190,17 @@ class Plan:
     def _make(self, at: list[int]) -> None:
         """All launches, on the current stream."""
         stream = current_stream(self._device.index)
-        for entry, grid, args, pointers, maps in self._launches:
+        for c, flat, head, args, pointers, maps in self._launches:
             final = args.copy()
             for i, k in pointers:
                 final[i] = at[k]
             for i, k, form in maps:
                 final[i] = form[at[k]]
-            entry.launch(grid, stream, final)
+            if flat:
+                final[_STREAM] = stream
+                c(*final)
+            else:
+                c(*head[:_STREAM], stream, *head[_STREAM + 1 :], final)
 
 
 def recordable(inputs: Sequence[Tensor]) -> bool:
