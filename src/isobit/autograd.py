@@ -10,16 +10,38 @@ import torch
 from torch import Tensor
 
 
+class Saved(NamedTuple):
+    """What calls of a kind keep for the backward: names, and which of their tensors and outputs those are."""
+
+    names: tuple[str, ...]
+    places: tuple[int | None, ...]
+    constant: tuple[int, ...]  # outputs that have no gradient
+
+    @classmethod
+    def of(cls, kept: dict[str, Tensor | None], tensors: Sequence[Any], constant: Sequence[int]) -> "Saved":
+        at = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+        places = tuple(None if t is None else at[id(t)] for t in kept.values())
+        return cls(tuple(kept), places, tuple(constant))
+
+    def among(self, tensors: Sequence[Any]) -> list[Tensor | None]:
+        return [None if i is None else tensors[i] for i in self.places]
+
+
 class Body:
     """An op with all of a call but its tensors, which are autograd's."""
 
-    __slots__ = ("kept", "positions", "template")
+    __slots__ = ("kept", "positions", "saved", "template")
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.positions = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
         self.template = tuple(None if isinstance(v, Tensor) else v for v in values)
         #: What backwards of such calls have in common, by what gradients are wanted for.
         self.kept: dict[tuple[bool, ...], dict[str, Any]] = {}
+        self.saved: Saved | None = None  # where all calls through this body keep the same
+
+    def settle(self, saved: Saved) -> None:
+        """Told what a call has kept. In a transform each level of it asks, with other tensors that require a
+        gradient: there is nothing to settle."""
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         raise NotImplementedError

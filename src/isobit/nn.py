@@ -17,6 +17,15 @@ from isobit.numerics import CHAIN16, NO_CLASS, Numerics
 from isobit.op import known_op
 from isobit.ops.det_gemm import det_linear
 
+_HALF = (torch.bfloat16, torch.float16)
+
+#: Devices that have autocast. Of others PyTorch is asked first: to ask for its state there is an error.
+_AUTOCAST = ("cuda", "cpu")
+
+
+def _autocasts(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
 
 class DetLinear(nn.Linear):
     """`nn.Linear` through `isobit.det_linear`: the same parameters and the same state dict.
@@ -75,17 +84,17 @@ class DetLinear(nn.Linear):
         return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind, operand_dtype = input.device.type, None
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        if autocast and torch.float64 not in (input.dtype, self.weight.dtype):  # which it leaves alone
+        kind, weight, operand_dtype = input.device.type, self.weight, None
+        autocast = torch.is_autocast_enabled(kind) if kind in _AUTOCAST else _autocasts(kind)
+        if autocast and torch.float64 not in (input.dtype, weight.dtype):  # which it leaves alone
             operand_dtype = torch.get_autocast_dtype(kind)
-        elif self.weight.dtype not in (torch.bfloat16, torch.float16):
+        elif weight.dtype not in _HALF:
             raise ContractError(
-                f"DetLinear(weight: {describe(self.weight)}): parameters must be bf16 or fp16; call "
+                f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
                 ".to(torch.bfloat16) on the module, or run it under torch.autocast"
             )
         return det_linear(
-            input, self.weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
+            input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
             numerics=self.numerics, backend=self.backend,
         )  # fmt: skip
 

@@ -19,7 +19,6 @@ a compiled graph must not freeze what they were.
 """
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from isobit.arch import arch_key
-from isobit.autograd import Applied, Body, Refusal, Through, function_of
+from isobit.autograd import Applied, Body, Refusal, Saved, Through, function_of
 from isobit.backend import Args, Backend, Explanation, UnsupportedError
 from isobit.contract import Contract, ContractError, Param
 from isobit.kinds import Kind, family_of, kind_of, remember
@@ -153,13 +152,14 @@ class Op:
     ) -> None:
         """Autograd for this op with respect to these arguments, whatever the backend.
 
-        `save(args, outputs)` names the tensors to keep; `gradient(kept, grads)` calls any ops and returns
-        gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names of the
-        arguments that a gradient is wanted for; and `follow`, controls to be passed on to those ops, by which
-        gradients have the numerics class that the forward was bound to: `numerics`, and `prefer`, the backend
-        that was asked for. Outputs numbered in `constant` have no gradient, nor have optional ones that were
-        not asked for. Arguments named in `flags` are made true where a backward can follow. `once` says why
-        there is no second derivative, where the ops that `gradient` calls would not say it themselves.
+        `save(args, outputs)` names the tensors to keep, inputs and outputs; `gradient(kept, grads)` calls any
+        ops and returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names
+        of the arguments that a gradient is wanted for; and `follow`, controls to be passed on to those ops,
+        by which gradients have the numerics class that the forward was bound to: `numerics`, and `prefer`,
+        the backend that was asked for. Outputs numbered in `constant` have no gradient, nor have optional
+        ones that were not asked for. Arguments named in `flags` are made true where a backward can follow.
+        `once` says why there is no second derivative, where the ops that `gradient` calls would not say it
+        themselves.
         """
         self.differentiable = inputs
         names, specs = self.contract.names, self.contract.outputs
@@ -167,16 +167,20 @@ class Op:
 
         def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
             body, *tensors = inputs
-            args = dict(zip(names, body.values(tensors), strict=True))
-            kept = {k: v for k, v in save(args, outputs).items() if v is None or isinstance(v, Tensor)}
-            ctx.kept_names = tuple(kept)
-            ctx.save_for_backward(*kept.values())
-            ctx.body, ctx.device = body, tensors[0].device
+            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            saved = body.saved
+            if saved is None:
+                args = dict(zip(names, body.values(tensors), strict=True))
+                kept = {k: v for k, v in save(args, outputs).items() if v is None or isinstance(v, Tensor)}
+                unasked = [i for i, when in optional if i in constant or not args[str(when)]]
+                saved = Saved.of(kept, (*tensors, *several), unasked)
+                body.settle(saved)
+            ctx.save_for_backward(*saved.among((*tensors, *several)))
+            ctx.body, ctx.saved, ctx.device = body, saved, tensors[0].device
             ctx.set_materialize_grads(False)
-            if optional:
-                several = outputs if isinstance(outputs, tuple) else (outputs,)
-                unasked = (i for i, when in optional if i in constant or not args[str(when)])
-                ctx.mark_non_differentiable(*[several[i] for i in unasked if several[i] is not None])
+            if saved.constant:
+                found = [several[i] for i in saved.constant]
+                ctx.mark_non_differentiable(*[t for t in found if t is not None])
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             body, wanted = ctx.body, ctx.needs_input_grad[1:]
@@ -185,7 +189,7 @@ class Op:
                 needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
                 follow = self._bound_to(scalars, ctx.device)
                 body.kept[wanted] = {**scalars, "follow": follow, "needs": needs}
-            kept = {**body.kept[wanted], **dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True))}
+            kept = {**body.kept[wanted], **dict(zip(ctx.saved.names, ctx.saved_tensors, strict=True))}
             if not torch.is_grad_enabled():
                 found = gradient(kept, grads)
             else:  # a graph of the backward is wanted
@@ -405,8 +409,10 @@ class Op:
             self.forget()
         args, _ = self._validated(values)
         backend = self._choose(args, _pop_controls(args))
-        check = self._check_values if self.value_rules and values[_VALIDATE] is not False else None
-        return Way(self.name, tuple(args), backend, check, applied, values)
+        validate = values[_VALIDATE] if self.value_rules else False
+        if validate is None and values[0].device.type == "cpu":
+            validate = True
+        return Way(self.name, tuple(args), backend, self._check_values, validate, applied, values)
 
     def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
         """(arguments, dimensions) of a call that keeps the contract, whatever its tensors hold."""
@@ -417,14 +423,10 @@ class Op:
         return args, dims
 
     def _check_values(self, values: Sequence[Any]) -> None:
-        """What tensors hold, where it may be read."""
-        validate = values[_VALIDATE]
-        if validate is None:
-            validate = values[0].device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
-        if validate:
-            args = dict(zip(self.contract.names, values, strict=True))
-            for rule in self.value_rules:
-                rule(self.contract, args)
+        """What tensors hold."""
+        args = dict(zip(self.contract.names, values, strict=True))
+        for rule in self.value_rules:
+            rule(self.contract, args)
 
     # Choosing
 

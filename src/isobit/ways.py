@@ -8,13 +8,14 @@ that is recorded.
 This is what every call goes through, tens of thousands of times a second, so it is written for few steps.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from isobit.autograd import Applied, Body
+from isobit.autograd import Applied, Body, Saved
 from isobit.backend import Backend
 
 if TYPE_CHECKING:
@@ -49,32 +50,25 @@ class Way(Body):
     where there is one, or else through the backend."""
 
     __slots__ = (
-        "_applied",
-        "_backend",
-        "_check",
-        "_expected",
-        "_habit",
-        "_name",
-        "_names",
-        "_plan",
-        "_seen",
-        "_tried",
-    )
+        "_applied", "_backend", "_check", "_expected", "_habit", "_name", "_names", "_plan", "_seen",
+        "_tried", "_validate",
+    )  # fmt: skip
 
     def __init__(
         self,
         name: str,
         names: Sequence[str],
         backend: Backend,
-        check: Callable[[Sequence[Any]], None] | None,
+        check: Callable[[Sequence[Any]], None],
+        validate: bool | None,
         applied: Applied | None,
         values: Sequence[Any],
     ) -> None:
         """`names` are those of the arguments that a backend gets, the first of all. `check` looks at what
-        tensors hold."""
+        tensors hold: always or never, or, where `validate` is None, as the environment says."""
         super().__init__(values)
-        self._name, self._names, self._backend, self._check = name, names, backend, check
-        self._applied = applied
+        self._name, self._names, self._backend = name, names, backend
+        self._check, self._validate, self._applied = check, validate, applied
         self._plan: Plan | None = None
         self._seen = self._tried = False
         self._habit, self._expected = _Habit(), False
@@ -82,19 +76,36 @@ class Way(Body):
     def another(self) -> "Way":
         """Of calls with another number of rows: they differ in their launches alone."""
         made = object.__new__(Way)
-        made.positions, made.template, made.kept = self.positions, self.template, self.kept
+        made.positions, made.template = self.positions, self.template
+        made.kept, made.saved = self.kept, self.saved
         made._name, made._names, made._backend = self._name, self._names, self._backend
-        made._check, made._applied = self._check, self._applied
+        made._check, made._validate, made._applied = self._check, self._validate, self._applied
         made._plan, made._seen, made._tried = None, False, False
         made._habit, made._expected = self._habit, self._habit.expects()
         return made
+
+    def settle(self, saved: Saved) -> None:
+        self.saved = saved
 
     def __call__(self, values: Sequence[Any]) -> Any:
         tensors = [values[i] for i in self.positions]
         return self.run(tensors) if self._applied is None else self._applied.eager(self, *tensors)
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        if self._check is not None:
+        plan = self._plan
+        if plan is None or _profiler._is_profiler_enabled or self._must_check() or not plan.can_run():
+            return self._run(tensors)
+        return plan(tensors)
+
+    def _must_check(self) -> bool:
+        """Whether what tensors hold is to be looked at."""
+        if self._validate is not None:
+            return self._validate
+        return os.environ.get("ISOBIT_VALIDATE") == "1"
+
+    def _run(self, tensors: Sequence[Tensor]) -> Any:
+        """With what most calls go without."""
+        if self._must_check():
             self._check(self.values(tensors))
         if not _profiler._is_profiler_enabled:
             return self._serve(tensors)

@@ -23,10 +23,13 @@ from triton.runtime import driver
 ADDRESSES = 1024
 
 
-def hooked() -> bool:
-    """Whether a profiler wants to see launches: Triton's own way calls its hooks."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter)) or bool(getattr(leave, "calls", leave))
+_knobs = knobs.runtime
+
+
+def unhooked() -> bool:
+    """Whether nobody wants to see launches: Triton's own way calls the hooks of a profiler."""
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def on_nvidia() -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.blocks.entry import Entry, current_stream, entry_of, hooked, on_nvidia
+from isobit.blocks.entry import Entry, current_stream, entry_of, on_nvidia, unhooked
 from isobit.contract import dtype_name
 
 Launch = Callable[..., None]
@@ -81,7 +81,7 @@ def _launched(
     if known is None:
         compiled = kernel[grid](*args, **options)
         known = _compiled[key] = compiled, entry_of(compiled, whole, bound)
-    elif known[1] is None or hooked():
+    elif known[1] is None or not unhooked():
         known[0][whole](*bound)
     else:
         known[1](whole, current_stream(index), bound)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.blocks.entry import Maps, current_stream, hooked
+from isobit.blocks.entry import Maps, current_stream, unhooked
 from isobit.blocks.launch import Launched, launched
 
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -153,10 +153,8 @@ class Plan:
         self._launches = [_launch(made, place) for made in tape.made]
         self._places = list(places)
 
-    @staticmethod
-    def can_run() -> bool:
-        """Not while somebody wants to see launches as Triton shows them."""
-        return not hooked()
+    #: Not while somebody wants to see launches as Triton shows them.
+    can_run = staticmethod(unhooked)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """The outputs of a call with these inputs, of the kind that was recorded."""
@@ -206,7 +204,7 @@ class Plan:
 def recordable(inputs: Sequence[Tensor]) -> bool:
     """Whether a call can be recorded now. Of two inputs in one storage nobody could say later which of them
     an address belonged to."""
-    return inputs[0].is_cuda and len({_base(t) for t in inputs}) == len(inputs) and not hooked()
+    return inputs[0].is_cuda and len({_base(t) for t in inputs}) == len(inputs) and unhooked()
 
 
 def record(
