@@ -8,7 +8,8 @@ nor rules nor backends ask for it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,49 +20,68 @@ Kind = tuple[Any, ...]
 #: Kinds that are remembered: batches have many sizes.
 KINDS = 4096
 
-_SCALARS = frozenset((bool, int, float, str, torch.dtype))
+_SCALARS = frozenset((bool, int, float, str, torch.dtype, NoneType))
+_TENSORS = frozenset((Tensor, Parameter))
 
 
 def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
-    """All about a call but what its tensors hold; of addresses, what decides how they can be read; and
-    whether autograd is on. One item for each value, after the last. None for a call whose arguments are of no
-    usual type, or without memory."""
-    kind: list[Any] = []
-    for v in values:
-        what = type(v)
-        if v is None:
-            kind.append(None)
-        elif what is Tensor or what is Parameter:
-            try:
-                at, strides = v.data_ptr(), v.stride()
-            except RuntimeError:  # sparse, or wrapped by a transform
-                return None
-            if at == 0 or v.is_neg():
-                return None
-            kind.append((v.shape, strides, v.dtype, v.get_device(), at & 15, v.requires_grad))
-        elif what in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
-            kind.append((what, v))  # 1 and True are equal
-        else:
+    """All about a call but what its tensors hold: whether autograd is on, the types of its values, those that
+    are no tensors, and of each tensor what contracts look at; of addresses, what decides how they can be
+    read. None for a call whose arguments are of no usual type, or without memory."""
+    types = tuple(map(type, values))  # 1, 1.0 and True are equal
+    form = _forms.get(types) or _form(types)
+    if form.unusual:
+        return None
+    kind: list[Any] = [grad, types, tuple([values[i] for i in form.scalars])]
+    for i in form.tensors:
+        t = values[i]
+        try:
+            at, strides = t.data_ptr(), t.stride()
+        except RuntimeError:  # sparse, or wrapped by a transform
             return None
-    kind.append(grad)
+        if at == 0 or t.is_neg():
+            return None
+        kind.append((t.shape, strides, t.dtype, t.get_device(), at & 15, t.requires_grad))
     return tuple(kind)
+
+
+class _Form(NamedTuple):
+    """Where tensors and other values are among values of some types."""
+
+    tensors: tuple[int, ...]
+    scalars: tuple[int, ...]
+    unusual: bool  # subclasses, and symbolic numbers, may have no hash, or hold anything
+
+
+_forms: dict[tuple[type, ...], _Form] = {}
+
+
+def _form(types: tuple[type, ...]) -> _Form:
+    tensors = tuple(i for i, t in enumerate(types) if t in _TENSORS)
+    scalars = tuple(i for i, t in enumerate(types) if t in _SCALARS)
+    found = _Form(tensors, scalars, len(tensors) + len(scalars) < len(types))
+    remember(_forms, types, found)
+    return found
 
 
 def family_of(kind: Kind, rows_at: Sequence[tuple[int, int] | None]) -> Kind | None:
     """The same of all calls with two rows or more: what there is of each tensor beside its rows. Those are
-    its dimensions but for so many before and after them, as `rows_at` says of tensors that have rows.
+    its dimensions but for so many before and after them, as `rows_at` says of values that have rows.
 
     None where rows do not follow one another without a gap, because then their number may decide strides;
     and where tensors disagree about it."""
-    family: list[Any] = [kind[-1]]
+    grad, types, scalars, *tensors = kind
+    form = _forms.get(types) or _form(types)
+    family: list[Any] = [grad, types, scalars]
     lead = None
-    for item, at in zip(kind, rows_at, strict=False):
-        if at is None or item is None or len(item) == 2:
+    for i, item in zip(form.tensors, tensors, strict=True):
+        around = rows_at[i]
+        if around is None:
             family.append(item)
             continue
         shape, strides = item[0], item[1]
-        end = len(shape) - at[1]
-        rows = shape[at[0] : end]
+        before, end = around[0], len(shape) - around[1]
+        rows = shape[before:end]
         if lead is None:
             lead = rows
         elif rows != lead:
@@ -71,7 +91,7 @@ def family_of(kind: Kind, rows_at: Sequence[tuple[int, int] | None]) -> Kind | N
             if stride != size and n != 1:
                 return None
             size *= n
-        family += (shape[: at[0]], shape[end:], item[2:])
+        family += (shape[:before], shape[end:], item[2:])
     return None if lead is None or lead.numel() < 2 else (*family, len(lead))
 
 
