@@ -165,9 +165,9 @@ def test_operands_are_read_in_place() -> None:
 
     x = randn(6, 4, 8)
     for t in (x, x.mT, x[:, 1:3], x[0], x[0].t(), x[:, :, ::2], x[None], x[:1].expand(5, 4, 8)):
-        assert matrices(t).data_ptr() == t.data_ptr() and matrices(t).ndim == 3
+        assert matrices(t).data_ptr() == t.data_ptr() and matrices(t).ndim in (2, 3)
     for t in (x, x[0], x[0, 0], x[:, ::2][:, :1], x[0].t(), torch.ones((), dtype=BF16).expand(6, 4, 1)):
-        assert rows(t).data_ptr() == t.data_ptr() and rows(t).shape[0] == 1
+        assert rows(t).data_ptr() == t.data_ptr() and rows(t).ndim == 2
 
 
 # Errors

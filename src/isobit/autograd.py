@@ -11,17 +11,22 @@ from torch import Tensor
 
 
 class Saved(NamedTuple):
-    """What calls of a kind keep for the backward: names, and which of their tensors and outputs those are."""
+    """What calls of a kind keep for the backward: tensors, as names and which of their tensors and outputs
+    those are; and what is no tensor and the same for all of them."""
 
     names: tuple[str, ...]
     places: tuple[int | None, ...]
+    rest: dict[str, Any]
     constant: tuple[int, ...]  # outputs that have no gradient
+    device: torch.device
 
     @classmethod
-    def of(cls, kept: dict[str, Tensor | None], tensors: Sequence[Any], constant: Sequence[int]) -> "Saved":
+    def of(cls, kept: dict[str, Any], tensors: Sequence[Any], constant: Sequence[int]) -> "Saved":
         at = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
-        places = tuple(None if t is None else at[id(t)] for t in kept.values())
-        return cls(tuple(kept), places, tuple(constant))
+        held = {name: t for name, t in kept.items() if t is None or isinstance(t, Tensor)}
+        places = tuple(None if t is None else at[id(t)] for t in held.values())
+        rest = {name: value for name, value in kept.items() if name not in held}
+        return cls(tuple(held), places, rest, tuple(constant), tensors[0].device)
 
     def among(self, tensors: Sequence[Any]) -> list[Tensor | None]:
         return [None if i is None else tensors[i] for i in self.places]

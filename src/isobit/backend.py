@@ -1,13 +1,14 @@
 """Ways to compute an op: what a backend says of itself, and what is said of a choice among several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from isobit.contract import ContractError
+from isobit.arch import arch_key
+from isobit.contract import Contract, ContractError
 
 Args = dict[str, Any]
 
@@ -84,3 +85,66 @@ class Explanation:
             mark = "serves this call" if name == self.backend else (reason or "can serve; a faster one does")
             lines.append(f"  {name:10s} {mark}")
         return "\n".join(lines)
+
+
+# Choosing among the backends of an op, fastest first. `controls` are what the caller asked for.
+
+
+def backend_named(contract: Contract, backends: Sequence[Backend], name: str) -> Backend:
+    for backend in backends:
+        if backend.name == name:
+            return backend
+    known = ", ".join(b.name for b in backends)
+    raise ContractError(f"{contract.name}(backend={name!r}): unknown backend; known: {known}")
+
+
+def choose(
+    contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
+) -> Backend:
+    """The backend that serves a call, or an error that says why none does."""
+    forced, numerics, prefer = (controls[name] for name in ("backend", "numerics", "prefer"))
+    if numerics is not None and prefer is None:
+        _knows_class(contract, backends, numerics, device)
+    if forced is not None:
+        backend = backend_named(contract, backends, forced)
+        reason = backend.other_class(numerics, device) or backend.when(args)
+        if reason is not None:
+            raise UnsupportedError(f"{contract.name}(backend={forced!r}): {reason}")
+        return backend
+    reasons = {}
+    for backend in sorted(backends, key=lambda b: b.name != prefer):
+        if backend.other_class(numerics, device) is None:
+            # One that is preferred was named once, so it need not offer itself.
+            reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device)
+            if reason is None:
+                return backend
+            reasons[backend.name] = reason
+    of_class = "" if numerics is None else f" of numerics class {numerics!r}"
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is none"
+    raise UnsupportedError(f"{contract.name}: no backend{of_class} can serve this call ({why})")
+
+
+def explain(
+    contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
+) -> Explanation:
+    """What `choose` would answer, and why not the others."""
+    forced, numerics = controls["backend"], controls["numerics"]
+    if numerics is not None:
+        _knows_class(contract, backends, numerics, device)
+    reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device) for b in backends}
+    if not forced and None not in reasons.values():
+        return Explanation(contract.name, None, None, reasons)
+    chosen = choose(contract, backends, args, controls, device)
+    if forced:
+        asked = f"can serve; backend={forced!r} was asked for"
+        reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
+    return Explanation(contract.name, chosen.name, chosen.numerics_on(device), reasons)
+
+
+def _knows_class(
+    contract: Contract, backends: Sequence[Backend], numerics: str, device: torch.device
+) -> None:
+    known = {b.numerics_on(device): None for b in backends}  # in order, each once
+    if numerics not in known:
+        rule = f"unknown numerics class on {arch_key(device)}; known: {', '.join(known)}"
+        raise contract.error("numerics", numerics, rule)

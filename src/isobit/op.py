@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from isobit.arch import arch_key
 from isobit.autograd import Applied, Body, Refusal, Saved, Through, function_of
-from isobit.backend import Args, Backend, Explanation, UnsupportedError
+from isobit.backend import Args, Backend, Explanation, backend_named, choose, explain
 from isobit.contract import Contract, ContractError, Param
 from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.numerics import Numerics
@@ -144,7 +143,7 @@ class Op:
     def derivative(
         self,
         *inputs: str,
-        save: Callable[[Args, Any], dict[str, Tensor | None]],
+        save: Callable[[Args, Any], dict[str, Any]],
         gradient: Callable[[Args, tuple[Tensor | None, ...]], dict[str, Tensor | None]],
         constant: tuple[int, ...] = (),
         flags: tuple[str, ...] = (),
@@ -152,8 +151,9 @@ class Op:
     ) -> None:
         """Autograd for this op with respect to these arguments, whatever the backend.
 
-        `save(args, outputs)` names the tensors to keep, inputs and outputs; `gradient(kept, grads)` calls any
-        ops and returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names
+        `save(args, outputs)` names the tensors to keep, inputs and outputs, and what else the backward wants
+        to know that is the same for calls of one kind; `gradient(kept, grads)` calls any ops and returns
+        gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names
         of the arguments that a gradient is wanted for; and `follow`, controls to be passed on to those ops,
         by which gradients have the numerics class that the forward was bound to: `numerics`, and `prefer`,
         the backend that was asked for. Outputs numbered in `constant` have no gradient, nor have optional
@@ -171,25 +171,26 @@ class Op:
             saved = body.saved
             if saved is None:
                 args = dict(zip(names, body.values(tensors), strict=True))
-                kept = {k: v for k, v in save(args, outputs).items() if v is None or isinstance(v, Tensor)}
                 unasked = [i for i, when in optional if i in constant or not args[str(when)]]
-                saved = Saved.of(kept, (*tensors, *several), unasked)
+                saved = Saved.of(save(args, outputs), (*tensors, *several), unasked)
                 body.settle(saved)
             ctx.save_for_backward(*saved.among((*tensors, *several)))
-            ctx.body, ctx.saved, ctx.device = body, saved, tensors[0].device
+            ctx.call = body, saved
             ctx.set_materialize_grads(False)
             if saved.constant:
                 found = [several[i] for i in saved.constant]
                 ctx.mark_non_differentiable(*[t for t in found if t is not None])
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            body, wanted = ctx.body, ctx.needs_input_grad[1:]
-            if wanted not in body.kept:
+            (body, saved), wanted = ctx.call, ctx.needs_input_grad[1:]
+            common = body.kept.get(wanted)
+            if common is None:
                 scalars = dict(zip(names, body.template, strict=True))
                 needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
-                follow = self._bound_to(scalars, ctx.device)
-                body.kept[wanted] = {**scalars, "follow": follow, "needs": needs}
-            kept = {**body.kept[wanted], **dict(zip(ctx.saved.names, ctx.saved_tensors, strict=True))}
+                follow = self._bound_to(scalars, saved.device)
+                common = body.kept[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
+            kept = common.copy()
+            kept.update(zip(saved.names, ctx.saved_tensors, strict=True))
             if not torch.is_grad_enabled():
                 found = gradient(kept, grads)
             else:  # a graph of the backward is wanted
@@ -278,14 +279,17 @@ class Op:
         values = self.contract.in_order(given)
         if _watched() or forward_ad._current_level >= 0:
             return self._first_call(self._typed(values), None)
-        kind = kind_of(values, torch.is_grad_enabled())
+        kind = kind_of(values, _grad_enabled())
+        way = self._ways.get(kind) if self._served_of == self.backends else None  # type: ignore[arg-type]
+        if way is not None:
+            return way(values)
         way = self._find(kind)
         if way is None:
             typed = self._typed(values)
             if typed is values:
                 return self._first_call(values, kind)
             values = typed  # a number of numpy's has become one of Python's, say
-            kind = kind_of(values, torch.is_grad_enabled())
+            kind = kind_of(values, _grad_enabled())
             way = self._find(kind)
         return self._first_call(values, kind) if way is None else way(values)
 
@@ -408,7 +412,8 @@ class Op:
         if self._served_of != self.backends:
             self.forget()
         args, _ = self._validated(values)
-        backend = self._choose(args, _pop_controls(args))
+        controls = _pop_controls(args)
+        backend = choose(self.contract, self.backends, args, controls, values[0].device)
         validate = values[_VALIDATE] if self.value_rules else False
         if validate is None and values[0].device.type == "cpu":
             validate = True
@@ -430,60 +435,18 @@ class Op:
 
     # Choosing
 
-    def _choose(self, args: Args, controls: dict[str, str | None]) -> Backend:
-        device = args[self.contract.names[0]].device
-        forced, numerics, prefer = (controls[name] for name in ("backend", "numerics", "prefer"))
-        if numerics is not None and prefer is None:
-            self._knows_class(numerics, device)
-        if forced is not None:
-            backend = self.backend_named(forced)
-            reason = backend.other_class(numerics, device) or backend.when(args)
-            if reason is not None:
-                raise UnsupportedError(f"{self.name}(backend={forced!r}): {reason}")
-            return backend
-        reasons = {}
-        for backend in sorted(self.backends, key=lambda b: b.name != prefer):
-            if backend.other_class(numerics, device) is None:
-                # One that is preferred was named once, so it need not offer itself.
-                reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device)
-                if reason is None:
-                    return backend
-                reasons[backend.name] = reason
-        of_class = "" if numerics is None else f" of numerics class {numerics!r}"
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is none"
-        raise UnsupportedError(f"{self.name}: no backend{of_class} can serve this call ({why})")
-
     def backend_named(self, name: str) -> Backend:
-        for backend in self.backends:
-            if backend.name == name:
-                return backend
-        known = ", ".join(b.name for b in self.backends)
-        raise ContractError(f"{self.name}(backend={name!r}): unknown backend; known: {known}")
-
-    def _knows_class(self, numerics: str, device: torch.device) -> None:
-        known = {b.numerics_on(device): None for b in self.backends}  # in order, each once
-        if numerics not in known:
-            rule = f"unknown numerics class on {arch_key(device)}; known: {', '.join(known)}"
-            raise self.contract.error("numerics", numerics, rule)
+        return backend_named(self.contract, self.backends, name)
 
     def explain(self, **given: Any) -> Explanation:
         """What would serve this call, and why not the others. Same validation, nothing is launched."""
         values = self.bind(given)
         args, _ = self._validated(values)
         controls, device = _pop_controls(args), values[0].device
-        forced, numerics = controls["backend"], controls["numerics"]
-        if numerics is not None:
-            self._knows_class(numerics, device)
-        reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device) for b in self.backends}
-        chosen = self._choose(args, controls) if forced or None in reasons.values() else None
-        if chosen is None:
-            return Explanation(self.name, None, None, reasons)
-        if forced:
-            asked = f"can serve; backend={forced!r} was asked for"
-            reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
-        return Explanation(self.name, chosen.name, chosen.numerics_on(device), reasons)
+        return explain(self.contract, self.backends, args, controls, device)
 
 
+_grad_enabled = torch.is_grad_enabled
 _dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
 

@@ -93,7 +93,12 @@ class Way(Body):
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         plan = self._plan
-        if plan is None or _profiler._is_profiler_enabled or self._must_check() or not plan.can_run():
+        if (
+            plan is None
+            or _profiler._is_profiler_enabled
+            or (self._validate is not False and self._must_check())
+            or not plan.can_run()
+        ):
             return self._run(tensors)
         return plan(tensors)
 

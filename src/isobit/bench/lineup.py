@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isobit.backend import UnsupportedError
 from isobit.bench.cases import case_name
 from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
 from isobit.bench.report import NEW, Row
@@ -19,7 +20,7 @@ from isobit.bench.vouch import Vouch
 from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
 from isobit.contract import dtype_name
-from isobit.op import Op, UnsupportedError
+from isobit.op import Op
 
 
 @dataclass(frozen=True)

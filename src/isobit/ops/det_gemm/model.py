@@ -21,14 +21,12 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16; or without a Z."""
     _say_that_it_is_slow()
-    if a.ndim == 2:
-        return product(a[None], b[None], bias, out_dtype)[0]
-    out = torch.empty(*a.shape[:2], b.shape[2], dtype=out_dtype, device="cpu")
-    for z, (a_z, b_z) in enumerate(zip(a.cpu(), b.cpu(), strict=True)):
-        total = chain(a_z, b_z)
+    out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device="cpu")
+    for own, left, right in zip(*map(_several, (out, a.cpu(), b.cpu())), strict=True):
+        total = chain(left, right)
         if bias is not None:
             total = canonical(total + bias.cpu().float())
-        out[z] = total  # rounds to nearest even
+        own.copy_(total)  # rounds to nearest even
     return _with_one_nan(out).to(a.device)
 
 
@@ -42,18 +40,22 @@ def token_product(
     """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512, rounded once at the
     end; or without a Z."""
     _say_that_it_is_slow()
-    if x.ndim == 2:
-        return token_product(x[None], dy[None], stream, None if init is None else init[None], out_dtype)[0]
-    out = torch.empty(x.shape[0], dy.shape[2], x.shape[2], dtype=out_dtype, device="cpu")
-    bounds = cut([x.shape[1]], SEGMENT)
+    out = torch.empty(*x.shape[:-2], dy.shape[-1], x.shape[-1], dtype=out_dtype, device="cpu")
+    bounds = cut([x.shape[-2]], SEGMENT)
     if stream is not None:
         first, blocks = (table[: int(stream.count)].tolist() for table in (stream.first, stream.blocks))
         bounds = [(f, f + n * BLOCK) for f, n in zip(first, blocks, strict=True)]
-    for z, (x_z, dy_z) in enumerate(zip(x.cpu(), dy.cpu(), strict=True)):
+    start = torch.zeros_like(out, dtype=torch.float32) if init is None else init.cpu()
+    for own, x_z, dy_z, first_z in zip(*map(_several, (out, x.cpu(), dy.cpu(), start)), strict=True):
         if stream is not None:
             x_z, dy_z = _in_slots(x_z, stream.rows.cpu()), _in_slots(dy_z, stream.rows.cpu())
-        out[z] = segments(dy_z.t(), x_z, bounds, None if init is None else init[z].cpu())
+        own.copy_(segments(dy_z.t(), x_z, bounds, None if init is None else first_z))
     return _with_one_nan(out).to(x.device)
+
+
+def _several(t: Tensor) -> Tensor:
+    """[Z, rows, columns], where there may be no Z."""
+    return t.unsqueeze(0) if t.ndim == 2 else t
 
 
 def _with_one_nan(out: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ _add_backend("model", "model", lambda device: None, lambda device: str(CHAIN16),
 # Autograd, once for all backends
 
 
-def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
+def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Any]:
     a, b = args["a"], args["b"]
     return {"a": a if b.requires_grad else None, "b": b if a.requires_grad else None}
 
@@ -282,18 +282,19 @@ def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> di
     return {"a": da, "b": db}
 
 
-def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Tensor | None]:
+def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Any]:
     x = args["x"] if args["weight"].requires_grad else None  # a frozen weight keeps no activations
-    return {"x": x, "weight": args["weight"], "bias": args["bias"]}
+    bias_dtype = None if args["bias"] is None else args["bias"].dtype
+    return {"x": x, "weight": args["weight"], "bias_dtype": bias_dtype}
 
 
 def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    needs, bias = kept["needs"], kept["bias"]
+    needs = kept["needs"]
     if grads[0] is None:
         return {}
     dx, dweight, dbias = linear_bwd(
         dy=grads[0], x=kept["x"], weight=kept["weight"], operand_dtype=kept["operand_dtype"],
-        bias_dtype=None if bias is None else bias.dtype,
+        bias_dtype=kept["bias_dtype"],
         want_x="x" in needs, want_weight="weight" in needs, want_bias="bias" in needs, **kept["follow"],
     )  # fmt: skip
     return {"x": dx, "weight": dweight, "bias": dbias}
