@@ -18,7 +18,6 @@ outputs, so none of them can drift from the signature.
 
 import inspect
 import math
-import operator
 import sys
 import types
 from collections.abc import Sequence
@@ -220,7 +219,6 @@ class Contract:
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
         self._defaults = {p.name: p.default for p in self.params}
-        self._in_order = operator.itemgetter(*self.names)
         #: Of each parameter, how many dimensions there are before and after those that are rows.
         self.rows_at = [_rows_at(p.spec) for p in self.params]
         self._either = [i for i, p in enumerate(self.params) if p.spec and p.scalar]
@@ -260,13 +258,10 @@ class Contract:
     def in_order(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """The values of a call in the order of the signature, of whatever type they are."""
         all_ = {**self._defaults, **given}
-        if len(all_) > len(self.names):
+        if len(all_) > len(self._defaults):
             unknown = ", ".join(sorted(given.keys() - self._defaults.keys()))
             raise ContractError(f"{self.name}: argument(s) unknown: {unknown}")
-        if torch.compiler.is_compiling():  # a tracer reads Python, not the operator module
-            return tuple([all_[name] for name in self.names])
-        values: tuple[Any, ...] = self._in_order(all_)
-        return values
+        return tuple(all_.values())  # what is given has its place among the defaults
 
     def bind(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """The same, each of the type that belongs there."""

@@ -36,8 +36,9 @@ def on_nvidia() -> bool:
     return bool(driver.active.get_current_target().backend == "cuda")
 
 
-def current_stream(device: int) -> int:
-    found: int = driver.active.get_current_stream(device)
+def stream_function() -> Callable[[int | None], int]:
+    """From a device's index to its current stream."""
+    found: Callable[[int | None], int] = driver.active.get_current_stream
     return found
 
 

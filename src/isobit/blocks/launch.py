@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.blocks.entry import Entry, current_stream, entry_of, on_nvidia, unhooked
+from isobit.blocks.entry import Entry, entry_of, on_nvidia, stream_function, unhooked
 from isobit.contract import dtype_name
 
 Launch = Callable[..., None]
@@ -84,7 +84,7 @@ def _launched(
     elif known[1] is None or not unhooked():
         known[0][whole](*bound)
     else:
-        known[1](whole, current_stream(index), bound)
+        known[1](whole, stream_function()(index), bound)
     return Launched(*known, whole, bound)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.blocks.entry import Maps, current_stream, unhooked
+from isobit.blocks.entry import Maps, stream_function, unhooked
 from isobit.blocks.launch import Launched, launched
 
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -143,15 +143,15 @@ class Plan:
         def place(t: Tensor) -> int:
             """The number of an address: (what it is counted from, bytes from there)."""
             address, base = t.data_ptr(), _base(t)
-            at = (
-                (len(begin), starts[base] + address - base)
-                if base in starts
-                else (which[base], address - begin[base])
-            )
+            if base in starts:
+                at = len(begin), starts[base] + address - base
+            else:
+                at = which[base], address - begin[base]
             return places.setdefault(at, len(places))
 
         self._launches = [_launch(made, place) for made in tape.made]
         self._places = list(places)
+        self._stream_of = stream_function()
 
     #: Not while somebody wants to see launches as Triton shows them.
     can_run = staticmethod(unhooked)
@@ -159,6 +159,9 @@ class Plan:
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """The outputs of a call with these inputs, of the kind that was recorded."""
         device = self._device
+        if device.index is not None and device.index != _current_device():
+            with torch.cuda.device(device):
+                return self(inputs)
         begin = [t.data_ptr() for t in inputs]
         found: list[Tensor | None] = []
         for output in self._outputs:
@@ -175,19 +178,10 @@ class Plan:
                 begin.append(made.data_ptr())
                 found.append(made)
         if self._bytes:
-            workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+            workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)  # lives until the return
             begin.append(workspace.data_ptr())
         at = [begin[k] + offset for k, offset in self._places]
-        if device.index is None or device.index == _current_device():
-            self._make(at)
-        else:
-            with torch.cuda.device(device):
-                self._make(at)
-        return tuple(found) if self._several else found[0]
-
-    def _make(self, at: list[int]) -> None:
-        """All launches, on the current stream."""
-        stream = current_stream(self._device.index)
+        stream = self._stream_of(device.index)
         for c, flat, head, args, pointers, maps in self._launches:
             final = args.copy()
             for i, k in pointers:
@@ -199,6 +193,7 @@ class Plan:
                 c(*final)
             else:
                 c(*head[:_STREAM], stream, *head[_STREAM + 1 :], final)
+        return tuple(found) if self._several else found[0]
 
 
 def recordable(inputs: Sequence[Tensor]) -> bool:
