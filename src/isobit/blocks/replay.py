@@ -47,7 +47,7 @@ class Tape(TorchDispatchMode):
 
     def __enter__(self) -> "Tape":
         """On this thread. A mode's own way also sets flags of the process, which threads that enter and leave
-        at the same time put back in the wrong order: they would stay set, and `torch.compile` look at them."""
+        at the same time put back in the wrong order: they would stay set, and `torch.compile` looks there."""
         _push_mode(self)
         return self
 
