@@ -5,6 +5,7 @@ that was asked for and that of the backward, value rules, and what can be declar
 # "* V" in an annotation names dimensions, not types.
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -349,6 +350,13 @@ def test_a_call_that_is_refused_is_refused_again(asked: list[str]) -> None:
         with pytest.raises(ContractError, match="must be a dense tensor"):
             call(even().to_sparse())
     assert asked == ["rule"] * 2
+
+
+def test_a_zero_keeps_its_sign(asked: list[str]) -> None:
+    """0.0 and -0.0 are equal and have one hash, and are two numbers."""
+    for factor in (0.0, -0.0, 0.0, -0.0):
+        call(even(), factor)
+        assert math.copysign(1.0, RAN[-1][1]["factor"]) == math.copysign(1.0, factor)
 
 
 def test_what_tensors_hold_is_looked_at_every_time(asked: list[str]) -> None:

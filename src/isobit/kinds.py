@@ -40,7 +40,8 @@ def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
                 return None
             kind.append((v.shape, strides, v.dtype, v.get_device(), at & 15, v.requires_grad))
         elif what in _SCALARS:  # subclasses, and symbolic numbers, may have no hash, or hold anything
-            kind.append((what, v))  # 1 and True are equal
+            # 1 and True are equal, and so are 0.0 and -0.0.
+            kind.append((what, str(v) if what is float and v == 0.0 else v))
         else:
             return None
     kind.append(grad)
