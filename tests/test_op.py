@@ -386,6 +386,18 @@ def test_a_new_rule_is_asked_too(asked: list[str]) -> None:
         call(even())
 
 
+def test_a_new_rule_of_values_is_asked_too(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(contract: Contract, args: dict[str, Any]) -> None:
+        raise contract.error("x", args["x"], "holds nothing right")
+
+    monkeypatch.setattr(scale, "value_rules", [])
+    scale.forget()
+    call(even())
+    scale.value_rule(never)
+    with pytest.raises(ContractError, match="holds nothing right"):
+        call(even())
+
+
 class Unhashable(float):
     __hash__ = None  # type: ignore[assignment]
 
