@@ -72,6 +72,19 @@ def test_it_is_a_linear_layer() -> None:
     assert DetLinear(6, 4, bias=False, dtype=BF16)(x).shape == (2, 3, 4)
 
 
+@pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 2, 3)])
+def test_what_follows_may_work_in_place(lead: tuple[int, ...]) -> None:
+    """As after an `nn.Linear`, whatever view a backend made its result by."""
+    layer, x = DetLinear(16, 8, dtype=BF16), randn(*lead, 16)
+    gradients = []
+    for relu in (nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU(inplace=True)):
+        relu(layer(x)).sum().backward()
+        gradients.append(layer.weight.grad)
+        layer.weight.grad = None
+    assert gradients[0] is not None and gradients[0].any()
+    assert all(torch.equal(gradients[0], each) for each in gradients[1:] if each is not None)
+
+
 def test_state_goes_both_ways() -> None:
     theirs, ours = nn.Linear(6, 4, dtype=BF16), DetLinear(6, 4, dtype=BF16)
     ours.load_state_dict(theirs.state_dict())

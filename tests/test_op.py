@@ -5,6 +5,7 @@ that was asked for and that of the backward, value rules, and what can be declar
 # "* V" in an annotation names dimensions, not types.
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -352,6 +353,13 @@ def test_a_call_that_is_refused_is_refused_again(asked: list[str]) -> None:
     assert asked == ["rule"] * 2
 
 
+def test_a_zero_keeps_its_sign(asked: list[str]) -> None:
+    """0.0 and -0.0 are equal and have one hash, and are two numbers."""
+    for factor in (0.0, -0.0, 0.0, -0.0):
+        call(even(), factor)
+        assert math.copysign(1.0, RAN[-1][1]["factor"]) == math.copysign(1.0, factor)
+
+
 def test_what_tensors_hold_is_looked_at_every_time(asked: list[str]) -> None:
     call(even()[:2])
     with pytest.raises(ContractError, match="has a NaN"):
@@ -376,6 +384,18 @@ def test_a_new_rule_is_asked_too(asked: list[str]) -> None:
     call(even())
     scale.rule(never)
     with pytest.raises(ContractError, match="is never right"):
+        call(even())
+
+
+def test_a_new_rule_of_values_is_asked_too(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(contract: Contract, args: dict[str, Any]) -> None:
+        raise contract.error("x", args["x"], "holds nothing right")
+
+    monkeypatch.setattr(scale, "value_rules", [])
+    scale.forget()
+    call(even())
+    scale.value_rule(never)
+    with pytest.raises(ContractError, match="holds nothing right"):
         call(even())
 
 

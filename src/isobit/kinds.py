@@ -32,7 +32,11 @@ def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
     form = _forms.get(types) or _form(types)
     if form.unusual:
         return None
-    kind: list[Any] = [grad, types, tuple([values[i] for i in form.scalars])]
+    scalars = [values[i] for i in form.scalars]
+    for k in form.floats:
+        if scalars[k] == 0.0:
+            scalars[k] = str(scalars[k])  # 0.0 and -0.0 are equal
+    kind: list[Any] = [grad, types, tuple(scalars)]
     for i in form.tensors:
         t = values[i]
         try:
@@ -50,6 +54,7 @@ class _Form(NamedTuple):
 
     tensors: tuple[int, ...]
     scalars: tuple[int, ...]
+    floats: tuple[int, ...]  # among the scalars
     unusual: bool  # subclasses, and symbolic numbers, may have no hash, or hold anything
 
 
@@ -59,7 +64,8 @@ _forms: dict[tuple[type, ...], _Form] = {}
 def _form(types: tuple[type, ...]) -> _Form:
     tensors = tuple(i for i, t in enumerate(types) if t in _TENSORS)
     scalars = tuple(i for i, t in enumerate(types) if t in _SCALARS)
-    found = _Form(tensors, scalars, len(tensors) + len(scalars) < len(types))
+    floats = tuple(k for k, i in enumerate(scalars) if types[i] is float)
+    found = _Form(tensors, scalars, floats, len(tensors) + len(scalars) < len(types))
     remember(_forms, types, found)
     return found
 

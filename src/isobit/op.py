@@ -124,6 +124,7 @@ class Op:
     def value_rule(self, check: Callable[[Contract, Args], None]) -> None:
         """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
         self.value_rules.append(check)
+        self.forget()
 
     def public(self, function: F) -> F:
         """Mark the function that people call this op by: the same names with the same defaults, the controls

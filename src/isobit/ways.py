@@ -132,10 +132,10 @@ class Way(Body):
             from isobit.blocks import replay
 
             if replay.recordable(tensors):
-                self._tried = True
                 if not self._expected:
                     self._habit.saw_again()
                 outputs, self._plan = replay.record(self._backend.run, args, tensors)
+                self._tried = True  # and not if it was interrupted
                 return outputs
         self._seen = True
         return self._backend.run(**args)

@@ -13,14 +13,16 @@ import copy
 import types
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-#: Addresses whose tensor maps are kept, of each form of a map.
-ADDRESSES = 1024
+#: Tensor maps that are kept, of all forms together: some 700 bytes each, and in a step of a large model there
+#: are a thousand or more, for every number of rows that comes.
+MAPS = 1 << 16
 
 
 _knobs = knobs.runtime
@@ -45,17 +47,27 @@ def stream_function() -> Callable[[int | None], int]:
 class Maps(dict[int, Any]):
     """Tensor maps of one form (sizes, strides, box, swizzle) by the address that they begin at."""
 
+    _all: ClassVar[WeakValueDictionary[int, "Maps"]] = WeakValueDictionary()  # by id: no dict has a hash
+    _made: ClassVar[int] = 0  # since all were forgotten
+
     def __init__(self, descriptor: Any, meta: Any) -> None:
         super().__init__()
         self._kind, self._meta = type(descriptor), meta
-        self._rest = {**descriptor.__dict__, "base": None}  # it would be held as long as this
+        # Without what would be held as long as this, and without the list that holds this.
+        self._rest = {**descriptor.__dict__, "base": None, "maps": None}
+        Maps._all[id(self)] = self
 
     def __missing__(self, address: int) -> Any:
         """By Triton's own code, of a descriptor whose tensor is an address and nothing else."""
         made = object.__new__(self._kind)
         made.__dict__.update(self._rest, base=_At(address))
-        if len(self) >= ADDRESSES:
-            self.clear()
+        if Maps._made >= MAPS:
+            Maps._made = 0
+            for each in Maps._all.valuerefs():
+                form = each()
+                if form is not None:
+                    form.clear()
+        Maps._made += 1
         self[address] = found = _encode()(made, self._meta)
         return found
 

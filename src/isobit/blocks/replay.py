@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from isobit.blocks.entry import Maps, stream_function, unhooked
 from isobit.blocks.launch import Launched, launched
@@ -43,6 +43,21 @@ class Tape(TorchDispatchMode):
         self.made: list[Launched] = []
         self.new: dict[int, torch.UntypedStorage] = {}  # by address; held, so that no two of them share one
         self.reason: str | None = None  # why there can be no plan
+
+    def __enter__(self) -> "Tape":
+        """On this thread. A mode's own way also sets flags of the process, which threads that enter and leave
+        at the same time put back in the wrong order: they would stay set, and `torch.compile` looks there."""
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _pop_mode()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or the first tape would import all of `torch._dynamo` in the middle of a call: a second or two, and
+        what that leaves for the garbage collector holds the tensors of the call."""
+        return False
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         if 0 in grid:

@@ -1,0 +1,65 @@
+"""Tensor maps are kept by address: so many of them, and no longer than something asks for their form."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from isobit.blocks import entry
+from isobit.blocks.entry import Maps
+
+
+class Descriptor:
+    """With the list that all of its form share, as `hopper_pipe.descriptor` makes them."""
+
+    def __init__(self, rows: int) -> None:
+        self.base, self.shape = object(), [rows, 64]
+        self.maps: list[Maps] = []
+        self.maps.append(Maps(self, None))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What was encoded: (rows, address)."""
+    found: list[tuple[int, int]] = []
+
+    def encode(descriptor: Any, meta: Any) -> object:
+        found.append((descriptor.shape[0], descriptor.base.data_ptr()))
+        return object()
+
+    monkeypatch.setattr(entry, "_encode", lambda: encode)
+    monkeypatch.setattr(Maps, "_made", 0)
+    return found
+
+
+def test_a_map_is_made_once_for_an_address(encoded: list[tuple[int, int]]) -> None:
+    maps = Descriptor(3).maps[0]
+    assert maps[16] is maps[16] and maps[32] is not maps[16]
+    assert encoded == [(3, 16), (3, 32)]
+
+
+def test_maps_of_all_forms_together_are_bounded(
+    encoded: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches have ever new numbers of rows, and each of them its own forms."""
+    monkeypatch.setattr(entry, "MAPS", 100)
+    forms = [Descriptor(rows) for rows in range(60)]
+    for each in forms:
+        for address in range(0, 160, 16):
+            each.maps[0][address]
+        assert sum(len(other.maps[0]) for other in forms) <= 100
+    assert len(encoded) == 600
+
+
+def test_a_form_that_nobody_asks_for_needs_no_garbage_collector(encoded: list[tuple[int, int]]) -> None:
+    """Trainings turn it off."""
+    gc.disable()
+    try:
+        made = Descriptor(3)
+        made.maps[0][16]
+        gone = weakref.ref(made.maps[0])
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()
