@@ -1,0 +1,263 @@
+"""Calls of isobit's ops as a GPU would get them, for the stub of libcuda: what tests of replays replay.
+
+Nothing is computed there, so what tensors hold does not matter. `Call.args(shift)` makes the same call with
+tensors of its own, each of them `shift` elements into its memory: calls of one kind at other addresses.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from isobit.op import CONTROLS, OPS, Op
+from stub_cuda import STREAM, Launch, Memory, clear, differences_but_for_places, launches, ordinary
+
+BF16, F16, F32, INT64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that is to be made."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype = BF16
+    expanded: bool = False  # one number for all, as the gradient of a sum is
+
+    def make(self, shift: int) -> Tensor:
+        if self.expanded:
+            return torch.ones(shift + 1, dtype=self.dtype)[shift].expand(self.sizes)
+        numel = torch.Size(self.sizes).numel()
+        memory = torch.ones(shift + numel, dtype=self.dtype)  # a token, a temperature, a row that counts
+        return memory[shift:].view(self.sizes)
+
+
+def shape(*sizes: int, dtype: torch.dtype = BF16) -> Shape:
+    return Shape(sizes, dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op, the backend that is to serve, and the arguments that are not their defaults."""
+
+    op: str
+    backend: str
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> "Call":
+        return Call(self.op, self.backend, {**self.given, **changes})
+
+    @property
+    def declared(self) -> Op:
+        return OPS[self.op]
+
+    def run(self, **args: Any) -> Any:
+        """The backend's own function."""
+        return self.declared.backend_named(self.backend).run(**args)
+
+    def named(self, shift: int = 0) -> dict[str, Any]:
+        """What a caller of the op passes."""
+        return {k: v.make(shift) if isinstance(v, Shape) else v for k, v in self.given.items()}
+
+    def args(self, shift: int = 0) -> dict[str, Any]:
+        return self.bound(self.named(shift))
+
+    def bound(self, named: dict[str, Any]) -> dict[str, Any]:
+        """What a backend gets."""
+        values = dict(zip(self.declared.contract.names, self.declared.bind(named), strict=True))
+        return {k: v for k, v in values.items() if k not in {p.name for p in CONTROLS}}
+
+
+def tensors_of(args: dict[str, Any]) -> list[Tensor]:
+    return [v for v in args.values() if isinstance(v, Tensor)]
+
+
+def as_launch(outputs: Any) -> Launch:
+    """Outputs as a launch that is given them: where they lie can be compared as what kernels are given is."""
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    params = (b"" if t is None else t.data_ptr().to_bytes(8, "little") for t in several)
+    return Launch("outputs", 0, (1, 1, 1), (1, 1, 1), 0, STREAM, (), tuple(params))
+
+
+# What can be replayed
+
+
+def _linear(M: int, N: int = 512, K: int = 256, **more: Any) -> Call:
+    return Call("det_linear", "hopper", {"x": shape(M, K), "weight": shape(N, K), **more})
+
+
+def _linear_bwd(**more: Any) -> Call:
+    given = {"dy": shape(33, 512), "x": shape(33, 256), "weight": shape(512, 256), "operand_dtype": None}
+    given |= {"bias_dtype": BF16, "want_x": True, "want_weight": True, "want_bias": True}
+    return Call("det_linear_bwd", "hopper", {**given, **more})
+
+
+def _head(N: int = 5, D: int = 64, V: int = 600, **more: Any) -> Call:
+    given = {"hidden": shape(N, D), "weight": shape(V, D), "token_ids": shape(N, dtype=INT64)}
+    return Call("linear_logp", "hopper", {**given, **more})
+
+
+def _head_bwd(N: int = 5, D: int = 64, V: int = 600, **more: Any) -> Call:
+    given = _head(N, D, V).given | dict.fromkeys(
+        ("bias", "mask", "entropy", "kept", "kept_base", "dentropy", "dlse", "softcap", "logit_scale",
+         "logits_dtype", "vocab_size", "workspace_bytes")
+    )  # fmt: skip
+    given |= {"stats": shape(2, N, dtype=F32), "dlogp": shape(N, dtype=F32), "ignore_index": -100}
+    given |= {"temperature": 1.0, "want_hidden": True, "want_weight": True, "want_bias": False}
+    return Call("linear_logp_bwd", "hopper", {**given, **more})
+
+
+def _kept(N: int, V: int) -> dict[str, Any]:
+    rows, tiles = -(-N // 128) * 128, -(-V // 256)
+    return {"kept": shape(rows, tiles * 256), "kept_base": shape(rows, tiles, 4, dtype=F32)}
+
+
+def _logits(N: int, V: int, backend: str = "triton", **more: Any) -> Call:
+    return Call("logp", backend, {"logits": shape(N, V), "token_ids": shape(N, dtype=INT64), **more})
+
+
+def _logits_bwd(N: int, V: int, **more: Any) -> Call:
+    given = _logits(N, V).given | dict.fromkeys(("mask", "entropy", "dentropy", "dlse"))
+    given |= {"stats": shape(2, N, dtype=F32), "dlogp": shape(N, dtype=F32), "ignore_index": -100}
+    return Call("logp_bwd", "triton", {**given, "temperature": 0.7, **more})
+
+
+def _of_rows(N: int, *names: str) -> dict[str, Any]:
+    return {name: shape(N, dtype=F32) for name in names}
+
+
+_ALL: dict[str, Any] = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
+_MANY = 16 * 132  # rows from which on a program of logp walks a row: 16 for each SM
+
+CALLS = {
+    "linear, few tokens": _linear(33),
+    "linear, one token": _linear(1),
+    "linear, many tokens": _linear(1100, 1024, 64),
+    "linear, bias": _linear(33, bias=shape(512)),
+    "linear, many tokens, bias in fp32": _linear(1100, 1024, 64, bias=shape(1024, dtype=F32)),
+    "linear, out in fp32": _linear(1100, 1024, 64, out_dtype=F32),
+    "linear, sequences": _linear(33).but(x=shape(3, 11, 256)),
+    "linear, triton": Call("det_linear", "triton", _linear(33).given),
+    "linear backward": _linear_bwd(),
+    "linear backward, rounded sums": _linear_bwd(operand_dtype=BF16, bias_dtype=None),
+    "linear backward, frozen": _linear_bwd(x=None, want_weight=False, want_bias=False, bias_dtype=None),
+    "gemm": Call("det_gemm", "hopper", {"a": shape(3, 40, 64), "b": shape(3, 64, 48)}),
+    "gemm, one product": Call("det_gemm", "hopper", {"a": shape(40, 64), "b": shape(64, 48)}),
+    "gemm backward": Call("det_gemm_bwd", "hopper", {
+        "dc": shape(3, 40, 48), "a": shape(3, 40, 64), "b": shape(3, 64, 48), "want_a": True, "want_b": True,
+    }),
+    "gemm_dw": Call("det_gemm_dw", "hopper", {"x": shape(700, 64), "dy": shape(700, 48)}),
+    "gemm_dw, on from a start": Call("det_gemm_dw", "hopper", {
+        "x": shape(700, 64), "dy": shape(700, 48), "init": shape(48, 64, dtype=F32),
+    }),
+    "head": _head(),
+    "head, many rows": _head(300, V=1100),
+    "head, mask": _head(mask=shape(5, dtype=BOOL)),
+    "head, everything": _head(
+        bias=shape(600, dtype=F32), mask=shape(5, dtype=INT64), temperature=shape(5, dtype=F32), **_ALL
+    ),
+    "head, kept": _head(keep=True, return_stats=True),
+    "head backward": _head_bwd(
+        bias=shape(600), want_bias=True, mask=shape(5, dtype=BOOL),
+        **_of_rows(5, "entropy", "dentropy", "dlse"),
+    ),
+    "head backward, of a sum": _head_bwd(dlogp=Shape((5,), F32, expanded=True)),
+    "head backward, frozen": _head_bwd(want_weight=False),
+    "head backward, kept": _head_bwd(**_kept(5, 600)),
+    "head backward, padded vocabulary": _head_bwd(vocab_size=500, bias=shape(600, dtype=F32), want_bias=True),
+    "head backward, several slabs": _head_bwd(V=1100, workspace_bytes=0),
+    "head backward, weight alone": _head_bwd(want_hidden=False),
+    "logp, few rows": _logits(5, 20000, **_ALL),
+    "logp, many rows": _logits(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
+    "logp, short rows": _logits(5, 1000, temperature=0.7),
+    "logp backward": _logits_bwd(5, 1000, **_of_rows(5, "entropy", "dentropy", "dlse")),
+    "logp backward, of a sum": _logits_bwd(5, 20000, mask=shape(5, dtype=BOOL)),
+    "logp, hopper": _logits(5, 1000, "hopper", **_ALL),
+}  # fmt: skip
+
+#: And what cannot, with the first operator that runs between its launches.
+REFUSED = {
+    "operand that is rounded": (_linear(33, operand_dtype=BF16).but(x=shape(33, 256, dtype=F32)), "_to_copy"),
+    "gradient that is rounded": (_linear_bwd(dy=shape(33, 512, dtype=F32)), "_to_copy"),
+    "weight that is rounded": (
+        _linear_bwd(operand_dtype=BF16, weight=shape(512, 256, dtype=F32)), "_to_copy",
+    ),
+    "mask of a stream": (CALLS["gemm_dw"].but(mask=shape(700, dtype=BOOL)), "arange"),
+    "sequences of a stream": (CALLS["gemm_dw"].but(cu_seqlens=shape(3, dtype=INT64)), "arange"),
+    "no tokens": (_linear(0), "zeros"),
+    "gradient of a sum": (_logits_bwd(5, 1000, dlogp=Shape((5,), F32, expanded=True)), "clone"),
+    "temperatures of rows": (_logits(5, 1000, temperature=shape(5, dtype=F32)), "_to_copy"),
+    "head, triton": (Call("linear_logp", "triton", _head().given), "ne"),
+    "head backward, triton": (Call("linear_logp_bwd", "triton", _head_bwd().given), "ne"),
+}  # fmt: skip
+
+
+# Where they run
+
+
+@contextmanager
+def on_hopper() -> Iterator[None]:
+    """Ops take tensors of the CPU for those of a Hopper GPU."""
+    with ExitStack() as stack:
+        patched = stack.enter_context
+        patched(mock.patch("isobit.blocks.devices.arch_key", lambda device: "sm_90"))
+        patched(mock.patch("isobit.blocks.devices.triton_is_interpreted", lambda: True))
+        patched(mock.patch.object(Tensor, "is_cuda", True))
+        try:
+            yield
+        finally:
+            for op in OPS.values():
+                op.forget()
+
+
+@contextmanager
+def by_entries_alone() -> Iterator[None]:
+    """Triton's own ways to a kernel are closed."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+
+    closed = AssertionError("this is Triton's way")
+    with (
+        mock.patch.object(JITFunction, "run", side_effect=closed),
+        mock.patch.object(CompiledKernel, "__getitem__", side_effect=closed),
+    ):
+        yield
+
+
+class Noted(TorchFunctionMode):
+    """Holds all memory that is made inside, so that no two tensors of it share an address. Unlike
+    `same_memory` it leaves tensors where they are, and ops do not see it."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        """Beside what is given."""
+        super().__init__()
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._given = {t.untyped_storage().data_ptr() for t in tensors_of(given)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            self._held[storage.data_ptr()] = storage
+        return out
+
+    @property
+    def memory(self) -> Memory:
+        return Memory([(at, s.nbytes()) for at, s in self._held.items() if at not in self._given])
+
+
+def differs(call: Call, named: dict[str, Any]) -> dict[str, Any]:
+    """What is another in an op's call than in the ordinary one."""
+    clear()
+    with Noted(named) as first:
+        wanted = call.run(launch=ordinary, **call.bound(named))
+    one = [*launches(), as_launch(wanted)]
+    clear()
+    with Noted(named) as second:
+        found = call.declared(**named, backend=call.backend, validate=False)
+    other = [*launches(), as_launch(found)]
+    return differences_but_for_places(one, first.memory, other, second.memory)
