@@ -174,7 +174,10 @@ class Op:
                 args = dict(zip(names, body.values(tensors), strict=True))
                 unasked = [i for i, when in optional if i in constant or not args[str(when)]]
                 saved = Saved.of(save(args, outputs), (*tensors, *several), unasked)
-                body.settle(saved)
+                # One that is given twice, as in a a^T, is saved from the place where it comes first. The next
+                # call has two there.
+                if len({id(t) for t in tensors}) == len(tensors):
+                    body.settle(saved)
             ctx.save_for_backward(*saved.among((*tensors, *several)))
             ctx.call = body, saved
             ctx.set_materialize_grads(False)
