@@ -85,8 +85,7 @@ def function_of(name: str, setup_context: Callable[..., None], backward: Callabl
     """The autograd function of an op. It is given a body, and then the tensors of the call."""
 
     def forward(body: Body, *tensors: Tensor) -> Any:
-        outputs = body.run(tensors)
-        return tuple(map(_whole, outputs)) if isinstance(outputs, tuple) else _whole(outputs)
+        return body.run(tensors)
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
         return _one_by_one(made.apply, info.batch_size, in_dims, values)
@@ -97,15 +96,6 @@ def function_of(name: str, setup_context: Callable[..., None], backward: Callabl
     camel = "".join(part.capitalize() for part in name.split("_"))
     made: Any = type(camel, (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
     return Applied(made.apply, super(torch.autograd.Function, made).apply)
-
-
-def _whole(output: Tensor | None) -> Tensor | None:
-    """An output that is no view. What it might be one of is known to nobody, but PyTorch would let nobody
-    change a view in place that an autograd function returns: a ReLU after a layer, say."""
-    if output is None or not output._is_view():
-        return output
-    found: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-    return found
 
 
 class Refusal(torch.autograd.Function):

@@ -128,14 +128,17 @@ class Way(Body):
 
     def _launch(self, tensors: Sequence[Tensor]) -> Any:
         args = dict(zip(self._names, self.values(tensors), strict=False))
-        if (self._seen or self._expected) and not self._tried and self._backend.launches:
-            from isobit.blocks import replay
+        # Below what keeps account of views. A result may be a view of the launcher's own memory, which nobody
+        # else knows, but PyTorch would forbid to change it in place: by a ReLU after a layer, say.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            if (self._seen or self._expected) and not self._tried and self._backend.launches:
+                from isobit.blocks import replay
 
-            if replay.recordable(tensors):
-                if not self._expected:
-                    self._habit.saw_again()
-                outputs, self._plan = replay.record(self._backend.run, args, tensors)
-                self._tried = True  # and not if it was interrupted
-                return outputs
-        self._seen = True
-        return self._backend.run(**args)
+                if replay.recordable(tensors):
+                    if not self._expected:
+                        self._habit.saw_again()
+                    outputs, self._plan = replay.record(self._backend.run, args, tensors)
+                    self._tried = True  # and not if it was interrupted
+                    return outputs
+            self._seen = True
+            return self._backend.run(**args)
