@@ -146,8 +146,8 @@ def family(*values: Any, grad: bool = False) -> Kind | None:
     return family_of(kind, ROWS_AT)
 
 
-def like(lead: list[int], V: int = 8) -> list[Any]:
-    return [torch.zeros(*lead, V), torch.zeros(lead), torch.zeros(2, *lead), torch.zeros(V, 3), 0.5]
+def like(lead: list[int]) -> list[Any]:
+    return [torch.zeros(*lead, 8), torch.zeros(lead), torch.zeros(2, *lead), torch.zeros(8, 3), 0.5]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def changed(which: int, value: Any) -> list[Any]:
     "other",
     [
         like([2, 2]),
-        like([4], V=9),
+        changed(0, torch.zeros(4, 9)),
         changed(0, torch.zeros(4, 8, dtype=BF16)),
         changed(0, at(1, 4, 8)),
         changed(0, torch.zeros(4, 8).requires_grad_()),

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.blocks import entry, launch, replay
+from isobit.blocks.launch import launched
 from isobit.check.proofs import proofs
 from replay_calls import (
     CALLS,
@@ -28,6 +29,7 @@ from stub_cuda import (
     Memory,
     clear,
     counts,
+    differences,
     differences_but_for_places,
     launches,
     ordinary,
@@ -199,6 +201,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "views": views,
     "a hole in its strides": lambda launch, x: copied(launch, x, torch.empty_strided((2, 32), (48, 1))),
     "a part of its memory": lambda launch, x: copied(launch, x, x.new_empty(80)[16:])[3:].view(1, 61),
+    "a tuple of one": lambda launch, x: (copied(launch, x),),
     "no programs": lambda launch, x: (launch(toy, (0,), x, x, 0, 64), copied(launch, x))[1],
     "clone": lambda launch, x: copied(launch, x.clone()),
     "zero_": lambda launch, x: copied(launch, x, torch.empty_like(x).zero_()),
@@ -216,7 +219,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "of a constant": lambda launch, x: copied(launch, CONSTANT, torch.empty_like(x)),
     "without an entry": without_entry,
 }
-RECORDED = {"views", "a hole in its strides", "a part of its memory", "no programs"}
+RECORDED = {"views", "a hole in its strides", "a part of its memory", "a tuple of one", "no programs"}
 
 
 def recorded(name: str) -> tuple[bool, int, dict[str, Any], bool]:
@@ -278,6 +281,39 @@ def unknown_kernels() -> tuple[list[str], list[str]]:
             kernels.record(recorder, torch.bfloat16)
             found |= {f"{name}.{kernel.__name__}": kernel for kernel, _, _ in recorder.launches}
     return sorted(found), sorted(name for name, kernel in found.items() if not launch._learn(kernel).known)
+
+
+@triton.jit
+def special(out, x, n, s, flag, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """All of which is specialised that can be: words are as wide as addresses and numbers let them be."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if x is not None:
+        tl.store(out + at, tl.load(x + n + at) * s + flag)
+
+
+def special_ways() -> tuple[int, list[dict[str, Any]]]:
+    """(how many codes a kernel's calls have, differences of the short way to the ordinary one)."""
+    memory, half = torch.ones(4096), torch.ones(4096, dtype=torch.float16)
+    usual: dict[str, Any] = {"out": memory, "x": memory[64:], "n": 2, "s": 0.5, "flag": True, "BLOCK": 1024}
+    numbers = (1, 16, 17, 32, 0, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31))
+    changes: list[dict[str, Any]] = [{}, *({"n": n} for n in numbers), *({"s": s} for s in (1.0, 2, 1, 16))]
+    changes += [{"flag": False}, {"x": None}, {"x": memory[1:]}, {"out": memory[1:]}, {"out": memory[4:]}]
+    changes += [{"x": half}, {"x": half[1:]}, {"BLOCK": 512}, {"num_warps": 2}, {"x": memory[1:], "n": 16}]
+    codes, found = set(), []
+    for change in [*changes, *reversed(changes)]:
+        given = usual | change
+        args, options = tuple(given.pop(name) for name in usual), given
+        logs = []
+        for way in (
+            lambda: special[(3,)](*args, **options),
+            *[lambda: launched(special, (3,), args, options)] * 2,
+        ):
+            clear()
+            way()
+            logs.append(launches())
+        codes.add(logs[0][0].code)
+        found += [differences(logs[0], other) for other in logs[1:]]
+    return len(codes), found
 
 
 def few_maps() -> tuple[list[dict[str, Any]], list[int]]:
@@ -373,6 +409,11 @@ def test_all_kernels_have_a_short_way() -> None:
     kernels = {name.partition(".")[2] for name in every}
     assert {"product_kernel", "sum_kernel", "forward_kernel", "slab_kernel", "logp_rows"} <= kernels
     assert len(every) > 20 and not unknown
+
+
+def test_a_short_way_leads_to_the_code_that_triton_compiled_for_these_arguments() -> None:
+    codes, found = run(special_ways)
+    assert codes >= 10 and found == [{}] * len(found)
 
 
 def test_tensor_maps_are_right_after_others_were_forgotten() -> None:

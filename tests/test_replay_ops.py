@@ -1,6 +1,7 @@
 """Ops whose calls are made again from recorded launches: other numbers of rows, training, hooks, streams and
 threads. Above a libcuda that only records, as `test_replay`."""
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -294,10 +295,13 @@ def in_threads(name: str, own: str, count: int) -> list[str]:
 
     with on_hopper():
         threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        sys.setswitchinterval(usual)
     owner = {t.data_ptr(): i for i, t in enumerate(inputs)}
     theirs = {t.data_ptr(): i for i, of in enumerate(results) for t in of}
     logs = [addresses(log) for log in launches()]
@@ -317,4 +321,4 @@ def in_threads(name: str, own: str, count: int) -> list[str]:
     ("name", "own"), [("linear, few tokens", "x"), ("logp, few rows", "logits"), ("linear, bias", "x")]
 )
 def test_threads_get_results_of_their_own(name: str, own: str) -> None:
-    assert run(in_threads, name, own, 25) == []
+    assert run(in_threads, name, own, 100) == []
