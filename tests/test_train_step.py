@@ -58,7 +58,7 @@ def test_three_ways_are_timed_with_the_same_sizes_and_with_new_ones(tmp_path: Pa
     ]  # fmt: skip
     for row in report["rows"]:
         new = row["impl"].endswith(":new")
-        assert tuple(row) == ROW and (row["op"], row["case"]) == ("llama-3-8b-4-layers", "B=1 T=24 bf16")
+        assert tuple(row) == ROW and (row["op"], row["case"]) == ("llama-3-8b-4-layers", "B=1 T=96 bf16")
         assert (row["max_abs"] is None) == new and (new or row["max_abs"] < 5e-3)
         assert row["vs_baseline"] == (1.0 if "plain" in row["impl"] else row["vs_baseline"])
     assert report["against"] == "plain" and set(report["stamp"]["kernels"]) == {"linear_logp", "det_gemm"}
@@ -139,10 +139,11 @@ def test_the_models_are_those_that_their_names_say() -> None:
 
 def test_numbers_of_tokens_come_once_and_the_longest_first() -> None:
     found = train_step.lengths(4096, 123)
-    assert len(set(found)) == len(found) == train_step.NEW_STEPS and 4096 not in found
-    assert found[0] == max(found) <= 4608 and found[1] == min(found) >= 3584
+    assert len(set(found)) == len(found) == 3 * train_step.NEW_STEPS and 4096 not in found
+    for own in (found[0::3], found[1::3], found[2::3]):  # of an implementation
+        assert own[0] == max(own) <= 4608 and own[1] == min(own) >= 3584
     assert found == train_step.lengths(4096, 123) != train_step.lengths(4096, 124)
-    assert sum(n % 16 == 0 for n in found) < 6
+    assert sum(n % 16 == 0 for n in found) < 12
 
 
 def test_costs_are_three_times_the_forward() -> None:

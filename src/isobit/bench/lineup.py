@@ -170,10 +170,18 @@ class Lineup:
         return [replace(each, name=f"{each.name}{suffix}") for each in found]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
-        """All again, each call of another size than any before it, in whatever direction."""
+        """All again, each call of another size than any before it, in whatever direction.
+
+        Steps have sizes of their own for each implementation. Attention plans for a size that is new to it,
+        which takes longer than all the rest, and the one that comes first would pay for the others."""
         directions = self.series.directions
         copies = self.series.new(case, self.pool)[directions.index(direction) :: len(directions)]
         found = self.contenders(case, copies, direction, None, names, NEW) if copies else []
+        if self.series.step:
+            found = [
+                replace(each, build=partial(_every, len(found), k, each.build))
+                for k, each in enumerate(found)
+            ]
         return [replace(each, once=True, graph=False, judge=_unjudged) for each in found]
 
     def function(self, name: str) -> Callable[[Args], Any]:
@@ -182,6 +190,10 @@ class Lineup:
         if way in self.series.ways:
             return self.series.ways[way]
         return lambda args: self.series.call(args, way or None)
+
+
+def _every(nth: int, first: int, build: Callable[[], Sequence[Call]]) -> Sequence[Call]:
+    return build()[first::nth]
 
 
 def _unjudged(calls: Sequence[Call], result: Any) -> Verdict:

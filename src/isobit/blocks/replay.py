@@ -64,18 +64,26 @@ class Tape(TorchDispatchMode):
             return
         made = launched(kernel, grid, args, options)
         if made is None or made.entry is None:
-            self.reason = self.reason or f"{kernel.__name__} has no short way"
-        else:
+            self._refuse(f"{kernel.__name__} has no short way")
+        elif self.reason is None:
             self.made.append(made)
+
+    def _refuse(self, reason: str) -> None:
+        """There will be no plan, so memory that the call gives back is not held."""
+        self.reason = self.reason or reason
+        self.made.clear()
+        self.new.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         results = (out,) if isinstance(out, Tensor) else out
+        if self.reason is not None:
+            return out
         if func.overloadpacket.__name__ in _ALLOCATIONS:
             storage = out.untyped_storage()
             self.new[storage.data_ptr()] = storage
-        elif self.reason is None and (func._schema.is_mutable or not _are_views(results, args)):
-            self.reason = f"{func} runs between launches"
+        elif func._schema.is_mutable or not _are_views(results, args):
+            self._refuse(f"{func} runs between launches")
         return out
 
 

@@ -7,7 +7,8 @@ backward; no optimizer. Random weights, bf16, gradients of all parameters.
 
 A step launches hundreds of kernels, so the host decides how long a small one takes: steps are timed on the
 wall. The rows `:new` are of micro-batches that are packed and not padded: every step has another number of
-tokens, and none comes twice. Their time is the mean over these, which are the same for all.
+tokens, and none comes twice, nor in two implementations: attention plans for a number that it has not seen,
+which takes longer than all the rest. Their time is the mean over these.
 
 Before anything is timed, the loss and the norms of the gradients must be those of `plain`, up to what bf16
 allows: `LOSS`, `NORM` and `NORM_OF_ONE`.
@@ -41,9 +42,10 @@ LOSS, NORM, NORM_OF_ONE = 1e-3, 1e-2, 0.1
 #: A target that does not count.
 IGNORED = -100
 
-#: Steps with new numbers of tokens, those that warm up among them, and how far from the usual number they are
-#: at most, as a share of it.
-NEW_STEPS, NEW_SPREAD = 27, 1 / 8
+#: Steps with new numbers of tokens of each implementation, those that warm up among them, and how far from
+#: the usual number they are at most, as a share of it.
+NEW_STEPS, NEW_SPREAD = 19, 1 / 8
+IMPLEMENTATIONS = 3
 
 
 # Models
@@ -196,7 +198,7 @@ CASES = [
     Case({"B": B, "T": T}, torch.bfloat16, data="random")
     for B, T in ((1, 512), (8, 512), (8, 2048), (1, 4096))
 ]
-SMALL = [Case({"B": B, "T": T}, torch.bfloat16, data="random") for B, T in ((2, 16), (1, 24))]
+SMALL = [Case({"B": B, "T": T}, torch.bfloat16, data="random") for B, T in ((2, 16), (1, 96))]
 #: Those with new numbers of tokens beside them.
 PACKED = (CASES[-1], SMALL[-1])
 
@@ -216,14 +218,17 @@ def _make(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
 
 
 def lengths(T: int, seed: int) -> list[int]:
-    """Numbers of tokens around T, none twice and none of them T. The longest comes first and then the
-    shortest, which make everything warm: memory for all of them, and kernels for both ends."""
+    """Numbers of tokens around T, none twice and none of them T, for each implementation in turn. The longest
+    come first and then the shortest, which make everything warm: memory for all of them, and kernels for both
+    ends."""
     spread = int(T * NEW_SPREAD)
     known = [n for n in range(T - spread, T + spread + 1) if n != T]
-    found = sorted(random.Random(seed).sample(known, min(NEW_STEPS, len(known))))
-    shortest, *rest, longest = found
+    each = min(NEW_STEPS, len(known) // IMPLEMENTATIONS)
+    found = sorted(random.Random(seed).sample(known, each * IMPLEMENTATIONS))
+    shortest, longest = found[:IMPLEMENTATIONS], found[-IMPLEMENTATIONS:]
+    rest = found[IMPLEMENTATIONS:-IMPLEMENTATIONS]
     random.Random(seed).shuffle(rest)
-    return [longest, shortest, *rest]
+    return [*reversed(longest), *shortest, *rest]
 
 
 def _new(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
