@@ -198,7 +198,7 @@ CASES = [
     Case({"B": B, "T": T}, torch.bfloat16, data="random")
     for B, T in ((1, 512), (8, 512), (8, 2048), (1, 4096))
 ]
-SMALL = [Case({"B": B, "T": T}, torch.bfloat16, data="random") for B, T in ((2, 16), (1, 96))]
+SMALL = [Case({"B": B, "T": T}, torch.bfloat16, data="random") for B, T in ((2, 16), (1, 64))]
 #: Those with new numbers of tokens beside them.
 PACKED = (CASES[-1], SMALL[-1])
 
