@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+import whole_check
 from isobit.arch import arch_key, default_device
 from isobit.backend import NONE
 from isobit.check import report
 from isobit.check.law import LAWS
 from isobit.check.proofs import proofs
-from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell, Request, run
+from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.op import public_ops
 
 DEVICE = default_device()
@@ -48,7 +49,7 @@ EXPECTED_CASES |= {(op, "hopper"): f"{op}(backend='hopper'): " for op in ("logp"
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:
     """The whole check, as `isobit check` runs it."""
-    found = run(Request(device=DEVICE))
+    found = whole_check.cells()
     return [c for c in found if not c.reason.startswith("needs a GPU with")]  # the huge cases, on a small GPU
 
 
