@@ -181,7 +181,7 @@ def test_a_number_or_a_tensor_are_two_arguments_of_the_torch_op() -> None:
     contract = Contract("either", either)
     assert contract.schema() == "either(Tensor x, Tensor? by_of_rows, float? by) -> Tensor"
     for by in (2.0, torch.ones(3)):
-        values = contract.bind({"x": Z[:, 0], "by": by})
+        values = contract.typed(contract.in_order({"x": Z[:, 0], "by": by}))
         assert len(contract.to_torch(values)) == 3
         assert contract.from_torch(contract.to_torch(values))[1] is by
 

@@ -3,7 +3,7 @@ and a correct one must pass every law."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -159,6 +159,19 @@ def test_a_wrong_gradient_of_one_input_fails_on_gradient_alone() -> None:
 
 
 # Wrong bits
+
+
+@pytest.mark.parametrize(("good", "which"), [(1, "second"), (2, "third"), (3, "fourth")])
+def test_a_product_that_is_another_when_it_comes_again_fails_on_repeatable(good: int, which: str) -> None:
+    """As a replay would be that reads the addresses of the call that was recorded."""
+    calls = count()
+
+    def changing(**args: Any) -> Tensor:
+        return linear(**args) if next(calls) < good else 2 * linear(**args)
+
+    with linear_candidate(changing):
+        cell = only("det_linear", "repeatable", LINEAR)
+    assert cell.status == FAIL and f"{which} run against first" in cell.reason
 
 
 def split_for_few_rows(**args: Any) -> Tensor:

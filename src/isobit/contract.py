@@ -263,10 +263,6 @@ class Contract:
             raise ContractError(f"{self.name}: argument(s) unknown: {unknown}")
         return tuple(all_.values())  # what is given has its place among the defaults
 
-    def bind(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        """The same, each of the type that belongs there."""
-        return self.typed(self.in_order(given))
-
     def error(self, arg: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.name}({arg}: {describe(value)}): {rule}")
 
