@@ -2,7 +2,7 @@
 
 import inspect
 
-from isobit import nn
+from isobit import losses, nn
 from isobit.backend import Explanation, UnsupportedError
 from isobit.contract import ContractError
 from isobit.op import OPS, known_op
@@ -41,5 +41,6 @@ __all__ = [
     "explain",
     "linear_logp",
     "logp",
+    "losses",
     "nn",
 ]

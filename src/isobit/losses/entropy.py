@@ -1,0 +1,43 @@
+"""The entropy bonus, as a loss of its own."""
+
+from torch import Tensor
+
+from isobit.losses.rows import INF, Rows, Stats
+
+
+def entropy_bonus(
+    logp: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    normalizer: float | Tensor,
+    coef: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Stats]:
+    """-coef / normalizer  sum_it  entropy: keeps distributions from becoming narrow.
+
+    R. Williams and J. Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms",
+    1991. `entropy_coef` of the other losses has the normaliser of the loss, and in `grpo` and `gspo` the mean
+    over a sequence, which is verl's `entropy_coeff`. This has a normaliser of its own: with the number of
+    tokens that count it is TRL's `entropy_coef`, whatever its loss type.
+
+    Args:
+        logp: [n] or [B, T]; only its shape and dtype are used.
+        entropy: of that shape, the entropies of the distributions.
+        normalizer: what the sum is divided by, a number or a tensor without dimensions.
+        coef: weight of the entropies.
+        mask: bool or integer; rows where it is 0 do not count.
+
+    Returns:
+        (loss, stats): the rows' share in the loss, and the sums "entropy" and "tokens".
+
+    Example:
+        >>> import torch
+        >>> from isobit import losses
+        >>> loss, _ = losses.entropy_bonus(torch.zeros(2), torch.tensor([1.0, 3.0]), normalizer=2, coef=0.01)
+        >>> print(f"{loss:.4f}")
+        -0.0200
+    """
+    rows = Rows("entropy_bonus", logp, mask)
+    found = rows.differentiable("entropy", entropy)
+    loss = -rows.number("coef", coef, -INF) * rows.normalized(found, normalizer)
+    return loss, {"entropy": rows.total(found), "tokens": rows.active.sum()}

@@ -1,0 +1,109 @@
+"""What all losses do with their rows: bring inputs to one shape, leave out what does not count, add up.
+
+A row that does not count is replaced by zeros on entry: its log-ratio, advantage, KL and entropy are 0, and
+so is its term. Whatever it held, NaN included, is gone before an exp could make the gradient 0 * inf of it.
+"""
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import ContractError, describe
+
+Stats = dict[str, Tensor]
+INF = float("inf")
+
+
+class Rows:
+    """The rows of one call: their log-probabilities, which of them count, and which sequence each is of."""
+
+    def __init__(
+        self, loss: str, logp: Tensor, mask: Tensor | None = None, sequence_ids: Tensor | None = None
+    ) -> None:
+        self.loss = loss
+        if not isinstance(logp, Tensor) or not logp.is_floating_point() or logp.ndim == 0:
+            raise self.error("logp", logp, "must be a floating point tensor [n] or [B, T]")
+        self.shape = logp.shape
+        self.dtype = torch.promote_types(logp.dtype, torch.float32)  # losses are fp32, or fp64 of fp64
+        self.counts = None if mask is None else self._integers("mask", mask, "a bool or integer") != 0
+        self.sequence_ids = sequence_ids
+        if sequence_ids is not None:
+            self._integers("sequence_ids", sequence_ids, "an integer")
+        self.logp = self.differentiable("logp", logp)
+        self.active = self.cleaned(torch.ones_like(self.logp.detach()))  # 1 where a row counts, else 0
+
+    def error(self, name: str, value: Any, rule: str) -> ContractError:
+        return ContractError(f"{self.loss}({name}: {describe(value)}): {rule}")
+
+    # Inputs
+
+    def differentiable(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
+        """An input in shape and dtype of the rows, 0 where they do not count; some may be one a sequence."""
+        shapes = [self.shape] + ([self.shape[:-1]] if per_sequence and len(self.shape) > 1 else [])
+        if not isinstance(value, Tensor) or value.shape not in shapes:
+            rule = " or ".join(str(list(shape)) for shape in shapes)
+            raise self.error(name, value, f"must be a tensor {rule}, as the rows are {list(self.shape)}")
+        wide = value.to(self.dtype)
+        return self.cleaned(wide if value.shape == self.shape else wide.unsqueeze(-1).expand(self.shape))
+
+    def constant(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
+        return self.differentiable(name, value.detach() if isinstance(value, Tensor) else value, per_sequence)
+
+    def log_ratio(self, old_logp: Tensor | None) -> Tensor:
+        """logp - old_logp; without an old policy it is this one: 0, with the gradient of logp."""
+        return self.logp - (self.logp.detach() if old_logp is None else self.constant("old_logp", old_logp))
+
+    def number(self, name: str, value: Any, least: float, most: float = INF) -> float:
+        # Not a tensor: whether there is a term at all depends on it, and to read one is to wait for the GPU.
+        if not isinstance(value, Real) or not least <= float(value) <= most:
+            bounds = f" from {least:g} to {most:g}" if most < INF else f" not below {least:g}"
+            raise self.error(name, value, f"must be a number{bounds if least > -INF else ''}")
+        return float(value)
+
+    def _integers(self, name: str, value: Tensor, kind: str) -> Tensor:
+        given = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        if not given or value.shape != self.shape:
+            raise self.error(name, value, f"must be {kind} tensor {list(self.shape)}")
+        return value
+
+    # Rows and sequences
+
+    def cleaned(self, x: Tensor) -> Tensor:
+        """x, with 0 where a row does not count; no gradient goes there."""
+        return x if self.counts is None else torch.where(self.counts, x, 0.0)
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the sequence that a row is of, at every row."""
+        if self.sequence_ids is None:
+            if len(self.shape) == 1:
+                rule = "whole sequences are needed: rows [B, T], or sequence_ids"
+                raise self.error("logp", self.logp, rule)
+            return x.sum(-1, keepdim=True).expand(self.shape)
+        ids = self.sequence_ids.flatten()
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
+        number = first.cumsum(0) - 1  # of the sequence among these rows
+        # There are at most as many sequences as rows, so nothing has to be read back to know how many. A sum
+        # of segments, and not index_add, whose order is chance on a GPU.
+        begin = torch.searchsorted(number, torch.arange(len(ids) + 1, device=ids.device))
+        sums = torch.segment_reduce(x.flatten(), "sum", offsets=begin, unsafe=True)
+        return sums[number].view(self.shape)
+
+    def lengths(self) -> Tensor:
+        """How many rows of its sequence count, at every row; 1 where none does."""
+        return self.sequence_sum(self.active).clamp(min=1.0)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the rows that count, for stats."""
+        return (x.detach() * self.active).sum()
+
+    def normalized(self, x: Tensor, normalizer: float | Tensor) -> Tensor:
+        """The sum of all rows over the normalizer. Where that is 0 nothing counts, and the sum is 0."""
+        if isinstance(normalizer, Tensor):
+            if normalizer.ndim != 0:
+                raise self.error("normalizer", normalizer, "must be a number or a tensor without dimensions")
+            divisor = normalizer.detach().to(self.dtype)
+            return x.sum() / torch.where(divisor == 0, 1.0, divisor)
+        return x.sum() / (self.number("normalizer", normalizer, 0) or 1.0)

@@ -1,0 +1,71 @@
+"""The terms of policy losses. With the ratio r = exp(logp - old_logp) of a row and its advantage A, a term is
+
+    clipped    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)    grpo, dapo, dr_grpo, dual_clip_ppo, gspo
+    CISPO      -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp     cispo; no gradient goes through sg
+
+times its rollout weight, plus beta times an estimate of the KL, minus entropy_coef times the entropy. Losses
+differ in the term, in how terms are summed, and in what `normalizer` is meant to be.
+"""
+
+import torch
+from torch import Tensor
+
+from isobit.losses.kl import ESTIMATORS, Estimator
+from isobit.losses.rows import INF, Rows, Stats
+
+
+def clipped(
+    rows: Rows,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """The clipped terms, and how many rows are clipped on which side."""
+    low, high = 1 - rows.number("clip_low", clip_low, 0, 1), 1 + rows.number("clip_high", clip_high, 0)
+    A = rows.constant("advantages", advantages, per_sequence=True)
+    ratio = log_ratio.detach().exp()
+    is_low, is_high = (ratio < low) & (A < 0), (ratio > high) & (A > 0)
+    stats = {"clip_low": rows.total(is_low), "clip_high": rows.total(is_high)}
+    is_constant, constant = is_low | is_high | (A == 0), ratio.clamp(low, high)
+    if dual_clip is not None:
+        is_dual = (ratio > rows.number("dual_clip", dual_clip, 1)) & (A < 0)
+        is_constant, constant = is_constant | is_dual, torch.where(is_dual, dual_clip, constant)
+        stats["clip_dual"] = rows.total(is_dual)
+    # What is clipped does not reach exp: a ratio that overflows would have the gradient 0 * inf.
+    return -A * torch.where(is_constant, constant, torch.where(is_constant, 0.0, log_ratio).exp()), stats
+
+
+def summed(
+    rows: Rows,
+    policy: Tensor,
+    log_ratio: Tensor,
+    clips: Stats,
+    *,
+    normalizer: float | Tensor,
+    rollout_weights: Tensor | None,
+    beta: float,
+    ref_logp: Tensor | None,
+    kl_estimator: Estimator,
+    unbiased_kl: bool,
+    entropy: Tensor | None,
+    entropy_coef: float,
+    lengths: Tensor | float = 1.0,
+) -> tuple[Tensor, Stats]:
+    """(loss, stats) from the terms of the policy: weigh them, add KL and entropy, sum."""
+    if rollout_weights is not None:
+        policy = policy * rows.constant("rollout_weights", rollout_weights, per_sequence=True)
+    terms, stats = policy, {"policy_loss": rows.normalized(policy.detach() / lengths, normalizer), **clips}
+    stats |= {"ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
+    if rows.number("beta", beta, 0) != 0:  # or 0 times a KL that overflows would be NaN
+        if kl_estimator not in ESTIMATORS:
+            raise rows.error("kl_estimator", kl_estimator, f"must be one of {', '.join(ESTIMATORS)}")
+        kl = ESTIMATORS[kl_estimator](rows.logp, rows.constant("ref_logp", ref_logp))
+        kl = kl * log_ratio.exp() if unbiased_kl else kl
+        terms, stats["kl"] = terms + beta * kl, rows.total(kl)
+    if entropy is not None:
+        stats["entropy"] = rows.total(rows.differentiable("entropy", entropy))
+    if rows.number("entropy_coef", entropy_coef, -INF) != 0:
+        terms = terms - entropy_coef * rows.differentiable("entropy", entropy)
+    return rows.normalized(terms / lengths, normalizer), stats
