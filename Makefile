@@ -1,19 +1,23 @@
 # make check   prove every op on this machine        make lint    style and types
 # make test    run the test suite                    make bench   time every op beside its rivals
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
+# make parity  make the environment in which the tests run the losses of TRL and verl (make test does)
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PARITY := .parity/.ready
+INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint compat bench tables clean
+.PHONY: check test lint compat parity bench tables clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
 
-test: $(READY)
+test: $(READY) $(PARITY)
 	$(BIN)/python -m pytest
 
 lint: $(READY)
@@ -26,6 +30,8 @@ lint: $(READY)
 # CHEAP=1 is the part for CI: no tests, one dtype, one target, the oldest Triton and the newest.
 compat: $(READY)
 	$(BIN)/python tools/compat.py $(if $(CHEAP),--cheap)
+
+parity: $(PARITY)
 
 bench: $(READY)
 	$(BIN)/isobit bench --results results
@@ -40,5 +46,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# verl needs an older transformers than .venv has. What is not in the list, torch above all, is that of .venv.
+$(PARITY): $(READY) tests/parity.txt
+	rm -rf .parity
+	$(BIN)/python -m venv --without-pip .parity
+	$(BIN)/python -c '$(SITE)' > "$$(.parity/bin/python -c '$(SITE)')/shared.pth"
+	$(INTO_PARITY) -r tests/parity.txt
+	$(INTO_PARITY) --no-deps verl==0.9.1
+	touch $@
+
 clean:
-	rm -rf .venv .compat check.json
+	rm -rf .venv .compat .parity check.json
