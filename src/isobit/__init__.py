@@ -6,6 +6,7 @@ from isobit import losses, nn
 from isobit.backend import Explanation, UnsupportedError
 from isobit.contract import ContractError
 from isobit.op import OPS, known_op
+from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
@@ -35,6 +36,7 @@ __all__ = [
     "ContractError",
     "Explanation",
     "UnsupportedError",
+    "chunk_gated_delta_rule_bwd_dhu",
     "det_gemm",
     "det_gemm_dw",
     "det_linear",

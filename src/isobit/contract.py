@@ -7,7 +7,7 @@ int32 or int64 with the same leading shape. A dimension that appears twice must 
 dimensions may follow
 
     "* M K; any strides"            the last dimension need not be contiguous
-    "* if return_entropy"           an output that is there only if this argument is true
+    "* if return_entropy"           an output that is there only if this argument is true, or given
     "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
 
 and `float | F32[Tensor, "*"]` is a number, or one for every row. Arguments are bound by name.
@@ -57,7 +57,7 @@ class Spec:
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[str, ...]
     like: str | None = None  # an output with the shape and dtype of this argument
-    when: str | None = None  # an output that is empty, [0], unless this argument is true
+    when: str | None = None  # an output that is empty, [0], unless this argument is true, or a tensor
     dtype_of: tuple[str, ...] = ()  # an output in the dtype of the first of these that is not None
     any_strides: bool = False
 
@@ -185,6 +185,11 @@ def _rows_at(spec: Spec | None) -> tuple[int, int] | None:
         return None
     before = spec.dims.index("*")
     return before, len(spec.dims) - before - 1
+
+
+def _given(value: Any) -> bool:
+    """Of what decides whether an output is there."""
+    return isinstance(value, Tensor) or bool(value)
 
 
 def describe(value: Any) -> str:
@@ -384,7 +389,7 @@ class Contract:
         for spec in self.outputs:
             if spec.like is not None:
                 shape = list(values[self.names.index(spec.like)].shape)
-            elif spec.when is not None and not values[self.names.index(spec.when)]:
+            elif spec.when is not None and not _given(values[self.names.index(spec.when)]):
                 shape = [0]
             else:
                 shape = []

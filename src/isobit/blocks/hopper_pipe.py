@@ -46,6 +46,7 @@ __all__ = [
     "Pipe",
     "TensorDescriptor",
     "accumulator_layout",
+    "after",
     "aligned_for_tma",
     "descriptor",
     "fence_async_shared",
@@ -60,7 +61,10 @@ __all__ = [
     "record",
     "tma",
     "tma_load",
+    "tma_store",
     "triton_kernel",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # Triton 3.9 has other names for the two copies than 3.6 and 3.7.
@@ -139,7 +143,7 @@ def _by_length(i, spans, tiles_n):
 
 
 @gluon.jit
-def _after(stage, phase, STAGES: gl.constexpr):
+def after(stage, phase, STAGES: gl.constexpr):
     """The next stage; the phase that its barriers will complete changes with every round."""
     wraps = stage + 1 == STAGES
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
@@ -242,7 +246,7 @@ class Pipe:
             # The previous stage is computed and not carried: the frontend takes a variable that is assigned
             # another loop variable for a constant of the loop.
             mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)), pred=step > 0)
-            stage, phase = _after(stage, phase, self.STAGES)
+            stage, phase = after(stage, phase, self.STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)))
         return acc, stage, phase
@@ -279,7 +283,7 @@ class Pipe:
             tma_load(self.b_desc, [column, k], bar, self.b_ring.index(stage))
         else:
             tma_load(self.b_desc, [k, column], bar, self.b_ring.index(stage))
-        return _after(stage, phase, self.STAGES)
+        return after(stage, phase, self.STAGES)
 
 
 @gluon.jit

@@ -151,7 +151,7 @@ def _replaced(rows: Rows, args: Args, extra: Args, keep: Tensor) -> Args:
 def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCheck:
     """The same sum in another order must change some bit, or equal bits above prove nothing."""
     if control.cotangents is None:
-        before, after = whole[0], trial.forward(control.change(args))
+        before, after = whole[0], control.back(trial.forward(control.change(args)))
     else:
         given = tuple(control.cotangents(trial.cotangents(whole[0])))
         _, grads = replace(trial, given=given).backward(control.change(args))

@@ -83,11 +83,14 @@ class Control:
 
     Without `cotangents` it is the outputs that must change. With it, the gradients that are row by row; it
     turns the cotangents of the whole batch into those of the changed one.
+
+    Where the change moves what is computed, `back` moves the outputs back to where they were.
     """
 
     what: str
     change: Callable[[Args], Args]
     cotangents: Callable[[list[Tensor]], list[Tensor]] | None = None
+    back: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda outputs: outputs
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,7 @@ class Proof:
     #: Backends with kernels of their own.
     kernels: Mapping[str, Kernels]
 
-    #: The dimension of the contract that counts rows.
+    #: The dimension of the contract that counts rows; or several, where they are of one size.
     rows: str = "*"
     #: Numbers of rows that are computed alone, beside half of a batch and all but one.
     batch_sizes: Sequence[int] = (1, 2, 3, 7)

@@ -1,7 +1,8 @@
 """Where the rows of an op's tensors lie, read from its contract.
 
-Rows are counted by one dimension, `*` unless the op's proof names another. A tensor whose spec has that
-dimension has a line of it for every row, on one axis; all others are shared by all rows.
+Rows are counted by one dimension, `*` unless the op's proof names another (or several, of the same size). A
+tensor whose spec has that dimension has a line of it for every row, on one axis; all others are shared by all
+rows.
 """
 
 from collections.abc import Sequence
@@ -72,14 +73,14 @@ class Rows:
 
 
 def rows_of(op: Op) -> Rows:
-    dim = proof_of(op).rows
-    args = {p.name: _axis(p.spec, dim) for p in op.contract.params if p.spec is not None}
-    outputs = tuple(_axis(spec, dim) for spec in op.contract.outputs[: len(proof_of(op).outputs)])
-    return Rows({n: axis for n, axis in args.items() if axis is not None}, outputs, dim == "*")
+    dims = proof_of(op).rows.split()
+    args = {p.name: _axis(p.spec, dims) for p in op.contract.params if p.spec is not None}
+    outputs = tuple(_axis(spec, dims) for spec in op.contract.outputs[: len(proof_of(op).outputs)])
+    return Rows({n: axis for n, axis in args.items() if axis is not None}, outputs, dims == ["*"])
 
 
-def _axis(spec: Spec, dim: str) -> int | None:
-    return spec.dims.index(dim) - len(spec.dims) if dim in spec.dims else None
+def _axis(spec: Spec, dims: Sequence[str]) -> int | None:
+    return next((spec.dims.index(dim) - len(spec.dims) for dim in dims if dim in spec.dims), None)
 
 
 def _one_leading(t: Tensor, keep: int) -> Tensor:

@@ -64,7 +64,8 @@ class Trial:
         found["backend"] = self.backend if self.bound is None else None
         assert self.op.function is not None
         known = inspect.signature(self.op.function).parameters
-        flags = {str(spec.when) for spec in self.op.contract.outputs} & known.keys()
+        switches = {p.name for p in self.op.contract.params if p.scalar is bool}
+        flags = {str(spec.when) for spec in self.op.contract.outputs} & known.keys() & switches
         return found | ({} if alone else dict.fromkeys(flags, True))
 
     def call(self, args: Args, validate: bool | None = None, alone: bool = False) -> tuple[Tensor, ...]:
