@@ -32,7 +32,9 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     d, given = case.dims, case.options.get("mode", "gkht")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     C, v_first = case.options.get("chunk", 64), bool(case.options.get("v_first"))
-    gen = torch.Generator(device if case.heavy else "cpu").manual_seed(options.seed)
+    # Many numbers are drawn where they will live.
+    where = device if case.heavy or case.data == "random" else torch.device("cpu")
+    gen = torch.Generator(where).manual_seed(options.seed)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=gen, device=gen.device)
@@ -50,11 +52,9 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     def gate(*shape: int) -> Tensor:
         """Steps of the log2 of a decay, summed up from the start of each chunk."""
         steps = -torch.rand(*shape, generator=gen, device=gen.device, dtype=wide) / 8
-        found = torch.empty_like(steps)
-        for first, end in pairwise(bounds or [0, T]):
-            for start in range(first, end, C):
-                found[:, start : min(start + C, end)] = steps[:, start : min(start + C, end)].cumsum(1)
-        return found.to(device)
+        ends = [*(s for first, end in pairwise(bounds or [0, T]) for s in range(first, end, C)), T]
+        parts = [steps[:, first:end].cumsum(1) for first, end in pairwise(ends)]
+        return torch.cat(parts, 1).to(device) if parts else steps.to(device)
 
     state = (S, HV, V, K) if v_first else (S, HV, K, V)
     args["g"] = gate(B, T, HV) if "g" in given else None

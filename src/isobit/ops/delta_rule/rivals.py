@@ -1,0 +1,186 @@
+"""What people use instead of `chunk_gated_delta_rule_bwd_dhu`, and the sizes at which both are timed.
+
+Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (dht).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.bench.goals import Cell, Goal
+from isobit.bench.rival import Rival, cannot_import
+from isobit.bench.series import Pool, Series
+from isobit.bench.timing import copies_for
+from isobit.check.options import known_options
+from isobit.check.proof import Args, Case, Cost
+from isobit.check.trial import cloned
+from isobit.ops.delta_rule import reference
+from isobit.ops.delta_rule.op import backward, chunk_gated_delta_rule_bwd_dhu
+from isobit.ops.delta_rule.proof import PROOF
+
+FLA = "fla.ops.common.chunk_delta_h"
+
+
+def _fla(args: Args) -> Tensor:
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as dhu
+
+    found: Tensor = dhu(**args)[0]
+    return found
+
+
+def _tuned_afresh(args: Args) -> Args:
+    """Its autotuner keeps one choice for all B and T, whichever came first: let it choose for these."""
+    import fla.ops.common.chunk_delta_h as module
+
+    for kernel in vars(module).values():
+        while kernel is not None:
+            if hasattr(kernel, "configs") and isinstance(getattr(kernel, "cache", None), dict):
+                kernel.cache.clear()
+            kernel = getattr(kernel, "fn", None)
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def _fla_available(case: Case, device: torch.device) -> str | None:
+    return cannot_import(FLA) or ("its kernels need a GPU" if device.type == "cpu" else None)
+
+
+RIVALS = {
+    "fla": Rival(
+        "fla", _fla, directions=("bwd",), prepare=_tuned_afresh, available=_fla_available, takes=None
+    )
+}
+
+
+# What is timed
+
+
+def _make(case: Case, pool: Pool) -> list[Args]:
+    args = PROOF.make(case, pool.device, pool.inputs)
+    size = sum(v.nbytes for v in args.values() if isinstance(v, Tensor))
+    return [args, *(cloned(args) for _ in range(copies_for(size, pool.device) - 1))]
+
+
+def _call(args: Args, backend: str | None) -> Tensor:
+    return chunk_gated_delta_rule_bwd_dhu(**args, backend=backend)[0]
+
+
+def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """q, k, w, do and dv read once, dv2 and a state a chunk written once. Gates and the states at both ends
+    are left out: they are a few percent where they are there."""
+    tokens, HV, K, V = dims["B"] * dims["T"], dims["HV"], dims["K"], dims["V"]
+    elements = tokens * (2 * dims["H"] * K + HV * (K + 3 * V)) + -(-tokens // 64) * HV * K * V
+    return Cost(fwd_bytes=0, bwd_bytes=elements * dtype.itemsize, bwd_flops=6 * tokens * HV * K * V)
+
+
+@dataclass(frozen=True)
+class _OneHead:
+    """dh of one head of the first batch element in fp64: of packed sequences, all."""
+
+    head: int
+    known: Tensor
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
+        return float((result[0][:1, :, self.head].double() - self.known).abs().max())
+
+
+def _judge(args: Args) -> _OneHead:
+    """Heads do not meet in any sum."""
+    HV = args["w"].shape[2]
+    head, group = HV - 1, HV // args["q"].shape[2]
+    one: dict[str, Any] = {p.name: args.get(p.name) for p in backward.contract.params} | {"use_exp2": True}
+    S = None if args["cu_seqlens"] is not None else 1  # the states of the first batch element, or of all
+    for name in ("q", "k", "w", "do", "dv", "g", "gk", "h0", "dht"):
+        t = one[name]
+        if t is None:
+            continue
+        if name in ("h0", "dht"):
+            one[name] = t[:S, head : head + 1].double()
+        else:
+            h = head // group if name in ("q", "k") else head
+            one[name] = t[:1, :, h : h + 1].double()
+    return _OneHead(head, reference.recurrence(**one, rounded=False)[0][:, :, 0])
+
+
+def _case(B: int, T: int, H: int, mode: str, HV: int = 0, **options: Any) -> Case:
+    dims = {"B": B, "T": T, "H": H, "HV": HV or H, "K": 128, "V": 128}
+    return Case(dims, torch.bfloat16, data="random", options={"mode": mode, **options})
+
+
+def _spread(count: int, total: int, least: int, most: int) -> tuple[int, ...]:
+    """So many lengths from `least` to `most` that make up `total`."""
+    steps = [least + (most - least) * i // max(count - 1, 1) for i in range(count)]
+    scaled = [n * total // sum(steps) for n in steps]
+    return (*scaled[:-1], total - sum(scaled[:-1]))
+
+
+MODES = ("", "ht", "g", "k", "gk")
+GRID = [
+    _case(B, T, H, mode)
+    for B in (1, 2, 4)
+    for H in (16, 32)
+    for T in (2048, 4096, 8192, 16384)
+    for mode in MODES
+]
+WIDE = [
+    _case(1, 2048, 64, "kt"),
+    _case(2, 1024, 64, "kht"),
+    *(_case(B, 8192, 64, "kht") for B in (1, 2, 4, 8)),
+]
+PACKED = [
+    _case(1, 512, 2, "kt", lengths=(117, 174, 221)),
+    _case(1, 768, 2, "ght", lengths=(124, 170, 200, 274)),
+    _case(1, 8192, 64, "kht", lengths=_spread(20, 8192, 410, 410)),
+    _case(1, 8192, 64, "kht", lengths=_spread(20, 8192, 205, 762)),
+    _case(1, 32768, 64, "kht", lengths=_spread(25, 32768, 400, 2200)),
+]
+OTHER = [
+    *(_case(1, 512, 16, mode) for mode in ("", "g", "gk")),
+    *(_case(2, 4096, 16, "gk", HV=16 * group) for group in (2, 4)),
+    *(_case(1, 8192, 32, mode, v_first=True) for mode in ("ht", "gk")),
+]
+
+
+def _few(cell: Cell) -> bool:
+    return cell.sizes["B"] == 1 and cell.sizes["H"] == 16
+
+
+def _mode(cell: Cell) -> str:
+    return next((part[5:] for part in cell.case.split() if part.startswith("mode=")), "")
+
+
+def _no_gate(cell: Cell) -> bool:
+    return _mode(cell) in ("", "ht")
+
+
+def _many(cell: Cell) -> bool:
+    return cell.sizes["B"] * cell.sizes["H"] >= 64
+
+
+GOALS = (
+    Goal("all", lambda cell: True, mean=1.5, least=1.0),
+    Goal("with g", lambda cell: "g" in _mode(cell), mean=1.7),
+    Goal("one sequence of 16 heads", _few, mean=1.8),
+    Goal("one sequence of 16 heads, no gate", lambda cell: _few(cell) and _no_gate(cell), least=1.4),
+    Goal("bandwidth, B H >= 64", _many, least=0.85, against="copy"),
+)
+
+
+def _series(name: str, cases: list[Case], **rest: Any) -> Series:
+    return Series(
+        op=backward, name=name, cases=cases, make=_make, call=_call, cost=_cost, judge=_judge, rivals=RIVALS,
+        directions=("bwd",), takes=tuple(known_options(backward)), against="fla", **rest,
+    )  # fmt: skip
+
+
+def _core(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case.dims["T"] == 8192 and case.options["mode"] in ("", "gk")]
+
+
+SERIES = (
+    _series("dhu", GRID, core=_core(GRID), goals=GOALS),
+    _series("dhu_wide", WIDE, core=WIDE[2:3]),
+    _series("dhu_packed", PACKED, core=PACKED[3:4]),
+    _series("dhu_other", OTHER, core=OTHER[-1:]),
+)
