@@ -10,6 +10,7 @@ from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
+from isobit.ops.ratio_kl import ratio_kl
 
 __version__ = "0.1.0"
 
@@ -45,4 +46,5 @@ __all__ = [
     "logp",
     "losses",
     "nn",
+    "ratio_kl",
 ]

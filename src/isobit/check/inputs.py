@@ -1,5 +1,5 @@
-"""Changes of inputs that several proofs make: other layouts of the same values, rows that must not matter,
-other orders of the same sum."""
+"""Inputs that several proofs draw, and changes of them: rows that are hard, other layouts of the same values,
+rows that must not matter, other orders of the same sum."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +10,42 @@ from torch import Tensor
 from isobit.check.proof import Args
 
 NAN, INF = float("nan"), float("inf")
+
+
+# Rows that are hard
+
+
+def edge_rows(N: int, V: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows that plain randn never shows, by turns: outliers in the last column, large shifts, one logit
+    that dominates, ties, banned tokens (-inf), a wide spread. The chosen token sits where it hurts."""
+    z = torch.randn(N, V, generator=gen)
+    ids = torch.randint(0, V, (N,), generator=gen)
+    last = V - 1
+    for i in range(N):
+        kind = i % 10
+        if kind == 1:  # all the mass in the last column: a dropped tail shows
+            z[i, last] = 20.0
+            ids[i] = last
+        elif kind == 2:  # exp overflows without max-subtraction
+            z[i] += 200.0
+        elif kind == 3:  # exp underflows without it
+            z[i] -= 200.0
+        elif kind == 4:  # one logit dominates: logp of it is a tiny number
+            z[i, ids[i]] += 60.0
+        elif kind == 5:  # a common shift must cost no digits
+            z[i] += 1e4
+        elif kind == 6:
+            z[i] -= 1e4
+        elif kind == 7:  # ties
+            z[i] = 0.5
+            ids[i] = last
+        elif kind == 8:  # banned tokens
+            banned = torch.rand(V, generator=gen) < 0.3
+            banned[ids[i]] = False
+            z[i, banned] = -INF
+        elif kind == 9:
+            z[i] *= 30.0
+    return z, ids
 
 
 # The same values in other places

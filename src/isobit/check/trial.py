@@ -155,7 +155,7 @@ class Trial:
             got = len(outputs) if isinstance(outputs, (tuple, list)) else type(outputs).__name__
             raise LawBroken(f"{len(names)} outputs expected ({', '.join(names)}), got {got}")
         flags = {k: v for k, v in self.controls().items() if v is True}
-        expected = self.op.fake(**args, **flags)[: len(names)]
+        expected = self.op.fake(**flags | args)[: len(names)]
         for name, o, e in zip(names, outputs, expected, strict=True):
             if not isinstance(o, Tensor):
                 raise LawBroken(f"output {name} is {type(o).__name__}, not a tensor")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.blocks.logits import CHUNK_ELEMENTS
 from isobit.blocks.tokens import live_rows
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
@@ -18,39 +19,6 @@ IGNORE, NAN = -100, float("nan")
 # Inputs
 
 
-def edge_rows(N: int, V: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows that plain randn never shows, by turns: outliers in the last column, large shifts, one logit
-    that dominates, ties, banned tokens (-inf), a wide spread. The chosen token sits where it hurts."""
-    z = torch.randn(N, V, generator=gen)
-    ids = torch.randint(0, V, (N,), generator=gen)
-    last = V - 1
-    for i in range(N):
-        kind = i % 10
-        if kind == 1:  # all the mass in the last column: a dropped tail shows
-            z[i, last] = 20.0
-            ids[i] = last
-        elif kind == 2:  # exp overflows without max-subtraction
-            z[i] += 200.0
-        elif kind == 3:  # exp underflows without it
-            z[i] -= 200.0
-        elif kind == 4:  # one logit dominates: logp of it is a tiny number
-            z[i, ids[i]] += 60.0
-        elif kind == 5:  # a common shift must cost no digits
-            z[i] += 1e4
-        elif kind == 6:
-            z[i] -= 1e4
-        elif kind == 7:  # ties
-            z[i] = 0.5
-            ids[i] = last
-        elif kind == 8:  # banned tokens
-            banned = torch.rand(V, generator=gen) < 0.3
-            banned[ids[i]] = False
-            z[i, banned] = float("-inf")
-        elif kind == 9:
-            z[i] *= 30.0
-    return z, ids
-
-
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs of a case. Rows that do not count hold NaN."""
     dims = dict(case.dims)
@@ -59,7 +27,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     N = math.prod(lead)
     gen = torch.Generator().manual_seed(options.seed)
     if case.data == "edge":
-        z, ids = edge_rows(N, V, gen)
+        z, ids = alter.edge_rows(N, V, gen)
     else:
         ids = torch.randint(0, V, (N,), generator=gen)
         z = torch.empty(N, V, dtype=case.dtype, device=device).fill_(options.constant)
@@ -138,7 +106,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     """Bytes beyond inputs, outputs and gradients."""
     N = math.prod(v for k, v in case.dims.items() if k != "V")
     if backend == "reference":
-        chunk = min(N * case.dims["V"], max(reference.CHUNK_ELEMENTS, case.dims["V"]))
+        chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
         return 8 * 4 * chunk + 128 * N + (1 << 20)
     return (1 << 20) + 8 * N  # partial sums of few rows; the kept (m, s) of many
 

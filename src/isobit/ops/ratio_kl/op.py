@@ -1,0 +1,252 @@
+"""Ratio of a policy to the one that acted, and its KL penalty against a reference, from logits.
+
+For every row, with logp and ref_logp the log-probabilities of its token under softmax(logits / temperature)
+of the policy's and of the reference's logits (or `ref_logp` itself):
+
+    ratio = exp(logp - old_logp)
+    d     = ref_logp - logp
+    kl    = expm1(d) - d            the estimator k3 of KL(policy || reference): at least 0
+
+Without `old_logp` the policy is the one that acted: ratio is 1, and its gradient is that of logp. Gradients
+go to the policy's logits alone:
+
+    dlogp = dratio * ratio - dkl * expm1(d)        plus that of logp itself, where it was asked for
+
+and from there as in `logp`. A row counts unless its token id is `ignore_index` or its mask is 0; a row that
+does not count has ratio 1, kl 0 and gradient 0, and what it holds reaches no result.
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from isobit.backend import NONE, Lazy
+from isobit.blocks import tokens
+from isobit.contract import F32, Contract, Float, Int, Like, Mask
+from isobit.numerics import Numerics
+from isobit.op import op
+
+
+@op("ratio_kl")
+def forward(
+    policy_logits: Float[Tensor, "* V"],
+    ref_logits: Float[Tensor, "* V"] | None,
+    token_ids: Int[Tensor, "*"],
+    old_logp: F32[Tensor, "*"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
+    ignore_index: int = -100,
+    ref_logp: F32[Tensor, "*"] | None = None,
+    temperature: float | F32[Tensor, "*"] = 1.0,
+    return_kl: bool = True,
+    return_logp: bool = False,
+    return_entropy: bool = False,
+    return_stats: bool = False,
+) -> tuple[
+    F32[Tensor, "*"],
+    F32[Tensor, "* if return_kl"],
+    F32[Tensor, "* if return_logp"],
+    F32[Tensor, "* if return_entropy"],
+    F32[Tensor, "2 * if return_stats"],
+    F32[Tensor, "2 * if return_stats"],
+]:
+    """(ratio, kl, logp, entropy, stats, slopes). stats are a row's m = max(policy_logits) and sum of
+    exp((logit - m) / T), slopes the derivatives of ratio and of kl with respect to logp."""
+
+
+@op("ratio_kl_bwd")
+def backward(
+    policy_logits: Float[Tensor, "* V"],
+    token_ids: Int[Tensor, "*"],
+    mask: Mask[Tensor, "*"] | None,
+    stats: F32[Tensor, "2 *"],
+    slopes: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    dratio: F32[Tensor, "*"] | None,
+    dkl: F32[Tensor, "*"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    ignore_index: int,
+    temperature: float | F32[Tensor, "*"],
+) -> Like[Tensor, "policy_logits"]:
+    """The gradient of policy_logits, from the gradients of whichever outputs have one."""
+
+
+# Rules that annotations cannot express
+
+
+def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
+    if args["policy_logits"].shape[-1] == 0:
+        raise contract.error("policy_logits", args["policy_logits"], "V must be at least 1")
+
+
+def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
+    logits, logp = args["ref_logits"], args["ref_logp"]
+    if logits is not None and logp is not None:
+        raise contract.error("ref_logp", logp, "is given beside ref_logits; one of the two must be None")
+    if args["return_kl"] and logits is None and logp is None:
+        rule = "a kl needs it, or ref_logp; with return_kl=False no reference is read"
+        raise contract.error("ref_logits", None, rule)
+
+
+def _log_probs_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
+    for name in ("old_logp", "ref_logp"):
+        given = args[name]
+        if given is not None and given.dtype not in (torch.float32, args["policy_logits"].dtype):
+            raise contract.error(name, given, "dtype must be fp32, or fp64 beside policy_logits in fp64")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    tokens.ids_below(args["policy_logits"].shape[-1], contract, args)
+
+
+for declared in (forward, backward):
+    declared.rule(tokens.scalars)
+    declared.rule(_has_tokens)
+forward.rule(_one_reference)
+forward.rule(_log_probs_are_fp32)
+backward.rule(tokens.entropy_is_there)
+forward.value_rule(_ids_in_range)
+forward.value_rule(tokens.temperatures_are_positive)
+
+
+# Backends, fastest first
+
+# Imported when a call first needs it.
+_reference = Lazy(f"{__package__}.reference")
+
+
+@forward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.ratio_kl(**args)
+
+
+@backward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.ratio_kl_bwd(**args)
+
+
+# Autograd, once for all backends
+
+
+def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    *_, entropy, stats, slopes = outputs
+    kept = {name: args[name] for name in ("policy_logits", "token_ids", "mask", "temperature")}
+    kept |= {"stats": stats, "slopes": slopes}
+    return kept | {"entropy": entropy if args["return_entropy"] else None}
+
+
+_KEPT = ("policy_logits", "token_ids", "mask", "stats", "slopes", "entropy", "ignore_index", "temperature")
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    given = dict(zip(("dratio", "dkl", "dlogp", "dentropy"), grads, strict=False))
+    return {"policy_logits": backward(**{name: kept[name] for name in _KEPT}, **given, **kept["follow"])}
+
+
+forward.derivative("policy_logits", save=_save, gradient=_gradient, constant=(4, 5), flags=("return_stats",))
+backward.not_differentiable(
+    "isobit.ratio_kl has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate a log_softmax of the logits instead where you need one."
+)
+
+
+# What people call
+
+
+@overload
+def ratio_kl(
+    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, old_logp: Tensor | None = ...,
+    mask: Tensor | None = ..., ignore_index: int = ..., ref_logp: Tensor | None = ...,
+    temperature: float | Tensor = ..., return_kl: Literal[True] = ..., return_logp: Literal[False] = ...,
+    return_entropy: Literal[False] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def ratio_kl(
+    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, return_kl: Literal[False],
+    old_logp: Tensor | None = ..., mask: Tensor | None = ..., ignore_index: int = ...,
+    ref_logp: Tensor | None = ..., temperature: float | Tensor = ..., return_logp: Literal[False] = ...,
+    return_entropy: Literal[False] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ratio_kl(
+    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, **options: Any
+) -> tuple[Tensor, ...]: ...
+@forward.public  # type: ignore[misc]
+def ratio_kl(  # the last overload takes options as they come
+    policy_logits: Tensor,
+    ref_logits: Tensor | None,
+    token_ids: Tensor,
+    *,
+    old_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    ref_logp: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    return_kl: bool = True,
+    return_logp: bool = False,
+    return_entropy: bool = False,
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Policy ratio and KL penalty of `token_ids`, from the logits of a policy and of a reference, in fp32.
+
+        ratio = exp(logp - old_logp)
+        kl    = expm1(d) - d,  d = ref_logp - logp
+
+    Args:
+        policy_logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
+            strides, the last dimension contiguous: `logits[:, :-1]` is read in place. Gradients go here.
+        ref_logits: the same shape, in any of these dtypes and with strides of its own. No gradient goes to
+            it. None with `ref_logp`, or with `return_kl=False`, which reads no reference.
+        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+            CPU tensors; on a GPU it makes that row's results and gradients NaN, and nothing is read
+            out of bounds.
+        old_logp: [*] in fp32, of the policy that acted. Where it came from `isobit.logp` on the same logits
+            in the same numerics class, the ratio is exactly 1. None says that this policy acted: ratio 1,
+            with the gradient of logp.
+        mask: [*], bool or integer; a row counts where it is nonzero.
+        ignore_index: rows with this token id do not count. Rows that do not count have ratio 1, kl 0 and a
+            zero gradient, and what they hold, NaN included, reaches no result (the kernels do not read them).
+        ref_logp: [*] in fp32, in place of `ref_logits`.
+        temperature: a positive number that divides both logits, or an fp32 tensor [*] with one for every row
+            (no gradient goes to it).
+        return_kl: False leaves kl out.
+        return_logp, return_entropy: also return the policy's log-probabilities and the entropy of its
+            distribution, both differentiable.
+        validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the class that the bits must be of; None takes that of the backend that serves, which
+            `isobit.explain` reports. A class that cannot be kept is an error.
+        backend: force "reference"; None takes the first that can serve.
+
+    Returns:
+        (ratio, kl), and behind them logp and entropy as asked for; `ratio` alone if nothing else is left.
+
+    Example:
+        >>> import torch, isobit
+        >>> policy = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]], requires_grad=True)
+        >>> reference, token_ids = torch.zeros(2, 3), torch.tensor([2, 0])
+        >>> old_logp = isobit.logp(policy.detach(), token_ids)
+        >>> ratio, kl = isobit.ratio_kl(policy, reference, token_ids, old_logp=old_logp)
+        >>> ratio
+        tensor([1., 1.], grad_fn=<RatioKlBackward>)
+        >>> kl
+        tensor([0.1921, 0.0000], grad_fn=<RatioKlBackward>)
+        >>> (ratio + 0.1 * kl).sum().backward()
+        >>> policy.grad[1]
+        tensor([ 0.6667, -0.3333, -0.3333])
+    """
+    # return_stats is autograd's: it asks for them where a backward can follow.
+    ratio, kl, logp, entropy, *_ = forward(
+        policy_logits=policy_logits, ref_logits=ref_logits, token_ids=token_ids, old_logp=old_logp, mask=mask,
+        ignore_index=ignore_index, ref_logp=ref_logp, temperature=temperature, return_kl=return_kl,
+        return_logp=return_logp, return_entropy=return_entropy,
+        validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
+    wanted = ((return_kl, kl), (return_logp, logp), (return_entropy, entropy))
+    more = tuple(output for asked, output in wanted if asked)
+    return (ratio, *more) if more else ratio
