@@ -175,7 +175,9 @@ CALLS = {
     "logp, many rows": _logits(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
     "logp, short rows": _logits(5, 1000, temperature=0.7),
     "logp backward": _logits_bwd(5, 1000, **_of_rows(5, "entropy", "dentropy", "dlse")),
-    "logp backward, of a sum": _logits_bwd(5, 20000, mask=shape(5, dtype=BOOL)),
+    "logp backward, of a sum": _logits_bwd(
+        5, 20000, mask=shape(5, dtype=BOOL), dlogp=Shape((5,), F32, expanded=True)
+    ),
     "logp, hopper": _logits(5, 1000, "hopper", **_ALL),
 }  # fmt: skip
 
@@ -189,7 +191,6 @@ REFUSED = {
     "mask of a stream": (CALLS["gemm_dw"].but(mask=shape(700, dtype=BOOL)), "arange"),
     "sequences of a stream": (CALLS["gemm_dw"].but(cu_seqlens=shape(3, dtype=INT64)), "arange"),
     "no tokens": (_linear(0), "zeros"),
-    "gradient of a sum": (_logits_bwd(5, 1000, dlogp=Shape((5,), F32, expanded=True)), "clone"),
     "temperatures of rows": (_logits(5, 1000, temperature=shape(5, dtype=F32)), "_to_copy"),
     "head, triton": (Call("linear_logp", "triton", _head().given), "ne"),
     "head backward, triton": (Call("linear_logp_bwd", "triton", _head_bwd().given), "ne"),

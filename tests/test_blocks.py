@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from isobit.blocks import interpreter, stream, triton_rows, triton_tiles
+from isobit.blocks import interpreter, stream, triton_logits, triton_rows, triton_tiles
 from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
@@ -26,4 +26,4 @@ def test_both_ops_round_scale_and_weigh_rows_by_the_same_functions() -> None:
     assert linear.rounded is interpreter.rounded
     for name in ("own_or", "row_results"):
         assert getattr(linear, name) is getattr(logp, name) is getattr(triton_rows, name)
-    assert linear_bwd.row_weights is logp.row_weights is triton_rows.row_weights
+    assert linear_bwd.row_weights is triton_logits.row_weights is triton_rows.row_weights

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from hopper_device import Device
-from isobit.blocks import hopper_lse, hopper_pipe, hopper_product, launch
+from isobit.blocks import hopper_logits, hopper_lse, hopper_pipe, hopper_product, launch
 from isobit.blocks import stream as tokens
 from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
 from isobit.blocks.stream import SEGMENT
@@ -306,7 +306,7 @@ HELPERS = [
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
-    logp.fold_kernel, *HELPERS,
+    hopper_logits.fold_kernel, *HELPERS,
 ]  # fmt: skip
 
 

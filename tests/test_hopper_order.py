@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 import ptx
+from isobit.blocks import hopper_logits
 from isobit.blocks.hopper_lse import Slots, splits_of
 from isobit.blocks.launch import Recorder
 from isobit.blocks.temperature import LOG2E
@@ -77,7 +78,7 @@ def folded(z: Tensor, entropy: bool) -> np.ndarray:
     partial, picked = torch.full((2, 3, 128), torch.nan), torch.full((128,), torch.nan)
     ids, scales = torch.full((128,), 700, dtype=torch.int32), torch.full((128,), LOG2E)
     ptx.execute(
-        logp.fold_kernel, (1, 2), partial, picked, z, ids, scales, N, V, z.stride(0), 128, entropy,
+        hopper_logits.fold_kernel, (1, 2), partial, picked, z, ids, scales, N, V, z.stride(0), 128, entropy,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     assert torch.equal(picked[:N], z[:, 700])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit import logp
+from isobit.blocks import triton_logits
 from isobit.blocks.launch import Recorder
 from isobit.blocks.rows import row_strides
 from isobit.check.runner import OK, Request, run
@@ -42,9 +43,9 @@ def test_the_kernels_compute_logp_and_its_gradient(case: str) -> None:
 
 
 def test_the_order_of_the_sums_is_a_function_of_v_alone() -> None:
-    assert list(inspect.signature(kernels.order_of).parameters) == ["V"]
+    assert list(inspect.signature(triton_logits.order_of).parameters) == ["V"]
     for V in (1, 1024, 1025, 50257, 151936, 300_000):
-        tile = kernels.order_of(V)
+        tile = triton_logits.order_of(V)
         assert tile.split == (tile.unroll * 2**tile.log_block) * tile.steps
 
 
@@ -73,12 +74,12 @@ def test_rows_and_sms_choose_the_schedule_and_never_the_order(
 ) -> None:
     orders, schedules = set(), set()
     for sms, N in itertools.product((1, 132), (1, 16, 4096)):
-        monkeypatch.setattr(kernels, "sm_count", lambda device, sms=sms: sms)
+        monkeypatch.setattr(triton_logits, "sm_count", lambda device, sms=sms: sms)
         made = launches_of_forward(N, V)
         name, grid, given = made[0]
         orders.add(tuple(given[k] for k in ("WORD", "LOG_BLOCK", "UNROLL", "STEPS")))
         schedules.add(name)
-        splits = -(-V // kernels.order_of(V).split)
+        splits = -(-V // triton_logits.order_of(V).split)
         assert grid == ((N,) if name == "logp_rows" else (N, splits))
         assert [m[0] for m in made] in (["logp_rows"], ["logp_splits", "logp_merge"])
     assert len(orders) == 1
@@ -97,7 +98,7 @@ def test_words() -> None:
     """Elements in 16 bytes if rows may start or end inside such a word, else 1."""
 
     def word_of(z: Tensor) -> int:
-        return kernels.word_of(z, row_strides(z.shape[:-1], [z])[2])
+        return triton_logits.word_of(z, row_strides(z.shape[:-1], [z])[2])
 
     for dtype, word in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)):
         assert word_of(torch.empty(4, 50257, dtype=dtype, device="meta")) == word
@@ -108,22 +109,47 @@ def test_words() -> None:
         assert word_of(torch.empty(4, 65, dtype=dtype)[:, 1:]) == 1  # the tensor itself starts inside one
 
 
-def test_the_backward_hands_contiguous_rows_to_its_kernel() -> None:
-    """The kernel walks them with stride 1, but gradients of sums come expanded and hooks may restore what was
-    saved with any stride."""
+def everyother(*shape: int) -> Tensor:
+    return torch.zeros(*shape, 2)[..., 0]
 
-    def everyother(*shape: int) -> Tensor:
-        return torch.zeros(*shape, 2)[..., 0]
 
+def backward_launch(lead: tuple[int, ...], **given: Tensor) -> dict[str, Any]:
+    """What the backward hands to its kernel."""
     launches = Launches()
-    z, ids = torch.randn(4, 8, generator=generator()), torch.zeros(4, dtype=torch.int64)
-    expanded = torch.ones(()).expand(4)
+    z, ids = torch.randn(*lead, 8, generator=generator()), torch.zeros(lead, dtype=torch.int64)
     args: dict[str, Any] = {"logits": z, "token_ids": ids, "mask": None, "ignore_index": -100}
-    args |= {"stats": everyother(2, 4), "entropy": everyother(4), "temperature": everyother(4) + 1}
-    kernels.logp_bwd(launches, **args, dlogp=expanded, dentropy=expanded, dlse=expanded)
-    ((_, _, given),) = launches.made
-    for name in ("stats", "entropy", "dlogp", "dentropy", "dlse", "dlogits", "scales", "inverses"):
-        assert given[name].is_contiguous(), name
+    args |= {
+        "stats": everyother(2, *lead),
+        "entropy": everyother(*lead),
+        "temperature": everyother(*lead) + 1,
+    }
+    kernels.logp_bwd(launches, **args | {"dlogp": None, "dentropy": None, "dlse": None} | given)
+    ((_, _, made),) = launches.made
+    return made
+
+
+def test_the_backward_hands_contiguous_rows_to_its_kernel() -> None:
+    """The kernel walks them with stride 1, but hooks may restore what was saved with any stride."""
+    made = backward_launch((4,), dlogp=torch.ones(4))
+    for name in ("stats", "entropy", "dlogits", "scales", "inverses"):
+        assert made[name].is_contiguous(), name
+
+
+@pytest.mark.parametrize("lead", [(4,), (3, 4), (2, 3, 4)])
+def test_the_backward_reads_gradients_where_they_are(lead: tuple[int, ...]) -> None:
+    """One number for all rows, which is the gradient of a sum, or one for each."""
+    ones, each = torch.ones(()).expand(lead), torch.ones(lead)
+    made = backward_launch(lead, dlogp=ones, dentropy=each, dlse=ones)
+    assert [made[name].data_ptr() for name in ("dlogp", "dentropy")] == [ones.data_ptr(), each.data_ptr()]
+    assert [made[f"{name}_s{i}"] for name in ("dlogp", "dlse", "dkl") for i in "oi"] == [0] * 6
+    assert 1 in (made["dentropy_so"], made["dentropy_si"])
+
+
+def test_a_gradient_that_no_cut_walks_is_copied_and_the_logits_are_not() -> None:
+    odd, z = torch.ones(4, 3, 2).permute(2, 1, 0), torch.zeros(2, 3, 5, 8)[:, :, :-1]
+    made = backward_launch((2, 3, 4), dlogp=odd, logits=z)
+    assert made["dlogp"].is_contiguous() and made["dlogp"].data_ptr() != odd.data_ptr()
+    assert made["logits"].data_ptr() == z.data_ptr()
 
 
 # Rows
@@ -235,7 +261,7 @@ def bytes_per_access(ptx: str, what: str) -> list[int]:
 @pytest.mark.parametrize("kernel", ["logp_rows", "logp_splits"])
 def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: str, V: int) -> None:
     loads = bytes_per_access(ptx[kernel, V], "ld")
-    tile = kernels.order_of(V)
+    tile = triton_logits.order_of(V)
     assert sum(size >= 8 for size in loads) >= 2 * tile.unroll  # a whole step and the last one
     # By element: the chosen token's logit, the row's mask and temperature. Nothing that grows with V.
     assert sum(size < 8 for size in loads) <= 4
@@ -243,8 +269,8 @@ def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: s
 
 @pytest.mark.parametrize("V", [50257, 151936])
 def test_the_backward_reads_and_writes_whole_words(ptx: dict[tuple[str, int], str], V: int) -> None:
-    loads, stores = (bytes_per_access(ptx["logp_gradient", V], what) for what in ("ld", "st"))
-    assert loads.count(16) >= kernels.BWD_UNROLL and stores.count(16) >= kernels.BWD_UNROLL
+    loads, stores = (bytes_per_access(ptx["logits_gradient", V], what) for what in ("ld", "st"))
+    assert loads.count(16) >= triton_logits.BWD_UNROLL and stores.count(16) >= triton_logits.BWD_UNROLL
     assert sum(size < 16 for size in stores) == 1  # the first and the last word of a row, by element
 
 

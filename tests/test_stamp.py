@@ -43,7 +43,7 @@ def test_what_decides_no_number_of_an_op_leaves_its_hash(package: Path, name: st
 @pytest.mark.parametrize(
     "name",
     ["ops/logp/op.py", "ops/logp/reference.py", "ops/logp/kernels_triton.py", "ops/logp/kernels_hopper.py",
-     "blocks/triton_rows.py", "blocks/hopper_pipe.py", "blocks/logprob.py"],
+     "blocks/triton_rows.py", "blocks/triton_logits.py", "blocks/hopper_pipe.py", "blocks/logprob.py"],
 )  # fmt: skip
 def test_what_decides_a_number_changes_the_hash(package: Path, name: str) -> None:
     append(package / name)

@@ -34,6 +34,14 @@ def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[
     return row_strides(lead, [t if t is None else t.contiguous() for t in tensors])
 
 
+def walkable(lead: Sequence[int], t: Tensor | None) -> Tensor | None:
+    """Numbers of rows, as they are if every cut walks them, else a copy: beside logits they are small, and
+    must not be what makes those be copied."""
+    if t is None or len(lead) <= 2 or t.is_contiguous() or not any(t.stride()):
+        return t
+    return t.contiguous()
+
+
 def _two_strides(lead: Sequence[int], strides: Sequence[int], cut: int) -> tuple[int, int] | None:
     outer = _one_stride(lead[:cut], strides[:cut])
     inner = _one_stride(lead[cut:], strides[cut : len(lead)])

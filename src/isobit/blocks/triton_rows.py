@@ -56,19 +56,29 @@ def own_or(number, numbers, row, live):
 
 
 @triton.jit
-def row_weights(entropy, dlogp, dentropy, dlse, row, live, inverse):
-    """(on_target, on_p, on_plogp) of rows, where dz = p (on_p + on_plogp log p) + on_target at the token."""
-    on_target = tl.zeros(row.shape, tl.float32)
-    on_p = tl.zeros(row.shape, tl.float32)
-    on_plogp = tl.zeros(row.shape, tl.float32)
+def given_at(numbers, row, live):
+    """The same with zeros for the others; None where there is no table."""
+    found = None
+    if numbers is not None:
+        found = at_row(numbers, row, live, 0.0)
+    return found
+
+
+@triton.jit
+def row_weights(entropy, dlogp, dentropy, dlse, inverse):
+    """(on_target, on_p, on_plogp) of rows, where dz = p (on_p + on_plogp log p) + on_target at the token.
+    From numbers of rows; None where there is no such gradient."""
+    on_target = tl.zeros(inverse.shape, tl.float32)
+    on_p = tl.zeros(inverse.shape, tl.float32)
+    on_plogp = tl.zeros(inverse.shape, tl.float32)
     if dlogp is not None:
-        on_target = at_row(dlogp, row, live, 0.0) * inverse
+        on_target = dlogp * inverse
         on_p = -on_target
     if dlse is not None:
-        on_p += at_row(dlse, row, live, 0.0) * inverse
+        on_p += dlse * inverse
     if dentropy is not None:
-        on_plogp = -at_row(dentropy, row, live, 0.0) * inverse
-        on_p += on_plogp * at_row(entropy, row, live, 0.0)
+        on_plogp = -dentropy * inverse
+        on_p += on_plogp * entropy
     return on_target, on_p, on_plogp
 
 

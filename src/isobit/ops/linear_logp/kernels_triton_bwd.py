@@ -26,7 +26,7 @@ from torch import Tensor
 
 from isobit.blocks.interpreter import narrow
 from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_rows import own_or, row_offset, row_weights
+from isobit.blocks.triton_rows import given_at, own_or, row_offset, row_weights
 from isobit.blocks.triton_tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
@@ -63,7 +63,10 @@ def dlogits_tile(
     each, inv = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     m = tl.load(stats + row, mask=live, other=0.0)
     s = tl.load(stats + N + row, mask=live, other=1.0)
-    on_target, on_p, on_plogp = row_weights(entropy, dlogp, dentropy, dlse, row, live, inv)
+    on_target, on_p, on_plogp = row_weights(
+        given_at(entropy, row, live), given_at(dlogp, row, live), given_at(dentropy, row, live),
+        given_at(dlse, row, live), inv,
+    )  # fmt: skip
     u = (z - m[:, None]) * each[:, None]
     p = tl.exp2(u) * (1.0 / s)[:, None]
     weighted = tl.zeros([ROWS, COLS], tl.float32) + on_p[:, None]

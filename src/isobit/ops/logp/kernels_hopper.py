@@ -1,93 +1,25 @@
 """`logp` in the order of class lse/1, the one in which `linear_logp` folds logits that it never stores.
 
 It is here so that a fused and an unfused path can agree bit for bit: logits of `det_gemm` in fp32, read by
-this kernel into the registers in which a product would have left them, go through the same functions. The
-triton backend reads faster; this one serves when it is asked for by name.
+the kernel of `isobit.blocks.hopper_logits`, go through the same functions. The triton backend reads faster;
+this one serves when it is asked for by name.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from isobit.blocks.hopper_lse import (
-    COLUMNS,
-    LANES,
-    OF_ROWS,
-    Slots,
-    columns_of,
-    fold_tile,
-    pick,
-    splits_of,
-    spread,
-    store_split,
-)
-from isobit.blocks.hopper_pipe import ROWS, gl, kernel
+from isobit.blocks import hopper_logits
 from isobit.blocks.launch import Launch, run
-from isobit.blocks.temperature import LOG2E
-
-_COLUMNS = gl.constexpr(COLUMNS)
-
-
-@kernel
-def fold_kernel(
-    partial, picked_out, logits, ids, scales, N, V, stride, capacity, ENTROPY: gl.constexpr,
-):  # fmt: skip
-    """Sums of one split of 64 rows, and the logits of their tokens in it."""
-    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, OF_ROWS)
-    split = gl.program_id(1)
-    tiles = gl.cdiv(V, _COLUMNS)
-    first = split * tiles // gl.num_programs(1)
-    end = (split + 1) * tiles // gl.num_programs(1)
-    inside = row < N
-    token = gl.load(ids + row, mask=inside, other=-1)
-    scale = gl.expand_dims(gl.load(scales + row, mask=inside, other=1.0), 1)
-    live = spread(gl.expand_dims(inside & (token != -2), 1))
-    start = spread(gl.expand_dims(row.to(gl.int64) * stride, 1))
-    m = gl.full((ROWS, 4), float("-inf"), gl.float32, LANES)
-    s = gl.zeros((ROWS, 4), gl.float32, LANES)
-    t = gl.zeros((ROWS, 4), gl.float32, LANES)
-    picked = gl.zeros((ROWS, 4), gl.float32, LANES)
-    for n in range(first, end):
-        column = columns_of(n)
-        z = gl.load(logits + start + column, mask=live & (column < V), other=float("-inf")).to(gl.float32)
-        picked = pick(z, column, token, n, picked)
-        m, s, t, _ = fold_tile(z, m, s, t, scale, ENTROPY)
-    store_split(
-        partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity, ENTROPY
-    )
 
 
 def why_not(args: dict[str, Any]) -> str | None:
-    logits = args["logits"]
-    if logits.dtype == torch.float64:
-        return "logits are fp64; the kernels compute in fp32"
-    if _rows(logits) is None:
-        return f"its rows are not a fixed distance apart: strides {logits.stride()}"
-    return None
-
-
-def _rows(logits: Tensor) -> Tensor | None:
-    """[N, V] without a copy, or None."""
-    try:
-        return logits.view(-1, logits.shape[-1])
-    except RuntimeError:
-        return None
+    return hopper_logits.why_not("logits", args["logits"])
 
 
 def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats), as the triton backend returns them."""
-    z, token_ids, temperature = _rows(args["logits"]), args["token_ids"], args["temperature"]
-    assert z is not None
-    N, V = z.shape
-    each, scale = (temperature, LOG2E) if isinstance(temperature, Tensor) else (None, LOG2E / temperature)
-    slots = Slots(token_ids, args["mask"], each, args["ignore_index"], scale, V, False, launch)
-    partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=z.device)
-    picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
-    launch(
-        fold_kernel, (-(-N // 64), splits_of(V)),
-        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity,
-        args["return_entropy"], num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
-    return slots.merge(partial, picked, token_ids.shape, V, 1.0, *flags, launch)
+    logits, options = args["logits"], ("token_ids", "mask", "ignore_index", "temperature")
+    slots = hopper_logits.slots_of(logits.shape[-1], *(args[name] for name in options), launch)
+    flags = {name: args[f"return_{name}"] for name in ("entropy", "lse", "stats")}
+    return hopper_logits.results(logits, slots, launch, **flags)
