@@ -90,6 +90,18 @@ def calls() -> dict[str, Call]:
             "linear_logp", *differentiated, hidden=randn(2, 3, 20, dtype=BF16), **narrow,
             **tokens | {"temperature": randn(2, 3).abs() + 0.5}, logits_dtype=BF16, softcap=5.0,
         ),
+        "ratio_kl": Call(
+            "ratio_kl", "policy_logits", policy_logits=randn(2, 3, 9), ref_logits=randn(2, 3, 9, dtype=BF16),
+            **tokens, old_logp=randn(2, 3), return_logp=True, return_entropy=True,
+        ),
+        "ratio_kl of log-probabilities": Call(
+            "ratio_kl", "policy_logits", policy_logits=randn(3, 9, dtype=BF16), ref_logits=None,
+            token_ids=ids[0], ref_logp=randn(3), temperature=randn(3).abs() + 0.5,
+        ),
+        "ratio_kl of nothing": Call(
+            "ratio_kl", "policy_logits", policy_logits=randn(0, 9), ref_logits=None, token_ids=ids[0, :0],
+            return_kl=False,
+        ),
         "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
         "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
         "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),

@@ -55,6 +55,7 @@ _FLOAT: dict[str, Callable[..., np.ndarray]] = {
 _COMPARE: dict[str, Callable[..., np.ndarray]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
     "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b),
 }  # fmt: skip
 
 
@@ -235,10 +236,14 @@ class Block:
             value = self._number(operands[1], "u16").astype(np.uint16).view(np.float16).astype(f32)
         else:
             value = self._number(operands[1], kind)
+        if "rmi" in suffix:
+            value = np.floor(value)
         if into == "f32":
             bits = self._bits(value.astype(f32), into)
+        elif value.dtype == f32:
+            assert into == "s32" and "rzi" in suffix, "other roundings are not modelled"
+            bits = self._bits(np.trunc(value).astype(np.int64), into)
         else:
-            assert value.dtype != f32, "rounding to 16 bits and to integers is not modelled"
             bits = self._bits(value, into)
         self._write(operands[0], bits, where)
 

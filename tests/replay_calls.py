@@ -126,6 +126,19 @@ def _logits_bwd(N: int, V: int, **more: Any) -> Call:
     return Call("logp_bwd", "triton", {**given, "temperature": 0.7, **more})
 
 
+def _pair(N: int, V: int, backend: str = "triton", **more: Any) -> Call:
+    given = {"policy_logits": shape(N, V), "ref_logits": shape(N, V), "token_ids": shape(N, dtype=INT64)}
+    return Call("ratio_kl", backend, {**given, "old_logp": shape(N, dtype=F32), "return_stats": True, **more})
+
+
+def _pair_bwd(N: int, V: int, **more: Any) -> Call:
+    given = _logits_bwd(N, V).given | {"slopes": shape(2, N, dtype=F32), "policy_logits": shape(N, V)}
+    given |= {"dratio": Shape((N,), F32, expanded=True), "dkl": shape(N, dtype=F32), "dlogp": None}
+    return Call(
+        "ratio_kl_bwd", "triton", {k: v for k, v in given.items() if k not in ("logits", "dlse")} | more
+    )
+
+
 def _of_rows(N: int, *names: str) -> dict[str, Any]:
     return {name: shape(N, dtype=F32) for name in names}
 
@@ -179,6 +192,13 @@ CALLS = {
         5, 20000, mask=shape(5, dtype=BOOL), dlogp=Shape((5,), F32, expanded=True)
     ),
     "logp, hopper": _logits(5, 1000, "hopper", **_ALL),
+    "ratio_kl, few rows": _pair(5, 20000, return_logp=True, return_entropy=True),
+    "ratio_kl, many rows": _pair(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
+    "ratio_kl, log-probabilities of the reference": _pair(
+        5, 1000, ref_logits=None, ref_logp=Shape((5,), F32, expanded=True), return_stats=False
+    ),
+    "ratio_kl backward, of a sum": _pair_bwd(5, 1000),
+    "ratio_kl, hopper": _pair(5, 1000, "hopper", mask=shape(5, dtype=BOOL)),
 }  # fmt: skip
 
 #: And what cannot, with the first operator that runs between its launches.

@@ -8,6 +8,7 @@ from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
 from isobit.ops.logp import kernels_triton as logp
+from isobit.ops.ratio_kl import kernels_triton as ratio_kl
 
 SOURCE = Path(stream.__file__).parents[1]
 
@@ -22,8 +23,11 @@ def test_log2_of_e_is_written_once() -> None:
     assert found == ["temperature.py"]
 
 
-def test_both_ops_round_scale_and_weigh_rows_by_the_same_functions() -> None:
+def test_ops_round_scale_sum_and_weigh_rows_by_the_same_functions() -> None:
     assert linear.rounded is interpreter.rounded
     for name in ("own_or", "row_results"):
         assert getattr(linear, name) is getattr(logp, name) is getattr(triton_rows, name)
+        assert getattr(ratio_kl, name) is getattr(triton_rows, name)
     assert linear_bwd.row_weights is triton_logits.row_weights is triton_rows.row_weights
+    for name in ("row_sums", "merged_sums", "plan_of", "gradient_of"):
+        assert getattr(logp, name) is getattr(ratio_kl, name) is getattr(triton_logits, name)

@@ -16,6 +16,7 @@ from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
 from isobit.ops.linear_logp.op import forward
 from isobit.ops.logp import kernels_triton as logp
+from isobit.ops.ratio_kl import kernels_triton as ratio_kl
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -62,6 +63,23 @@ def test_logp(before: tuple[int, ...], V: int, own_temperature: bool) -> None:
         args["temperature"] = empty(*lead) if own_temperature else 0.7
         logp.logp(launch, **args, return_entropy=True, return_lse=True, return_stats=True)
         logp.logp_bwd(launch, **args, **by_rows(lead), stats=empty(2, *lead))
+
+    assert_one_key(record, ROWS)
+
+
+@pytest.mark.parametrize("ref", ["logits", "logp"])
+@pytest.mark.parametrize(("before", "V"), [((), 50257), ((1,), 151936), ((2,), 151936)])
+def test_ratio_kl(before: tuple[int, ...], V: int, ref: str) -> None:
+    def record(launch: Recorder, N: int) -> None:
+        lead = (*before, N)
+        args: dict[str, Any] = {"policy_logits": empty(*lead, V, dtype=BF16), "temperature": 0.7}
+        args |= {"token_ids": empty(*lead, dtype=torch.int64), "mask": empty(*lead, dtype=torch.bool)}
+        args |= {"ref_logits": empty(*lead, V) if ref == "logits" else None, "old_logp": empty(*lead)}
+        args |= {"ref_logp": empty(*lead) if ref == "logp" else None, "ignore_index": -100}
+        wanted = {f"return_{name}": True for name in ("kl", "logp", "entropy", "stats")}
+        ratio_kl.ratio_kl(launch, **args, **wanted)
+        sums = {"stats": empty(2, *lead), "slopes": empty(2, *lead), "dratio": empty(1)[0].expand(lead)}
+        ratio_kl.ratio_kl_bwd(launch, **args, **sums, dkl=empty(*lead), **by_rows(lead))
 
     assert_one_key(record, ROWS)
 

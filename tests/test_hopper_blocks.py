@@ -20,6 +20,7 @@ from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
 from isobit.ops.logp import kernels_hopper as logp
+from isobit.ops.ratio_kl import kernels_hopper as ratio_kl
 
 pytestmark = pytest.mark.compat
 
@@ -302,7 +303,7 @@ def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
 HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
     backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
-    backward.zero_kernel,
+    backward.zero_kernel, ratio_kl.ratio_kernel,
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
@@ -316,7 +317,7 @@ def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> No
     assert roles.known and all(roles.free)
 
 
-@pytest.mark.parametrize("op", ["logp", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
+@pytest.mark.parametrize("op", ["logp", "ratio_kl", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
 def test_contraction_is_never_left_to_a_default(op: str) -> None:
     """Triton's own default is to contract, until it is not: 3.9 announces another for 3.10."""
     recorder = launch.Recorder()
@@ -354,7 +355,8 @@ def key(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
     """Launches of every helper kernel for a batch of N rows: of a forward and a backward of `linear_logp`,
-    with and without all options and with kept probabilities, of `logp`, and of a sum over some tokens."""
+    with and without all options and with kept probabilities, of `logp`, of `ratio_kl`, and of a sum over some
+    tokens."""
     recorder = launch.Recorder()
     ids, floats = empty(N, dtype=torch.int64), empty(N, dtype=torch.float32)
     optional = ("bias", "mask", "logit_scale", "logits_dtype", "vocab_size")
@@ -377,6 +379,8 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
             backward.linear_logp_bwd(launch=recorder, **theirs | wanted)
     flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
     logp.logp(recorder, **few | flags | {"logits": empty(N, V)})
+    both = {"policy_logits": empty(N, V), "ref_logits": empty(N, V), "old_logp": floats, "ref_logp": None}
+    ratio_kl.ratio_kl(recorder, **few | flags | both, return_kl=True, return_logp=False)
     stream = tokens.Stream(empty(-(-N // 64) * 64, dtype=torch.int32), *[empty(1, dtype=torch.int32)] * 3)
     products.token_product(empty(1, N, D), empty(1, N, D), stream, None, launch=recorder)
     return recorder

@@ -83,7 +83,8 @@ def test_results_that_have_gradients_are_no_views() -> None:
 def rows(count: int, call: Call) -> Call:
     """The same call with so many rows, where tensors have them in front."""
     given = call.given
-    names = {"x": 1, "dy": 1, "hidden": 1, "logits": 1, "token_ids": 0, "mask": 0, "dlogp": 0}
+    names = {"x": 1, "dy": 1, "hidden": 1, "logits": 1, "policy_logits": 1, "ref_logits": 1}
+    names |= dict.fromkeys(("token_ids", "mask", "dlogp", "old_logp"), 0)
     changes: dict[str, Any] = {
         name: shape(count, *given[name].sizes[-trailing or len(given[name].sizes) :], dtype=given[name].dtype)
         for name, trailing in names.items()
@@ -113,7 +114,8 @@ def other_rows(name: str, counts: tuple[int, ...]) -> tuple[list[dict[str, Any]]
     [("linear, few tokens", (33, 34, 48, 40)), ("linear, many tokens", (1100, 1101, 1500)),
      ("linear backward", (33, 40, 48)), ("head", (5, 2, 6, 64)), ("head, mask", (5, 16, 100)),
      ("head backward, of a sum", (5, 7, 128)), ("logp, few rows", (5, 2, 17, 64)),
-     ("logp, many rows", (2112, 2113, 4000)), ("gemm_dw", (700, 512, 3))],
+     ("logp, many rows", (2112, 2113, 4000)), ("ratio_kl, few rows", (5, 17, 64)),
+     ("gemm_dw", (700, 512, 3))],
 )  # fmt: skip
 def test_another_number_of_rows_makes_its_own_launches_of_the_same_code(
     name: str, counts: tuple[int, ...]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit.backend import NONE, Lazy
 from isobit.blocks import tokens
+from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.numerics import Numerics
 from isobit.op import op
@@ -112,8 +113,50 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported when a call first needs it.
+# Imported when a call first needs them.
+_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
 _reference = Lazy(f"{__package__}.reference")
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    for name in ("policy_logits", "ref_logits"):
+        if args.get(name) is not None and args[name].dtype == torch.float64:
+            return f"{name} are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["policy_logits"].device)
+
+
+@forward.backend(
+    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+)
+def _(**args: Any) -> Any:
+    return _triton.ratio_kl(**args)
+
+
+@backward.backend(
+    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+)
+def _(**args: Any) -> Any:
+    return _triton.ratio_kl_bwd(**args)
+
+
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["policy_logits"].device) or _hopper.why_not(args)
+
+
+@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
+def _(**args: Any) -> Any:
+    return _hopper.ratio_kl(**args)
+
+
+# The gradient is elementwise, from the sums that the forward left: there is no order in it.
+@backward.backend(
+    "hopper",
+    numerics="lse/1",
+    when=lambda args: hopper_cannot_run(args["policy_logits"].device),
+    launches=True,
+)
+def _(**args: Any) -> Any:
+    return _triton.ratio_kl_bwd(**args)
 
 
 @forward.backend("reference", numerics=NONE)
@@ -219,12 +262,17 @@ def ratio_kl(  # the last overload takes options as they come
             distribution, both differentiable.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of; None takes that of the backend that serves, which
-            `isobit.explain` reports. A class that cannot be kept is an error.
-        backend: force "reference"; None takes the first that can serve.
+        numerics: the class that the bits must be of, "lse/triton-1", or "lse/1" (bits of `linear_logp`, on a
+            Hopper GPU); None takes that of the backend that serves, which `isobit.explain` reports. A class
+            that cannot be kept is an error.
+        backend: force "triton", "hopper" or "reference"; None takes the first that can serve.
 
     Returns:
         (ratio, kl), and behind them logp and entropy as asked for; `ratio` alone if nothing else is left.
+
+    On the triton backend all logits are read once, in one kernel; a row's bits do not depend on the other
+    rows, on N, on strides or on alignment (numerics class lse/triton-1); logp has the bits of `isobit.logp`;
+    and the gradient costs one read and one write of the policy's logits.
 
     Example:
         >>> import torch, isobit

@@ -2,7 +2,7 @@
 
 Options of a case, beside mask, temperature and ids as in `logp`: `ref` says what the reference is (its logits
 unless it says `logp` or `none`), `ref_dtype` in which dtype its logits are, and `old=none` that this policy
-acted.
+acted. Data may be `sharp`: log-probabilities near 0, in which the last bits of a sum show.
 """
 
 import math
@@ -42,10 +42,16 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     else:
         ids = torch.randint(0, V, (N,), generator=gen)
         z, ref = (torch.empty(N, V, dtype=case.dtype, device=device).fill_(options.constant) for _ in "zr")
-        if case.data == "random":  # drawn where it will live: benchmark cases hold a billion logits
+        if case.data in (
+            "random",
+            "sharp",
+        ):  # drawn where it will live: benchmark cases hold a billion logits
             drawn = torch.Generator(device).manual_seed(options.seed)
             z.normal_(generator=drawn)
             ref.normal_(generator=drawn)
+        if case.data == "sharp":  # a few likely tokens, and the likeliest: log-probabilities near 0
+            z, ref = 6 * z, 6 * z + 0.3 * ref
+            ids = z.argmax(-1).cpu()
     if options.token is not None:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
@@ -76,8 +82,8 @@ def _log_probs(case: Case, args: Args, apart: Tensor, gen: torch.Generator) -> A
         tokens = {name: args[name] for name in ("mask", "ignore_index", "temperature")}
         exact, ids = args["policy_logits"].to(F64), args["token_ids"]
         near = reference.formula(exact, None, ids, **tokens)[2]
-    else:  # what log-probabilities of random logits are near
-        near = torch.full((N,), -math.log(V) - 0.5, dtype=F64)
+    else:  # what log-probabilities are near of random logits, and of the likeliest token of sharp ones
+        near = torch.full((N,), -1.0 if case.data == "sharp" else -math.log(V) - 0.5, dtype=F64)
     names = ("old_logp", "ref_logp")
     return {name: (near + apart * torch.randn(N, generator=gen)).to(F32) for name in names}
 
@@ -97,6 +103,14 @@ def rolled(args: Args) -> Args:
     ids = alter.rolled_ids(args["token_ids"], args["policy_logits"].shape[-1])
     given = [name for name in LOGITS if args[name] is not None]
     return args | {name: args[name].roll(1, -1) for name in given} | {"token_ids": ids}
+
+
+def reversed_(args: Args) -> Args:
+    """The vocabulary from its end: yet another order."""
+    ids, V = args["token_ids"], args["policy_logits"].shape[-1]
+    given = [name for name in LOGITS if args[name] is not None]
+    ids = torch.where((ids >= 0) & (ids < V), V - 1 - ids, ids)
+    return args | {name: args[name].flip(-1) for name in given} | {"token_ids": ids}
 
 
 def padding(args: Args, rows: int) -> Args:

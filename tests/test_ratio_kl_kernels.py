@@ -1,0 +1,272 @@
+"""Guards the kernels of `ratio_kl`: their exponentials against fp64, compiled code against the interpreter
+and against that of `logp`, rows that are not numbers, and how gradients are read."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import ptx
+from isobit import logp, ratio_kl
+from isobit.blocks.interpreter import INTERPRETED
+from isobit.blocks.launch import Recorder, run
+from isobit.blocks.triton_exp import exp, k3_and_expm1
+from isobit.ops.logp import kernels_hopper as logp_hopper
+from isobit.ops.logp import kernels_triton as logp_triton
+from isobit.ops.ratio_kl import kernels_hopper, kernels_triton, proof, reference
+
+pytestmark = pytest.mark.compat
+
+INF, NAN = float("inf"), float("nan")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# Exponentials
+
+
+@triton.jit
+def exponentials(out, x, N, BLOCK: tl.constexpr):
+    """exp, k3 and expm1 of x into out [3, N]."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(x + i, mask=i < N, other=0.0)
+    k3, expm1 = k3_and_expm1(given)
+    tl.store(out + i, exp(given), mask=i < N)
+    tl.store(out + N + i, k3, mask=i < N)
+    tl.store(out + 2 * N + i, expm1, mask=i < N)
+
+
+ENDS = (0.0, -0.0, INF, -INF, NAN, 1.0, -1.0, 88.7, 88.8, 128.0, 1e30, -87.0, -103.0, -104.0, -1e30, 1e-30)
+
+
+def arguments(count: int) -> Tensor:
+    """Numbers of all sizes, and the ends. Densest where a formula gives way to another one."""
+    gen, quarter = generator(1), count // 4
+    near = (torch.rand(quarter, generator=gen) - 0.5) * 2.0 ** -torch.randint(
+        0, 40, (quarter,), generator=gen
+    )
+    around = torch.rand(quarter, generator=gen) * 8 - 4
+    far = torch.rand(quarter, generator=gen) * 180 - 90
+    halves = (torch.arange(quarter) % 251 - 125 + 0.5) * 0.69314718  # halfway between powers of two
+    return torch.cat((torch.tensor(ENDS), near, around, far, halves))
+
+
+def evaluated(launch: Any, x: Tensor) -> Tensor:
+    out = torch.empty(3, len(x))
+    launch(exponentials, (-(-len(x) // 512),), out, x, len(x), 512, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+def ulps(ours: Tensor, exact: np.ndarray) -> np.ndarray:
+    """Distance in units of the last place of the exact value."""
+    unit = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    return np.abs(ours.double().numpy() - exact) / unit
+
+
+@pytest.mark.parametrize("how", ["interpreted", "compiled"])
+def test_exponentials_are_as_good_as_they_say(found: dict[str, Any], how: str) -> None:
+    x = arguments(1 << 14) if how == "interpreted" else arguments(1 << 10)
+    ours = found["exponentials"] if how == "interpreted" else evaluated(ptx.execute, x)
+    d = x.double().numpy()
+    with np.errstate(all="ignore"):
+        series = sum(d**n / np.prod(np.arange(1.0, n + 1)) for n in range(2, 30))
+        truth = (np.exp(d), np.where(np.abs(d) < 1.5, series, np.expm1(d) - d), np.expm1(d))
+    for name, found_, exact, bound in zip(("exp", "k3", "expm1"), ours, truth, (1.0, 4.0, 2.0), strict=True):
+        normal = np.isfinite(exact) & (np.abs(exact) < 3.4e38) & (np.abs(exact) > 1.2e-38)
+        assert normal.sum() > 0.9 * len(d), name
+        assert ulps(found_[torch.from_numpy(normal)], exact[normal]).max() < bound, name
+
+
+@pytest.mark.parametrize("how", ["interpreted", "compiled"])
+def test_exponentials_at_the_ends(found: dict[str, Any], how: str) -> None:
+    x = torch.tensor(ENDS)
+    ours = found["exponentials"][:, : len(x)] if how == "interpreted" else evaluated(ptx.execute, x)
+    by = {float(a): row for a, row in zip(x, ours.t().tolist(), strict=True)}
+    assert by[0.0] == [1.0, 0.0, 0.0] and by[INF] == [INF, INF, INF] and by[-INF] == [0.0, INF, -1.0]
+    assert bool(ours[:, 4].isnan().all()) and by[128.0] == [INF] * 3 == by[float(np.float32(1e30))]
+    assert by[float(np.float32(-1e30))] == [0.0, float(np.float32(1e30)), -1.0]
+    assert np.isfinite(by[float(np.float32(88.7))][0]) and by[float(np.float32(88.8))][0] == INF
+    assert 0 < by[-103.0][0] < 1.2e-38 and by[-104.0][0] == 0.0  # subnormal numbers are numbers
+
+
+def test_compiled_exponentials_have_the_bits_of_the_interpreter(found: dict[str, Any]) -> None:
+    """Nothing in them is the device's own."""
+    few = torch.arange(0, len(found["arguments"]), 37)
+    ours = evaluated(ptx.execute, found["arguments"][few])
+    same = ours.view(torch.int32) == found["exponentials"][:, few].view(torch.int32)
+    assert bool((same | ours.isnan()).all())
+
+
+# Compiled code, executed
+
+
+def call(N: int, V: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of both ops: likely tokens of sharp policies, so that the last bits of sums show."""
+    gen = generator(V)
+    z = 6 * torch.randn(N, V, generator=gen)
+    ref = z + 0.3 * torch.randn(N, V, generator=gen)
+    args = {"policy_logits": z.bfloat16(), "ref_logits": ref, "token_ids": z.argmax(-1), "mask": None}
+    flags = {f"return_{name}": True for name in ("kl", "logp", "entropy", "stats")}
+    return {**args, "ignore_index": -100, "temperature": 0.7, "ref_logp": None, **flags, **changes}
+
+
+def compiled_logp(kernels: Any, args: dict[str, Any], logits: str) -> tuple[Any, ...]:
+    names = ("token_ids", "mask", "ignore_index", "temperature", "return_entropy", "return_stats")
+    given = {name: args[name] for name in names} | {"logits": args[logits], "return_lse": False}
+    found: tuple[Any, ...] = kernels.logp(ptx.execute, **given)
+    return found
+
+
+BACKENDS = {"triton": (logp_triton, kernels_triton), "hopper": (logp_hopper, kernels_hopper)}
+
+
+@pytest.mark.parametrize(("backend", "V"), [("triton", 1025), ("hopper", 300)])
+def test_compiled_kernels_have_the_bits_of_compiled_logp(backend: str, V: int) -> None:
+    """A ratio of exactly 1, and kl the same from logits as from log-probabilities."""
+    of_logp, kernels = BACKENDS[backend]
+    args = call(1, V)
+    own, entropy, _, stats = compiled_logp(of_logp, args, "policy_logits")
+    ref = compiled_logp(of_logp, args, "ref_logits")[0]
+    ours = kernels.ratio_kl(ptx.execute, **args | {"old_logp": own})
+    assert ours[0].tolist() == [1.0]
+    for one, other in zip(ours[2:5], (own, entropy, stats), strict=True):
+        assert torch.equal(one, other)
+    given = kernels.ratio_kl(ptx.execute, **args | {"old_logp": None, "ref_logits": None, "ref_logp": ref})
+    assert torch.equal(given[1], ours[1]) and torch.equal(given[0], ours[0])
+    expected = reference.ratio_kl(**args | {"old_logp": own})
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_rows_that_do_not_count_on_hopper() -> None:
+    mask = torch.tensor([1, 0, 1, 1])
+    args = call(4, 300, mask=mask, old_logp=torch.tensor([NAN, NAN, 0.0, NAN]))
+    args["policy_logits"][1] = args["ref_logits"][1] = args["policy_logits"][3] = NAN
+    args["token_ids"][3], args["token_ids"][2] = -100, 300
+    ratio, kl, own, entropy, stats, slopes = kernels_hopper.ratio_kl(ptx.execute, **args)
+    assert ratio[[1, 3]].tolist() == [1.0, 1.0] and not any(t[[1, 3]].any() for t in (kl, own, entropy))
+    assert ratio.isnan().tolist() == [True, False, True, False]  # of what acted, of a token that is none
+    assert kl.isnan().tolist() == own.isnan().tolist() == [False, False, True, False]
+    assert slopes[:, [1, 3]].tolist() == [[1.0, 1.0], [0.0, 0.0]] and stats[:, 1].tolist() == [0.0, 1.0]
+
+
+def test_a_gradient_of_compiled_code() -> None:
+    args = call(2, 260, old_logp=None)
+    args |= {"policy_logits": args["policy_logits"].float()}
+    *_, entropy, stats, slopes = reference.ratio_kl(**args)
+    ones = torch.ones(()).expand(2)
+    grads = {"dratio": ones, "dkl": torch.tensor([2.0, -1.0]), "dlogp": None, "dentropy": ones}
+    given = args | grads | {"stats": stats, "slopes": slopes, "entropy": entropy}
+    ours = kernels_triton.ratio_kl_bwd(ptx.execute, **given)
+    torch.testing.assert_close(ours, reference.ratio_kl_bwd(**given), rtol=1e-5, atol=1e-6)
+
+
+# Machine code
+
+
+def test_the_forward_reads_both_logits_in_vectors_and_fuses_nothing() -> None:
+    recorder = Recorder()
+    proof.record(recorder, torch.bfloat16)
+    for (kernel, _, options), (name, source, compiled) in zip(
+        recorder.launches, recorder.sources(), strict=True
+    ):
+        assert options["enable_fp_fusion"] is False, kernel.__name__
+        if name != "ratio_kl_splits":
+            continue
+        text = triton.compile(source, target=ptx.TARGET, options=compiled).asm["ptx"]
+        sizes = re.findall(r"\bld\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", text)
+        loads = [int(lanes or 1) * int(bits) // 8 for lanes, bits in sizes]
+        assert sum(size >= 8 for size in loads) >= 2 * 2 * 8  # whole steps and the last one, of both
+        assert sum(size < 8 for size in loads) <= 4 and "fma.rn" not in text
+
+
+# In the interpreter
+
+STARTS = {
+    "numbers": [0.5, -1.0], "+inf": [INF, 0.0], "+inf at the token": [0.0, INF], "NaN": [NAN, 0.0],
+    "-inf": [-INF, 0.0], "-inf at the token": [0.0, -INF],
+}  # fmt: skip
+
+
+def infinite_rows(backend: str) -> list[Tensor]:
+    """Rows of a policy with every start against plain ones of a reference, and the reverse; and gradients."""
+    rows = torch.linspace(-3, 3, 5).repeat(len(STARTS), 1)
+    for row, start in zip(rows, STARTS.values(), strict=True):
+        row[: len(start)] = torch.tensor(start)
+    plain = rows[:1].expand_as(rows)
+    z, ref = torch.cat((rows, plain, rows[-1:])).requires_grad_(), torch.cat((plain, rows, rows[-1:]))
+    old, ids = torch.full((len(z),), -1.5), torch.ones(len(z), dtype=torch.int64)
+    outputs = ratio_kl(z, ref, ids, old_logp=old, temperature=0.7, backend=backend)
+    grads = [torch.autograd.grad(o.sum(), z, retain_graph=True)[0] for o in outputs]
+    return [*(o.detach() for o in outputs), *grads]
+
+
+def summed_gradients(backend: str) -> list[Tensor]:
+    """Gradients that arrive as one number for all rows, as one a sequence, and as one a row."""
+    gen = generator(3)
+    z, ids = torch.randn(2, 2, 33, generator=gen).requires_grad_(), torch.tensor([[1, 2], [3, -100]])
+    found = []
+    for shape in ((), (2, 1), (2, 2)):
+        ratio, kl, own = ratio_kl(z, z.detach() * 0.9, ids, return_logp=True, backend=backend)
+        cotangent = torch.full(shape, 0.3).expand(2, 2)
+        found += torch.autograd.grad((ratio, kl, own), z, [cotangent] * 3)
+    return found
+
+
+def interpreted() -> dict[str, Any]:
+    x = arguments(1 << 14)
+    found: dict[str, Any] = {"arguments": x, "exponentials": evaluated(run, x)}
+    found |= {"infinite": infinite_rows("triton"), "summed": summed_gradients("triton")}
+    # A vocabulary in splits, three leading dimensions that no two strides walk, few rows.
+    z = torch.randn(2, 1, 2, 16390, generator=generator(5)).half().transpose(0, 2)
+    ids = torch.randint(0, 16390, (2, 2, 1), generator=generator(6)).transpose(1, 2)
+    ids[0, 0, 0] = -100
+    own = logp(z, ids, backend="triton")
+    odd = own.transpose(0, 2).contiguous().transpose(0, 2)
+    found["few"] = ratio_kl(z, None, ids, old_logp=odd, ref_logp=odd, backend="triton")
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path: Path = tmp_path_factory.mktemp("interpreted") / "results"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not INTERPRETED.value
+    results: dict[str, Any] = torch.load(path)
+    return results
+
+
+def test_rows_with_infinities_are_those_of_the_reference(found: dict[str, Any]) -> None:
+    for ours, theirs in zip(found["infinite"], infinite_rows("reference"), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-5, atol=1e-6)
+    ratio, kl, *_ = found["infinite"]
+    assert ratio[: len(STARTS)].isfinite().tolist() == [True, False, False, False, True, True]
+    assert kl[[len(STARTS) - 1, 2 * len(STARTS) - 1]].tolist() == [INF, INF] and bool(kl[-1].isnan())
+
+
+def test_gradients_are_read_in_place_wherever_they_lie(found: dict[str, Any]) -> None:
+    first, *others = found["summed"]
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first, summed_gradients("reference")[0], rtol=1e-5, atol=1e-7)
+
+
+def test_few_rows_of_any_strides(found: dict[str, Any]) -> None:
+    ratio, kl = found["few"]
+    assert torch.equal(ratio, torch.ones(2, 1, 2)) and torch.equal(kl, torch.zeros(2, 1, 2))
+
+
+if __name__ == "__main__":
+    torch.save(interpreted(), sys.argv[1])
