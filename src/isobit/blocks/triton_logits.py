@@ -190,6 +190,28 @@ def logits_gradient(
     WORD: tl.constexpr = LINE // 8
     row = tl.program_id(0).to(tl.int64)
     token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
+    start = row * V
+    shift = (start % LINE).to(tl.int32)
+    dz_words = dlogits + start // LINE * LINE
+    whole_from, whole_to = (shift + WORD - 1) // WORD, (shift + V) // WORD
+    word = tl.arange(0, WORDS)[:, None]
+    inside = tl.arange(0, WORD)[None, :]
+    lo = tl.program_id(1) * (STEPS * UNROLL * WORDS)
+    hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
+    ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
+    of_row = (ends >= 0) & (ends < V) & (tl.program_id(1) == 0)
+    if (
+        good == 0
+    ):  # nothing is read of it, and nothing computed: where few rows count, this is most of the time
+        fill = tl.where(live, float("nan"), 0.0)
+        for first in range(lo, hi, UNROLL * WORDS):
+            for i in tl.static_range(UNROLL):
+                w = first + i * WORDS + word
+                blank = narrow(tl.zeros([WORDS, WORD], tl.float32) + fill, dlogits)
+                tl.store(dz_words + w * WORD + inside, blank, mask=(w >= whole_from) & (w < hi))
+        tl.store(dlogits + start + ends, narrow(tl.zeros([2, WORD], tl.float32) + fill, dlogits), mask=of_row)
+        return
+
     scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
     on_logp = given_at(dlogp, row_offset(row, inner, dlogp_so, dlogp_si), None)
@@ -205,37 +227,22 @@ def logits_gradient(
         given_at(dlse, row_offset(row, inner, dlse_so, dlse_si), None), inverse,
     )  # fmt: skip
     weights = (m, 1.0 / s, tl.log2(s), on_target, on_p, on_plogp)
-    fill = tl.where(live, float("nan"), 0.0)  # of a row that is not good
-
-    start, z_start = row * V, row_offset(row, inner, logits_so, logits_si)
-    shift = (start % LINE).to(tl.int32)
-    dz_words = dlogits + start // LINE * LINE
+    z_start = row_offset(row, inner, logits_so, logits_si)
     z_words = logits + z_start - shift
     if CONGRUENT:
         z_words = logits + (z_start - shift) // WORD * WORD
-    whole_from, whole_to = (shift + WORD - 1) // WORD, (shift + V) // WORD
-    word = tl.arange(0, WORDS)[:, None]
-    inside = tl.arange(0, WORD)[None, :]
-    lo = tl.program_id(1) * (STEPS * UNROLL * WORDS)
-    hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
-    read_to = tl.where(good, hi, 0)  # nothing of a row that is not good
     for first in range(lo, hi, UNROLL * WORDS):
         z = ()
         for i in tl.static_range(UNROLL):
             w = first + i * WORDS + word
-            z = z + (tl.load(z_words + w * WORD + inside, mask=(w >= whole_from) & (w < read_to), other=0.0),)
+            z = z + (tl.load(z_words + w * WORD + inside, mask=(w >= whole_from) & (w < hi), other=0.0),)
         for i in tl.static_range(UNROLL):
             w = first + i * WORDS + word
             dz = gradient(z[i], w * WORD + inside - shift, token, weights, scale, dentropy is not None)
-            dz = narrow(tl.where(good, dz, fill), dlogits)
-            tl.store(dz_words + w * WORD + inside, dz, mask=(w >= whole_from) & (w < hi))
-
-    if tl.program_id(1) == 0:
-        ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
-        x = tl.load(logits + z_start + ends, mask=(ends >= 0) & (ends < tl.where(good, V, 0)), other=0.0)
-        dz = gradient(x, ends, token, weights, scale, dentropy is not None)
-        dz = narrow(tl.where(good, dz, fill), dlogits)
-        tl.store(dlogits + start + ends, dz, mask=(ends >= 0) & (ends < V))
+            tl.store(dz_words + w * WORD + inside, narrow(dz, dlogits), mask=(w >= whole_from) & (w < hi))
+    x = tl.load(logits + z_start + ends, mask=of_row, other=0.0)
+    dz = gradient(x, ends, token, weights, scale, dentropy is not None)
+    tl.store(dlogits + start + ends, narrow(dz, dlogits), mask=of_row)
 
 
 @triton.jit
