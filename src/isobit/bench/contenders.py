@@ -24,7 +24,7 @@ def step_calls(function: Callable[[Args], Any], copies: Sequence[Args]) -> list[
 
 
 def calls_of(
-    function: Callable[[Args], Tensor],
+    function: Callable[[Args], Any],
     prepared: Sequence[Args],
     inputs: tuple[str, ...],
     direction: str,
@@ -36,35 +36,37 @@ def calls_of(
 
 
 def _call(
-    function: Callable[[Args], Tensor], args: Args, inputs: tuple[str, ...], direction: str, once: bool
+    function: Callable[[Args], Any], args: Args, inputs: tuple[str, ...], direction: str, once: bool
 ) -> Call:
     """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing.
-    One without gradients is made in `no_grad`, which is around all of them and not in each, where it would
-    be timed as well."""
+    Where the function returns several outputs, they are all there, and each has a cotangent. One without
+    gradients is made in `no_grad`, which is around all of them and not in each, where it would be timed as
+    well."""
     leaves = [args[name].detach().requires_grad_() for name in inputs]
     args = args | dict(zip(inputs, leaves, strict=True))
 
     def fwd() -> tuple[Tensor, ...]:
-        return (function(args),)
+        outputs = function(args)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
 
     if direction == "fwd" or not inputs:
         return fwd
 
     def fwd_bwd_once() -> tuple[Tensor, ...]:
-        output = function(args)
-        return (output, *torch.autograd.grad(output, leaves, output.detach()))
+        outputs = fwd()
+        return (*outputs, *torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs]))
 
     if once:
         assert direction == "fwd_bwd"  # a backward alone has had its forward
         return fwd_bwd_once
-    kept = function(args)
-    cotangent = cotangent_like(kept)
+    kept = fwd()
+    cotangents = [cotangent_like(o) for o in kept]
     if direction == "bwd":
-        return lambda: torch.autograd.grad(kept, leaves, cotangent, retain_graph=True)
+        return lambda: torch.autograd.grad(kept, leaves, cotangents, retain_graph=True)
 
     def fwd_bwd() -> tuple[Tensor, ...]:
-        output = function(args)
-        return (output, *torch.autograd.grad(output, leaves, cotangent))
+        outputs = fwd()
+        return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
 
     return fwd_bwd
 

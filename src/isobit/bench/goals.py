@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+#: What a figure of 0, such as no memory at all, counts as: it has no share.
+_LEAST = 1e-6
+
 Row = dict[str, Any]
 #: Rows of one case and direction by implementation.
 Group = Mapping[str, Row]
@@ -33,6 +36,16 @@ def impl_as_base(name: str, figure: str = "ms") -> Base:
 def limit(value: float, unit: str) -> Base:
     """A number that does not depend on what else was measured."""
     return Base(f"{value:g} {unit}", lambda group: value)
+
+
+def floors(times: float, and_us: float) -> Base:
+    """So many times what bytes and operations alone take, and so many microseconds."""
+
+    def figure(group: Group) -> float | None:
+        row = group.get("isobit")
+        return None if row is None else times * row["floor_ms"] + 1e-3 * and_us
+
+    return Base(f"{times:g} floors + {and_us:g} us", figure)
 
 
 def longer_of_floor_and(name: str) -> Base:
@@ -88,7 +101,8 @@ def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure
         if ours is not None and theirs is not None:
             equal = group.get(base.name, {}).get("equal_bits")
             other_bits = equal is not None and equal < 1
-            found.append(Cell(op, case, direction, sizes_of(case), theirs / ours, other_bits))
+            share = theirs / max(ours, _LEAST)
+            found.append(Cell(op, case, direction, sizes_of(case), share, other_bits))
     return found
 
 

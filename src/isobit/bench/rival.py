@@ -24,14 +24,14 @@ def _always(case: Case, device: torch.device) -> str | None:
 class Rival:
     """One rival of an op.
 
-    `function(args)` returns the op's first output; of a step, (output, *gradients). `prepare` turns the op's
-    arguments into what the rival wants, before anything is timed; gradients are taken with respect to what it
-    returns. `directions` that it can be timed in; None is all there are. `available` returns None, or the
-    reason why the rival cannot be timed on this case and device. A `compiled` rival goes through
-    `torch.compile` afresh for each case, so that no case pays for the shapes of another.
-    One without `graph` waits for the device inside of a call, so no CUDA graph can capture it. `takes` names
-    the options of a case that change nothing for it or that it follows; None is all there are. With others it
-    would not do the same work, so it is not timed.
+    `function(args)` returns the op's first output, or a tuple of several; of a step, (output, *gradients).
+    `prepare` turns the op's arguments into what the rival wants, before anything is timed; gradients are
+    taken with respect to what it returns. `directions` that it can be timed in; None is all there are.
+    `available` returns None, or the reason why the rival cannot be timed on this case and device. A
+    `compiled` rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of
+    another. One without `graph` waits for the device inside of a call, so no CUDA graph can capture it.
+    `takes` names the options of a case that change nothing for it or that it follows; None is all there are.
+    With others it would not do the same work, so it is not timed.
     """
 
     name: str

@@ -66,11 +66,11 @@ class Series:
     """One kind of call, timed over many sizes.
 
     `make` returns the arguments of several calls in a row, enough of them that together they exceed the L2
-    cache several times. `call(args, backend)` returns the first output. `judge` looks at the arguments of
-    the first call; None judges nothing. With `inputs`, gradients with respect to them are timed as well, in
-    the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes. `options` are
-    those of every case, in which this kind of call differs from others of the op: it is checked with them.
-    `takes` names the options that a case may have beside these.
+    cache several times. `call(args, backend)` returns the first output, or a tuple of several. `judge` looks
+    at the arguments of the first call; None judges nothing. With `inputs`, gradients with respect to them are
+    timed as well, in the directions `bwd` and `fwd_bwd`; without, there is one direction, named as one likes.
+    `options` are those of every case, in which this kind of call differs from others of the op: it is checked
+    with them. `takes` names the options that a case may have beside these.
 
     `op` is None for what is no call of one op, such as a training step: `needs` names the ops that it rests
     on, which are checked as they serve by default, and `imports` modules without which nothing can be timed.
@@ -143,10 +143,9 @@ def by_rows(
         # Not clone(), which would make a dense tensor of a view with holes.
         return [args, *(cloned(args) for _ in range(copies_for(size, pool.device) - 1))]
 
-    def call(args: Args, backend: str | None) -> Tensor:
+    def call(args: Args, backend: str | None) -> Any:
         assert op.function is not None
-        first: Tensor = op.function(**args, backend=backend)
-        return first
+        return op.function(**args, backend=backend)
 
     def truth(args: Args) -> Judge | None:
         return truth_of(op, args, taken)

@@ -48,10 +48,10 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ):  # drawn where it will live: benchmark cases hold a billion logits
             drawn = torch.Generator(device).manual_seed(options.seed)
             z.normal_(generator=drawn)
-            ref.normal_(generator=drawn)
-        if case.data == "sharp":  # a few likely tokens, and the likeliest: log-probabilities near 0
-            z, ref = 6 * z, 6 * z + 0.3 * ref
-            ids = z.argmax(-1).cpu()
+            if case.data == "sharp":  # a few likely tokens, and the likeliest: log-probabilities near 0
+                z *= 6
+                ids = z.argmax(-1).cpu()
+            ref.normal_(generator=drawn).mul_(0.3).add_(z)
     if options.token is not None:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
@@ -82,8 +82,13 @@ def _log_probs(case: Case, args: Args, apart: Tensor, gen: torch.Generator) -> A
         tokens = {name: args[name] for name in ("mask", "ignore_index", "temperature")}
         exact, ids = args["policy_logits"].to(F64), args["token_ids"]
         near = reference.formula(exact, None, ids, **tokens)[2]
-    else:  # what log-probabilities are near of random logits, and of the likeliest token of sharp ones
-        near = torch.full((N,), -1.0 if case.data == "sharp" else -math.log(V) - 0.5, dtype=F64)
+    else:  # what they are near, at little cost: the log-sum-exp of V normal numbers, or of a few sharp ones
+        z, temperature = args["policy_logits"], args["temperature"]
+        ids = args["token_ids"].clamp(min=0).long()[:, None].to(z.device)
+        chosen = z.gather(-1, ids)[:, 0].cpu().to(F64)
+        lse = 0.5 / temperature**2 + math.log(V)
+        near = torch.full((N,), -1.0, dtype=F64) if case.data == "sharp" else chosen / temperature - lse
+        apart = apart.clamp(max=0.3)
     names = ("old_logp", "ref_logp")
     return {name: (near + apart * torch.randn(N, generator=gen)).to(F32) for name in names}
 

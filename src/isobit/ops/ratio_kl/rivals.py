@@ -1,0 +1,220 @@
+"""What people use instead of `ratio_kl`, the sizes at which both are timed, and how fast is fast enough.
+
+Six series: from the logits of a reference, and from its log-probabilities (`_given`), with all rows counting,
+half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities of a reference, so it
+is timed where isobit is given them as well and reads as many bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from isobit.bench.goals import Base, Cell, Goal, floors, limit
+from isobit.bench.rival import Rival, cannot_import
+from isobit.bench.series import Series, by_rows
+from isobit.bench.truth import ROWS, cotangent_like, spread_evenly
+from isobit.blocks.tokens import live_rows
+from isobit.check import inputs as alter
+from isobit.check.proof import Args, Case, Cost
+from isobit.ops.ratio_kl import reference
+from isobit.ops.ratio_kl.proof.inputs import IGNORE
+
+# Rivals
+
+
+def native(args: Args) -> tuple[Tensor, Tensor]:
+    temperature = args["temperature"]
+
+    def chosen(logits: Tensor) -> Tensor:
+        log_p = (logits.float() / temperature).log_softmax(-1)
+        return log_p.gather(-1, args["token_ids"].long()[..., None]).squeeze(-1)
+
+    logp, ref = chosen(args["policy_logits"]), args["ref_logp"]
+    if ref is None:
+        with torch.no_grad():
+            ref = chosen(args["ref_logits"])
+    old = logp.detach() if args["old_logp"] is None else args["old_logp"]
+    d = ref - logp
+    ratio, kl = (logp - old).exp(), d.exp() - d - 1
+    if args["mask"] is None:
+        return ratio, kl
+    return torch.where(args["live"], ratio, 1.0), torch.where(args["live"], kl, 0.0)
+
+
+def _of_live_rows(args: Args) -> Args:
+    """Zeros in rows that do not count, as people who mask afterwards have them: what a row holds that must
+    not be read, NaN or an id that is none, would be an error there."""
+    if args["mask"] is None:
+        return args
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    zeros = {"token_ids": args["token_ids"].masked_fill(~live, 0), "live": live}
+    for name in ("policy_logits", "ref_logits", "old_logp", "ref_logp"):
+        if args[name] is not None:
+            dead = ~live[..., None] if args[name].ndim > live.ndim else ~live
+            zeros[name] = args[name].masked_fill(dead, 0.0)
+    return args | zeros
+
+
+def _liger(args: Args) -> Tensor:
+    """ratio + kl: the loss of an advantage of -1 with beta = 1, and no ratio is clipped."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    loss: Tensor = triton_grpo_loss(
+        logits=args["policy_logits"], old_logp=args["old_logp"], ref_logp=args["ref_logp"],
+        completion_ids=args["token_ids"], advantages=args["advantages"], completion_mask=args["mask"],
+        temperature=args["temperature"], beta=1.0, eps_low=1.0, eps_high=1e9, inplace=False,
+    )[0]  # fmt: skip
+    return loss
+
+
+def _liger_inputs(args: Args) -> Args:
+    """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    args = _of_live_rows(args)
+    B, T, V = args["policy_logits"].shape
+    padded = args["policy_logits"].new_zeros(B, T + 1, V)
+    padded[:, :-1] = args["policy_logits"]
+    advantages = torch.full((B,), -1.0, dtype=torch.float32, device=padded.device)
+    return args | {"policy_logits": padded, "advantages": advantages}
+
+
+def _liger_available(case: Case, device: torch.device) -> str | None:
+    if "B" not in case.dims:
+        return "takes sequences, not rows"
+    return cannot_import("liger_kernel.transformers.grpo_loss") or (
+        "its kernels need a GPU" if device.type == "cpu" else None
+    )
+
+
+_TAKES = ("temperature", "mask", "ids", "old", "ref", "ref_dtype", "layout")
+
+NATIVE = Rival("native", native, prepare=_of_live_rows, takes=_TAKES)
+# A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+COMPILED = Rival(
+    "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True, takes=_TAKES
+)
+LIGER = Rival(
+    "liger", _liger, prepare=_liger_inputs, available=_liger_available,
+    takes=("temperature", "mask", "ref", "layout"),
+)  # fmt: skip
+
+
+# The truth
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """ratio and kl of some rows that count in fp64, and the gradient of their logits under the cotangent that
+    is given to both."""
+
+    args: Args
+
+    @cached_property
+    def rows(self) -> Tensor:
+        ids = self.args["token_ids"]
+        live = live_rows(ids, self.args["mask"], self.args["ignore_index"]).reshape(-1).nonzero()[:, 0]
+        return live[spread_evenly(len(live), ROWS, ids.device)]
+
+    @cached_property
+    def truth(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, lead = self.rows, self.args["token_ids"].ndim
+        exact = {k: v for k, v in self.args.items() if k != "return_kl"} | {"mask": None}
+        for name, value in exact.items():
+            if isinstance(value, Tensor):
+                some = value.reshape(-1, *value.shape[lead:])[rows]
+                exact[name] = some.double() if some.is_floating_point() else some
+        every = torch.empty(self.args["token_ids"].numel(), dtype=torch.float32, device=rows.device)
+        cotangent = cotangent_like(every)[rows].double()
+        with torch.enable_grad():  # forwards are judged without
+            leaf = exact["policy_logits"].requires_grad_()
+            ratio, kl, *_ = reference.formula(**exact)
+            assert kl is not None
+            (gradient,) = torch.autograd.grad((ratio, kl), leaf, (cotangent, cotangent))
+        return ratio.detach(), kl.detach(), gradient
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
+        """Of the sum of both, where one number a row is all that there is."""
+        if len(self.rows) == 0:
+            return None
+        ratio, kl, gradient = self.truth
+        pairs = []
+        if direction != "bwd":
+            outputs = result if direction == "fwd" else result[:-1]
+            known = (ratio, kl) if len(outputs) == 2 else (ratio + kl,)
+            pairs += [(o.reshape(-1)[self.rows], t) for o, t in zip(outputs, known, strict=True)]
+        if direction != "fwd":
+            V, found = gradient.shape[-1], result[-1]
+            if found.shape != self.args["policy_logits"].shape:  # with a step more in each sequence
+                found = found[:, :-1]
+            pairs.append((found.reshape(-1, V)[self.rows], gradient))
+        errors = [(ours.detach().double() - exact).abs().max() for ours, exact in pairs]
+        return float(torch.stack(errors).max())  # NaN if there is one
+
+
+# Cost
+
+
+@lru_cache
+def live_count(N: int, density: float) -> int:
+    """Of the rows of a case, those that count."""
+    if density == 1:
+        return N
+    return int(alter.mask_of(density, N, torch.zeros(N, dtype=torch.int64), IGNORE).sum())
+
+
+def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """Of rows that count one read of both logits forward, and of the policy's backward; the gradient of every
+    row is written. The vectors of N are noise but counted."""
+    rows = [size for name, size in dims.items() if name != "V"]
+    N, row = torch.Size(rows).numel(), dims["V"] * dtype.itemsize
+    live = live_count(N, density)
+    return Cost(fwd_bytes=live * row * (1 if given else 2) + 40 * N, bwd_bytes=(live + N) * row + 40 * N)
+
+
+# Series
+
+DENSITIES = {"": 1.0, "_half": 0.5, "_tenth": 0.1}
+
+CASES = [
+    Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
+    Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
+    Case({"B": 32, "T": 256, "V": 131072}, torch.float16, data="random"),
+    Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
+]
+#: A vocabulary that no kernel likes and one that all do.
+_TWO = [CASES[1], CASES[3]]
+
+
+def _goals() -> Sequence[Goal]:
+    """Times of what must move, and a launch's microseconds; never slower than what others use."""
+
+    def held(what: str, directions: str, against: str | Base, series: str = "", **rest: str) -> Goal:
+        def chooses(cell: Cell) -> bool:
+            return cell.direction in directions.split() and cell.op.startswith(series or "ratio_kl")
+
+        return Goal(what, chooses, most=1.0, against=against, **rest)  # type: ignore[arg-type]
+
+    return (
+        held("forward", "fwd", floors(1.08, 8)),
+        held("forward and backward", "fwd_bwd", floors(1.12, 8)),
+        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
+        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "ratio_kl_given"),
+        held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
+    )
+
+
+def _series(given: bool, suffix: str, density: float) -> Series:
+    options = {"ref": "logp"} if given else {}
+    name = f"ratio_kl{'_given' if given else ''}{suffix}"
+    rivals = (NATIVE, LIGER) if given else (NATIVE, COMPILED)
+    plain = name == "ratio_kl"
+    return by_rows(
+        "ratio_kl", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
+        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_TWO,
+        also={"triton": _TWO, "hopper": _TWO if plain else []}, goals=_goals() if plain else (),
+    )  # fmt: skip
+
+
+SERIES = [_series(given, *density) for given in (False, True) for density in DENSITIES.items()]
