@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.check.compare import OutputCheck, against_truth, slack_ulps
 from isobit.check.proof import Args
-from isobit.check.trial import LawBroken, Trial, Unsupported, in_fp64
+from isobit.check.trial import LawBroken, Trial, Unsupported, in_fp64, with_gradient
 
 
 def accuracy(trial: Trial) -> list[OutputCheck]:
@@ -77,6 +77,6 @@ def _formula_gradient(
         args[name] = args[name].detach().clone().requires_grad_()
     outputs = trial.proof.formula(args)
     leaves = [args[name] for name in names]
-    given = [g.to(o.dtype) for g, o in zip(cotangents, outputs, strict=True)]
-    grads = torch.autograd.grad(outputs, leaves, given)
+    several, given = with_gradient(outputs, cotangents)
+    grads = torch.autograd.grad(several, leaves, [g.to(o.dtype) for g, o in zip(given, several, strict=True)])
     return tuple(o.detach() for o in outputs), dict(zip(names, grads, strict=True))

@@ -16,7 +16,8 @@ from isobit.blocks.launch import Recorder
 from isobit.check.compare import OutputCheck, failure, passed, same_bits
 from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
-from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
+from isobit.check.trial import LawBroken, Trial, Unsupported, cloned, with_gradient
+from isobit.check.units import units_of
 from isobit.contract import ContractError, Param
 
 # Contract
@@ -207,10 +208,12 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
     while first in sizes:  # PyTorch takes dimensions of one size for one dimension
         first += 1
+    units = units_of(trial.proof, args, N, trial.device)
     for attempt, size in enumerate((first, first - 2, first - 3)):
-        index = torch.arange(size, device=trial.device) % N
+        index = torch.arange(size, device=trial.device) % units.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
-        few = args | {n: args[n].index_select(axis, index) for n, axis in axes.items()}
+        few = args | {n: args[n].index_select(axis, units.rows(index)) for n, axis in axes.items()}
+        few = units.told(few, index.tolist())
         results = []
         for run in (step, compiled):
             mine = cloned(few)
@@ -231,7 +234,8 @@ def _with_gradients(
     leaves = [args[name].requires_grad_() for name in trial.leaves(args)]
     outputs = run(args)
     cotangents = trial.cotangents(outputs) if given is None else given
-    return (*outputs, *(torch.autograd.grad(outputs, leaves, cotangents) if leaves else ()))
+    several, given = with_gradient(outputs, cotangents)
+    return (*outputs, *(torch.autograd.grad(several, leaves, given) if leaves else ()))
 
 
 def _second_derivative(trial: Trial) -> list[OutputCheck]:
@@ -298,7 +302,8 @@ def memory(trial: Trial) -> list[OutputCheck]:
 
     def forward_backward() -> Any:
         outputs = trial.call(args)
-        return [o.detach() for o in outputs], torch.autograd.grad(outputs, leaves, cotangents)
+        several, given = with_gradient(outputs, cotangents)
+        return [o.detach() for o in outputs], torch.autograd.grad(several, leaves, given)
 
     checks = []
     runs: dict[str, Callable[[], Any]] = {"fwd": forward} | ({"fwd_bwd": forward_backward} if leaves else {})

@@ -120,6 +120,15 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """How an op is told which of its rows act together, by names of arguments: how many rows each group has,
+    or where groups begin and the last one ends. A call without either has none."""
+
+    size: str
+    bounds: str
+
+
+@dataclass(frozen=True)
 class Kernels:
     """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
     meta tensors; `targets` are what they must compile for, on any machine."""
@@ -196,6 +205,8 @@ class Proof:
     observe: Callable[[torch.device], list[dict[str, Any]]] | None = None
     #: For ops with gradients of arguments that all rows share, which are told which rows count.
     shared: Shared | None = None
+    #: For ops whose rows act together in groups.
+    groups: Groups | None = None
     #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
     judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
     #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they

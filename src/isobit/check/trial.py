@@ -107,7 +107,8 @@ class Trial:
         if not any(o.requires_grad for o in outputs):
             raise LawBroken("outputs do not require grad though an input does")
         wanted = [mine[name] for name in names]
-        found = torch.autograd.grad(outputs, wanted, self.cotangents(outputs), allow_unused=True)
+        several, given = with_gradient(outputs, self.cotangents(outputs))
+        found = torch.autograd.grad(several, wanted, given, allow_unused=True)
         grads = {}
         for name, leaf, grad in zip(names, wanted, found, strict=True):
             if grad is None:
@@ -169,6 +170,14 @@ class Trial:
         for name, value in args.items():
             if isinstance(value, Tensor) and bool(differing(value, used[name].detach()).any()):
                 raise LawBroken(f"wrote into its input {name}")
+
+
+def with_gradient(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that have a gradient, and their cotangents. Beside a loss stand numbers that have none."""
+    pairs = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    return [o for o, _ in pairs], [g for _, g in pairs]
 
 
 def cloned(args: Args) -> Args:

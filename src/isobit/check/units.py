@@ -1,0 +1,49 @@
+"""What a batch is cut into without changing a result: single rows, or groups of rows that act together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from isobit.check.proof import Args, Groups, Proof
+
+
+@dataclass(frozen=True)
+class Units:
+    """The rows of each unit, in order. `groups` says how an op is told where they are; of rows it is not."""
+
+    sizes: Sequence[int]
+    groups: Groups | None
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        return len(self.sizes)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """The rows of these units."""
+        if self.groups is None:
+            return index
+        first = [0, *accumulate(self.sizes)]
+        found = [torch.arange(first[i], first[i + 1]) for i in index.tolist()]
+        return torch.cat([torch.arange(0), *found]).to(self.device)
+
+    def told(self, args: Args, index: Sequence[int]) -> Args:
+        """Arguments whose rows are those of these units, and which say so."""
+        if self.groups is None or args[self.groups.bounds] is None:  # groups of one size are as they were
+            return args
+        bounds = torch.tensor([0, *accumulate(self.sizes[i] for i in index)], device=self.device)
+        return args | {self.groups.bounds: bounds.to(args[self.groups.bounds].dtype)}
+
+
+def units_of(proof: Proof, args: Args, rows: int, device: torch.device) -> Units:
+    """Rows, unless these arguments say that some of them act together."""
+    groups = proof.groups
+    if groups is not None and args[groups.size] is not None:
+        size = args[groups.size]
+        return Units([size] * (rows // size), groups, device)
+    if groups is not None and args[groups.bounds] is not None:
+        return Units([b - a for a, b in pairwise(args[groups.bounds].tolist())], groups, device)
+    return Units([1] * rows, None, device)
