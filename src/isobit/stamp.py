@@ -76,15 +76,21 @@ def kernel_sha(folder: str, package: Path = _PACKAGE) -> str | None:
 
 
 def decisive_files(folder: str, package: Path = _PACKAGE) -> list[Path]:
-    """What `kernel_sha` hashes, found by reading imports: nothing is imported, so it needs no GPU."""
-    pending = [path for name in _DECIDES for path in (package / "ops" / folder).glob(name)]
+    """What `kernel_sha` hashes, found by reading imports: nothing is imported, so it needs no GPU. An op that
+    another is made of brings its whole folder, because it imports its kernels only when they are called."""
+    pending = _deciding(package / "ops" / folder)
     found: set[Path] = set()
     while pending:
         path = pending.pop()
         if path not in found:
             found.add(path)
             pending += _imported(path, package)
+            pending += _deciding(path.parent) if path.name == "op.py" else []
     return sorted(found)
+
+
+def _deciding(folder: Path) -> list[Path]:
+    return [path for name in _DECIDES for path in folder.glob(name)]
 
 
 def _imported(path: Path, package: Path) -> Iterator[Path]:

@@ -70,7 +70,8 @@ def backward(
     ignore_index: int,
     temperature: float | F32[Tensor, "*"],
 ) -> Like[Tensor, "policy_logits"]:
-    """The gradient of policy_logits, from the gradients of whichever outputs have one."""
+    """The gradient of policy_logits, from the gradients of whichever outputs have one. slopes are read for
+    those of ratio and kl."""
 
 
 # Rules that annotations cannot express

@@ -66,12 +66,12 @@ def ratio_kl(**args: Any) -> tuple[Tensor | None, ...]:
 def ratio_kl_bwd(**args: Any) -> Tensor:
     """Backward. Returns the gradient of the policy's logits, contiguous, in their dtype."""
     z, rows = _by_rows(args["policy_logits"], args)
-    slopes, dlogp = args["slopes"].reshape(2, -1), args["dlogp"]
-    total = torch.zeros_like(slopes[0]) if dlogp is None else dlogp.reshape(-1)
-    for name, slope in zip(("dratio", "dkl"), slopes, strict=True):
+    stats, dlogp = args["stats"].reshape(2, -1), args["dlogp"]
+    total = torch.zeros_like(stats[0]) if dlogp is None else dlogp.reshape(-1)
+    for i, name in enumerate(("dratio", "dkl")):
         if args[name] is not None:
-            total = total + args[name].reshape(-1) * slope
-    stats, (entropy, dentropy) = args["stats"].reshape(2, -1), (args["entropy"], args["dentropy"])
+            total = total + args[name].reshape(-1) * args["slopes"][i].reshape(-1)
+    entropy, dentropy = args["entropy"], args["dentropy"]
     found = stored.gradient(z, rows, stats, entropy, total, dentropy, None)
     return found.view(args["policy_logits"].shape)
 
