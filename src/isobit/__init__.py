@@ -29,7 +29,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
         given = inspect.signature(found.function).bind_partial(*args, **kwargs).arguments
     except TypeError as error:
         raise ContractError(f"{op}: {error}") from None
-    return found.explain(**given)
+    return found.explain(**found.adapt(given))
 
 
 __all__ = [

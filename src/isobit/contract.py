@@ -96,6 +96,7 @@ if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
     from typing import Annotated as Int
     from typing import Annotated as Like
     from typing import Annotated as Mask
+    from typing import Annotated as Number
     from typing import Annotated as Single
 else:
     Float = _Annotation("floating point", BF16, F16, F32_, F64)
@@ -106,6 +107,7 @@ else:
     Mask = _Annotation(
         "bool or integer", torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
     )
+    Number = _Annotation("a number", BF16, F16, F32_, F64, *INTS)
     Like = _Annotation("Like")
 
 _SCALARS = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}

@@ -66,6 +66,8 @@ class Op:
     value_rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
     function: Callable[..., Any] | None = None  # what people call, for the ops that they do
     differentiable: tuple[str, ...] = ()  # arguments that get a gradient
+    #: From what people may give to what the contract takes, for functions that take more: a list, say.
+    adapt: Callable[[Args], Args] = lambda args: args
 
     @property
     def name(self) -> str:
