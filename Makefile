@@ -25,7 +25,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md docs/ratio_kl.md
+	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md
 
 # CHEAP=1 is the part for CI: no tests, one dtype, one target, the oldest Triton and the newest.
 compat: $(READY)
@@ -37,7 +37,7 @@ bench: $(READY)
 	$(BIN)/isobit bench --results results
 
 tables: $(READY)
-	$(BIN)/python -m isobit.bench.tables README.md docs/linear_logp.md docs/ratio_kl.md
+	$(BIN)/python -m isobit.bench.tables README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md
 	$(BIN)/python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
 
 $(READY): pyproject.toml constraints.txt

@@ -50,8 +50,11 @@ class Call:
         function: Callable[..., Any] = getattr(isobit, self.name)
         found = function(**self.args | leaves, backend=backend)
         outputs = list(found) if isinstance(found, tuple) else [found]
+        if isinstance(outputs[-1], dict):
+            outputs += outputs.pop().values()
         if leaves:
-            outputs += torch.autograd.grad(outputs, list(leaves.values()), [_slope(o) for o in outputs])
+            several = [o for o in outputs if o.requires_grad]
+            outputs += torch.autograd.grad(several, list(leaves.values()), [_slope(o) for o in several])
         return [o.detach() for o in outputs]
 
 
@@ -108,6 +111,19 @@ def calls() -> dict[str, Call]:
         "det_linear": Call("det_linear", "x", "weight", "bias", x=a, weight=b.t(), bias=bias),
         "det_gemm_dw": Call("det_gemm_dw", x=x, dy=dy, **stream),
         "det_gemm_dw from a start": Call("det_gemm_dw", x=x, dy=dy, init=randn(4, 6)),
+        "grpo_loss": Call(
+            "grpo_loss", "policy_logits", policy_logits=randn(2, 2, 9), ref_logits=randn(2, 2, 9),
+            token_ids=ids[:, :2], mask=live[:, :2], beta=0.1, return_entropy=True, rewards=randn(2),
+            group_boundaries=[0, 2], normalizer=3,
+        ),
+        "grpo_loss of nothing": Call(
+            "grpo_loss", "policy_logits", policy_logits=randn(0, 2, 9), ref_logits=None,
+            token_ids=ids[:0, :2], advantages=randn(0),
+        ),
+        "group_advantages": Call("group_advantages", rewards=randn(6), samples_per_prompt=3),
+        "group_advantages by boundaries": Call(
+            "group_advantages", rewards=randn(6), group_boundaries=[0, 1, 6]
+        ),
         "logp of nothing": Call("logp", "logits", logits=randn(0, 9), token_ids=ids[0, :0], **everything),
         "linear_logp of nothing": Call(
             "linear_logp", "hidden", "weight", hidden=randn(0, 20), weight=randn(9, 20),

@@ -139,6 +139,28 @@ def _pair_bwd(N: int, V: int, **more: Any) -> Call:
     )
 
 
+def _loss(B: int, T: int, V: int, backend: str = "triton", **more: Any) -> Call:
+    given = {
+        "policy_logits": shape(B, T, V),
+        "ref_logits": shape(B, T, V),
+        "old_logp": shape(B, T, dtype=F32),
+    }
+    given |= {"token_ids": shape(B, T, dtype=INT64), "mask": shape(B, T, dtype=BOOL), "return_kept": True}
+    given |= {"rewards": shape(B, dtype=F32), "samples_per_prompt": 2, "beta": 0.1}
+    return Call("grpo_loss", backend, {**given, **more})
+
+
+def _loss_bwd(B: int, T: int, V: int, backend: str = "triton") -> Call:
+    given = {"policy_logits": shape(B, T, V), "token_ids": shape(B, T, dtype=INT64), "mask": None}
+    given |= {
+        "stats": shape(2, B, T, dtype=F32),
+        "slope": shape(B, T, dtype=F32),
+        "scale": shape(B, dtype=F32),
+    }
+    given |= {"dloss": shape(dtype=F32), "ignore_index": -100, "temperature": 0.7}
+    return Call("grpo_loss_bwd", backend, given)
+
+
 def _of_rows(N: int, *names: str) -> dict[str, Any]:
     return {name: shape(N, dtype=F32) for name in names}
 
@@ -199,6 +221,21 @@ CALLS = {
     ),
     "ratio_kl backward, of a sum": _pair_bwd(5, 1000),
     "ratio_kl, hopper": _pair(5, 1000, "hopper", mask=shape(5, dtype=BOOL)),
+    "grpo_loss": _loss(4, 3, 1000),
+    "grpo_loss, many rows": _loss(16, 132, 1100, normalizer=shape(dtype=INT64), reduction="sequence_mean"),
+    "grpo_loss, boundaries": _loss(
+        4, 3, 1000, samples_per_prompt=None, group_boundaries=shape(3, dtype=INT64), return_entropy=True
+    ),
+    "grpo_loss, nothing optional": _loss(
+        4, 3, 1000, ref_logits=None, old_logp=None, mask=None, rewards=None, samples_per_prompt=None,
+        beta=0.0, advantages=Shape((4, 3), F32, expanded=True), return_kept=False,
+    ),
+    "grpo_loss, hopper": _loss(4, 3, 1000, "hopper", rollout_weights=shape(4, 3, dtype=F32)),
+    "grpo_loss backward": _loss_bwd(4, 3, 1000),
+    "grpo_loss backward, hopper": _loss_bwd(4, 3, 1000, "hopper"),
+    "group_advantages": Call(
+        "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}
+    ),
 }  # fmt: skip
 
 #: And what cannot, with the first operator that runs between its launches.

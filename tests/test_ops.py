@@ -43,7 +43,9 @@ EXPECTED_UNSUPPORTED = expected_unsupported()
 
 #: Single cases of a law that a backend leaves to another one of its class, or cannot serve.
 EXPECTED_CASES = {(op, "hopper"): "TMA cannot read" for op in PRODUCTS}
-EXPECTED_CASES |= {(op, "hopper"): f"{op}(backend='hopper'): " for op in ("logp", "ratio_kl", "linear_logp")}
+EXPECTED_CASES |= {
+    (op, "hopper"): f"{op}(backend='hopper'): " for op in ("logp", "ratio_kl", "grpo_loss", "linear_logp")
+}
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,7 @@ PAGES = {
     "docs/numerics.md": 5,
     "docs/linear_logp.md": 2,
     "docs/ratio_kl.md": 3,
+    "docs/grpo_loss.md": 3,
     "docs/losses.md": 5,
     "docs/delta_rule.md": 1,
 }

@@ -8,6 +8,7 @@ from isobit.contract import ContractError
 from isobit.op import OPS, known_op
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
+from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
@@ -42,6 +43,8 @@ __all__ = [
     "det_gemm_dw",
     "det_linear",
     "explain",
+    "group_advantages",
+    "grpo_loss",
     "linear_logp",
     "logp",
     "losses",

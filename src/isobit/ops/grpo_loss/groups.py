@@ -1,0 +1,81 @@
+"""Groups of sequences, the samples of one prompt each: by how many there are in each, or by where they begin.
+
+`samples_per_prompt` = n cuts a batch into groups of n sequences. `group_boundaries` [G + 1] cuts it into
+groups of any sizes: group g are the sequences from boundary g up to boundary g + 1, the first boundary is 0
+and the last one B.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contract import INTS, Contract
+
+Boundaries = Sequence[int] | Tensor
+
+
+# Rules of shapes and numbers
+
+
+def one_spec(contract: Contract, args: dict[str, Any]) -> None:
+    """Rewards are cut into groups in exactly one way."""
+    size, bounds = args["samples_per_prompt"], args["group_boundaries"]
+    if size is None and bounds is None:
+        raise contract.error("samples_per_prompt", None, "is required with rewards, or group_boundaries is")
+    if size is not None and bounds is not None:
+        raise contract.error("group_boundaries", bounds, "is given beside samples_per_prompt; give one")
+    B = args["rewards"].shape[0]
+    if size is not None and (size < 1 or B % size):
+        rule = "must be at least 1" if size < 1 else f"does not divide the number of sequences, {B}"
+        raise contract.error("samples_per_prompt", size, rule)
+    if bounds is not None and bounds.shape[0] == 0:
+        raise contract.error("group_boundaries", bounds, "needs at least one element, the 0 it begins with")
+
+
+def floor_is_positive(contract: Contract, args: dict[str, Any]) -> None:
+    if not 0 < args["eps"] < float("inf"):
+        raise contract.error("eps", args["eps"], "must be a positive number: equal rewards are divided by it")
+
+
+# Boundaries
+
+
+def ascend(contract: Contract, args: dict[str, Any]) -> None:
+    """Boundaries begin with 0, ascend, and end with the number of sequences. Reads them."""
+    if args["group_boundaries"] is not None:
+        check(contract, args["group_boundaries"], args["group_boundaries"].tolist(), args["rewards"].shape[0])
+
+
+def check(contract: Contract, given: Boundaries, bounds: Sequence[int], B: int) -> None:
+    def error(rule: str) -> Exception:
+        return contract.error("group_boundaries", given, rule)
+
+    if not bounds or bounds[0] != 0:
+        raise error("must begin with 0" + (f", not {bounds[0]}" if bounds else ""))
+    for i in range(1, len(bounds)):
+        if bounds[i] <= bounds[i - 1]:
+            raise error(f"must ascend: [{i - 1}]={bounds[i - 1]}, [{i}]={bounds[i]}")
+    if bounds[-1] != B:
+        raise error(f"must end with the number of sequences, {B}, not {bounds[-1]}")
+
+
+def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments with boundaries as a tensor beside the rewards. A list, or a tensor on the CPU, can
+    be read without waiting for a device, so it always is."""
+    given, rewards = args.get("group_boundaries"), args.get("rewards")
+    if given is None or not isinstance(rewards, Tensor) or rewards.ndim != 1:
+        return args
+    found = given
+    if isinstance(given, list | tuple):
+        if not all(type(b) is int for b in given):
+            raise contract.error("group_boundaries", given, "must be whole numbers")
+        check(contract, given, given, rewards.shape[0])
+        found = torch.tensor(given, dtype=torch.int64, device="cpu")
+    elif not isinstance(given, Tensor) or given.device.type != "cpu" or given.ndim != 1:
+        return args  # as it is: the contract says what is wrong with it, if anything is
+    elif given.dtype in INTS and not torch.compiler.is_compiling():  # a graph has no values: the op looks
+        check(contract, given, given.tolist(), rewards.shape[0])
+    # Without waiting for what the device does.
+    return args | {"group_boundaries": found.to(rewards.device, non_blocking=True)}

@@ -1,0 +1,116 @@
+"""What must be shown of `grpo_loss`: its inputs are in `inputs.py`, the truth and the errors in `truth.py`,
+the order of its sums in `model.py`; and of `group_advantages`, in `advantages.py`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.blocks.logits import CHUNK_ELEMENTS
+from isobit.check import inputs as alter
+from isobit.check.proof import Args, Case, Control, Groups, Kernels, Proof
+from isobit.ops.grpo_loss.op import forward
+from isobit.ops.grpo_loss.proof import inputs, model, truth
+from isobit.ops.grpo_loss.proof.advantages import ADVANTAGES
+from isobit.ops.ratio_kl.proof.inputs import rolled
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def memory(case: Case, backend: str, direction: str) -> int:
+    """Bytes beyond inputs, outputs and gradients."""
+    N = case.dims["B"] * case.dims["T"]
+    if backend == "reference":
+        chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
+        return 8 * 4 * chunk + 512 * N + (1 << 20)
+    return (1 << 20) + 64 * N  # partial sums of few rows; what is known of many, a few numbers each
+
+
+def record(launch: Any, dtype: torch.dtype) -> None:
+    """Every kernel beside those of `ratio_kl`, with and without options."""
+    from isobit.ops.grpo_loss import kernels_triton as kernels
+
+    def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B, T = 32, 256
+    for full, reduction in ((False, "token_mean"), (True, "sequence_mean"), (False, "sum")):
+        args: Args = {"token_ids": empty(B, T, dtype=torch.int64), "ignore_index": -100, "eps": 1e-6}
+        args |= {"mask": empty(B, T, dtype=torch.bool) if full else None, "reduction": reduction}
+        args |= {"rollout_weights": empty(B, T, dtype=dtype) if full else None, "return_kept": full}
+        args |= {"advantages": None if full else empty(B, T), "rewards": empty(B, dtype=dtype)}
+        args |= {"samples_per_prompt": 4, "group_boundaries": None}
+        args |= {"normalizer": empty(dtype=torch.int64) if full else None}
+        args |= {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.1 if full else 0.0}
+        kl, entropy, slopes = (empty(*lead, B, T) if full else None for lead in ((), (), (2,)))
+        kernels.token_loss(empty(B, T), kl, entropy, slopes, launch, **args)
+    kernels.token_loss_bwd(empty(B, T), empty(B), empty(), launch)
+
+
+_GROUPS = {"by": "samples", "mask": torch.bool, "reduction": "sequence_mean"}
+# Few tokens: in the interpreter each of them takes a tenth of a second.
+_CASES = [
+    Case({"B": 2, "T": 2, "V": 17}, F32),
+    Case({"B": 0, "T": 3, "V": 7}, F32),
+    Case({"B": 4, "T": 2, "V": 257}, BF16, options=_GROUPS),
+    Case({"B": 3, "T": 2, "V": 130}, F16, options={"by": "bounds", "weights": True, "normalizer": 12.5}),
+    Case({"B": 3, "T": 2, "V": 65}, F32, layout="shifted", options={
+        "by": "tokens", "mask": torch.uint8, "ref": "logp", "reduction": "sum", "normalizer": "tensor"}),
+    Case({"B": 2, "T": 2, "V": 1030}, F32, options={"ref": "none", "old": "none", "temperature": 0.7}),
+    Case({"B": 3, "T": 1, "V": 5}, BF16, options={"mask": 0.0, "each": True}),
+    Case({"B": 6, "T": 700, "V": 130}, BF16, heavy=True, options=_GROUPS),
+    Case({"B": 2, "T": 4200, "V": 33}, F32, heavy=True, options={
+        "mask": 0.3, "by": "tokens", "weights": True}),
+    Case({"B": 5, "T": 6, "V": 50257}, F16, heavy=True, options={"by": "bounds", "mask": torch.bool}),
+]  # fmt: skip
+
+# Each term is divided by the same, whatever the batch: else the gradient of a row shows how many there are.
+_BITS = [
+    Case({"B": 3, "T": 1, "V": 1030}, F32, options={"reduction": "sum"}),
+    Case({"B": 3, "T": 1, "V": 1030}, F32, options={
+        "by": "bounds", "reduction": "sequence_mean", "normalizer": 3.0}),
+    Case({"B": 64, "T": 40, "V": 50257}, F16, data="random", heavy=True, options={"reduction": "sum"}),
+    Case({"B": 64, "T": 40, "V": 32768}, BF16, data="random", heavy=True, options={
+        "by": "samples", "mask": torch.bool, "weights": True, "normalizer": "tensor"}),
+]  # fmt: skip
+_AS_RATIO_KL = [
+    Case({"B": 4, "T": 3, "V": 130}, F32, data="random", options=_GROUPS),
+    Case({"B": 3, "T": 2, "V": 130}, F16, options={"by": "bounds", "weights": True, "normalizer": 12.5}),
+    Case({"B": 2, "T": 4200, "V": 33}, F32, data="random", heavy=True, options={"by": "tokens"}),
+    Case({"B": 300, "T": 70, "V": 515}, BF16, data="random", heavy=True, options=_GROUPS),
+]
+
+LOSS = Proof(
+    op=forward,
+    op_class="logprob",
+    outputs=truth.OUTPUTS,
+    make=inputs.make,
+    formula=truth.formula,
+    scale=truth.scale,
+    controls=[Control("the vocabulary rolled by one column", rolled)],
+    padding=inputs.padding,
+    layouts=inputs.LAYOUTS,
+    lay_out=inputs.lay_out,
+    memory=memory,
+    cases=_CASES,
+    bit_cases=_BITS,
+    agree_cases=_AS_RATIO_KL,
+    memory_cases=[
+        Case({"B": 2, "T": 2, "V": 5003}, F32),
+        Case({"B": 4, "T": 50, "V": 50257}, BF16, data="random", heavy=True),
+    ],
+    mutants=inputs.MUTANTS,
+    # The loss is NaN then, and so is the gradient of one row: a test looks.
+    bad_value=lambda args: (alter.one_bad_id(args, args["policy_logits"].shape[-1])[0], None),
+    kernels={
+        "triton": Kernels(record),
+        "hopper": Kernels(record, targets=(("cuda", 90, 32),)),
+    },
+    positive=("V",),
+    rows="B",
+    groups=Groups("samples_per_prompt", "group_boundaries"),
+    judged=truth.judged,
+    also=model.as_ratio_kl,
+)
+
+PROOFS = [LOSS, ADVANTAGES]

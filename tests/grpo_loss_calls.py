@@ -1,0 +1,123 @@
+"""Calls of the kernels that `grpo_loss` has beside those of `ratio_kl`, with inputs that reach every loop.
+
+Run as a program under TRITON_INTERPRET=1 it saves their results.
+"""
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+F32, F64, NAN = torch.float32, torch.float64, float("nan")
+
+Args = dict[str, Any]
+
+
+def group_calls() -> dict[str, Args]:
+    """Of `group_advantages`: by a size and by boundaries, groups below and above the lanes."""
+    gen = torch.Generator().manual_seed(0)
+
+    def rewards(B: int, dtype: torch.dtype = F64) -> Tensor:
+        sizes = torch.exp2(6 * torch.randn(B, generator=gen))
+        return (torch.randn(B, generator=gen, dtype=F64) * sizes).to(dtype)
+
+    def call(rewards: Tensor, size: int | None = None, bounds: list[int] | None = None, **rest: Any) -> Args:
+        given = None if bounds is None else torch.tensor(bounds)
+        args = {"rewards": rewards, "samples_per_prompt": size, "group_boundaries": given, "eps": 1e-6}
+        return args | {"scale": True} | rest
+
+    found = {f"groups of {n}": call(rewards(2 * n), n) for n in (1, 2, 127, 128, 129, 300)}
+    found["1500 in one"] = call(rewards(1500), 1500)
+    found["boundaries"] = call(rewards(300, F32), bounds=[0, 1, 3, 140, 141, 300])
+    found["many boundaries"] = call(rewards(290), bounds=[*range(0, 280, 2), 290])
+    found["int32 boundaries"] = call(rewards(9), bounds=[0, 4, 9])
+    found["int32 boundaries"]["group_boundaries"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    found["every other reward"] = call(rewards(12)[::2], 3)
+    found["not scaled"] = call(rewards(8, torch.bfloat16), 4, scale=False)
+    found["a large eps"] = call(rewards(8, F32), 4, eps=50.0)
+    return found
+
+
+#: Boundaries of 300 sequences that are none; on a GPU nobody may have looked.
+WRONG_BOUNDS: dict[str, list[int]] = {
+    "end": [0, 5, 299], "begin": [1, 300], "equal": [0, 5, 5, 300], "beyond": [0, 400, 300],
+    "negative": [0, -5, 300], "one": [0], "the other": [300], "far": [0, 2**62, 300],
+    "back": [0, -(2**63), 300], "late": [*range(150), 148, 300],
+}  # fmt: skip
+
+
+def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
+    """Of `token_loss`: (ratio, kl, entropy, slopes), and the rest."""
+    gen = torch.Generator().manual_seed(1)
+
+    def call(B: int, T: int, **rest: Any) -> tuple[tuple[Tensor | None, ...], Args]:
+        ids = torch.randint(0, 9, (B, T), generator=gen)
+        mask = torch.rand(B, T, generator=gen) < 0.7
+        if rest.pop("dead", False):
+            mask = torch.zeros_like(mask)
+        live = mask & (ids != 3)
+        # What does not count holds NaN wherever it may.
+        ratio = torch.where(live, torch.exp(0.4 * torch.randn(B, T, generator=gen)), 1.0)
+        A = torch.randn(B, T, generator=gen)
+        if rest.pop("huge", False):  # two terms that cancel: what was added to one of them before is lost
+            first, last = live.int().argmax(1), T - 1 - live.flip(1).int().argmax(1)
+            for at, sign in ((first, 1.0), (last, -1.0)):
+                A[torch.arange(B), at], ratio[torch.arange(B), at] = sign * 2.0**58, 1.0
+        args: Args = {"token_ids": ids, "mask": mask, "advantages": torch.where(live, A, NAN)}
+        args |= {
+            "rewards": None,
+            "samples_per_prompt": None,
+            "group_boundaries": None,
+            "eps": 1e-6,
+            "ignore_index": 3,
+        }
+        args |= {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.0, "reduction": "token_mean"}
+        args |= {"normalizer": None, "rollout_weights": None, "return_kept": True} | rest
+        kl = torch.where(live, torch.rand(B, T, generator=gen), 0.0) if args["beta"] else None
+        if args["rollout_weights"] is not None:
+            args["rollout_weights"] = torch.where(live, 2 * torch.rand(B, T, generator=gen), NAN)
+        slopes = torch.where(live, torch.randn(2, B, T, generator=gen), 0.0)
+        return (ratio, kl, torch.where(live, torch.rand(B, T, generator=gen), 0.0), slopes), args
+
+    found = {
+        "two chunks, huge terms": call(2, 4700, beta=0.1, huge=True),
+        "several steps, by sequences": call(3, 1100, reduction="sequence_mean", beta=0.1),
+        "several tiles of sequences": call(130, 1, reduction="sequence_mean"),
+        "a sum with weights": call(3, 7, reduction="sum", rollout_weights=True, beta=0.1),
+        "a normalizer": call(3, 7, normalizer=12.5),
+        "a normalizer on the device": call(3, 7, normalizer=torch.tensor(7), reduction="sequence_mean"),
+        "nothing that counts": call(2, 3, dead=True, normalizer=torch.tensor(0)),
+        "no sequences": call(0, 3),
+        "no tokens": call(2, 0),
+        "no advantages but of groups": call(
+            4, 3, advantages=None, rewards=torch.randn(4, generator=gen), samples_per_prompt=2
+        ),
+    }
+    transposed = call(5, 6, beta=0.1, rollout_weights=True)
+    for name in ("token_ids", "mask", "advantages", "rollout_weights"):
+        transposed[1][name] = transposed[1][name].T.contiguous().T
+    return found | {"transposed": transposed}
+
+
+def results() -> dict[str, Any]:
+    from isobit.ops.grpo_loss import kernels_triton as kernels
+
+    kernels.PROGRAMS = 3  # so that each has several groups
+    groups = {name: kernels.group_advantages(**args) for name, args in group_calls().items()}
+    some = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    wrong = {}
+    for name, bounds in WRONG_BOUNDS.items():
+        args = {"rewards": some, "samples_per_prompt": None, "group_boundaries": torch.tensor(bounds)}
+        wrong[name] = kernels.group_advantages(**args, eps=1e-6, scale=True)
+    losses = {name: kernels.token_loss(*given, **args) for name, (given, args) in loss_calls().items()}
+    dloss = torch.tensor(-1.75)
+    slopes = {name: kernels.token_loss_bwd(*found[-2:], dloss) for name, found in losses.items()}
+    return {"groups": groups, "wrong": wrong, "losses": losses, "slopes": slopes}
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of NaN, which numpy warns about
+        torch.save(results(), sys.argv[1])
