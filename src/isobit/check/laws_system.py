@@ -204,11 +204,11 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     checks, N = [], args[lead].shape[axis]
     if N == 0:
         raise Unsupported("no rows: PyTorch compiles sizes 0 and 1 apart")
-    first = max(N, 5)
+    units = units_of(trial.proof, args, N, trial.device)
+    first = max(units.count, 5)
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
     while first in sizes:  # PyTorch takes dimensions of one size for one dimension
         first += 1
-    units = units_of(trial.proof, args, N, trial.device)
     for attempt, size in enumerate((first, first - 2, first - 3)):
         index = torch.arange(size, device=trial.device) % units.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}

@@ -34,7 +34,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args: Args = {"rewards": rewards.to(device, case.dtype), "eps": case.options.get("eps", 1e-6)}
     args["scale"] = case.options.get("scale", True)
     by, size = case.options.get("by", "samples"), case.options.get("size")
-    args |= {"samples_per_prompt": size or 2, "group_boundaries": None}
+    args |= {"samples_per_prompt": size or 7, "group_boundaries": None}
     if by == "bounds":
         bounds = torch.tensor(sorted({min(n, B) for n in (0, 1, 3, 9, B)}), device=device)
         args |= {"samples_per_prompt": None, "group_boundaries": bounds}
@@ -120,8 +120,8 @@ ADVANTAGES = Proof(
     cases=[
         Case({"B": 28}, F32),
         Case({"B": 0}, F32),
-        Case({"B": 28}, F32, options={"size": 7}),
         Case({"B": 28}, F32, options={"size": 14, "scale": False}),
+        Case({"B": 8}, F32, options={"size": 2}),
         Case({"B": 30}, torch.bfloat16, layout="strided", options=_BOUNDS),
         Case({"B": 3}, F16, options={"size": 1}),
         Case({"B": 1500}, F64, options=_BOUNDS),
