@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit import ContractError, explain, group_advantages, grpo_loss, logp
+from isobit import ContractError, explain, group_advantages, grpo_loss, logp, losses
 from isobit.op import OPS
 
 F32, F64, INF, NAN = torch.float32, torch.float64, float("inf"), float("nan")
@@ -221,6 +221,31 @@ def test_an_upstream_gradient_scales() -> None:
         (grpo_loss(**args | {"policy_logits": z})[0] * factor).backward()
         found.append(z.grad)
     assert torch.equal(found[1], -0.25 * found[0])
+
+
+@pytest.mark.parametrize(("reduction", "loss"), [("token_mean", losses.dapo), ("sequence_mean", losses.grpo)])
+def test_it_is_the_loss_of_plain_log_probabilities(reduction: str, loss: Any) -> None:
+    """That of `isobit.losses`, which is held to the losses of TRL and verl."""
+    args = batch() | {"advantages": torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=F64), "beta": 0.1}
+    args |= {"clip_low": 0.1, "clip_high": 0.12, "rollout_weights": torch.rand(4, 5, generator=generator(9))}
+    live = args["mask"]
+    count = live.sum() if reduction == "token_mean" else live.any(-1).sum()
+    z = args["policy_logits"].requires_grad_()
+    ours, stats = grpo_loss(**args, reduction=reduction, return_entropy=True)
+    names = ("old_logp", "advantages", "mask", "clip_low", "clip_high", "beta", "rollout_weights")
+    own, entropy = logp(z, args["token_ids"], mask=live, return_entropy=True)
+    ref = logp(args["ref_logits"], args["token_ids"], mask=live)
+    given = {name: args[name] for name in names}
+    theirs, sums = loss(own, entropy, **given, ref_logp=ref, normalizer=count)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(found, z, retain_graph=True)[0] for found in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(stats["policy_loss"], sums["policy_loss"], rtol=1e-12, atol=0)
+    means = {"clip_fraction_low": "clip_low", "clip_fraction_high": "clip_high", "mean_ratio": "ratio"}
+    for mean, total in {**means, "entropy": "entropy"}.items():
+        torch.testing.assert_close(stats[mean], (sums[total] / live.sum()).double(), rtol=1e-12, atol=0)
+    assert stats["clip_fraction_low"] > 0 and stats["clip_fraction_high"] > 0
+    assert stats["active_tokens"] == sums["tokens"]
 
 
 # What may not reach the loss

