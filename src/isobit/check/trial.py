@@ -131,7 +131,7 @@ class Trial:
         for o in outputs:
             g = torch.ones(o.shape, dtype=o.dtype, device=where)
             if self.grad_mode != "ones":
-                drawn = torch.float32 if where.type == "cpu" else o.dtype
+                drawn = o.dtype if where.type != "cpu" and o.is_floating_point() else torch.float32
                 g = torch.empty(o.shape, dtype=drawn, device=where).normal_(generator=gen)
             found.append(g.to(o.device, o.dtype))
         return found

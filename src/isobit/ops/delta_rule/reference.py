@@ -88,10 +88,11 @@ def _rows(B: int, T: int, bounds: Tensor | None, C: int, device: torch.device) -
     """(tokens, whether there is one) of each sequence, [S, a multiple of C]; B * T stands for none."""
     if bounds is None:
         first, length = torch.arange(B, device=device) * T, torch.full((B,), T, device=device)
+        longest = T
     else:
         ends = bounds.long().clamp(0, T).cummax(0).values
         first, length = ends[:-1], ends.diff()
-    longest = int(length.max()) if len(length) else 0
+        longest = int(length.max()) if len(length) else 0
     at = torch.arange(-(-longest // C) * C, device=device)
     real = at < length[:, None]
     return torch.where(real, first[:, None] + at, B * T), real

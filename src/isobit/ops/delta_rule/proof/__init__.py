@@ -201,7 +201,7 @@ def record(module: str, launch: Any, dtype: torch.dtype) -> None:
 
     T, H, HV, V = 256, 1, 2, 128
     for K, mode, v_first, packed in (
-        (128, "", False, False), (128, "ght", False, False), (128, "kht", True, True),
+        (128, "none", False, False), (128, "ght", False, False), (128, "kht", True, True),
         (64, "gk", True, False), (256, "gkht", False, True),
     ):  # fmt: skip
         S = 3 if packed else 1
@@ -234,7 +234,7 @@ _SMALL = [
     _case(2, 66, 2, 2, 64, 64, BF16, mode="ght"),
     _case(2, 40, 1, 2, 16, 24, F32, mode="ght", chunk=16),
     _case(1, 70, 2, 2, 20, 16, F32, mode="kht", chunk=32, v_first=True),
-    _case(1, 65, 1, 1, 33, 40, BF16, mode=""),
+    _case(1, 65, 1, 1, 33, 40, BF16, mode="none"),
     _case(1, 100, 1, 1, 64, 64, BF16, mode="gkht"),
     _case(2, 64, 1, 1, 64, 64, F16, mode="ht", layout="padded"),
     _case(1, 90, 1, 2, 64, 64, F16, mode="ght", v_first=True, lengths=(30, 0, 59, 1)),
@@ -242,7 +242,7 @@ _SMALL = [
 ]
 _HEAVY = [
     _case(2, 500, 2, 4, 128, 128, BF16, mode="gkht", heavy=True),
-    _case(2, 256, 2, 2, 128, 128, BF16, mode="", heavy=True),
+    _case(2, 256, 2, 2, 128, 128, BF16, mode="none", heavy=True),
     _case(1, 300, 2, 2, 128, 64, F16, mode="kht", v_first=True, heavy=True),
     _case(1, 200, 1, 2, 256, 128, BF16, mode="gkht", heavy=True),
     _case(1, 200, 1, 2, 256, 128, BF16, mode="ht", v_first=True, heavy=True),

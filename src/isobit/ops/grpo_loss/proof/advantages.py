@@ -132,7 +132,8 @@ ADVANTAGES = Proof(
     bit_cases=[
         Case({"B": 56}, F64, data="random", options={"size": 14}),
         Case({"B": 401}, F64, data="random", options=_BOUNDS),
-        Case({"B": 65536}, F64, data="random", options={"size": 256}, heavy=True),
+        # No multiple of the 128 lanes: there a group and its half are summed in the same order.
+        Case({"B": 65520}, F64, data="random", options={"size": 252}, heavy=True),
     ],
     memory_cases=[Case({"B": 512}, F32, options={"size": 8})],
     mutants=[

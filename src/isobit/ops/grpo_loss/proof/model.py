@@ -12,6 +12,7 @@ from isobit.blocks.tokens import live_rows
 from isobit.check.compare import OutputCheck, same_bits
 from isobit.check.proof import Args, Sample
 from isobit.check.trial import Trial
+from isobit.op import OPS
 from isobit.ops.grpo_loss.op import group_advantages
 from isobit.ops.grpo_loss.proof.truth import OUTPUTS
 from isobit.ops.ratio_kl.op import ratio_kl
@@ -100,7 +101,10 @@ def as_ratio_kl(trial: Trial) -> list[OutputCheck]:
     A = args["advantages"]
     if A is None:
         groups = {name: args[name] for name in ("samples_per_prompt", "group_boundaries", "eps")}
-        own = group_advantages(args["rewards"], **groups, backend=trial.backend)
+        known = {backend.name for backend in OPS["group_advantages"].backends}
+        own = group_advantages(
+            args["rewards"], **groups, backend=trial.backend if trial.backend in known else None
+        )
         A = own[:, None].expand(ratio.shape)
     outputs = trial.forward(args)
     which = [OUTPUTS.index(name) for name in ("loss", "policy_loss", "kl", "mean_ratio")]
