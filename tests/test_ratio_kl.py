@@ -95,6 +95,17 @@ def test_a_ratio_that_overflows_is_infinite() -> None:
     assert ratio.tolist() == [INF] * 3 and kl.tolist() == [INF] * 3
 
 
+def test_an_overflow_that_the_loss_clips_is_in_no_gradient() -> None:
+    """0 * inf would be NaN: the gradient of a ratio that a loss has replaced by its bound is 0."""
+    z, _, ids = batch(3, 5)
+    z.requires_grad_()
+    far = torch.tensor([0.0, -200.0, 0.0])
+    ratio, kl = ratio_kl(z, None, ids, old_logp=far, ref_logp=-far)
+    assert ratio[1] == kl[1] == INF
+    (torch.minimum(ratio, ratio.clamp(max=1.2)) + kl.clamp(max=10.0)).sum().backward()
+    assert not z.grad[1].any() and bool(z.grad.isfinite().all()) and bool(z.grad[::2].any())
+
+
 # Rows that are not plain numbers
 
 

@@ -19,9 +19,9 @@ def scalars(contract: Contract, args: dict[str, Any]) -> None:
     """A temperature, or one for every row, and an `ignore_index`."""
     temperature, ignore_index = args["temperature"], args["ignore_index"]
     if isinstance(temperature, Tensor):
-        own = next(iter(args.values())).dtype
-        if temperature.dtype != torch.float32 and temperature.dtype != own:
-            raise contract.error("temperature", temperature, f"dtype must be fp32, not {dtype_name(own)}")
+        if temperature.dtype not in (torch.float32, next(iter(args.values())).dtype):
+            rule = f"dtype must be fp32, not {dtype_name(temperature.dtype)}"
+            raise contract.error("temperature", temperature, rule)
     elif not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
         raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
     held = torch.iinfo(args["token_ids"].dtype)

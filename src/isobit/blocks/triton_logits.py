@@ -199,27 +199,26 @@ def logits_gradient(
     lo = tl.program_id(1) * (STEPS * UNROLL * WORDS)
     hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
     ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
-    of_row = (ends >= 0) & (ends < V) & (tl.program_id(1) == 0)
-    if (
-        good == 0
-    ):  # nothing is read of it, and nothing computed: where few rows count, this is most of the time
-        fill = tl.where(live, float("nan"), 0.0)
+    of_row = (ends >= 0) & (ends < V)
+    # Where few rows count, most of the time goes to those that do not: nothing is read or computed for them.
+    if good == 0:
+        fill = narrow(tl.where(live, float("nan"), 0.0), dlogits)
         for first in range(lo, hi, UNROLL * WORDS):
             for i in tl.static_range(UNROLL):
                 w = first + i * WORDS + word
-                blank = narrow(tl.zeros([WORDS, WORD], tl.float32) + fill, dlogits)
-                tl.store(dz_words + w * WORD + inside, blank, mask=(w >= whole_from) & (w < hi))
-        tl.store(dlogits + start + ends, narrow(tl.zeros([2, WORD], tl.float32) + fill, dlogits), mask=of_row)
+                tl.store(dz_words + w * WORD + inside, fill, mask=(w >= whole_from) & (w < hi))
+        if tl.program_id(1) == 0:
+            tl.store(dlogits + start + ends, fill, mask=of_row)
         return
 
     scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
     on_logp = given_at(dlogp, row_offset(row, inner, dlogp_so, dlogp_si), None)
     if dratio is not None:
-        part = tl.load(dratio + row_offset(row, inner, dratio_so, dratio_si)) * tl.load(slopes + row)
+        part = through(tl.load(dratio + row_offset(row, inner, dratio_so, dratio_si)), slopes + row)
         on_logp = part if on_logp is None else on_logp + part
     if dkl is not None:
-        part = tl.load(dkl + row_offset(row, inner, dkl_so, dkl_si)) * tl.load(slopes + N + row)
+        part = through(tl.load(dkl + row_offset(row, inner, dkl_so, dkl_si)), slopes + N + row)
         on_logp = part if on_logp is None else on_logp + part
     on_target, on_p, on_plogp = row_weights(
         given_at(entropy, row, None), on_logp,
@@ -240,9 +239,17 @@ def logits_gradient(
             w = first + i * WORDS + word
             dz = gradient(z[i], w * WORD + inside - shift, token, weights, scale, dentropy is not None)
             tl.store(dz_words + w * WORD + inside, narrow(dz, dlogits), mask=(w >= whole_from) & (w < hi))
-    x = tl.load(logits + z_start + ends, mask=of_row, other=0.0)
-    dz = gradient(x, ends, token, weights, scale, dentropy is not None)
-    tl.store(dlogits + start + ends, narrow(dz, dlogits), mask=of_row)
+    if tl.program_id(1) == 0:
+        x = tl.load(logits + z_start + ends, mask=of_row, other=0.0)
+        dz = gradient(x, ends, token, weights, scale, dentropy is not None)
+        tl.store(dlogits + start + ends, narrow(dz, dlogits), mask=of_row)
+
+
+@triton.jit
+def through(gradient, slope):
+    """A gradient times a slope. Of what has none, such as a ratio that was clipped, an infinite slope is not
+    asked: 0 * inf would be NaN."""
+    return tl.where(gradient == 0.0, 0.0, gradient * tl.load(slope))
 
 
 @triton.jit

@@ -70,7 +70,9 @@ def ratio_kl_bwd(**args: Any) -> Tensor:
     total = torch.zeros_like(stats[0]) if dlogp is None else dlogp.reshape(-1)
     for i, name in enumerate(("dratio", "dkl")):
         if args[name] is not None:
-            total = total + args[name].reshape(-1) * args["slopes"][i].reshape(-1)
+            given = args[name].reshape(-1)
+            # Of what has no gradient, such as a ratio that was clipped, an infinite slope is not asked.
+            total = total + torch.where(given == 0, 0.0, given * args["slopes"][i].reshape(-1))
     entropy, dentropy = args["entropy"], args["dentropy"]
     found = stored.gradient(z, rows, stats, entropy, total, dentropy, None)
     return found.view(args["policy_logits"].shape)
