@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isobit.blocks.hopper_lse import COLUMNS
 from isobit.blocks.hopper_pipe import TensorDescriptor, gl
+from isobit.blocks.stream import SEGMENT
 
 LN2 = math.log(2)
 NAN = math.nan
@@ -66,6 +67,11 @@ def loaded(t: Tensor, rows: int, columns: int) -> Tensor:
 def stored(t: Tensor, boxes: Tensor) -> None:
     """Boxes to a matrix: TMA writes nothing outside of it."""
     t.copy_(boxes[: t.shape[0], : t.shape[1]])
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, rounded once: no bit depends on how many rows or columns there are beside an element's own."""
+    return (a.double() @ b.double()).float()
 
 
 def in_words(t: Tensor, stride: int) -> None:
@@ -170,7 +176,8 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
     tall = whole(64 * int(k.listed[0]) if k.LISTED else count, 64 * k.MULTIPLIERS) // 64
     parts = k.listed[1 : tall + 1].tolist() if k.LISTED else range(tall)
     hidden, weight = described(k.a_desc), loaded(described(k.b_desc), tiles * COLUMNS, K)
-    assert grid[0] >= 1 and not k.KEEP and k.partial.shape == (splits, 3, k.capacity)
+    assert grid[0] >= 1 and k.partial.shape == (splits, 3, k.capacity)
+    assert not (k.KEEP and k.LISTED) and (k.KEEP or not k.QUEUED)
     for part in parts:
         own = slice(64 * part, max(64 * part, min(64 * part + 64, count)))
         z = (loaded(hidden[own], 64, K) @ weight.t())[: own.stop - own.start, : k.V]
@@ -179,6 +186,8 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
         if k.ROUND is not None:
             z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
         token, scale = k.ids[own, None], k.scales[own, None]
+        if k.KEEP:
+            keep(k, z, scale, part * 64, tiles)
         for split in range(splits):
             columns = slice(split * tiles // splits * COLUMNS, (split + 1) * tiles // splits * COLUMNS)
             part = z[:, columns]
@@ -189,6 +198,27 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
             found = (token >= columns.start) & (token < columns.start + part.shape[1])
             at = part.gather(1, torch.where(found, token - columns.start, 0).long())
             k.picked[own] = torch.where(found, at, k.picked[own, None])[:, 0]
+
+
+def keep(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None:
+    """What is left of 64 slots: each lane's e in a tile, and the maximum that it is relative to. Rows of the
+    part that are no slots are written as well."""
+    lanes = torch.nn.functional.pad(z, (0, tiles * COLUMNS - z.shape[1]), value=-math.inf)
+    lanes = lanes.view(-1, tiles, 32, 4, 2)
+    m = lanes.amax((2, 4))
+    m[m == -math.inf] = 0.0
+    e = torch.full((64, tiles * COLUMNS), NAN)
+    e[: len(z)] = ((lanes - m[:, :, None, :, None]) * scale.view(-1, 1, 1, 1, 1)).exp2().flatten(1)
+    kept = described(k.kept_desc)
+    assert k.kept_base.shape[1:] == (tiles, 4) and kept.shape[1] == tiles * COLUMNS
+    k.kept_base[slot : slot + len(z)] = m
+    row = slot + queued_before(k)
+    stored(kept[row : row + 64], e)
+
+
+def queued_before(k: Any) -> int:
+    """Rows in front of a kernel's own."""
+    return int(k.queued) if k.QUEUED else 0
 
 
 def merge_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -226,11 +256,12 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
     count, K = int(k.count), k.steps * k.STEP
     rows, columns = whole(count, 128), whole(k.V, COLUMNS)
     hidden, weight, out = map(described, (k.a_desc, k.b_desc, k.out_desc))
+    out = out[queued_before(k) :]
     ids, scales = k.ids[:rows, None], k.scales[:rows, None]
     assert len(ids) == rows and grid[0] >= 1
     weights = strided(k.weights, 4, rows, k.capacity)
     assert_apart(out, hidden[:rows, :K], weight[:columns, :K], ids, scales, weights)
-    z = loaded(hidden, rows, K) @ loaded(weight, columns, K).t()
+    z = product(loaded(hidden, rows, K), loaded(weight, columns, K).t())
     if k.HAS_BIAS:
         assert_apart(out, k.bias)
         z[:, : k.V] += k.bias[k.first : k.first + k.V]
@@ -247,15 +278,17 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
 def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
     slots, width = grid[0], min(grid[1] * k.TILES, k.width) * COLUMNS
     there = torch.arange(slots)[:, None] < k.count
-    first = k.first * COLUMNS
+    first, own = k.first * COLUMNS, slice(queued_before(k), queued_before(k) + slots)
     for t, stride in ((k.out, k.stride * COLUMNS), (k.kept, k.tiles * COLUMNS), (k.kept_base, 4)):
         in_words(t, stride)
-    out = strided(k.out, slots, width, k.stride * COLUMNS)
-    kept = k.kept.view(slots, -1)[:, first : first + width]
-    of_tiles = k.kept_base.view(slots, k.tiles, 4)
+    out = strided(k.out, own.stop, width, k.stride * COLUMNS)[own]
+    kept = k.kept.view(-1, k.tiles * COLUMNS)[own, first : first + width]
+    of_tiles = k.kept_base.view(-1, k.tiles, 4)[:slots]
     weights = strided(k.weights, 4, slots, k.capacity)
-    assert first + width <= k.tiles * COLUMNS == k.kept.shape[1]
-    assert_apart(out, kept, of_tiles, k.ids, k.scales, weights)
+    assert first + width <= k.tiles * COLUMNS == k.kept.shape[1] and len(kept) == len(of_tiles) == slots
+    if (out.data_ptr(), out.stride()) != (kept.data_ptr(), kept.stride()):  # what it reads it may write over
+        assert_apart(out, kept)
+    assert_apart(out, of_tiles, k.ids, k.scales, weights)
     column = first + torch.arange(width)
     base, a, _, g = weights[:, :, None]
     moved = (of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base).exp2()
@@ -279,12 +312,23 @@ def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
     if k.HAS_INIT:
         if k.init.data_ptr() != k.out.data_ptr():  # a program may read what it will write itself
             assert_apart(out, k.init)
+        if k.STAGED_INIT and k.COUNTED_K and K == 0:
+            assert k.init.data_ptr() == k.out.data_ptr(), "what is not written must be there"
+            return
         if k.STAGED_INIT:
             assert K > 0, "it is taken after the first segment"
             total = loaded(described(k.init_desc), rows, columns)
         else:
             total[:M, : k.N] = strided(k.init, M, k.N, k.ld)
-    stored(out, total + loaded(a, rows, K) @ loaded(b, columns, K).t())
+    left, right = loaded(a, rows, K), loaded(b, columns, K)
+    for first in range(0, K, SEGMENT):
+        part = slice(first, first + SEGMENT)
+        total = total + product(left[:, part], right[:, part].t())
+    if k.SCALED:
+        assert_apart(out, k.factor)
+        assert k.factor.numel() == 1 and k.factor.dtype == torch.float32
+        total = total * k.factor
+    stored(out, total)
 
 
 def bias_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -293,7 +337,52 @@ def bias_kernel(grid: tuple[int, ...], k: Any) -> None:
     strided(k.dz, int(k.count), grid[0] * k.BLOCK, k.stride * COLUMNS)  # what is read, in whole blocks
     dz = strided(k.dz, int(k.count), columns, k.stride * COLUMNS)
     assert_apart(k.dbias, dz)
-    k.dbias[:columns] = dz.float().sum(0)
+    total = k.dbias[:columns].clone() if k.GOES_ON else torch.zeros(columns)
+    for rows in dz.split(16):
+        total = total + rows.double().sum(0).float()
+    k.dbias[:columns] = total
+
+
+def take_kernel(grid: tuple[int, ...], k: Any) -> None:
+    slots, columns = grid[0] * k.SLOTS, k.words * 8
+    assert slots == k.blocks * 128 + 64 and grid[1] * k.COLUMNS >= columns and len(k.rows) == k.blocks * 128
+    in_words(k.out, columns)
+    in_words(k.source, k.stride_words * 8)
+    row = torch.nn.functional.pad(k.rows, (0, 64), value=-1)
+    own = slice(int(k.queued), int(k.queued) + slots)
+    out, numbers = strided(k.out, own.stop, columns, columns)[own], k.out_rows[own]
+    source = strided(k.source, int(row.max()) + 1, columns, k.stride_words * 8)
+    assert_apart(out, source, k.rows)
+    assert_apart(numbers, k.rows)
+    assert len(numbers) == slots
+    out.zero_()
+    out[row >= 0] = source[row[row >= 0].long()]
+    numbers.copy_(torch.where(row >= 0, row + k.first_row, -1))
+    assert_apart(k.counts, k.queued, k.count)
+    total = int(k.queued) + int(k.count)
+    rows_taken = total // k.SEGMENT * k.SEGMENT if k.WAIT else total
+    k.counts.copy_(torch.tensor([total, rows_taken, total - rows_taken, 0]))
+
+
+def move_kernel(grid: tuple[int, ...], k: Any) -> None:
+    count, first, columns = int(k.count), int(k.first), k.words * 8
+    assert count <= grid[0] * k.ROWS and columns <= grid[1] * k.COLUMNS
+    out = strided(k.out, count, columns, k.out_words * 8)
+    source = strided(k.source, first + count, columns, k.source_words * 8)[first:]
+    for t, words in ((k.out, k.out_words), (k.source, k.source_words)):
+        in_words(t, words * 8)
+    if out.data_ptr() != source.data_ptr():
+        assert_apart(out, source)
+    out.copy_(source)
+    if k.TABLE:
+        assert first == 0 or first >= count
+        k.table[:count] = k.table[first : first + count].clone()
+
+
+def clear_kernel(grid: tuple[int, ...], k: Any) -> None:
+    columns, first = k.words * 8, int(k.count)
+    assert grid[0] * k.COLUMNS >= columns
+    strided(k.out, first + k.ROWS, columns, columns)[first:] = 0.0
 
 
 def unpack_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -341,7 +430,8 @@ MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     meaning.__name__: meaning
     for meaning in (
         compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel, kept_kernel,
-        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel,
+        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel, take_kernel,
+        move_kernel, clear_kernel,
     )
 }  # fmt: skip
 

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from isobit.op import CONTROLS, OPS, Op
 from stub_cuda import STREAM, Launch, Memory, clear, differences_but_for_places, launches, ordinary
 
-BF16, F16, F32, INT64, BOOL = torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,29 @@ def _head_bwd(N: int = 5, D: int = 64, V: int = 600, **more: Any) -> Call:
     )  # fmt: skip
     given |= {"stats": shape(2, N, dtype=F32), "dlogp": shape(N, dtype=F32), "ignore_index": -100}
     given |= {"temperature": 1.0, "want_hidden": True, "want_weight": True, "want_bias": False}
+    given |= {"grad_dtype": None}
     return Call("linear_logp_bwd", "hopper", {**given, **more})
 
 
 def _kept(N: int, V: int) -> dict[str, Any]:
     rows, tiles = -(-N // 128) * 128, -(-V // 256)
     return {"kept": shape(rows, tiles * 256), "kept_base": shape(rows, tiles, 4, dtype=F32)}
+
+
+def _chunk(N: int = 300, D: int = 64, V: int = 600, **more: Any) -> Call:
+    """Rows of a sweep, behind others that wait: 768 columns, and 512 + 384 + 64 rows of memory."""
+    given = _head(N, D, V).given | {"memory": shape(960 * 768), "kept_base": shape(384, 3, 4, dtype=F32)}
+    given |= {"queued": shape(1, dtype=INT32), "bias": None, "mask": None, "ignore_index": -100}
+    return Call("linear_logp_chunk", "hopper", {**given, "temperature": 1.0, "return_entropy": False, **more})
+
+
+def _chunk_bwd(N: int = 300, D: int = 64, V: int = 600, **more: Any) -> Call:
+    given = _chunk(N, D, V).given | _of_rows(N, "entropy", "dlogp") | {"stats": shape(2, N, dtype=F32)}
+    given |= {"queue": shape(960, D), "queue_rows": shape(960, dtype=INT32), "dentropy": None}
+    given |= {"dhidden": shape(900, D, dtype=F32), "dweight": shape(V, D, dtype=F32), "dbias": None}
+    given |= {"first_row": 300, "kept": True, "first": False, "last": False, "postpone": False}
+    del given["return_entropy"]
+    return Call("linear_logp_chunk_bwd", "hopper", {**given, **more})
 
 
 def _logits(N: int, V: int, backend: str = "triton", **more: Any) -> Call:
@@ -206,6 +224,15 @@ CALLS = {
     "head backward, padded vocabulary": _head_bwd(vocab_size=500, bias=shape(600, dtype=F32), want_bias=True),
     "head backward, several slabs": _head_bwd(V=1100, workspace_bytes=0),
     "head backward, weight alone": _head_bwd(want_hidden=False),
+    "chunk": _chunk(mask=shape(300, dtype=BOOL)),
+    "chunk backward": _chunk_bwd(bias=shape(600), dbias=shape(600, dtype=F32)),
+    "chunk backward, the last": _chunk_bwd(last=True, mask=shape(300, dtype=BOOL)),
+    "chunk backward, in slabs": _chunk_bwd(kept=False, memory=shape(512 * 768 + 960 * 512)),
+    "chunk backward, postponed": _chunk_bwd(first=True, last=True, postpone=True, dweight=None),
+    "chunk, what was postponed": Call("linear_logp_chunk_dw", "hopper", {
+        "memory": shape(448 * 768), "queue": shape(448, 64), "count": shape(1, dtype=INT32),
+        "factor": shape(dtype=F32), "vocab": 600,
+    }),
     "logp, few rows": _logits(5, 20000, **_ALL),
     "logp, many rows": _logits(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
     "logp, short rows": _logits(5, 1000, temperature=0.7),

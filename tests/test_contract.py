@@ -339,7 +339,7 @@ def test_annotations_of_strides_and_dtypes_become_specs() -> None:
     assert not a.contiguous_last and b is not None and b.any_strides
     assert [o.dtype_of for o in PRODUCT.outputs] == [("out_dtype", "a"), ("b",)]
     assert PRODUCT.outputs[0].dims == ("*", "M", "N") and PRODUCT.params[2].scalar is torch.dtype
-    with pytest.raises(TypeError, match="only 'any strides' may follow"):
+    with pytest.raises(TypeError, match="only 'any strides' or 'written' may follow"):
         Half[Tensor, "* K; some strides"]
 
 
@@ -397,3 +397,29 @@ def test_descriptions() -> None:
 
 def test_a_message_does_not_print_a_whole_batch() -> None:
     assert len(message(CONTRACT.typed, values(ids=list(range(100_000))))) < 300
+
+
+# What an op writes into, and what may be anything
+
+
+def adds(x: Float[Tensor, "N D"], total: F32[Tensor, "D; written"] | None) -> F32[Tensor, "D"]: ...
+
+
+def takes(x: Float[Tensor, "N D"], how: object | None = None) -> F32[Tensor, "D"]: ...
+
+
+def test_what_an_op_writes_into_is_in_its_schema() -> None:
+    assert Contract("adds", adds).schema() == "adds(Tensor x, Tensor(total!)? total) -> Tensor"
+
+
+def test_what_is_written_into_is_contiguous() -> None:
+    contract, x = Contract("adds", adds), torch.zeros(3, 4)
+    assert contract.check((x, torch.zeros(4)))["D"][0] == 4
+    rule = r"adds\(total: \[4\] fp32\): is written into and must be contiguous, its strides are \(2,\)"
+    with pytest.raises(ContractError, match=rule):
+        contract.check((x, torch.zeros(8)[::2]))
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": 1}, torch.zeros(2), print])
+def test_an_object_may_be_anything(value: Any) -> None:
+    assert Contract("takes", takes).typed((torch.zeros(3, 4), value))[1] is value

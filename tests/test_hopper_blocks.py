@@ -18,6 +18,8 @@ from isobit.check.proofs import proofs
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
+from isobit.ops.linear_logp.rooms import Memory
 from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
 from isobit.ops.logp import kernels_hopper as logp
 from isobit.ops.ratio_kl import kernels_hopper as ratio_kl
@@ -172,7 +174,7 @@ CALLS = [  # slots, D, V, rows of dW that there are
 def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
     slots: int, D: int, V: int, rows: int, frozen: bool, room: int
 ) -> None:
-    plan = slabs(V, slots, D, room, 0 if frozen else rows, SMS)
+    plan = slabs(V, slots, D, room, 0 if frozen else rows, D, SMS)
     assert [s.first for s in plan] == [0, *(s.end for s in plan[:-1])] and plan[-1].end == V
     assert all(s.first % SEGMENT == 0 for s in plan)
     for slab in plan:
@@ -184,7 +186,7 @@ def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
 
 
 def test_memory_of_the_gradient_makes_slabs_wider() -> None:
-    lent, own = (slabs(128256, 16384, 4096, 1 << 26, rows, SMS) for rows in (128256, 0))
+    lent, own = (slabs(128256, 16384, 4096, 1 << 26, rows, 4096, SMS) for rows in (128256, 0))
     assert lent[0].lent and lent[0].end > 10 * own[0].end and len(lent) < len(own) / 3
 
 
@@ -303,7 +305,7 @@ def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
 HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
     backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
-    backward.zero_kernel, ratio_kl.ratio_kernel,
+    backward.zero_kernel, ratio_kl.ratio_kernel, chunk.take_kernel, chunk.move_kernel, chunk.clear_kernel,
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
@@ -317,7 +319,9 @@ def test_hopper_kernels_are_specialised_on_constants_alone(kernel: object) -> No
     assert roles.known and all(roles.free)
 
 
-@pytest.mark.parametrize("op", ["logp", "ratio_kl", "linear_logp", "det_gemm", "det_linear", "det_gemm_dw"])
+@pytest.mark.parametrize(
+    "op", ["logp", "ratio_kl", "linear_logp", "linear_policy_loss", "det_gemm", "det_linear", "det_gemm_dw"]
+)
 def test_contraction_is_never_left_to_a_default(op: str) -> None:
     """Triton's own default is to contract, until it is not: 3.9 announces another for 3.10."""
     recorder = launch.Recorder()
@@ -377,6 +381,7 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
             wanted = {"want_hidden": True, "want_weight": weight, "want_bias": full and weight}
             wanted["vocab_size"] = V - 3 if weight else None
             backward.linear_logp_bwd(launch=recorder, **theirs | wanted)
+        chunk_launches(recorder, args, full)
     flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
     logp.logp(recorder, **few | flags | {"logits": empty(N, V)})
     both = {"policy_logits": empty(N, V), "ref_logits": empty(N, V), "old_logp": floats, "ref_logp": None}
@@ -384,6 +389,18 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
     stream = tokens.Stream(empty(-(-N // 64) * 64, dtype=torch.int32), *[empty(1, dtype=torch.int32)] * 3)
     products.token_product(empty(1, N, D), empty(1, N, D), stream, None, launch=recorder)
     return recorder
+
+
+def chunk_launches(recorder: launch.Recorder, args: dict[str, Any], full: bool) -> None:
+    """Of a chunk in the middle of others, and of the last of them."""
+    (N, D), V = args["hidden"].shape, len(args["weight"])
+    memory = Memory.of("hopper", args["hidden"], V, N, 0, True, 0)._asdict()
+    own = args | memory | {"queued": empty(1, dtype=torch.int32), "first_row": 0, "kept": True}
+    chunk.linear_logp_chunk(recorder, **own, return_entropy=full)
+    own |= {"dhidden": empty(N, D, dtype=torch.float32), "dweight": empty(V, D, dtype=torch.float32)}
+    own |= {"dbias": empty(V, dtype=torch.float32) if full else None, "first": False, "postpone": False}
+    for last in (False, True):
+        chunk.linear_logp_chunk_bwd(recorder, **own | {"last": last})
 
 
 def compile_keys(recorder: launch.Recorder) -> dict[str, set[str]]:

@@ -113,24 +113,33 @@ def interpreted() -> dict[str, Any]:
         "entropy": None, "dlogp": torch.ones(1).expand(N), "dentropy": None, "dlse": None,
         "stats": torch.tensor([[-150.0], [1.0]]).expand(2, N),
     }  # fmt: skip
-    weights, counts = backward._weigh(slots, slots.capacity, args, N, V, 1.0, run)
+    weights, counts = backward.weigh(slots, slots.capacity, args, N, V, 1.0, run)
     each = args | {"dlogp": torch.ones(N)}
-    found["one number"] = torch.equal(weights, backward._weigh(slots, 128, each, N, V, 1.0, run)[0])
+    found["one number"] = torch.equal(weights, backward.weigh(slots, 128, each, N, V, 1.0, run)[0])
     kept = torch.zeros(slots.capacity, V, dtype=torch.bfloat16)
     base = torch.zeros(slots.capacity, 1, 4)
     kept[:, 1], base[:, 0, 0] = 1.0, -150.0
     kept[2:] = float("inf")  # what lies in holes is anything
     dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
     (block,) = backward._blocks(dz, slots, weights, counts, kept, base, slots.capacity)
-    backward._from_kept(dz, block, 0, run)
+    backward.from_kept(dz, block, 0, run)
     found["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
+
+    # The same in place, behind three rows of others; and its column sums, on from what is there.
+    behind = torch.cat((kept.new_full((3, V), 7.0), kept))
+    own = block._replace(kept=behind)
+    backward.from_kept(behind, own, 0, run, torch.tensor([3], dtype=torch.int32))
+    found["dz behind"] = [torch.equal(behind[3:], dz), behind[:3].unique().tolist()]
+    sums = torch.ones(V)
+    backward.sum_bias(sums, dz, slots.count, True, run)
+    found["sums"] = sums[[1, 5, 7, 9]].tolist()
 
     # 130 of 300 rows, in blocks of 128 and all together.
     some = torch.where(torch.arange(300) % 300 < 130, 5, -100)
     taken = Slots(some, None, None, -100, LOG2E, V, True, run)
     of_300 = args | {"dlogp": torch.ones(300), "stats": torch.ones(2, 300)}
     found["counts"] = [
-        backward._weigh(taken, height, of_300, 300, V, 1.0, run)[1].tolist() for height in (128, 384)
+        backward.weigh(taken, height, of_300, 300, V, 1.0, run)[1].tolist() for height in (128, 384)
     ]
 
     # Rows whose length is no multiple of 16 bytes, packed for TMA.
@@ -202,6 +211,14 @@ def test_holes_and_empty_lanes_reach_no_gradient(found: dict[str, Any]) -> None:
     nans, (first, second), holes = found["dz"]
     assert nans == 0 and holes == 0
     assert first == [-1.0, 1.0, 0.0] and second == [-1.0, 0.0, 1.0]
+
+
+def test_kept_values_may_lie_behind_others_and_become_d_logits_in_place(found: dict[str, Any]) -> None:
+    assert found["dz behind"] == [True, [7.0]]
+
+
+def test_sums_go_on_from_those_that_are_there(found: dict[str, Any]) -> None:
+    assert found["sums"] == [-1.0, 2.0, 2.0, 1.0]
 
 
 def test_a_gradient_that_all_rows_share_is_read_where_it_is(found: dict[str, Any]) -> None:

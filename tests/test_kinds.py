@@ -15,6 +15,7 @@ from torch import Tensor
 from isobit import ContractError, kinds
 from isobit.backend import UnsupportedError
 from isobit.blocks import hopper_pipe
+from isobit.composed import Composed
 from isobit.contract import Param
 from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.op import OPS
@@ -220,8 +221,12 @@ SCALARS: dict[type, tuple[Any, ...]] = {
     torch.dtype: (BF16, F16, F32),
 }
 LIBRARY = sorted(name for name in OPS if OPS[name].package.startswith("isobit.ops."))
-#: Where rows are sequences, rules look at their number, and a call with another one is asked about.
-BY_ROWS = [name for name in LIBRARY if any(at is not None for at in OPS[name].contract.rows_at)]
+#: Where rows are sequences, rules look at their number, and a call with another one is asked about. Functions
+#: over ops are served by theirs.
+BY_ROWS = [
+    name for name in LIBRARY
+    if any(at is not None for at in OPS[name].contract.rows_at) and not isinstance(OPS[name], Composed)
+]  # fmt: skip
 
 
 def mostly(usual: Any, unusual: Any) -> Any:

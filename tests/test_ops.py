@@ -11,6 +11,7 @@ from isobit.check import report
 from isobit.check.law import LAWS
 from isobit.check.proofs import proofs
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
+from isobit.composed import Composed
 from isobit.op import public_ops
 
 DEVICE = default_device()
@@ -30,6 +31,7 @@ def expected_unsupported() -> dict[tuple[str, str, str], str]:
                 "compile": None if backend.name in proof.kernels else "nothing to compile",
                 "gradient": None if proof.op.differentiable else "no argument has a gradient",
                 "agree": "nothing else here keeps numerics class" if lone and proof.also is None else None,
+                "traceable": "a function over ops" if isinstance(proof.op, Composed) else None,
             }
             if numerics == NONE:
                 reasons |= dict.fromkeys(("invariant", "agree"), "it promises accuracy, not bits")
@@ -44,7 +46,8 @@ EXPECTED_UNSUPPORTED = expected_unsupported()
 #: Single cases of a law that a backend leaves to another one of its class, or cannot serve.
 EXPECTED_CASES = {(op, "hopper"): "TMA cannot read" for op in PRODUCTS}
 EXPECTED_CASES |= {
-    (op, "hopper"): f"{op}(backend='hopper'): " for op in ("logp", "ratio_kl", "grpo_loss", "linear_logp")
+    (op, "hopper"): f"{op}(backend='hopper'): "
+    for op in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_policy_loss")
 }
 
 

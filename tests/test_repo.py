@@ -218,6 +218,7 @@ PAGES = {
     "README.md": 5,
     "docs/numerics.md": 5,
     "docs/linear_logp.md": 2,
+    "docs/linear_policy_loss.md": 4,
     "docs/ratio_kl.md": 3,
     "docs/grpo_loss.md": 3,
     "docs/losses.md": 5,

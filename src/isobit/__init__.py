@@ -10,6 +10,7 @@ from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
+from isobit.ops.linear_policy_loss import linear_policy_loss
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 
@@ -46,6 +47,7 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "linear_logp",
+    "linear_policy_loss",
     "logp",
     "losses",
     "nn",

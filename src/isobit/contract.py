@@ -7,10 +7,12 @@ int32 or int64 with the same leading shape. A dimension that appears twice must 
 dimensions may follow
 
     "* M K; any strides"            the last dimension need not be contiguous
+    "V D; written"                  the op writes into it, and it is contiguous as a whole
     "* if return_entropy"           an output that is there only if this argument is true, or given
     "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
 
-and `float | F32[Tensor, "*"]` is a number, or one for every row. Arguments are bound by name.
+and `float | F32[Tensor, "*"]` is a number, or one for every row; an `object` may be anything. Arguments are
+bound by name.
 
 From these annotations come the checks and their messages, the `torch.library` schema and the fake
 outputs, so none of them can drift from the signature.
@@ -60,6 +62,7 @@ class Spec:
     when: str | None = None  # an output that is empty, [0], unless this argument is true, or a tensor
     dtype_of: tuple[str, ...] = ()  # an output in the dtype of the first of these that is not None
     any_strides: bool = False
+    written: bool = False  # the op writes into it
 
     @property
     def contiguous_last(self) -> bool:
@@ -80,12 +83,14 @@ class _Annotation:
             return Annotated[base, Spec(self.kind, (), (), like=text)]
         text, _, when = text.partition(" if ")
         text, _, source = text.partition(" in ")
-        dims, _, strides = text.partition("; ")
-        if strides not in ("", "any strides"):
-            raise TypeError(f"{strides!r} in an annotation: only 'any strides' may follow the dimensions")
+        dims, _, more = text.partition("; ")
+        if more not in ("", "any strides", "written"):
+            rule = "only 'any strides' or 'written' may follow the dimensions"
+            raise TypeError(f"{more!r} in an annotation: {rule}")
         return Annotated[base, Spec(
             self.kind, self.dtypes, tuple(dims.split()), when=when or None,
-            dtype_of=tuple(source.split(" or ")) if source else (), any_strides=bool(strides),
+            dtype_of=tuple(source.split(" or ")) if source else (), any_strides=more == "any strides",
+            written=more == "written",
         )]  # fmt: skip
 
 
@@ -134,7 +139,8 @@ class Param:
         """Its parameters of the `torch.library` op: a tensor or a number are two, one of them None there."""
         either = self.spec is not None and self.scalar is not None
         mark = "?" if self.optional or either else ""
-        found = [f"Tensor{mark} {self.name}{'_of_rows' if either else ''}"] if self.spec else []
+        kind = f"Tensor({self.name}!)" if self.spec and self.spec.written else "Tensor"
+        found = [f"{kind}{mark} {self.name}{'_of_rows' if either else ''}"] if self.spec else []
         return found + ([f"{_SCALARS[self.scalar]}{mark} {self.name}"] if self.scalar else [])
 
 
@@ -154,7 +160,7 @@ def _spec_of(hint: Any) -> Spec | None:
 def _as_scalar(value: Any, scalar: type) -> Any:
     """The value as this type, or the rule that it breaks: true and false are no numbers, numpy's and symbolic
     numbers are."""
-    if type(value) is scalar:
+    if type(value) is scalar or scalar is object:
         return value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -335,6 +341,10 @@ class Contract:
                 self._agree(name, t, spec.dims[1], t.shape[-1], dims)
             else:
                 self._bind(name, t, spec.dims, dims)
+            if spec.written and not t.is_contiguous():
+                raise self.error(
+                    name, t, f"is written into and must be contiguous, its strides are {t.stride()}"
+                )
             if contiguous_last and t.shape[-1] > 1 and t.stride(-1) != 1:
                 rule = f"last dimension must be contiguous, its stride is {t.stride(-1)}"
                 raise self.error(name, t, f"{rule}; call .contiguous() on it")

@@ -223,8 +223,12 @@ class Start:
 
 
 @gluon.jit
-def _segments(WHICH: gl.constexpr, pipe, output, start, blocks, count, HAS_BLOCKS: gl.constexpr):
-    """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order."""
+def _segments(
+    WHICH: gl.constexpr, pipe, output, start, blocks, count, times,
+    HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
+    sum of all times a number."""
     FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -250,6 +254,8 @@ def _segments(WHICH: gl.constexpr, pipe, output, start, blocks, count, HAS_BLOCK
                 total = start.take(total, s, turn, output.LAYOUT, WHICH)
             total += acc
         turn = turn ^ 1
+        if SCALED:
+            total = total * times
         output.store(pipe, total, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
@@ -273,15 +279,16 @@ def _load_sums(pipe, start):
 
 @kernel
 def sum_kernel(
-    out, ld, M, N, K, init, first, blocks, count, a_desc, b_desc, out_desc, init_desc,
+    out, ld, M, N, K, init, first, blocks, count, factor, a_desc, b_desc, out_desc, init_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
     HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
-    STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many blocks from
     slot `first` on as `blocks` says (HAS_BLOCKS), or full ones over all of K. COUNTED_*: that number is on
-    the device. STAGED_*: through shared memory and TMA; a sum that may have no terms reads init itself."""
+    the device. STAGED_*: through shared memory and TMA; a sum that may have no terms reads init itself, or
+    writes nothing where init is out. SCALED: times the factor."""
     if HAS_BLOCKS:  # segments lie one behind the other, so where the last one ends all do
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
@@ -291,6 +298,11 @@ def sum_kernel(
     steps = gl.cdiv(K, STEP)
     if COUNTED_ROWS:
         M = gl.load(M)
+    if COUNTED_K and STAGED_INIT:  # in place, and no terms
+        M = gl.where(K == 0, 0, M)
+    times = gl.to_tensor(1.0)
+    if SCALED:
+        times = gl.load(factor)
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
     )
@@ -299,13 +311,14 @@ def sum_kernel(
     start = Start.create(pipe, output, init_desc, STAGED_INIT)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, start, blocks, count, HAS_BLOCKS)), (_load_sums, (pipe, start))],
+            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
+             (_load_sums, (pipe, start))],
             [1], [LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, start, blocks, count, HAS_BLOCKS)),
-             (_segments, (1, pipe, output, start, blocks, count, HAS_BLOCKS)),
+            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
+             (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_load_sums, (pipe, start))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
@@ -359,11 +372,12 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
 
 def sum_into(
     out: Tensor, x: Tensor, dy: Tensor, *, init: Tensor | None = None, stream: Stream | None = None,
-    counted: Tensor | None = None, rows: Tensor | None = None, launch: Launch = run,
+    counted: Tensor | None = None, rows: Tensor | None = None, factor: Tensor | None = None,
+    launch: Launch = run,
 ) -> None:  # fmt: skip
-    """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype. Those rows are a packed
-    stream's, or the first `counted` ones and zeros up to a multiple of 64, or all. Only the first `rows` rows
-    of out are computed. Both numbers are on the device."""
+    """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; all of it times a factor, if
+    there is one. Those rows are a packed stream's, or the first `counted` ones and zeros up to a multiple of
+    64, or all. Only the first `rows` rows of out are computed. These numbers are on the device."""
     a, b = matrix(dy).turned(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
@@ -373,8 +387,9 @@ def sum_into(
     staged = N * out.element_size() % 16 == 0
     out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     staged_init = False
-    if init is not None and staged and stream is None and counted is None:
-        # It comes through the buffers of the output, and is taken after the first segment: there is one.
+    if init is not None and staged and stream is None and (counted is None or init is out):
+        # It comes through the buffers of the output, and is taken after the first segment: there is one, or
+        # nothing is to be done.
         staged_init = init.dtype == out.dtype and init.data_ptr() % 16 == 0
         if staged_init and init is not out:
             init_desc = descriptor(matrix(init), 64, tile.columns)
@@ -384,9 +399,10 @@ def sum_into(
     launch(
         sum_kernel, (min(tiles, sms),),
         out, out.stride(0), M if rows is None else rows, N, K if counted is None else counted,
-        out if init is None else init, *tables, a_desc, b_desc, out_desc, init_desc, a_by_k, b_by_k,
+        out if init is None else init, *tables, out if factor is None else factor,
+        a_desc, b_desc, out_desc, init_desc, a_by_k, b_by_k,
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
-        rows is not None, staged, staged_init, registers,
+        rows is not None, staged, staged_init, factor is not None, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned, with_gradient
 from isobit.check.units import units_of
+from isobit.composed import Composed
 from isobit.contract import ContractError, Param
 
 # Contract
@@ -158,6 +159,8 @@ def _reports_bad_value(trial: Trial, bad: Args, what: str, validate: bool | None
 def traceable(trial: Trial) -> list[OutputCheck]:
     """opcheck in and out of autocast, compile without graph breaks or a recompilation per size, graph
     capture on a GPU, and a clear error for a second derivative."""
+    if isinstance(trial.op, Composed):
+        raise Unsupported(trial.op.untraceable)
     checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]
     if _on_gpu(trial):
         checks += _captures(trial)

@@ -209,6 +209,9 @@ class Proof:
     groups: Groups | None = None
     #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
     judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
+    #: The invariant law in words of its own, for a function whose outputs are sums over the batch and whose
+    #: rows come in ways that a contract cannot say: (trial) -> checks.
+    invariant: Callable[[Any], list[Any]] | None = None
     #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they
     #: do not apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None

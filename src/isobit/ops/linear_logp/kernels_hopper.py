@@ -77,6 +77,7 @@ class Fold:
     kept: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
+    shift: gl.tensor  # rows from the first of `kept` to that of the first slot
     listed: gl.tensor  # parts of 64 rows that have one that counts, if LISTED
     capacity: gl.tensor
     V: gl.tensor
@@ -94,7 +95,7 @@ class Fold:
         at = (gl.expand_dims(row, 1).to(gl.int64) * tiles + n) * 4 + lane
         gl.store(self.kept_base + at, finite(m), mask=gl.expand_dims(inside, 1))
         tile = gl.convert_layout(gl.reshape(e, (ROWS, _COLUMNS)), self.LAYOUT)
-        put_tile(tile, self.kept, self.staging, part * ROWS, n * _COLUMNS, WHICH)
+        put_tile(tile, self.kept, self.staging, part * ROWS + self.shift, n * _COLUMNS, WHICH)
 
 
 @gluon.jit
@@ -140,15 +141,18 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
 
 @kernel
 def forward_kernel(
-    partial, picked, ids, scales, bias, kept_base, count, listed, capacity, V, steps,
+    partial, picked, ids, scales, bias, kept_base, count, queued, listed, capacity, V, steps,
     a_desc, b_desc, kept_desc, MULTIPLIERS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
     LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
-    KEEP: gl.constexpr, LISTED: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sums of every split of every row, and the logit of its token. LISTED: of the parts of 64 rows that are
-    listed, and no others."""
+    listed, and no others. QUEUED: what is kept lies behind so many rows of others."""
     rows = gl.load(count)
+    shift = gl.to_tensor(0)
+    if QUEUED:
+        shift = gl.load(queued)
     tall = rows
     if LISTED:
         tall = gl.load(listed) * ROWS
@@ -160,8 +164,8 @@ def forward_kernel(
         shape: gl.constexpr = [MULTIPLIERS] + kept_desc.block_type.shape
         staging = gl.allocate_shared_memory(kept_desc.dtype, shape, kept_desc.layout)
     fold = Fold(
-        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, listed + 1, capacity, V,
-        LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED,
+        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, shift, listed + 1, capacity,
+        V, LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED,
     )  # fmt: skip
     if MULTIPLIERS == 1:
         gl.warp_specialize(
@@ -230,8 +234,11 @@ def tile_for(N: int, V: int, sms: int) -> Tile:
     return _FOLD_FEW if _FOLD_FEW.rows >= N or 2 * _items(_FOLD, N, V) <= sms else _FOLD
 
 
-def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, lse, stats, kept, kept_base)."""
+def linear_logp(
+    launch: Launch = run, into: tuple[Tensor, Tensor, Tensor] | None = None, **args: Any
+) -> tuple[Tensor | None, ...]:
+    """(logp, entropy, lse, stats, kept, kept_base). Probabilities are kept in new memory, or in what is given
+    as `into`: memory of both, and how many rows of others the first of them holds in front, on the device."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
     shape, D = hidden.shape[:-1], hidden.shape[-1]
@@ -247,9 +254,11 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         rows = pack(rows, slots.rows, launch)
     sms, entropy, bias = sm_count(rows.device), args["return_entropy"], args["bias"]
     tile = TILE_STAGED if keep else tile_for(N, V, sms)
-    kept = kept_base = None
+    kept = kept_base = queued = None
     tiles = -(-V // COLUMNS)
-    if keep:
+    if into is not None:
+        kept, kept_base, queued = into
+    elif keep:
         kept = rows.new_empty(slots.capacity, tiles * COLUMNS)
         kept_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
@@ -260,11 +269,11 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     launch(
         forward_kernel, (min(_items(tile, N, V), sms),),
         partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
-        partial if kept_base is None else kept_base, slots.count, slots.listed, slots.capacity, V,
-        -(-D // tile.step), a_desc, b_desc,
+        partial if kept_base is None else kept_base, slots.count, slots.count if queued is None else queued,
+        slots.listed, slots.capacity, V, -(-D // tile.step), a_desc, b_desc,
         a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns), tile.multipliers,
         tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
-        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, not packed, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, queued is not None, not packed,
+        registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
     return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base

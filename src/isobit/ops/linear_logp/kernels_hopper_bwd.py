@@ -105,6 +105,7 @@ class Differentiated:
     desc: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
+    shift: gl.tensor  # rows from the first of the slab to that of the first slot
     capacity: gl.tensor
     first: gl.tensor
     V: gl.tensor
@@ -144,37 +145,29 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
             g = gl.load(slab.weights + 3 * slab.capacity + row)[:, None]
             dz = gl.where(column[None, :] == token[:, None], dz + g, dz)
         dz = gl.where((row < slab.rows)[:, None], dz, 0.0)  # a hole has the bias for logits: 2^u may be inf
-        put_tile(dz, slab.desc, slab.staging, (block * 2 + WHICH) * ROWS, n * _COLUMNS, WHICH)
+        put_tile(dz, slab.desc, slab.staging, (block * 2 + WHICH) * ROWS + slab.shift, n * _COLUMNS, WHICH)
     tma.store_wait(0)
 
 
 @kernel
 def slab_kernel(
-    ids, scales, weights, bias, count, capacity, first, V, steps, a_desc, b_desc, out_desc,
+    ids, scales, weights, bias, count, queued, capacity, first, V, steps, a_desc, b_desc, out_desc,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
-    ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr, REGISTERS: gl.constexpr,
+    ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr, QUEUED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """d-logits of V columns from `first` on, for every row."""
+    """d-logits of V columns from `first` on, for every row. QUEUED: behind so many rows of others."""
     rows = gl.load(count)
+    shift = gl.to_tensor(0)
+    if QUEUED:
+        shift = gl.load(queued)
     pipe = Pipe.create(a_desc, b_desc, rows, V, steps, 0, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
     shape: gl.constexpr = [2] + out_desc.block_type.shape
     staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     slab = Differentiated(
-        ids,
-        scales,
-        weights,
-        bias,
-        out_desc,
-        staging,
-        rows,
-        capacity,
-        first,
-        V,
-        LAYOUT,
-        ROUND,
-        HAS_BIAS,
-        ENTROPY,
-    )
+        ids, scales, weights, bias, out_desc, staging, rows, shift, capacity, first, V,
+        LAYOUT, ROUND, HAS_BIAS, ENTROPY,
+    )  # fmt: skip
     gl.warp_specialize(
         [(_differentiate, (0, pipe, slab)), (_differentiate, (1, pipe, slab)), (load_tiles, (pipe,))],
         [4, 1], [REGISTERS, LOADER_REGISTERS],
@@ -183,17 +176,21 @@ def slab_kernel(
 
 @triton_kernel
 def kept_kernel(
-    out, kept, kept_base, ids, scales, weights, count, capacity, first, tiles, width, stride,
-    TILES: tl.constexpr,
+    out, kept, kept_base, ids, scales, weights, count, queued, capacity, first, tiles, width, stride,
+    QUEUED: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
     e 2^(base c - M) a + [v = token] g. Sizes are counted in tiles of 256: where the slab begins, how wide the
-    row and the slab are, and from a row of d-logits to the next."""
+    row and the slab are, and from a row of d-logits to the next. QUEUED: both lie behind so many rows of
+    others. They may lie in one place."""
     slot = tl.program_id(0).to(tl.int64)
+    row = slot
+    if QUEUED:
+        row += tl.load(queued)
     read = tl.where(slot < tl.load(count), width, 0)  # of a hole none
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = n[:, None] * 256 + tl.arange(0, 256)[None, :]
-    at = tl.multiple_of(kept + (slot * tiles + first) * 256 + column, (1, 16))
+    at = tl.multiple_of(kept + (row * tiles + first) * 256 + column, (1, 16))
     e = tl.load(at, mask=(n < read)[:, None], other=0.0)
     lane = (slot * tiles + first + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
     base = tl.load(tl.multiple_of(kept_base + lane, (1, 16)), mask=(n < read)[:, None], other=0.0)
@@ -205,18 +202,21 @@ def kept_kernel(
     dz = tl.reshape(dz, (TILES, 256))
     hit = first * 256 + column == tl.load(ids + slot)
     dz = tl.where(hit, dz + tl.load(weights + 3 * capacity + slot), dz)
-    to = tl.multiple_of(out + slot * stride * 256 + column, (1, 16))
+    to = tl.multiple_of(out + row * stride * 256 + column, (1, 16))
     tl.store(to, dz.to(out.dtype.element_ty), mask=(n < width)[:, None])
 
 
 @triton_kernel
-def bias_kernel(dbias, dz, count, columns, stride, BLOCK: tl.constexpr):
+def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK: tl.constexpr):
     """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16, row r meets
     r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. Rows of dz are
-    `stride` tiles of 256 apart, so that whole blocks of columns can be read."""
+    `stride` tiles of 256 apart, so that whole blocks of columns can be read. GOES_ON: the sums begin with
+    those that are there."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
+    if GOES_ON:
+        total = tl.load(dbias + j, mask=j < columns, other=0.0)
     for first in range(0, rows, 16):
         i = first + tl.arange(0, 16)
         at = tl.multiple_of(dz + i.to(tl.int64)[:, None] * (stride * 256) + j[None, :], (1, 16))
@@ -253,58 +253,62 @@ def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, 
 # Launchers
 
 
-def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(dhidden, dweight, dbias), each if it is wanted."""
+def linear_logp_bwd(
+    launch: Launch = run, grad_dtype: torch.dtype | None = None, **args: Any
+) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias), each if it is wanted; in this dtype, or in those of their parameters."""
     hidden, weight, bias = args["hidden"], args["weight"], args["bias"]
     V = args["vocab_size"] or len(weight)
     kept = args["kept"] if args["dentropy"] is None else None  # entropy's gradient needs the logits again
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     if hidden.numel() == 0:
         wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
-        return tuple(torch.zeros_like(t) if want else None for t, want in wanted)
+        return tuple(torch.zeros_like(t, dtype=grad_dtype) if want else None for t, want in wanted)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
     # Sums over tokens run over packed rows, all together; dH alone needs neither.
     over_tokens = want_weight or want_bias
     packed = over_tokens or args["mask"] is not None or kept is not None
     slots, factor = packed_slots(args, packed, launch)
-    out = rows.new_empty(slots.capacity, D) if want_hidden else None
-    if packed:
-        rows = pack(rows, slots.rows, launch, out=out)  # they lie where dhidden will
+    out = rows.new_empty(slots.capacity, D, dtype=grad_dtype or rows.dtype) if want_hidden else None
+    if packed:  # they lie where dhidden will, if it is of their dtype
+        place = out if out is not None and out.dtype == rows.dtype else None
+        rows = pack(rows, slots.rows, launch, out=place)
     height = slots.capacity if over_tokens else block_slots(slots.capacity)
     dh = rows.new_empty(height, D, dtype=torch.float32) if want_hidden else None
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if want_weight else None
-    dbias = torch.empty_like(bias) if want_bias else None
-    weights, counts = _weigh(slots, height, args, N, V, factor, launch)
+    dweight = dbias = None
+    if want_weight:
+        dweight = torch.empty_like(weight, dtype=grad_dtype, memory_format=torch.contiguous_format)
+    if want_bias:
+        dbias = torch.empty_like(bias, dtype=grad_dtype)
+    weights, counts = weigh(slots, height, args, N, V, factor, launch)
     room = args["workspace_bytes"]
     if room is None:
         room = default_room(height, weight.nbytes)
     if kept is not None:  # what they leave of it
         room -= kept.nbytes + args["kept_base"].nbytes
-    plan = slabs(V, height, D, room, len(weight) if want_weight else 0, sm_count(rows.device))
+    lent = rows.new_empty(0, 0) if dweight is None else dweight.view(rows.dtype)
+    plan = slabs(V, height, D, room, *lent.shape, sm_count(rows.device))
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row lies at its own place or before it. So, from the last block to the first, a block's rows of
     # dhidden overwrite none that is still to be read.
     for block in reversed(_blocks(rows, slots, weights, counts, kept, args["kept_base"], height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
-            memory = own
-            if slab.lent:
-                assert dweight is not None
-                memory = dweight.view(-1)
+            memory = lent.view(-1) if slab.lent else own
             dz = memory[-height * slab.stride :].view(height, slab.stride)
             dz = dz[: len(block.rows), : slab.end - slab.first]
             if kept is None:
-                _slab(dz, block, weight[columns], args, slab.first, launch)
+                recompute(dz, block, weight[columns], args, slab.first, launch)
             else:
-                _from_kept(dz, block, slab.first, launch)
+                from_kept(dz, block, slab.first, launch)
             if dh is not None:
                 init = dh if slab.first else None
                 sum_into(dh, weight[columns], dz.t(), init=init, rows=block.count, launch=launch)
             if dweight is not None:
                 sum_into(dweight[columns], rows, dz, counted=slots.count, launch=launch)
             if dbias is not None:
-                _sum_bias(dbias[columns], dz, block, launch)
+                sum_bias(dbias[columns], dz, block.count, False, launch)
         if out is not None:
             grid = (len(block.rows) // 64, -(-D // 256))
             launch(
@@ -350,7 +354,7 @@ def _blocks(
     return made
 
 
-def _weigh(
+def weigh(
     slots: Slots, height: int, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch
 ) -> tuple[Tensor, Tensor]:
     """(weights of all slots, how many are taken of every `height` of them)."""
@@ -375,20 +379,24 @@ def _by_rows(t: Tensor) -> tuple[Tensor, int]:
     return t.contiguous(), 1
 
 
-def _from_kept(out: Tensor, block: Block, first: int, launch: Launch) -> None:
+def from_kept(out: Tensor, block: Block, first: int, launch: Launch, queued: Tensor | None = None) -> None:
+    """d-logits of the columns from `first` on, from what was kept of them; behind so many rows of `out` as
+    `queued` says, on the device."""
     assert block.kept is not None
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
         kept_kernel, (len(block.rows), -(-tiles // 8)), out, block.kept, block.kept_base, block.ids,
-        block.scales, block.weights, block.count, block.weights.stride(0), first // COLUMNS,
-        block.kept.shape[1] // COLUMNS, tiles, out.stride(0) // COLUMNS, 8,
-        num_warps=4, enable_fp_fusion=False,
+        block.scales, block.weights, block.count, block.count if queued is None else queued,
+        block.weights.stride(0), first // COLUMNS, block.kept.shape[1] // COLUMNS, tiles,
+        out.stride(0) // COLUMNS, queued is not None, 8, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _slab(
-    out: Tensor, block: Block, weight: Tensor, args: dict[str, Any], first: int, launch: Launch
+def recompute(
+    out: Tensor, block: Block, weight: Tensor, args: dict[str, Any], first: int, launch: Launch,
+    queued: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """The same from the logits, computed again; `weight` is that of the columns."""
     tile, V, bias = TILE_STAGED, len(weight), args["bias"]
     a_desc, _ = operand_descriptor(matrix(block.hidden), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight), tile.columns, tile.step)
@@ -397,16 +405,18 @@ def _slab(
     launch(
         slab_kernel, (min(tiles, sm_count(out.device)),),
         block.ids, block.scales, block.weights, weight if bias is None else bias, block.count,
-        block.weights.stride(0), first, V, -(-weight.shape[1] // tile.step), a_desc, b_desc,
-        descriptor(matrix(out), 64, tile.columns), tile.step, tile.stages, tile.group,
-        accumulator_layout(tile.columns), ROUND[args["logits_dtype"]], bias is not None,
-        args["dentropy"] is not None, registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        block.count if queued is None else queued, block.weights.stride(0), first, V,
+        -(-weight.shape[1] // tile.step), a_desc, b_desc, descriptor(matrix(out), 64, tile.columns),
+        tile.step, tile.stages, tile.group, accumulator_layout(tile.columns), ROUND[args["logits_dtype"]],
+        bias is not None, args["dentropy"] is not None, queued is not None, registers,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _sum_bias(dbias: Tensor, dz: Tensor, block: Block, launch: Launch) -> None:
+def sum_bias(dbias: Tensor, dz: Tensor, count: Tensor, goes_on: bool, launch: Launch) -> None:
+    """Column sums of the first `count` rows of d-logits, on from those that are there or from 0."""
     grid = (-(-len(dbias) // 64),)
     launch(
-        bias_kernel, grid, dbias, dz, block.count, len(dbias), dz.stride(0) // COLUMNS, 64,
+        bias_kernel, grid, dbias, dz, count, len(dbias), dz.stride(0) // COLUMNS, goes_on, 64,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip

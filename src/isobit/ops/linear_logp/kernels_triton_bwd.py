@@ -178,18 +178,20 @@ def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tup
     return slots, width
 
 
-def linear_logp_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(dhidden, dweight, dbias), each if it is wanted, in the dtypes of what they are gradients of."""
+def linear_logp_bwd(
+    launch: Launch = run, grad_dtype: torch.dtype | None = None, **args: Any
+) -> tuple[Tensor | None, ...]:
+    """(dhidden, dweight, dbias), each if it is wanted; in this dtype, or in those of their parameters."""
     call, weight, bias = prepare(args), args["weight"], args["bias"]
     N, D, V, hidden, tile = call.N, call.D, call.V, call.hidden, call.tile
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     dhidden = dweight = dbias = None
     if want_hidden:
-        dhidden = call.blank(hidden.dtype)[:, None].expand(N, D).contiguous().view(hidden.shape)
+        dhidden = call.blank(grad_dtype or hidden.dtype)[:, None].expand(N, D).contiguous().view(hidden.shape)
     if want_weight:
-        dweight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        dweight = torch.zeros(weight.shape, dtype=grad_dtype or weight.dtype, device=weight.device)
     if want_bias:
-        dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+        dbias = torch.zeros(bias.shape, dtype=grad_dtype or bias.dtype, device=bias.device)
     if N == 0:
         return dhidden, dweight, dbias
 

@@ -146,12 +146,14 @@ def backward(
     want_hidden: bool,
     want_weight: bool,
     want_bias: bool,
+    grad_dtype: torch.dtype | None,
 ) -> tuple[
-    Float[Tensor, "* D in hidden if want_hidden"],
-    Float[Tensor, "V D in weight if want_weight"],
-    Float[Tensor, "V in bias or hidden if want_bias"],
+    Float[Tensor, "* D in grad_dtype or hidden if want_hidden"],
+    Float[Tensor, "V D in grad_dtype or weight if want_weight"],
+    Float[Tensor, "V in grad_dtype or bias or hidden if want_bias"],
 ]:
-    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one."""
+    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one; in their own dtypes, or in
+    the one that sums are made in."""
 
 
 # Rules that annotations cannot express
@@ -185,6 +187,12 @@ def _sizes(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
 
 
+def _grad_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    own, given = args["hidden"].dtype, args["grad_dtype"]
+    if given not in (None, own, torch.bfloat16, torch.float16, torch.float32):
+        raise contract.error("grad_dtype", given, "must be bf16, fp16, fp32, or that of hidden")
+
+
 def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
     if args["want_bias"] and args["bias"] is None:
         raise contract.error("bias", None, "is required with want_bias")
@@ -201,6 +209,7 @@ for declared in (forward, backward):
     declared.rule(_sizes)
 backward.rule(tokens.entropy_is_there)
 backward.rule(_bias_is_there)
+backward.rule(_grad_dtype)
 forward.value_rule(_ids_in_range)
 forward.value_rule(tokens.temperatures_are_positive)
 
@@ -299,6 +308,7 @@ def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[st
         **{name: kept[name] for name in names},
         **dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False)),
         **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
+        grad_dtype=None,
         **kept["follow"],
     )
     gradients = zip(forward.differentiable, found, strict=True)

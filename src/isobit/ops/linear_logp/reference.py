@@ -110,8 +110,8 @@ def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
     return (logp, *(x if args[f"return_{name}"] else None for name, x in optional.items()))
 
 
-def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
-    """Backward. Returns (dhidden, dweight, dbias) in the dtypes of what they are gradients of."""
+def linear_logp_bwd(grad_dtype: torch.dtype | None = None, **args: Any) -> tuple[Tensor | None, ...]:
+    """Backward. Returns (dhidden, dweight, dbias) in this dtype or those of what they are gradients of."""
     head, hidden, rows = prepared(args)
     weight, stats, dentropy = args["weight"], args["stats"].reshape(2, -1), args["dentropy"]
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
@@ -120,7 +120,7 @@ def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
     entropy, g_logp, g_entropy, g_lse = (none if x is None else x.reshape(-1) for x in by_rows)
     dhidden = None
     if want_hidden:
-        dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        dhidden = torch.empty(hidden.shape, dtype=grad_dtype or hidden.dtype, device=hidden.device)
     sums = torch.zeros(weight.shape, dtype=head.dtype, device=hidden.device) if want_weight else None
     dbias = torch.zeros(weight.shape[0], dtype=head.dtype, device=hidden.device)
     for part in chunks(hidden, head, args["workspace_bytes"]):
@@ -137,7 +137,7 @@ def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
             for v in head.slabs():
                 dh += product(dz[:, v], head.wide(v))
             fill = here.fill(dh.dtype)[:, None]
-            dhidden[part] = torch.where(here.good[:, None], dh, fill).to(hidden.dtype)
+            dhidden[part] = torch.where(here.good[:, None], dh, fill).to(dhidden.dtype)
         if sums is not None:
             for v in head.slabs():
                 sums[v] += product(dz[:, v].t(), h)
@@ -145,8 +145,8 @@ def linear_logp_bwd(**args: Any) -> tuple[Tensor | None, ...]:
             dbias[: head.vocab] += dz.sum(0)
     return (
         None if dhidden is None else dhidden.view(args["hidden"].shape),
-        None if sums is None else sums.to(weight.dtype),
-        dbias.to(args["bias"].dtype) if want_bias else None,
+        None if sums is None else sums.to(grad_dtype or weight.dtype),
+        dbias.to(grad_dtype or args["bias"].dtype) if want_bias else None,
     )
 
 

@@ -70,12 +70,12 @@ class _Product(torch.autograd.Function):
         return *(t.new_zeros(()).expand_as(t) if needed else None for t, needed in wanted), None
 
 
-def _bare(args: Args) -> Tensor:
+def bare_product(args: Args) -> Tensor:
     out: Tensor = _Product.apply(args["hidden"], args["weight"], args["filled"])
     return out
 
 
-def _filled(args: Args) -> Args:
+def filled_weight(args: Args) -> Args:
     """The weight with zeros up to a multiple of 64 rows."""
     return args | {"filled": F.pad(args["weight"], (0, 0, 0, -len(args["weight"]) % 64))}
 
@@ -138,7 +138,7 @@ def _worth_compiling(case: Case, device: torch.device) -> str | None:
 
 
 def _rivals(*more: Rival) -> dict[str, Rival]:
-    bare = Rival(BASELINE, _bare, directions=None, prepare=_filled, takes=None)
+    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, takes=None)
     return {rival.name: rival for rival in (bare, *more)}
 
 

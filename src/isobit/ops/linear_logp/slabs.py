@@ -57,11 +57,14 @@ def block_slots(slots: int) -> int:
 
 
 @lru_cache(maxsize=4096)  # the number of rows is whatever the batch was
-def slabs(V: int, slots: int, D: int, room: int, lent_rows: int, sms: int) -> tuple[Slab, ...]:
+def slabs(
+    V: int, slots: int, D: int, room: int, lent_rows: int, lent_width: int, sms: int
+) -> tuple[Slab, ...]:
     """The slabs of a vocabulary for so many slots, each as wide as memory allows, and at least 512; or less
     wide by up to 15 * 512, where its tiles then fill the SMs better.
 
-    `room` bytes are ours. dW [lent_rows, D], if it is wanted, lends what lies behind a slab's own rows of it.
+    `room` bytes are ours. dW, if it is wanted, lends what lies behind a slab's own rows of it: it is
+    [lent_rows, lent_width] in d-logits' worth of memory, D of them wide, or 2 D in fp32.
     """
     own = max(room // (2 * slots) // SEGMENT, 1) * SEGMENT
 
@@ -73,7 +76,7 @@ def slabs(V: int, slots: int, D: int, room: int, lent_rows: int, sms: int) -> tu
 
     made, first = [], 0
     while first < V:
-        lent = (lent_rows - first) * D // (slots + D) // SEGMENT * SEGMENT
+        lent = (lent_rows - first) * lent_width // (slots + lent_width) // SEGMENT * SEGMENT
         width, most = V - first, max(own, lent)
         if width > most:
             width = min(range(most, max(0, most - 16 * SEGMENT), -SEGMENT), key=cost)

@@ -1,0 +1,145 @@
+"""Where the chunks of a batch end, and which part of its tensors belongs to each.
+
+Rows are flat [N], sequences of one length [B, T], or sequences packed one after another, [N] with their
+bounds. Chunks hold whole sequences; flat rows may be cut anywhere. A chunk has as many rows as there is room
+for. A sequence for which there is none is a chunk of its own, and nothing of it is kept.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from isobit.blocks.stream import SEGMENT
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows `first` to `end`, which are the units `begin` to `stop`: sequences, or rows where those are flat.
+    `kept`: there is room for their probabilities."""
+
+    first: int
+    end: int
+    begin: int
+    stop: int
+    kept: bool
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a leading shape. `bounds` say where sequences begin and the last one ends; None: rows are
+    flat."""
+
+    shape: tuple[int, ...]
+    bounds: Sequence[int] | None
+
+    @property
+    def rows(self) -> int:
+        N = 1
+        for size in self.shape:
+            N *= size
+        return N
+
+    def chunks(self, capacity: int | None) -> list[Chunk]:
+        """All rows, so many at a time; None: at once, with nothing kept."""
+        N, bounds = self.rows, self.bounds
+        if N == 0:
+            return []
+        if capacity is None or capacity >= N:
+            return [Chunk(0, N, 0, N if bounds is None else len(bounds) - 1, capacity is not None)]
+        if bounds is None:
+            # A multiple of a segment, so that no row has to wait for the next chunk, if all count.
+            step = capacity // SEGMENT * SEGMENT or capacity
+            return [Chunk(a, b, a, b, True) for a in range(0, N, step) for b in (min(a + step, N),)]
+        made, begin, last = list[Chunk](), 0, len(bounds) - 1
+        while begin < last and bounds[begin] < N:
+            stop = begin + 1
+            while stop < last and bounds[stop + 1] - bounds[begin] <= capacity:
+                stop += 1
+            if bounds[stop] == N:
+                stop = last  # sequences without rows, behind all
+            rows = bounds[stop] - bounds[begin]
+            if rows:
+                made.append(Chunk(bounds[begin], bounds[stop], begin, stop, rows <= capacity))
+            begin = stop
+        return made
+
+    def halves(self, chunk: Chunk) -> list[Chunk]:
+        """A chunk as two, about equally long; none if it is a single unit."""
+        start = self.start
+        middle = min(
+            range(chunk.begin + 1, chunk.stop), default=None,
+            key=lambda unit: abs(2 * start(unit) - chunk.first - chunk.end),
+        )  # fmt: skip
+        if middle is None or start(middle) in (chunk.first, chunk.end):
+            return []
+        cut = start(middle)
+        return [Chunk(chunk.first, cut, chunk.begin, middle, False),
+                Chunk(cut, chunk.end, middle, chunk.stop, False)]  # fmt: skip
+
+    def start(self, unit: int) -> int:
+        """The first row of a sequence."""
+        return unit if self.bounds is None else self.bounds[unit]
+
+    def of_rows(self, t: Any, chunk: Chunk) -> Any:
+        """A chunk's part of what has one number a row, or a line of them; anything else as it is."""
+        if not isinstance(t, Tensor) or t.ndim == 0:
+            return t
+        if len(self.shape) == 2:
+            return t[chunk.begin : chunk.stop]
+        return t[chunk.first : chunk.end]
+
+    def part(self, t: Tensor, part: Chunk, of: Chunk) -> Tensor:
+        """A part of what has the rows of a chunk, or of several."""
+        if len(self.shape) == 2:
+            return t[part.begin - of.begin : part.stop - of.begin]
+        return t[part.first - of.first : part.end - of.first]
+
+    # The inputs of a loss
+
+    def sort(self, inputs: Mapping[str, Any], error: Callable[[str, Any, str], Exception]) -> "Inputs":
+        """Which inputs have rows, and which have sequences; or the error of one that has neither."""
+        by_rows, by_sequences, same = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
+        sequences = () if self.bounds is None else (len(self.bounds) - 1,)
+        # As many sequences as rows, and some of them empty: a tensor could be either.
+        unclear = self.shape == sequences and list(self.bounds or ()) != list(range(self.rows + 1))
+        for name, value in inputs.items():
+            if not isinstance(value, Tensor):
+                same[name] = value
+                continue
+            shape = tuple(value.shape)
+            if value.requires_grad:
+                raise error(name, value, "no gradient goes to it; detach() it")
+            if not shape:
+                same[name] = value
+            elif shape == self.shape and not unclear:
+                by_rows[name] = value
+            elif shape == sequences and not unclear:
+                by_sequences[name] = value
+            elif unclear:
+                raise error(name, value, "could be by rows or by sequences; leave out those without rows")
+            else:
+                known = f"must be {list(self.shape)} as the rows"
+                known += f", or {list(sequences)} with one for every sequence" if sequences else ""
+                raise error(name, value, f"{known}, or without dimensions")
+        return Inputs(self, by_rows, by_sequences, same)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a loss by what they have one of."""
+
+    batch: Batch
+    by_rows: Mapping[str, Tensor]
+    by_sequences: Mapping[str, Tensor]
+    same: Mapping[str, Any]
+
+    def of(self, chunk: Chunk) -> dict[str, Any]:
+        found = {name: self.batch.of_rows(t, chunk) for name, t in self.by_rows.items()}
+        found |= {name: t[chunk.begin : chunk.stop] for name, t in self.by_sequences.items()}
+        return found | dict(self.same)

@@ -1,0 +1,290 @@
+"""Any loss of log-probabilities, straight from hidden states and an LM head, in three products.
+
+    logp, entropy = linear_logp(hidden, weight, token_ids, ...)          of a chunk of rows
+    loss         += loss_fn(logp, entropy, **inputs)                      the caller's own, of the chunk
+
+and the gradients of the chunk are made before the next chunk begins, because those of its log-probabilities
+are known then:
+
+    product 1   the logits: log-probabilities, and probabilities p, which are kept
+    product 2   dhidden  = dz weight        dz = dlogp (one-hot - p), in the memory of p
+    product 3   dweight += dz^T hidden
+
+So there is never more of [N, V] than a chunk, and no logit is computed twice. `linear_logp` needs a fourth
+product: between its forward and its backward all rows have passed. Where there is a gradient of the entropy,
+and for a sequence that has no room in the workspace, logits are computed twice here too.
+
+Gradients are kept in fp32, from the forward to the backward. There they are multiplied by the gradient of the
+loss and rounded once. Where all rows are one chunk, product 3 is made there on Hopper, by a kernel that
+multiplies and rounds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.autograd import Refusal
+from isobit.composed import composed
+from isobit.contract import F32, Contract, Float, Int, Mask
+from isobit.numerics import Numerics
+from isobit.ops.linear_logp import op as linear_logp
+from isobit.ops.linear_policy_loss.chunks import Batch
+from isobit.ops.linear_policy_loss.shares import Loss
+from isobit.ops.linear_policy_loss.sweep import (
+    PLAIN,
+    Call,
+    Gradients,
+    Postponed,
+    Sums,
+    differentiate,
+    evaluate,
+)
+
+
+@composed("linear_policy_loss")
+def declared(
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
+    loss_fn: object,
+    inputs: object | None = None,
+    bias: Float[Tensor, "V"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
+    ignore_index: int = -100,
+    temperature: float | F32[Tensor, "*"] = 1.0,
+    entropy: bool = False,
+    cu_seqlens: object | None = None,
+    workspace_bytes: int | None = None,
+) -> F32[Tensor, ""]:
+    """loss, and sums beside it."""
+
+
+# Rules that annotations cannot express
+
+
+def _of_linear_logp(rule: Callable[[Contract, dict[str, Any]], None]) -> Callable[..., None]:
+    return lambda contract, args: rule(contract, args | PLAIN)
+
+
+for of_rows in linear_logp.forward.rules:
+    declared.rule(_of_linear_logp(of_rows))
+for of_values in linear_logp.forward.value_rules:
+    declared.value_rule(_of_linear_logp(of_values))
+
+
+@declared.rule
+def _loss_fn(contract: Contract, args: dict[str, Any]) -> None:
+    if not callable(args["loss_fn"]):
+        raise contract.error("loss_fn", args["loss_fn"], "must be a function of (logp, entropy, **inputs)")
+
+
+@declared.rule
+def _inputs(contract: Contract, args: dict[str, Any]) -> None:
+    inputs = args["inputs"]
+    if inputs is not None and not (isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs)):
+        raise contract.error("inputs", inputs, "must be a dict of what loss_fn takes, by name")
+
+
+@declared.rule
+def _rows(contract: Contract, args: dict[str, Any]) -> None:
+    ids, bounds = args["token_ids"], args["cu_seqlens"]
+    if ids.ndim not in (1, 2):
+        raise contract.error("token_ids", ids, "rows must be [N] or [B, T], a sequence a line")
+    if bounds is None:
+        return
+    if isinstance(bounds, Tensor):
+        integers = bounds.ndim == 1 and not bounds.is_floating_point() and bounds.dtype != torch.bool
+    else:
+        integers = isinstance(bounds, Sequence) and all(type(b) is int for b in bounds)
+    if not integers or len(bounds) == 0:
+        rule = "must be whole numbers, a list or a tensor [S + 1], and begin with 0"
+        raise contract.error("cu_seqlens", bounds, rule)
+    if ids.ndim != 1:
+        raise contract.error("cu_seqlens", bounds, f"is for packed rows [N]; token_ids is {list(ids.shape)}")
+
+
+declared.like(linear_logp.forward, PLAIN)
+declared.differentiable = ("hidden", "weight", "bias")
+
+
+def batch_of(args: dict[str, Any]) -> Batch:
+    """The rows of a call, and where its sequences begin."""
+    return Batch(tuple(args["token_ids"].shape), _bounds(args))
+
+
+def _bounds(args: dict[str, Any]) -> Sequence[int] | None:
+    """Where sequences begin; None where rows are flat. Reads cu_seqlens, which waits for a GPU if it is
+    there."""
+    given, shape = args["cu_seqlens"], args["token_ids"].shape
+    if given is None:
+        return None if len(shape) == 1 else range(0, shape.numel() + 1, max(1, shape[1]))
+    bounds, contract = given.tolist() if isinstance(given, Tensor) else list(given), declared.contract
+    if bounds[0] != 0:
+        raise contract.error("cu_seqlens", given, f"must begin with 0, not {bounds[0]}")
+    for i in range(1, len(bounds)):
+        if bounds[i] < bounds[i - 1]:
+            rule = f"must not descend: [{i - 1}]={bounds[i - 1]}, [{i}]={bounds[i]}"
+            raise contract.error("cu_seqlens", given, rule)
+    if bounds[-1] != shape.numel():
+        rule = f"must end with the number of rows, {shape.numel()}, not {bounds[-1]}"
+        raise contract.error("cu_seqlens", given, rule)
+    return bounds
+
+
+# Autograd
+
+_ONCE = (
+    "isobit.linear_policy_loss has no second derivative: it computes gradients while it computes the loss. "
+    "Differentiate a log_softmax of the logits instead where you need one."
+)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    """Gradients are there when the loss is, but for a dweight that was postponed; the backward multiplies
+    them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, kept: list[Sums], *tensors: Tensor | None) -> Tensor:
+        wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[2:], strict=True))
+        found = differentiate(call, wanted)
+        ctx.save_for_backward(*found.gradients, *(found.postponed or ()))
+        ctx.like = [t if t is None else (t.shape, t.dtype) for t in tensors]
+        kept.append(found.sums)
+        return found.sums.loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        saved = len(Gradients._fields)
+        gradients = Gradients(*ctx.saved_tensors[:saved])
+        postponed = Postponed(*ctx.saved_tensors[saved:]) if len(ctx.saved_tensors) > saved else None
+        with torch.no_grad():
+            found = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
+            if postponed is not None:
+                found[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
+        if torch.is_grad_enabled():  # a graph of the backward is wanted
+            found = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss) for g in found]
+        return None, None, *found
+
+
+def _first(gradient: Tensor, dloss: Tensor) -> Tensor:
+    return gradient.view_as(gradient)
+
+
+def _scaled(gradient: Tensor | None, like: tuple[torch.Size, torch.dtype], dloss: Tensor) -> Tensor | None:
+    """Multiplied in fp32 and rounded once, to the shape and dtype of what it is the gradient of."""
+    if gradient is None:
+        return None
+    shape, dtype = like
+    out = torch.empty(shape, dtype=dtype, device=gradient.device)
+    return torch.mul(gradient.view(shape), dloss.to(gradient.dtype), out=out)
+
+
+# What people call
+
+
+@declared.public
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    loss_fn: Callable[..., Any],
+    inputs: Mapping[str, Any] | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    workspace_bytes: int | None = None,
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The sum of `loss_fn` over chunks of rows, from hidden states and the weight of an LM head.
+
+    Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: gradients of
+    a chunk are finished before the next one begins.
+
+    Args:
+        hidden: [N, D], or [B, T, D] with a sequence a line; in bf16, fp16, fp32 (or fp64, on the reference
+            backend). Any strides, the last dimension contiguous.
+        weight: [V, D], of the same dtype: the weight of the LM head.
+        token_ids: [N] or [B, T], int32 or int64; out of the vocabulary as in `linear_logp`.
+        loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or [b, T] with
+            whole sequences. Plain PyTorch. It returns the rows' share of the loss, a scalar, or (loss, sums)
+            with a dict of what else is summed. Shares must add up: a sum over rows, divided by a number that
+            is given, and no mean over the rows that are there. `isobit.losses` has some.
+        inputs: what else loss_fn takes, by name. Tensors of the shape of token_ids are cut like the rows;
+            tensors [B] (with cu_seqlens: one for every sequence) like the sequences; anything without
+            dimensions is passed as it is. No gradient goes to them.
+        bias: [V], of the same dtype as the weight or fp32; added in fp32.
+        mask: [N] or [B, T], bool or integer; a row counts where it is nonzero. Rows that do not count have
+            log-probability 0 and get no gradient, and what they hold, NaN included, reaches no result.
+            loss_fn is not given it, unless it is among the inputs too.
+        ignore_index: rows with this token id do not count.
+        temperature: a positive number that divides the logits, or an fp32 tensor with one for every row.
+        entropy: give loss_fn the entropies too; None otherwise. Where it uses their gradient, logits are
+            computed twice.
+        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
+            list or a tensor; one on a GPU is read, which waits for it once. Rows [B, T] need none.
+        workspace_bytes: memory for the probabilities of a chunk and what lies beside them; None is 1.3 GiB.
+            Fewer rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written
+            once a chunk. A sequence that has no room, and all rows where there is room for less than 1024,
+            have their logits computed twice. That changes bits of gradients; where chunks end does not.
+        validate: look at ids and temperatures on a GPU too, and run loss_fn on both halves of the first
+            chunk beside, which shows if shares do not add up (host syncs). None does it on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the class that the bits must be of, as of `linear_logp`.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        (loss, stats): the sum of all shares, in their order, and the sums of what loss_fn returned beside
+        them, detached.
+
+    Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias,
+    and only those that are wanted are computed; without any there is one product. They are those of
+    `linear_logp` with kept probabilities and the same loss, in the same bits where the gradient of the loss
+    is 1; any other is multiplied in fp32, before the one rounding. From the call to the backward they take 4
+    V D + 4 N D bytes.
+
+    `torch.compile` cannot see into it: a compiled function breaks there.
+
+    Example:
+        >>> import torch, isobit
+        >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> token_ids, advantages = torch.randint(0, 100, (2, 5)), torch.tensor([1.0, -1.0])
+        >>> def reinforce(logp, entropy, advantages, tokens):
+        ...     return -(logp * advantages[:, None]).sum() / tokens, {"logp": logp.sum()}
+        >>> loss, stats = isobit.linear_policy_loss(
+        ...     hidden, head, token_ids, loss_fn=reinforce, inputs={"advantages": advantages, "tokens": 10}
+        ... )
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.grad.shape, stats["logp"].shape
+        (torch.Size([2, 5, 16]), torch.Size([100, 16]), torch.Size([]))
+    """
+    served = declared.serve(
+        {"hidden": hidden, "weight": weight, "token_ids": token_ids, "loss_fn": loss_fn, "inputs": inputs,
+         "bias": bias, "mask": mask, "ignore_index": ignore_index, "temperature": temperature,
+         "entropy": entropy, "cu_seqlens": cu_seqlens, "workspace_bytes": workspace_bytes,
+         "validate": validate, "numerics": numerics, "backend": backend}
+    )  # fmt: skip
+    args = served.args
+    batch = batch_of(args)
+    sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)
+    loss = Loss(declared.contract, args["loss_fn"])
+    call = Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
+    tensors = (args["hidden"], args["weight"], args["bias"])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        kept: list[Sums] = []
+        total: Tensor = _PolicyLoss.apply(call, kept, *tensors)
+        return total, kept[0].stats
+    with torch.no_grad():
+        sums = evaluate(call)
+    return sums.loss, sums.stats
+
+
+def _input_error(name: str, value: Tensor, rule: str) -> Exception:
+    return declared.contract.error("inputs", value, f"{name!r} {rule}")

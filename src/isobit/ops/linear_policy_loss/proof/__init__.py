@@ -1,0 +1,191 @@
+"""What must be shown of `linear_policy_loss`: its inputs are in `inputs.py`, the truth in `truth.py`, equal
+bits in `bits.py`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check import inputs as alter
+from isobit.check.proof import Args, Case, Kernels, Proof
+from isobit.ops.linear_logp import rooms
+from isobit.ops.linear_logp.proof import memory as memory_of_rows
+from isobit.ops.linear_policy_loss.op import declared
+from isobit.ops.linear_policy_loss.proof import bits, inputs, truth
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+MB = 1 << 20
+
+
+def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The loss. What is summed beside it is the caller's."""
+    return outputs[:1]
+
+
+# Memory
+
+
+def memory(case: Case, backend: str, direction: str) -> int:
+    """Bytes beyond inputs, outputs and gradients: sums of dweight and of dhidden in fp32, and the workspace.
+    Where nothing is kept, what `linear_logp` takes."""
+    sizes = dict(case.dims)
+    V, D = sizes.pop("V"), sizes.pop("D")
+    N = math.prod(sizes.values())
+    of_loss = 128 * N + MB
+    if direction == "fwd" or backend == "triton":
+        sums = 0 if direction == "fwd" else 4 * V * D + 4 * N * D
+        return memory_of_rows(case, backend, direction) + sums + of_loss
+    given = case.options.get("workspace_bytes")
+    room = rooms.WORKSPACE_BYTES if given is None else given
+    sums = 4 * V * D + 4 * N * D
+    if backend == "reference":  # a few temporaries of a chunk, and widened weights
+        rows = min(N, max(1, room // (4 * V)))
+        return 4 * 14 * rows * V + 3 * 4 * V * D + 4 * 4 * N * D + sums + of_loss
+    if rooms.capacity("hopper", V, D, case.dtype, room) is None:
+        return memory_of_rows(case, backend, direction) + sums + of_loss
+    return min(room, rooms.bytes_for(rooms.slots_of(N), V, D)) + sums + of_loss
+
+
+# Kernels
+
+
+def _call(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> Args:
+    """What both directions of a chunk are given: nothing optional, or everything."""
+    args: Args = {"hidden": _empty(N, D, dtype=dtype), "weight": _empty(V, D, dtype=dtype)}
+    args |= {"token_ids": _empty(N, dtype=torch.int64), "ignore_index": -100, "temperature": 1.0}
+    args |= {"bias": None, "mask": None}
+    if full:
+        args |= {"bias": _empty(V), "mask": _empty(N, dtype=torch.bool), "temperature": _empty(N)}
+    return args
+
+
+def _empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def record_hopper(launch: Any, dtype: torch.dtype) -> None:
+    """A chunk that is kept, in the middle and at the end; one whose logits are computed again, because of the
+    entropy's gradient or because it has no room; and all rows at once."""
+    from isobit.ops.linear_logp import kernels_hopper_bwd, kernels_hopper_chunk
+
+    narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
+    N, D, V = 4096, 2048, 131072
+    for full in (False, True):
+        args = _call(narrow, N, D, V, full)
+        again = 2 * N if full else 0
+        shared = rooms.Memory.of("hopper", args["hidden"], V, N, again, True, 0)._asdict()
+        own = args | shared | {"queued": _empty(1, dtype=torch.int32)}
+        kernels_hopper_chunk.linear_logp_chunk(launch, **own, return_entropy=full)
+        own |= {"stats": _empty(2, N), "entropy": _empty(N), "dlogp": _empty(N), "dentropy": None}
+        own |= {"dhidden": _empty(2 * N, D), "dweight": _empty(V, D), "dbias": _empty(V) if full else None}
+        own |= {"first_row": 0, "kept": True, "first": not full, "last": full, "postpone": False}
+        kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own)
+        left = {"memory": shared["memory"], "queue": shared["queue"], "count": own["queued"], "vocab": V}
+        kernels_hopper_chunk.linear_logp_chunk_dw(launch, **left, factor=_empty())
+        if dtype != BF16:
+            return  # its branches are the same
+    kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"dentropy": _empty(N)})
+    kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"kept": False, "last": False})
+    kernels_hopper_bwd.linear_logp_bwd(launch, F32, **_all_rows(narrow, N, D, V))
+
+
+def record_triton(launch: Any, dtype: torch.dtype) -> None:
+    """All rows at once, gradients in fp32: what sums them. d-logits are made as without."""
+    from isobit.ops.linear_logp import kernels_triton_bwd
+
+    def others(kernel: Any, *args: Any, **options: Any) -> None:
+        if kernel is not kernels_triton_bwd.dlogits_tile:
+            launch(kernel, *args, **options)
+
+    args = _all_rows(dtype, 4096, 1024, 2048) | {"want_bias": False}
+    kernels_triton_bwd.linear_logp_bwd(others, F32, **args | {"want_weight": dtype == BF16})
+
+
+def _all_rows(dtype: torch.dtype, N: int, D: int, V: int) -> Args:
+    args = _call(dtype, N, D, V, True) | dict.fromkeys(
+        ("softcap", "logit_scale", "logits_dtype", "vocab_size")
+    )
+    args |= {"stats": _empty(2, N), "entropy": _empty(N), "dlogp": _empty(N), "dentropy": _empty(N)}
+    args |= dict.fromkeys(("kept", "kept_base", "dlse", "workspace_bytes"))
+    return args | {"want_hidden": True, "want_weight": True, "want_bias": True}
+
+
+# Cases
+
+
+def _rows(count: int, V: int) -> int:
+    """Room for so many rows of the reference, in fp32, and for none elsewhere."""
+    return 4 * V * count
+
+
+_SMALL = [
+    Case({"N": 40, "D": 48, "V": 120}, BF16, options={"workspace_bytes": _rows(16, 120)}),
+    Case({"B": 4, "T": 9, "D": 40, "V": 100}, F16, layout="shifted",
+         options={"each": True, "ids": torch.int32, "entropy": True, "workspace_bytes": _rows(20, 100)}),
+    Case({"N": 0, "D": 8, "V": 7}, F32),
+    Case({"N": 40, "D": 24, "V": 90}, F32, layout="every other",
+         options={"mask": torch.bool, "bias": "own", "temperature": 0.7, "sequences": 5,
+                  "workspace_bytes": _rows(12, 90)}),
+    Case({"B": 3, "T": 16, "D": 16, "V": 72}, BF16, options={"mask": 0.25, "bias": F32}),
+    Case({"N": 1, "D": 8, "V": 1}, BF16, options={"bias": "own"}),
+    Case({"N": 17, "D": 33, "V": 65}, BF16, layout="offset",
+         options={"mask": torch.uint8, "bias": "own", "workspace_bytes": 1}),
+]  # fmt: skip
+
+
+def _heavy(dims: dict[str, int], dtype: torch.dtype, rows: int | None = None, **options: Any) -> Case:
+    """A case for a GPU, with room for chunks of so many rows on Hopper."""
+    if rows is not None:
+        options["workspace_bytes"] = rooms.bytes_for(rows, dims["V"], dims["D"])
+    return Case(dims, dtype, "random", options=options, heavy=True, gpu_gb=16)
+
+
+_HEAVY = [
+    _heavy({"N": 3000, "D": 256, "V": 5003}, BF16, 1024, mask=torch.bool, bias="own"),
+    _heavy({"B": 5, "T": 700, "D": 128, "V": 8208}, F16, 1408, each=True, entropy=True),
+    _heavy({"N": 4000, "D": 64, "V": 3000}, BF16, 1024, sequences=4, bias=F32, temperature=0.7),
+]
+
+_BITS = [
+    Case({"N": 1300, "D": 136, "V": 1000}, BF16, "random", options={"bias": "own", "mask": 0.9}),
+    _heavy({"N": 4500, "D": 512, "V": 3000}, BF16, 1024, mask=torch.bool, bias="own"),
+    _heavy({"B": 9, "T": 500, "D": 136, "V": 50257}, F16, 1152, each=True, mask=0.8),
+    _heavy({"N": 6000, "D": 256, "V": 9000}, BF16, 1280, sequences=7, entropy=True),
+]
+
+PROOF = Proof(
+    op=declared,
+    op_class="logprob",
+    outputs=("loss",),
+    make=inputs.make,
+    formula=truth.formula,
+    scale=truth.scale,
+    controls=(),
+    padding=inputs.padding,
+    layouts=inputs.LAYOUTS,
+    lay_out=inputs.lay_out,
+    memory=memory,
+    cases=_SMALL + _HEAVY,
+    bit_cases=_BITS,
+    memory_cases=[
+        Case({"N": 64, "D": 64, "V": 120}, BF16, data="random", options={"workspace_bytes": _rows(16, 120)}),
+        _heavy({"N": 8192, "D": 2048, "V": 50257}, BF16, 2048),
+        _heavy({"N": 8192, "D": 2048, "V": 50257}, BF16, workspace_bytes=256 * MB),
+        _heavy({"B": 4, "T": 3000, "D": 1024, "V": 32768}, BF16, 2048, mask=torch.bool, bias="own"),
+    ],
+    mutants=inputs.MUTANTS,
+    bad_value=lambda args: (alter.one_bad_id(args, len(args["weight"]))[0], None),
+    kernels={
+        "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
+        "triton": Kernels(record_triton),
+    },
+    agree_cases=[*_BITS, _heavy({"N": 4000, "D": 512, "V": 50257}, BF16, workspace_bytes=64 * MB)],
+    positive=("D", "V"),
+    judged=judged,
+    invariant=bits.invariant,
+    also=bits.equal_to_linear_logp,
+)
+
+PROOFS = [PROOF]

@@ -1,0 +1,181 @@
+"""Equal bits: those of `linear_logp`, and whatever the chunks, the packing and the other rows.
+
+law F   logp, entropy and a row's dhidden depend on the row alone
+law W   dweight and dbias depend on the rows that count and on their order: not on where chunks end
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check.compare import OutputCheck, same_bits
+from isobit.check.laws_stream import GROUP
+from isobit.check.proof import Args
+from isobit.check.trial import Trial
+from isobit.ops.linear_logp import rooms
+from isobit.ops.linear_logp.op import linear_logp
+from isobit.ops.linear_logp.proof.inputs import rolled_vocabulary
+from isobit.ops.linear_policy_loss.op import batch_of, linear_policy_loss
+from isobit.ops.linear_policy_loss.proof import inputs
+from isobit.ops.linear_policy_loss.sweep import PLAIN
+
+Gradients = dict[str, Tensor]
+
+
+def gradients(trial: Trial, args: Args) -> Gradients:
+    """Of a loss whose own gradient is 1; those of hidden states by rows."""
+    one = torch.ones((), device=trial.device)
+    found = replace(trial, given=(one,)).backward(args)[1]
+    return {name: g.flatten(0, -2) if name == "hidden" else g for name, g in found.items()}
+
+
+def same_gradients(what: str, ours: Gradients, theirs: Gradients, *names: str) -> list[OutputCheck]:
+    chosen = [name for name in theirs if not names or name in names]
+    return [same_bits(f"gradient:{name}", ours[name], theirs[name], what) for name in chosen]
+
+
+# With linear_logp
+
+
+def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
+    """Log-probabilities, entropies, and all gradients, where all rows are kept or none is."""
+    args = trial.args()
+    ours, seen = gradients(trial, args), results(trial, args)
+    call: dict[str, Any] = inputs.as_linear_logp(args) | {"return_entropy": True, "backend": trial.backend}
+    names, leaves = trial.leaves(args), {}
+    for name in names:
+        leaves[name] = call[name].detach().requires_grad_()
+    kept = {chunk.kept for chunk in chunks_of(trial, args)}
+    if kept != {True}:
+        call["workspace_bytes"] = None
+    logp, entropy = linear_logp(**call | leaves)
+    checks = [same_bits("logp", seen[0], logp.detach(), "chunks against linear_logp")]
+    if args["entropy"]:
+        checks.append(same_bits("entropy", seen[1], entropy.detach(), "chunks against linear_logp"))
+    if len(kept) == 1:
+        loss, _ = args["loss_fn"](logp, entropy if args["entropy"] else None, **args["inputs"])
+        found = torch.autograd.grad(loss, list(leaves.values()))
+        theirs = dict(zip(names, found, strict=True))
+        theirs |= {"hidden": theirs["hidden"].flatten(0, -2)} if "hidden" in theirs else {}
+        checks += same_gradients("linear_logp and the loss", ours, theirs)
+    return checks
+
+
+def results(trial: Trial, args: Args) -> list[Tensor]:
+    """(logp, entropy), as the loss is given them chunk by chunk."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def watched(logp: Tensor, entropy: Tensor | None, **given: Any) -> Any:
+        seen.append(tuple(t.detach() for t in (logp, entropy) if t is not None))
+        return inputs.weighed(logp, entropy, **given)
+
+    mine = args | {name: args[name].detach().requires_grad_() for name in trial.leaves(args)}
+    linear_policy_loss(**mine | {"loss_fn": watched}, validate=False, backend=trial.backend)
+    return [torch.cat(parts) for parts in zip(*seen, strict=True)]
+
+
+def chunks_of(trial: Trial, args: Args) -> list[Any]:
+    (V, D), dtype = args["weight"].shape, args["hidden"].dtype
+    room = rooms.WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
+    return batch_of(args).chunks(rooms.capacity(trial.backend, V, D, dtype, room))
+
+
+# Whatever the chunks and the other rows
+
+
+def invariant(trial: Trial) -> list[OutputCheck]:
+    args = trial.args()
+    as_given, flat = gradients(trial, args), flattened(args)
+    checks, whole = list[OutputCheck](), as_given
+    for what, changes in schedules(trial, args):
+        checks += same_gradients(what, gradients(trial, args | changes), whole)
+    if all(chunk.kept for chunk in chunks_of(trial, args)) or trial.backend != "hopper":
+        checks += same_gradients("the same rows, flat", gradients(trial, flat), whole)
+    else:  # a sequence that has no room is not kept: its rows alone have room
+        whole = gradients(trial, flat)
+    N = flat["token_ids"].numel()
+    gen = torch.Generator().manual_seed(7)
+    for size in sorted(n for n in {1, 7, 129, N // 2, N - 1} if 0 < n < N):
+        index = torch.randperm(N, generator=gen)[:size].to(trial.device)
+        checks += of_rows(f"{size} of {N} rows alone", trial, selected(flat, index), whole, index)
+    index = torch.randperm(N, generator=gen).to(trial.device)
+    checks += of_rows("rows permuted", trial, selected(flat, index), whole, index)
+    for where, at, total in places(N, trial.device):
+        found = gradients(trial, among(flat, at, total))
+        here = found | {"hidden": found["hidden"][at]}
+        checks += same_gradients(f"rows that do not count, full of NaN, {where}", here, whole)
+    for layout in trial.proof.layouts:
+        laid = inputs.lay_out(args, layout)
+        found = gradients(trial.in_class(laid), laid)
+        checks += same_gradients(f"layout {layout}", found, as_given)
+    turned = torch.cat(torch.arange(N, device=trial.device).split(GROUP)[::-1])
+    sums = [name for name in whole if name != "hidden"]
+    moved = gradients(trial, selected(flat, turned))
+    what = f"groups of {GROUP} rows in another order"
+    checks.append(trial.control(what, [whole[n] for n in sums], [moved[n] for n in sums]))
+    rolled = gradients(trial, {name: rolled_vocabulary(flat | PLAIN)[name] for name in flat})
+    return [*checks, trial.control("the vocabulary rolled", [whole["hidden"]], [rolled["hidden"]])]
+
+
+def schedules(trial: Trial, args: Args) -> Iterator[tuple[str, Args]]:
+    """Other ends of chunks, and other slabs of d-logits, for rows that are kept as they were."""
+    V, D = args["weight"].shape
+    least = rooms.LEAST_ROWS
+    sizes = [rooms.bytes_for(n, V, D) for n in (least, least + 128, 2 * least + 384)] + [0]
+    kept = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args) if chunk.kept]
+    for size in sizes:
+        changes = {"workspace_bytes": size}
+        now = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args | changes) if chunk.kept]
+        if rows_in(now) == rows_in(kept):
+            yield f"workspace_bytes={size}", changes
+
+
+def rows_in(stretches: list[tuple[int, int]]) -> set[int]:
+    return {row for first, end in stretches for row in range(first, end)}
+
+
+def of_rows(what: str, trial: Trial, changed: Args, whole: Gradients, index: Tensor) -> list[OutputCheck]:
+    """Rows of dhidden beside other rows."""
+    found = gradients(replace(trial, only=("hidden",)), changed)
+    return same_gradients(what, found, {"hidden": whole["hidden"][index]})
+
+
+# Moving rows
+
+_BY_ROWS = ("hidden", "token_ids", "mask", "temperature")
+
+
+def flattened(args: Args) -> Args:
+    """The same rows [N], each with the weight that it has with its sequence's gain."""
+    given, lead = dict(args["inputs"]), args["token_ids"].ndim
+    gains, lengths = given.pop("gains", None), given.pop("lengths", None)
+    if gains is not None:
+        gains = gains[:, None] if lengths is None else gains.repeat_interleave(lengths)
+        given["weights"] = given["weights"] * gains
+    found = {n: args[n].flatten(0, lead - 1) for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    return args | found | {"inputs": given | {"weights": given["weights"].flatten()}, "cu_seqlens": None}
+
+
+def selected(args: Args, index: Tensor) -> Args:
+    """These rows, in this order."""
+    found = {n: args[n][index] for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    return args | found | {"inputs": args["inputs"] | {"weights": args["inputs"]["weights"][index]}}
+
+
+def among(args: Args, at: Tensor, total: int) -> Args:
+    """The rows at these places among others, in their order."""
+    others = inputs.padding(args, total)
+    found = {n: others[n].index_copy(0, at, args[n]) for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    weights = others["weights"].index_copy(0, at, args["inputs"]["weights"])
+    return args | found | {"inputs": args["inputs"] | {"weights": weights}}
+
+
+def places(N: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
+    gen = torch.Generator().manual_seed(11)
+    more = N // 3 + 9
+    anywhere = torch.randperm(N + more, generator=gen)[:N].sort().values
+    return [("in front", torch.arange(9, N + 9, device=device), N + 9),
+            ("anywhere", anywhere.to(device), N + more)]  # fmt: skip

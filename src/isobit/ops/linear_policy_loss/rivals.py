@@ -1,0 +1,225 @@
+"""What people use instead of `linear_policy_loss`, the shapes at which both are timed, and how fast is fast
+enough.
+
+N tokens in sequences of 1024, with D features and a vocabulary of V; a clipped policy loss, its value and the
+gradients of hidden states and weight. Two series:
+
+    linear_policy_loss         with a workspace of 1.3 GiB
+    linear_policy_loss_small   with 256 MB
+
+The baseline is G, one bare matrix product of that size, as for `linear_logp`. There are three to be made, or
+four where logits are computed twice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.bench.goals import Base, Cell, Goal, Group, sizes_of
+from isobit.bench.rival import Rival, cannot_import
+from isobit.bench.series import Pool, Series
+from isobit.bench.timing import copies_for
+from isobit.bench.truth import ROWS, cotangent_like, spread_evenly
+from isobit.check.options import known_options
+from isobit.check.proof import Args, Case
+from isobit.check.trial import cloned
+from isobit.ops.linear_logp import reference
+from isobit.ops.linear_logp.op import linear_logp
+from isobit.ops.linear_logp.rivals import BASELINE, bare_product, cost_of_training, filled_weight, native
+from isobit.ops.linear_policy_loss.op import declared, linear_policy_loss
+from isobit.ops.linear_policy_loss.proof.inputs import make as make_rows
+
+SHAPES = ((4096, 2048, 131072), (8192, 4096, 151936), (16384, 4096, 128256))
+
+#: Tokens of a sequence, of a rival that wants to know.
+LENGTH = 1024
+
+GIB, MB = 1 << 30, 10**6
+LARGE, SMALL = 1331 << 20, 256 * MB
+
+
+def terms(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> Tensor:
+    """-min(r A, clip(r, 0.8, 1.2) A) of every token, r = exp(logp - old_logp)."""
+    ratio = torch.exp(logp - old_logp)
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def clipped(
+    logp: Tensor, entropy: Tensor | None, old_logp: Tensor, advantages: Tensor, tokens: int
+) -> Tensor:
+    return terms(logp, old_logp, advantages).sum() / tokens
+
+
+def make(case: Case, pool: Pool) -> list[Args]:
+    args = make_rows(case, pool.device, pool.inputs)
+    N = args["token_ids"].numel()
+    gen = torch.Generator(pool.device).manual_seed(pool.inputs.seed)
+    with torch.no_grad():
+        now = linear_logp(args["hidden"], args["weight"], args["token_ids"])
+    old_logp = now + 0.1 * torch.randn(N, generator=gen, device=pool.device)
+    each = torch.randn(-(-N // LENGTH), generator=gen, device=pool.device)
+    given = {"old_logp": old_logp, "advantages": each.repeat_interleave(LENGTH)[:N], "tokens": N}
+    args |= {"loss_fn": clipped, "inputs": given}
+    size = args["hidden"].nbytes + args["weight"].nbytes
+    return [args, *(cloned(args) for _ in range(copies_for(size, pool.device) - 1))]
+
+
+# Rivals
+
+
+def _of_logp(logp: Callable[[Args], Tensor], args: Args) -> Tensor:
+    """The loss from log-probabilities of all tokens."""
+    return clipped(logp(args), None, **args["inputs"])
+
+
+def _native(args: Args) -> Tensor:
+    return native(args | {"logit_scale": None, "softcap": None})
+
+
+def _trl(args: Args) -> Tensor:
+    """Products a tile of 4096 x 32768 logits at a time, again in the backward."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    hidden, weight, ids = (args[name] for name in ("hidden", "weight", "token_ids"))
+    out: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
+    return out
+
+
+def _liger(args: Args) -> Tensor:
+    """Gradients in the forward, sequence by sequence; the same terms and the same divisor."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    given, rows = args["inputs"], (-1, min(LENGTH, len(args["hidden"])))
+    ids = args["token_ids"].view(rows)
+    loss_fn = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
+    loss, _ = loss_fn(
+        args["hidden"].view(*ids.shape, -1), args["weight"], ids, torch.ones_like(ids),
+        given["advantages"].view(rows)[:, 0], old_per_token_logps=given["old_logp"].view(rows),
+    )  # fmt: skip
+    out: Tensor = loss
+    return out
+
+
+def _needs(module: str, case: Case, device: torch.device) -> str | None:
+    return "its kernels need a GPU" if device.type == "cpu" else cannot_import(module)
+
+
+def _rivals(*more: Rival) -> dict[str, Rival]:
+    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, takes=None)
+    return {rival.name: rival for rival in (bare, *more)}
+
+
+_FREE: dict[str, Any] = {"directions": None, "takes": ("workspace_bytes",)}
+
+_OTHERS = (
+    Rival("native", partial(_of_logp, _native), **_FREE),
+    Rival("torch.compile", partial(_of_logp, _native), compiled=True, **_FREE),
+    Rival("liger", _liger, available=partial(_needs, "liger_kernel.chunked_loss"), graph=False, **_FREE),
+    Rival("trl", partial(_of_logp, _trl), available=partial(_needs, "trl.kernels.chunked_logprob"),
+          graph=False, **_FREE),
+)  # fmt: skip
+
+
+# The truth
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The loss in fp64, and the gradient of some hidden states, each relative to its size: of the loss that
+    of its terms, of a gradient its largest element."""
+
+    args: Args
+
+    def _terms(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(terms of the loss, hidden states as leaves) of some rows."""
+        given = self.args["inputs"]
+        hidden = self.args["hidden"][rows].double().requires_grad_()
+        logp, *_ = reference.formula(hidden, self.args["weight"].double(), self.args["token_ids"][rows])
+        own = (given[name][rows].double() for name in ("old_logp", "advantages"))
+        return terms(logp, *own) / given["tokens"], hidden
+
+    @cached_property
+    def loss(self) -> tuple[float, float]:
+        """The loss, and the sum of the sizes of its terms."""
+        everyone = torch.arange(len(self.args["hidden"]), device=self.args["hidden"].device)
+        total = size = 0.0
+        with torch.no_grad():
+            for rows in everyone.split(512):
+                found, _ = self._terms(rows)
+                total, size = total + float(found.sum()), size + float(found.abs().sum())
+        return total, size
+
+    @cached_property
+    def gradient(self) -> tuple[Tensor, Tensor]:
+        hidden = self.args["hidden"]
+        rows = spread_evenly(len(hidden), ROWS, hidden.device)
+        found, leaves = self._terms(rows)
+        dloss = cotangent_like(torch.empty((), device=hidden.device)).double()
+        return rows, torch.autograd.grad(found.sum() * dloss, leaves)[0]
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
+        loss, dhidden = result[0], result[1]
+        if loss.ndim:  # a product has no loss
+            return None
+        total, size = self.loss
+        rows, exact = self.gradient
+        of_gradient = float((dhidden[rows].double() - exact).abs().max() / exact.abs().max())
+        of_loss = abs(float(loss.detach()) - total) / size
+        return max(of_loss, of_gradient) if of_gradient == of_gradient else of_gradient
+
+
+# Series
+
+
+def _most_mb(workspace: int) -> Base:
+    """One dweight in fp32, and the workspace."""
+
+    def figure(group: Group) -> float | None:
+        sizes = sizes_of(next(iter(group.values()))["case"])
+        return (4 * sizes["V"] * sizes["D"] + workspace) / MB
+
+    return Base("dweight in fp32 and the workspace", figure)
+
+
+def _in(name: str) -> Callable[[Cell], bool]:
+    return lambda cell: cell.op == name
+
+
+GOALS = tuple(
+    goal
+    for name, workspace, most in (
+        ("linear_policy_loss", 13 * GIB // 10, 3.5), ("linear_policy_loss_small", SMALL, 4.2)
+    )
+    for goal in (
+        Goal(f"{name}, time", _in(name), most=most, against=BASELINE),
+        Goal(f"{name}, memory", _in(name), most=1.0, against=_most_mb(workspace), figure="extra_mb"),
+    )
+) + tuple(
+    Goal(f"against {rival}", _in("linear_policy_loss"), most=1.0, against=rival)
+    for rival in ("liger", "trl", "torch.compile")
+)  # fmt: skip
+
+CASES = [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES]
+
+
+def _call(args: Args, backend: str | None) -> Tensor:
+    return linear_policy_loss(**args, backend=backend)[0]
+
+
+def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival]) -> Series:
+    return Series(
+        op=declared, name=name, cases=CASES, make=make, call=_call, cost=cost_of_training, judge=Sampled,
+        rivals=rivals, inputs=("hidden", "weight"), options={"workspace_bytes": workspace_bytes},
+        takes=tuple(known_options(declared)), directions=("fwd_bwd",), against=BASELINE, copy=False,
+        goals=GOALS if name == declared.name else (), core=CASES[:2],
+    )  # fmt: skip
+
+
+SERIES = (
+    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS)),
+    _series("linear_policy_loss_small", SMALL, _rivals()),
+)

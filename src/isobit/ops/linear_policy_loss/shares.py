@@ -1,0 +1,123 @@
+"""The caller's loss on a chunk of rows: its share in the loss, and the gradients of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.contract import Contract
+
+LossFn = Callable[..., Any]
+
+
+class Share(NamedTuple):
+    """What a chunk adds to the loss, its sums, and the gradients of its log-probabilities and entropies."""
+
+    loss: Tensor
+    sums: dict[str, Any]
+    dlogp: Tensor | None
+    dentropy: Tensor | None
+
+
+class Loss:
+    """The caller's loss function, and what is wrong with it."""
+
+    def __init__(self, contract: Contract, loss_fn: LossFn) -> None:
+        self._contract, self._loss_fn = contract, loss_fn
+
+    def error(self, rule: str) -> Exception:
+        return self._contract.error("loss_fn", self._loss_fn, rule)
+
+    def share(
+        self, logp: Tensor, entropy: Tensor | None, inputs: Mapping[str, Any], gradients: bool | None,
+        where: str,
+    ) -> Share:  # fmt: skip
+        """Of rows with these log-probabilities. Gradients are taken, or are not, or, if that is None, as far
+        as there are any. `where` says which rows they are."""
+        wanted = gradients is not False
+        leaves = [t.detach().requires_grad_(wanted) for t in (logp, entropy) if t is not None]
+        given = (leaves[0], leaves[1] if entropy is not None else None)
+        found: list[Tensor | None] = [None, None]
+        try:
+            with torch.set_grad_enabled(wanted):
+                loss, sums = self._parts(self._loss_fn(*given, **inputs))
+                if gradients or (wanted and loss.requires_grad):
+                    found = self._gradients(loss, leaves)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if getattr(error, "said_by", None) is self:
+                raise
+            said = self.error(f"raised {type(error).__name__} on {where}: {error}")
+            raise said from error
+        return Share(loss.detach().clone(), sums, found[0], found[1])
+
+    def _rule(self, rule: str) -> Exception:
+        """An error of ours, and not one of the caller's code."""
+        error = self.error(rule)
+        error.said_by = self  # type: ignore[attr-defined]
+        return error
+
+    def _parts(self, returned: Any) -> tuple[Tensor, dict[str, Any]]:
+        """(loss, sums) of what was returned."""
+        loss, sums = returned, dict[str, Any]()
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            loss, sums = returned
+        if not isinstance(loss, Tensor):
+            got = type(returned).__name__
+            raise self._rule(f"must return a scalar tensor, or that and a dict of sums; it returned {got}")
+        if loss.ndim or not loss.is_floating_point():
+            got = f"{list(loss.shape)} {loss.dtype}"
+            raise self._rule(f"must return a scalar, the rows' share of the summed loss; it returned {got}")
+        wrong = [name for name, v in sums.items() if not isinstance(v, Tensor | int | float)]
+        if wrong:
+            got = type(sums[wrong[0]]).__name__
+            raise self._rule(f"sums must be tensors or numbers; {wrong[0]!r} is {got}")
+        return loss, {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in sums.items()}
+
+    def _gradients(self, loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+        detached = "returned a loss without a gradient: it does not depend on logp, or was detached"
+        if not loss.requires_grad:
+            raise self._rule(detached)
+        if any(all(t is not leaf for leaf in leaves) for t in _variables(loss)):
+            rule = "the loss depends on another tensor that requires a gradient, and none would reach it"
+            raise self._rule(f"{rule}; detach() it")
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        if all(g is None for g in found):
+            raise self._rule(detached)
+        return [*found, None][:2]
+
+    def together(self, whole: Share, halves: Sequence[Share], logp: Tensor) -> None:
+        """Raise unless the shares of two halves add up to that of the whole, which had these
+        log-probabilities: a loss that mixes rows, a mean for one, would depend on where chunks end."""
+        # Terms of a loss may cancel. How large they are the gradients tell.
+        losses = torch.stack([share.loss.double() for share in (whole, *halves)])
+        terms = 0.0 if whole.dlogp is None else (whole.dlogp.abs() * (1 + logp.abs())).nansum()
+        pairs = [(losses[:1], losses[1:].sum()[None], losses.abs().nan_to_num().max() + terms)]
+        for name in ("dlogp", "dentropy"):
+            ours, theirs = getattr(whole, name), [getattr(half, name) for half in halves]
+            if ours is not None and all(g is not None for g in theirs):
+                both = ours.flatten(), torch.cat([g.flatten() for g in theirs])
+                pairs.append((*both, torch.stack(both).abs().nan_to_num().max()))
+        for one, other, size in pairs:
+            near = ((one - other).abs() <= 1e-3 * size) | (one == other) | (one.isnan() & other.isnan())
+            if not bool(near.all()):
+                raise self.error(
+                    f"its share of {logp.numel()} rows is not the sum of the shares of their halves, so the "
+                    "loss would depend on where chunks end: return a sum over rows, divided by a number that "
+                    "is given, and no mean over the rows that are there"
+                )
+
+
+def _variables(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that a backward would accumulate gradients into."""
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending += [next_node for next_node, _ in node.next_functions]

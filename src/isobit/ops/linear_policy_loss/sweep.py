@@ -1,0 +1,217 @@
+"""One sweep over the chunks of a batch: log-probabilities, the loss, and all gradients, chunk after chunk.
+
+Where probabilities are kept, a chunk's three products are made one after another, and what lasts longer than
+a chunk is dhidden, dweight and dbias in fp32, and the rows that wait for their segment to be complete. Where
+nothing is kept there is one chunk, and its logits are computed twice.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.ops.linear_logp import chunk as chunk_ops
+from isobit.ops.linear_logp.op import backward, forward
+from isobit.ops.linear_logp.rooms import WORKSPACE_BYTES, Memory, capacity
+from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
+from isobit.ops.linear_policy_loss.shares import Loss, Share
+
+#: Options of `linear_logp` that there are none of here.
+PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size"))
+
+
+class Gradients(NamedTuple):
+    """In fp32, of a loss that nothing has been multiplied with; None for what is not wanted or postponed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Postponed(NamedTuple):
+    """d-logits and hidden states of so many rows, of which dweight is still to be made."""
+
+    memory: Tensor
+    queue: Tensor
+    rows: Tensor
+
+    def dweight(self, vocab: int, factor: Tensor) -> Tensor:
+        """Times a factor, and rounded."""
+        own = {"memory": self.memory, "queue": self.queue, "count": self.rows}
+        found: Tensor = chunk_ops.finish(**own, vocab=vocab, factor=factor)
+        return found
+
+
+class Found(NamedTuple):
+    """What a sweep has found."""
+
+    sums: "Sums"
+    gradients: Gradients
+    postponed: Postponed | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract. `check`: the loss is also tried on two halves of a chunk."""
+
+    args: Mapping[str, Any]
+    backend: str
+    batch: Batch
+    inputs: Inputs
+    loss: Loss
+    check: bool
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        given = self.args["workspace_bytes"]
+        return WORKSPACE_BYTES if given is None else given
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        hidden, (V, D) = self.args["hidden"], self.args["weight"].shape
+        return self.batch.chunks(capacity(self.backend, V, D, hidden.dtype, self.workspace_bytes))
+
+    @cached_property
+    def controls(self) -> dict[str, Any]:
+        """Who serves is settled, and so is what tensors hold."""
+        return {"backend": self.backend, "validate": False}
+
+    def of_rows(self, chunk: Chunk) -> dict[str, Any]:
+        """A chunk's part of what the ops take, and what all rows share."""
+        names = ("hidden", "token_ids", "mask", "temperature")
+        found = {name: self.batch.of_rows(self.args[name], chunk) for name in names}
+        shared = {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
+        return {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**found, **shared}.items()}
+
+
+def _forward(call: Call, chunk: Chunk, stats: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(logp, entropy, stats) of rows, without keeping anything."""
+    logp, entropy, _, found, *_ = forward(
+        **call.of_rows(chunk), **PLAIN, return_entropy=call.args["entropy"], return_stats=stats,
+        workspace_bytes=call.args["workspace_bytes"], **call.controls,
+    )  # fmt: skip
+    return logp, entropy if call.args["entropy"] else None, found
+
+
+class Sums:
+    """What chunks add up to: the loss and its sums, in the order of the chunks."""
+
+    def __init__(self, call: Call, gradients: bool) -> None:
+        self.loss = torch.zeros((), dtype=torch.float32, device=call.args["hidden"].device)
+        self.stats: dict[str, Any] = {}
+        self._call, self._gradients, self._chunks = call, gradients, 0
+        self._unchecked = call.check and not torch.is_inference_mode_enabled()
+
+    def add(self, chunk: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None) -> Share:
+        """Run the loss on a chunk of the rows that have these log-probabilities."""
+        call = self._call
+        found = self._share(chunk, of, logp, entropy, self._gradients)
+        if self._unchecked and (halves := call.batch.halves(chunk)):
+            whole = found if self._gradients else self._share(chunk, of, logp, entropy, None)
+            parts = [self._share(half, of, logp, entropy, None) for half in halves]
+            call.loss.together(whole, parts, call.batch.part(logp, chunk, of))
+            self._unchecked = False
+        if self._chunks == 0:
+            self.loss, self.stats = found.loss, found.sums
+        elif found.sums.keys() != self.stats.keys():
+            names = [sorted(sums) for sums in (self.stats, found.sums)]
+            raise call.loss.error(
+                f"must return the same sums for all chunks; got {names[0]}, then {names[1]}"
+            )
+        else:
+            self.loss = self.loss + found.loss
+            self.stats = {name: value + found.sums[name] for name, value in self.stats.items()}
+        self._chunks += 1
+        return found
+
+    def _share(
+        self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None, gradients: bool | None
+    ) -> Share:
+        """Of a part of the rows that have these log-probabilities."""
+        call = self._call
+        where = f"rows {part.first} to {part.end} of {call.batch.rows}"
+        logp, inputs = call.batch.part(logp, part, of), call.inputs.of(part)
+        entropy = None if entropy is None else call.batch.part(entropy, part, of)
+        return call.loss.share(logp, entropy, inputs, gradients, where)
+
+
+def evaluate(call: Call) -> Sums:
+    """The loss alone. Nothing is kept, so all log-probabilities are made at once; the chunks of the loss are
+    those that it has with gradients."""
+    sums = Sums(call, gradients=False)
+    for whole in call.batch.chunks(None):  # one, or none without rows
+        logp, entropy, _ = _forward(call, whole, stats=False)
+        for chunk in call.chunks:
+            sums.add(chunk, whole, logp, entropy)
+    return sums
+
+
+def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
+    """The loss, and gradients of what they are wanted for."""
+    if not call.chunks:
+        return Found(Sums(call, gradients=True), _new(call, wanted, torch.zeros))
+    alone = call.chunks[0]
+    if len(call.chunks) == 1 and not alone.kept:
+        return _recomputed(call, alone, wanted)
+    return _swept(call, wanted)
+
+
+def _new(call: Call, wanted: Mapping[str, bool], make: Callable[..., Tensor]) -> Gradients:
+    """Gradients of what they are wanted for, in fp32."""
+    hidden, weight = call.args["hidden"], call.args["weight"]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    shapes = ((call.batch.rows, hidden.shape[-1]), weight.shape, weight.shape[:1])
+    names = zip(Gradients._fields, shapes, strict=True)
+    return Gradients(
+        *(make(shape, dtype=wide, device=hidden.device) if wanted[name] else None for name, shape in names)
+    )
+
+
+def _recomputed(call: Call, chunk: Chunk, wanted: Mapping[str, bool]) -> Found:
+    """All rows at once, their logits twice."""
+    sums = Sums(call, gradients=True)
+    logp, entropy, stats = _forward(call, chunk, stats=True)
+    share = sums.add(chunk, chunk, logp, entropy)
+    found = backward(
+        **call.of_rows(chunk), **PLAIN, stats=stats, entropy=entropy, kept=None, kept_base=None,
+        dlogp=share.dlogp, dentropy=share.dentropy, dlse=None, workspace_bytes=call.args["workspace_bytes"],
+        **{f"want_{name}": want for name, want in wanted.items()},
+        grad_dtype=torch.promote_types(logp.dtype, torch.float32), **call.controls,
+    )  # fmt: skip
+    given = (g if wanted[name] else None for name, g in zip(Gradients._fields, found, strict=True))
+    return Found(sums, Gradients(*given))
+
+
+def _swept(call: Call, wanted: Mapping[str, bool]) -> Found:
+    """Chunk after chunk."""
+    hidden, chunks = call.args["hidden"], call.chunks
+    # On Hopper dweight of one chunk waits for the backward, which knows what to multiply it with.
+    postpone = call.backend == "hopper" and wanted["weight"] and len(chunks) == 1
+    now = {**wanted, "weight": wanted["weight"] and not postpone}
+    sums, gradients = Sums(call, gradients=True), _new(call, now, torch.empty)
+    kept, again = (max((c.rows for c in chunks if c.kept is k), default=0) for k in (True, False))
+    queues = (wanted["weight"] or wanted["bias"]) and len(chunks) > 1
+    V, room = len(call.args["weight"]), call.workspace_bytes
+    memory = Memory.of(call.backend, hidden, V, kept, again, queues, room)
+    queued = torch.zeros(1, dtype=torch.int32, device=hidden.device)
+    for i, chunk in enumerate(chunks):
+        rows, own = call.of_rows(chunk), {**memory._asdict(), "queued": queued}
+        if chunk.kept:
+            place = {name: own[name] for name in ("memory", "kept_base", "queued")}
+            asked = {"return_entropy": call.args["entropy"], **call.controls}
+            logp, entropy, stats = chunk_ops.forward(**rows, **place, **asked)
+        else:
+            logp, entropy, stats = _forward(call, chunk, stats=True)
+        share = sums.add(chunk, chunk, logp, entropy if call.args["entropy"] else None)
+        queued = chunk_ops.backward(
+            **rows, **own, stats=stats, entropy=entropy, dlogp=share.dlogp, dentropy=share.dentropy,
+            **{f"d{name}": g for name, g in gradients._asdict().items()}, first_row=chunk.first,
+            kept=chunk.kept, first=i == 0, last=i == len(chunks) - 1, postpone=postpone, **call.controls,
+        )  # fmt: skip
+    if not postpone:
+        return Found(sums, gradients)
+    assert memory.queue is not None
+    return Found(sums, gradients, Postponed(memory.memory, memory.queue, queued))

@@ -1,0 +1,161 @@
+"""Chunks of rows of `linear_logp` on Hopper, run on a CPU: what waits in the queue, and what the sums are of.
+
+As in `test_hopper_backward`, `launch` is a device that does in plain PyTorch what each kernel does, memory
+that nobody has written holds NaN, and what a kernel writes must not overlap with what it reads.
+"""
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_device import Device, described
+from isobit.blocks import hopper_product as products
+from isobit.blocks.stream import SEGMENT
+from isobit.ops.linear_logp import kernels_hopper as forward
+from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
+from isobit.ops.linear_logp import reference
+from isobit.ops.linear_logp.rooms import Memory
+from test_hopper_backward import Case as Call
+from test_hopper_backward import arguments, good_rows, new_memory_is_nan, one_thread, truth  # noqa: F401
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, where its chunks end, and which of them are not kept."""
+
+    call: Call
+    ends: tuple[int, ...]
+    recomputed: tuple[int, ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass
+class Watched(Device):
+    """And of which hidden states the sums were made that a tensor begins with."""
+
+    summed: Tensor | None = None
+    rows: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        super().__call__(kernel, grid, *args, **options)
+        named = self.arguments[kernel.__name__]
+        if (
+            kernel.__name__ == "sum_kernel"
+            and self.summed is not None
+            and named.out.data_ptr() == self.summed.data_ptr()
+        ):
+            self.rows.append(described(named.b_desc)[: int(named.K)].clone())
+
+
+@dataclass
+class Swept:
+    logp: Tensor
+    entropy: Tensor
+    gradients: dict[str, Tensor]
+    device: Watched
+    waited: list[int]
+
+
+def sweep(case: Case, args: dict[str, Any]) -> Swept:
+    """Every chunk forward, then backward, as `linear_policy_loss` does it."""
+    ends, wanted = (0, *case.ends), case.call.wanted
+    sizes = [b - a for a, b in pairwise(ends)]
+    kept = max((n for i, n in enumerate(sizes) if i not in case.recomputed), default=0)
+    again = max((sizes[i] for i in case.recomputed), default=0)
+    hidden, weight = args["hidden"], args["weight"]
+    sums = [x for x in ("weight", "bias") if x in wanted]
+    queues = bool(sums) and len(sizes) > 1
+    memory = Memory.of("hopper", hidden, len(weight), kept, again, queues, case.workspace_bytes)._asdict()
+    like = {"hidden": hidden, "weight": weight, "bias": args["bias"]}
+    found = {x: torch.empty(like[x].shape, dtype=F32) for x in wanted}
+    device, queued = Watched(summed=found.get("weight")), torch.zeros(1, dtype=torch.int32)
+    outputs, waited = [], []
+    for i, (start, end) in enumerate(pairwise(ends)):
+        rows = slice(start, end)
+        names = ("hidden", "token_ids", "mask", "temperature", "dlogp", "dentropy")
+        own = {x: t[rows] if isinstance(t := args[x], Tensor) else t for x in names}
+        own |= {"weight": weight, "bias": args["bias"], "ignore_index": -100}
+        both = memory | {"queued": queued}
+        if i in case.recomputed:
+            plain = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size"))
+            plain |= {"return_entropy": True, "return_lse": False, "return_stats": True, "keep": False}
+            logp, entropy, _, stats, *_ = forward.linear_logp(device, **own | plain)
+        else:
+            logp, entropy, stats = chunk.linear_logp_chunk(device, **own | both, return_entropy=True)
+        outputs.append((logp, entropy))
+        queued = chunk.linear_logp_chunk_bwd(
+            device, **own | both, stats=stats, entropy=entropy,
+            **{f"d{x}": found.get(x) for x in ("hidden", "weight", "bias")},
+            first_row=start, kept=i not in case.recomputed, first=i == 0, last=end == ends[-1],
+            postpone=False,
+        )  # fmt: skip
+        waited.append(int(queued))
+    logp, entropy = (torch.cat(part) for part in zip(*outputs, strict=True))
+    return Swept(logp, entropy, found, device, waited)
+
+
+def check(case: Case, patch: pytest.MonkeyPatch) -> Swept:
+    for module in (forward, backward, products):
+        patch.setattr(module, "sm_count", lambda device: 7)
+    args = arguments(case.call)
+    swept, exact = sweep(case, args), truth(args)
+    for name, (right, size) in exact.items():
+        if name in case.call.wanted:
+            wrong = (swept.gradients[name].double() - right).abs()
+            bound = (1.05 + 1) * torch.finfo(case.call.dtype).eps / 2 * size + 1e-7
+            assert torch.equal(wrong.isnan(), right.isnan()), name
+            assert bool((wrong <= bound)[~right.isnan()].all()), name
+    live, good = good_rows(args)
+    plain = args | {"return_entropy": True, "return_lse": False, "return_stats": False}
+    logp, entropy, *_ = reference.linear_logp(**plain)
+    for found, expected in ((swept.logp, logp), (swept.entropy, entropy)):
+        torch.testing.assert_close(found[good], expected[good], rtol=1e-4, atol=1e-4)
+        assert not found[~live].any() and bool(found[live & ~good].isnan().all())
+    if "weight" in case.call.wanted:  # all rows that count, in their order, in whole segments but the last
+        taken = swept.device.rows
+        assert torch.equal(torch.cat(taken), args["hidden"][good]) and len(taken) == len(case.ends)
+        assert all(len(rows) % SEGMENT == 0 for rows in taken[:-1]) and max(swept.waited) < SEGMENT
+    return swept
+
+
+ALL: dict[str, Any] = {"wanted": ("hidden", "weight", "bias"), "bias": F32, "rows": 300, "D": 24}
+MANY = Call(lead=(1300,), **ALL)
+LONG = Call(lead=(700,), **ALL | {"rows": 600})  # a slab of 512 columns, and one of the rest
+CASES = {
+    "one chunk": Case(Call(lead=(200,), **ALL), (200,)),
+    "whole segments": Case(MANY, (512, 1024, 1300)),
+    "anywhere": Case(MANY, (100, 700, 701, 1300)),
+    "the queue is never full": Case(Call(lead=(400,), **ALL), (100, 200, 300, 400)),
+    "a segment is completed by one row": Case(MANY, (511, 512, 1023, 1300)),
+    "masked": Case(replace(MANY, counted=0.5, ignored=True), (400, 401, 900, 1300)),
+    "a chunk of masked rows": Case(replace(MANY, counted=0.02), (40, 80, 1300)),
+    "all masked": Case(replace(MANY, counted=0.0), (400, 1300)),
+    "bad tokens": Case(replace(MANY, bad=True, counted=0.7), (600, 1300)),
+    "fp16": Case(replace(MANY, dtype=F16), (600, 1300)),
+    "row temperature": Case(replace(MANY, row_temperature=True, counted=0.6), (600, 1300)),
+    "entropy": Case(replace(MANY, grads=("dlogp", "dentropy"), counted=0.6), (600, 1300)),
+    "frozen head": Case(replace(MANY, wanted=("hidden",), counted=0.6), (600, 1300)),
+    "frozen hidden states": Case(replace(MANY, wanted=("weight",), counted=0.6), (600, 1300)),
+    "bias alone": Case(replace(MANY, wanted=("bias",)), (600, 1300)),
+    "no bias": Case(Call(lead=(1300,), rows=300, D=24), (600, 1300)),
+    "rows apart": Case(replace(MANY, padded=True), (600, 1300)),
+    "inside of a word": Case(replace(MANY, inside=True), (600, 1300)),
+    "recomputed": Case(replace(LONG, counted=0.9), (100, 500, 700), (1,)),
+    "recomputed, first": Case(LONG, (400, 700), (0,)),
+    "recomputed, last": Case(LONG, (300, 700), (1,)),
+    "recomputed, with room": Case(LONG, (300, 700), (1,), 1 << 30),
+    "recomputed, alone": Case(replace(LONG, lead=(300,)), (300,), (0,)),
+    "recomputed, frozen": Case(replace(LONG, wanted=("hidden",)), (300, 700), (0,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_have_the_gradients_of_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(CASES[name], monkeypatch)

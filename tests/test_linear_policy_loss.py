@@ -1,0 +1,595 @@
+"""`linear_policy_loss` on CPU tensors: what a loss is given, what comes back, and what is refused."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import isobit
+from isobit import ContractError
+from isobit.op import OPS
+from isobit.ops.linear_policy_loss import reference
+from isobit.ops.linear_policy_loss.chunks import Batch
+from isobit.ops.linear_policy_loss.op import linear_policy_loss
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NAN = float("nan")
+V, D = 50, 16
+
+Loss = Callable[..., Any]
+
+
+def make(*lead: int, dtype: torch.dtype = F32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, token_ids) of rows of this shape; both of the first have gradients."""
+    gen = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(*lead, D, generator=gen), torch.randn(V, D, generator=gen) / 4
+    ids = torch.randint(0, V, lead, generator=gen)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), ids
+
+
+def room(rows: int, dtype: torch.dtype = F32) -> int:
+    """Bytes in which so many rows of the reference have room."""
+    return V * rows * torch.promote_types(dtype, F32).itemsize
+
+
+def weighed(logp: Tensor, entropy: Tensor | None, weights: Tensor) -> Tensor:
+    return -(weights.to(logp.dtype) * logp).sum()
+
+
+def on_all_rows(
+    loss_fn: Loss, tensors: tuple[Tensor, ...], inputs: dict[str, Any], entropy: bool = False, **options: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss through `linear_logp`, and its gradients."""
+    logp, found = isobit.linear_logp(*tensors, return_entropy=True, **options)  # type: ignore[misc]
+    returned = loss_fn(logp, found if entropy else None, **inputs)
+    loss = returned[0] if isinstance(returned, tuple) else returned
+    return loss, torch.autograd.grad(loss, tensors[:2])
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 1000])
+@pytest.mark.parametrize("lead", [(40,), (8, 5)])
+def test_loss_and_gradients_are_those_of_all_rows(lead: tuple[int, ...], rows: int) -> None:
+    tensors = make(*lead)
+    inputs = {"weights": torch.randn(lead, generator=torch.Generator().manual_seed(1))}
+    loss, stats = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=room(rows))
+    expected, gradients = on_all_rows(weighed, tensors, inputs)
+    torch.testing.assert_close(loss, expected)
+    assert stats == {}
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    tensors = make(30, dtype=dtype)
+    inputs = {"weights": torch.randn(30, dtype=F64 if dtype == F64 else F32)}
+    loss, _ = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=room(7, dtype))
+    expected, gradients = on_all_rows(weighed, tensors, inputs)
+    assert loss.dtype == expected.dtype
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12 if dtype == F64 else 1e-2, atol=1e-12)
+
+
+def test_a_loss_of_everything_is_right() -> None:
+    """A ratio, a clip, an entropy bonus, a bias, temperatures, a mask: against the formula in fp64."""
+    gen = torch.Generator().manual_seed(3)
+    hidden, weight, ids = make(6, 9)
+    bias = torch.randn(V, generator=gen).requires_grad_()
+    old, advantages = torch.randn(6, 9, generator=gen) - 4, torch.randn(6, generator=gen)
+    mask = torch.rand(6, 9, generator=gen) < 0.7
+    temperature = 0.5 + torch.rand(6, 9, generator=gen)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, old_logp: Tensor, advantages: Tensor, mask: Tensor,
+                tokens: Tensor) -> Tensor:  # fmt: skip
+        assert entropy is not None
+        ratio, gain = (logp - old_logp).exp(), advantages[:, None].to(logp.dtype)
+        surrogate = torch.minimum(ratio * gain, ratio.clamp(0.5, 2.0) * gain)
+        return -((surrogate + 0.1 * entropy) * mask).sum() / tokens
+
+    inputs = {"old_logp": old, "advantages": advantages, "mask": mask, "tokens": mask.sum()}
+    options = {"mask": mask, "temperature": temperature}
+    leaves = [hidden, weight, bias]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    exact = reference.formula(
+        wide[0], wide[1], ids, loss_fn, inputs, bias=wide[2], mask=mask, temperature=temperature.double(),
+        entropy=True,
+    )  # fmt: skip
+    for rows in (1, 13, 1000):
+        loss, _ = linear_policy_loss(
+            hidden, weight, ids, loss_fn=loss_fn, inputs=inputs, bias=bias, entropy=True,
+            workspace_bytes=room(rows), **options,
+        )  # fmt: skip
+        torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=1e-6)
+        found = torch.autograd.grad(loss, leaves)
+        for ours, theirs in zip(found, torch.autograd.grad(exact, wide, retain_graph=True), strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_sums_of_all_chunks_come_back_detached() -> None:
+    hidden, weight, ids = make(10, 4)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        return logp.sum(), {"tokens": logp.numel(), "by_step": logp.sum(0), "logp": logp.sum()}
+
+    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, workspace_bytes=room(12))
+    assert stats["tokens"] == 40 and stats["by_step"].shape == (4,)
+    assert not stats["logp"].requires_grad and stats["logp"] == loss.detach()
+
+
+def test_log_probabilities_are_those_of_linear_logp() -> None:
+    hidden, weight, ids = make(30)
+    seen: list[Tensor] = []
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        assert entropy is not None
+        seen.append(torch.stack((logp.detach(), entropy.detach())))
+        return logp.sum()
+
+    options = {"workspace_bytes": room(8), "validate": False}
+    linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, entropy=True, **options)
+    assert [s.shape[1] for s in seen] == [8, 8, 8, 6]
+    expected = isobit.linear_logp(hidden, weight, ids, return_entropy=True)
+    torch.testing.assert_close(torch.cat(seen, 1), torch.stack(expected).detach(), rtol=1e-6, atol=1e-6)
+
+
+# What a loss is given
+
+
+def test_inputs_are_cut_as_rows_as_sequences_or_not_at_all() -> None:
+    tensors, seen = make(5, 4), list[dict[str, Any]]()
+    by_rows, by_sequences = torch.arange(20.0).view(5, 4), torch.arange(5)
+    something = object()
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, **inputs: Any) -> Tensor:
+        assert entropy is None
+        seen.append(inputs)
+        return logp.sum()
+
+    inputs = {"rows": by_rows, "sequences": by_sequences, "number": 3, "scalar": torch.tensor(2.0),
+              "none": None, "word": "x", "thing": something, "list": [1, 2]}  # fmt: skip
+    options = {"workspace_bytes": room(9), "validate": False}
+    linear_policy_loss(*tensors, loss_fn=loss_fn, inputs=inputs, **options)
+    assert torch.equal(torch.cat([s["rows"] for s in seen]), by_rows)
+    assert [s["sequences"].tolist() for s in seen] == [[0, 1], [2, 3], [4]]
+    for name in ("number", "scalar", "none", "word", "thing", "list"):
+        assert all(s[name] is inputs[name] for s in seen)
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor, lambda bounds: torch.tensor(bounds).int()])
+def test_packed_sequences_stay_whole(form: Callable[[list[int]], Any]) -> None:
+    tensors, seen, bounds = make(30), list[tuple[int, list[int]]](), form([0, 3, 3, 11, 20, 30])
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, ids: Tensor) -> Tensor:
+        seen.append((len(logp), ids.tolist()))
+        return logp.sum()
+
+    options = {"workspace_bytes": room(12), "validate": False, "cu_seqlens": bounds}
+    loss, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, inputs={"ids": torch.arange(5)}, **options)
+    assert seen == [(11, [0, 1, 2]), (9, [3]), (10, [4])]
+    loss.backward()
+
+
+def test_a_sequence_that_has_no_room_is_computed_all_the_same() -> None:
+    tensors = make(40)
+    inputs = {"weights": torch.randn(40)}
+    options = {"cu_seqlens": [0, 5, 33, 40], "workspace_bytes": room(8)}
+    loss, _ = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, **options)
+    expected, gradients = on_all_rows(weighed, tensors, inputs)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_as_many_sequences_as_rows_are_told_apart_or_refused() -> None:
+    hidden, weight, ids = make(3)
+    each = {"weights": torch.ones(3)}
+    linear_policy_loss(hidden, weight, ids, loss_fn=weighed, inputs=each, cu_seqlens=[0, 1, 2, 3])
+    with pytest.raises(
+        ContractError, match=r"inputs: \[3\] fp32\): 'weights' could be by rows or by sequences"
+    ):
+        linear_policy_loss(hidden, weight, ids, loss_fn=weighed, inputs=each, cu_seqlens=[0, 0, 1, 3])
+
+
+# Chunks
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 40))
+def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    batch = Batch((bounds[-1],), bounds)
+    chunks = batch.chunks(capacity)
+    assert [c.first for c in chunks] == [0, *(c.end for c in chunks[:-1])][: len(chunks)]
+    assert (chunks[-1].end if chunks else 0) == bounds[-1]
+    for chunk in chunks:
+        assert (chunk.first, chunk.end) == (bounds[chunk.begin], bounds[chunk.stop]) and chunk.rows > 0
+        longest = max(lengths[chunk.begin : chunk.stop])
+        assert chunk.kept == (chunk.rows <= capacity)
+        assert chunk.kept or chunk.rows == longest > capacity  # alone, but for sequences without rows
+        halves = batch.halves(chunk)
+        assert not halves or (halves[0].end, halves[0].stop) == (halves[1].first, halves[1].begin)
+        assert not halves or all(h.rows > 0 for h in halves)
+    everything = batch.chunks(None)
+    assert [(c.first, c.end, c.kept) for c in everything] == [(0, bounds[-1], False)][: len(everything)]
+
+
+@pytest.mark.parametrize(("N", "capacity", "ends"), [
+    (10, 4, [4, 8, 10]), (2000, 1100, [1024, 2000]), (1100, 1100, [1100]), (5, 600, [5]), (0, 4, []),
+])  # fmt: skip
+def test_flat_rows_are_cut_after_whole_segments(N: int, capacity: int, ends: list[int]) -> None:
+    assert [chunk.end for chunk in Batch((N,), None).chunks(capacity)] == ends
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("factor", [0.0, 1.0, 2.0, -0.3, 1e-4, NAN])
+def test_gradients_are_multiplied_in_fp32_and_rounded_once(factor: float, dtype: torch.dtype) -> None:
+    hidden, weight, ids = make(20, dtype=dtype)
+    inputs = {"weights": torch.randn(20)}
+    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": room(6)}
+    loss, _ = linear_policy_loss(hidden, weight, ids, **options)
+    found = torch.autograd.grad(loss, (hidden, weight), torch.tensor(factor))
+    wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    exact, _ = linear_policy_loss(*wide, ids, **options)
+    for ours, theirs in zip(found, torch.autograd.grad(exact, wide), strict=True):
+        assert torch.equal((theirs * factor).to(dtype).nan_to_num(7.0), ours.nan_to_num(7.0))
+
+
+def test_a_graph_that_is_retained_can_be_walked_again() -> None:
+    hidden, weight, ids = make(20)
+    loss, _ = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, (hidden, weight))
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    hidden, weight, ids = make(20)
+    whole, _ = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    expected = torch.autograd.grad(whole, (hidden, weight))
+    for part in (slice(0, 9), slice(9, 20)):
+        loss, _ = linear_policy_loss(
+            hidden[part], weight, ids[part], loss_fn=lambda logp, entropy: logp.sum()
+        )
+        loss.backward()
+    torch.testing.assert_close(hidden.grad, expected[0])
+    torch.testing.assert_close(weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
+def test_only_gradients_that_are_wanted_are_computed(
+    wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, weight, ids = make(20)
+    tensors = {"hidden": hidden.detach(), "weight": weight.detach(), "bias": torch.zeros(V)}
+    for name in wanted:
+        tensors[name].requires_grad_()
+    op, seen = OPS["linear_logp_chunk_bwd"], list[set[str]]()
+    plain = op.backend_named("reference")
+
+    def spy(**args: Any) -> Any:
+        seen.append({name for name in tensors if args[f"d{name}"] is not None})
+        return plain.run(**args)
+
+    monkeypatch.setattr(op, "backends", [replace(plain, run=spy)])
+    loss, _ = linear_policy_loss(**tensors, token_ids=ids, loss_fn=lambda logp, entropy: logp.sum())
+    loss.backward()
+    assert seen == [set(wanted)]
+    assert {name for name, t in tensors.items() if t.grad is not None} == set(wanted)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_is_a_forward_alone(
+    context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = make(30)
+    loss_fn: Loss = lambda logp, entropy: (logp.square().sum(), {"n": len(logp)})  # noqa: E731
+    with_gradients, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(8))
+    for name in ("linear_logp_chunk", "linear_logp_chunk_bwd", "linear_logp_bwd"):
+        monkeypatch.setattr(OPS[name], "backends", [])
+    with context():
+        loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(8))
+    assert not loss.requires_grad and torch.equal(loss, with_gradients.detach()) and stats == {"n": 30}
+    detached = (tensors[0].detach(), tensors[1].detach(), tensors[2])
+    assert not linear_policy_loss(*detached, loss_fn=loss_fn)[0].requires_grad
+
+
+def test_there_is_no_second_derivative() -> None:
+    hidden, weight, ids = make(5)
+    loss, _ = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    (grad,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
+        torch.autograd.grad(grad.sum(), hidden)
+
+
+# Few rows, odd rows
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 4), (3, 0)])
+def test_no_rows_are_no_loss(lead: tuple[int, ...]) -> None:
+    hidden, weight, ids = make(*lead)
+    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    loss.backward()
+    assert loss == 0 and stats == {} and weight.grad is not None and not weight.grad.any()
+    assert hidden.grad is not None and hidden.grad.shape == (*lead, D)
+
+
+def test_one_row() -> None:
+    tensors = make(1)
+    loss, _ = linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.mean())  # has no halves
+    loss.backward()
+    assert tensors[0].grad is not None and bool(tensors[0].grad.any())
+
+
+def test_rows_that_do_not_count_reach_nothing() -> None:
+    hidden, weight, ids = make(20)
+    mask = torch.arange(20) % 3 != 0
+    inputs = {"weights": torch.randn(20)}
+    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": room(6), "mask": mask}
+    loss, _ = linear_policy_loss(hidden, weight, ids, **options)
+    expected = torch.autograd.grad(loss, (hidden, weight))
+    bad = hidden.detach().clone()
+    bad[~mask] = NAN
+    bad.requires_grad_()
+    again, _ = linear_policy_loss(bad, weight, torch.where(mask, ids, 10**9), **options)
+    found = torch.autograd.grad(again, (bad, weight))
+    assert torch.equal(again, loss) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not found[0][~mask].any()
+
+
+@pytest.mark.parametrize("options", [{"mask": torch.zeros(20, dtype=torch.bool)}, {"ignore_index": 7}])
+def test_all_rows_may_not_count(options: dict[str, Any]) -> None:
+    hidden, weight, ids = make(20)
+    ids = torch.full_like(ids, 7)
+    loss, _ = linear_policy_loss(
+        hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=room(6), **options
+    )
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]
+
+
+def test_views_with_holes() -> None:
+    hidden, weight, ids = make(6, 9)
+    wide = torch.full((6, 10, D), NAN)
+    wide[:, :-1] = hidden.detach()
+    view = wide[:, :-1].requires_grad_()
+    strided = torch.stack((ids, ids), -1)[..., 0]
+    inputs = {"weights": torch.randn(9, 6).t()}
+    found = [
+        torch.autograd.grad(linear_policy_loss(
+            h, weight, i, loss_fn=weighed, inputs=inputs, workspace_bytes=room(20))[0], (h, weight))
+        for h, i in ((hidden, ids), (view, strided))
+    ]  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_autocast_is_for_the_loss_alone() -> None:
+    hidden, weight, ids = make(12)
+    plain, _ = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    seen = []
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return logp.sum()
+
+    with torch.autocast("cpu", dtype=BF16):
+        inside, _ = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn)
+        gradients = torch.autograd.grad(inside, (hidden, weight))
+    assert torch.equal(inside, plain) and all(seen)
+    for ours, theirs in zip(gradients, torch.autograd.grad(plain, (hidden, weight)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "dual_clip_ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_losses_of_isobit(name: str, entropy_coef: float) -> None:
+    tensors, gen = make(6, 9), torch.Generator().manual_seed(4)
+    mask = torch.rand(6, 9, generator=gen) < 0.8
+    old_logp = isobit.linear_logp(*tensors, mask=mask).detach() + 0.3 * torch.randn(6, 9, generator=gen)
+    inputs = {"old_logp": old_logp, "advantages": torch.randn(6, generator=gen), "mask": mask}
+    inputs |= {"normalizer": mask.sum(), "entropy_coef": entropy_coef}
+    loss_fn, entropy = getattr(isobit.losses, name), entropy_coef > 0
+    loss, stats = linear_policy_loss(
+        *tensors, loss_fn=loss_fn, inputs=inputs, mask=mask, entropy=entropy, workspace_bytes=room(20)
+    )
+    expected, gradients = on_all_rows(loss_fn, tensors, inputs, entropy, mask=mask)
+    torch.testing.assert_close(loss, expected)
+    assert stats["tokens"] == mask.sum()
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Losses that are wrong
+
+
+def test_a_loss_that_raises_says_where_and_leaves_nothing() -> None:
+    hidden, weight, ids = make(20)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, which: Tensor) -> Tensor:
+        if which[0] == 8:
+            raise KeyError("reward")
+        return logp.sum()
+
+    options = {"loss_fn": loss_fn, "inputs": {"which": torch.arange(20)}, "workspace_bytes": room(8)}
+    before = [t.detach().clone() for t in (hidden, weight)]
+    with pytest.raises(ContractError, match="raised KeyError on rows 8 to 16 of 20: 'reward'") as caught:
+        linear_policy_loss(hidden, weight, ids, **options)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert hidden.grad is None and weight.grad is None
+    assert all(torch.equal(a, b) for a, b in zip(before, (hidden, weight), strict=True))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_errors_that_are_not_about_the_loss_pass(error: BaseException) -> None:
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        raise error
+
+    with pytest.raises(type(error)):
+        linear_policy_loss(*make(4), loss_fn=loss_fn)
+
+
+def test_a_mean_is_found_out() -> None:
+    tensors = make(20)
+    means: dict[str, Loss] = {
+        "mean": lambda logp, entropy: logp.mean(),
+        "divided": lambda logp, entropy: logp.sum() / len(logp),
+        "normalised": lambda logp, entropy: ((logp - logp.mean()) ** 2).sum(),
+        "with an offset": lambda logp, entropy: logp.sum() + 1e3,
+    }
+    for loss_fn in means.values():
+        with pytest.raises(ContractError, match=r"loss_fn: .*not the sum of the shares of their halves"):
+            linear_policy_loss(*tensors, loss_fn=loss_fn)
+    linear_policy_loss(*tensors, loss_fn=means["mean"], validate=False)
+
+
+def test_terms_that_cancel_are_no_mean() -> None:
+    """As the advantages of a group do, at ratios of 1."""
+    hidden, weight, ids = make(8, 50)
+    gains = torch.tensor([1.0, -1.0] * 4)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, gains: Tensor) -> Tensor:
+        return -((logp - logp.detach()).exp() * gains[:, None]).sum() / 7.0
+
+    loss, _ = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, inputs={"gains": gains})
+    assert loss.abs() < 1e-5
+    with torch.no_grad():
+        linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, inputs={"gains": gains})
+
+
+def test_the_first_chunk_is_also_run_as_two_halves() -> None:
+    calls = []
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        calls.append(logp.numel())
+        return logp.sum()
+
+    for validate, expected in ((None, [12, 6, 6]), (False, [12]), (True, [12, 6, 6])):
+        calls.clear()
+        linear_policy_loss(*make(12), loss_fn=loss_fn, validate=validate)
+        assert calls == expected
+
+
+def test_a_loss_that_depends_on_other_parameters_is_refused() -> None:
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(ContractError, match="depends on another tensor that requires a gradient"):
+        linear_policy_loss(*make(4), loss_fn=lambda logp, entropy: (logp * scale).sum())
+    linear_policy_loss(*make(4), loss_fn=lambda logp, entropy: (logp * scale.detach()).sum())
+
+
+def test_sums_must_be_the_same_for_all_chunks() -> None:
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+        return logp.sum(), {"last" if len(logp) < 8 else "first": 1}
+
+    with pytest.raises(
+        ContractError, match=r"the same sums for all chunks; got \['first'\], then \['last'\]"
+    ):
+        linear_policy_loss(*make(20), loss_fn=loss_fn, workspace_bytes=room(8), validate=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": torch.tensor(1)}, r"token_ids: \[\] int64\): leading shape"),
+        ({"cu_seqlens": [0, 20], "hidden": torch.zeros(4, 5, D), "token_ids": torch.zeros(4, 5).long()},
+         "cu_seqlens: .*is for packed rows"),
+        ({"token_ids": torch.full((20,), V)}, rf"token_ids: \[20\] int64\): id {V} at \[0\] is outside"),
+        ({"temperature": torch.zeros(20)}, "temperature: .*is not a positive number"),
+        ({"backend": "bogus"}, "unknown backend; known: hopper, triton, reference"),
+        ({"numerics": "chain16"}, "unknown numerics class"),
+        ({"loss_fn": None}, r"loss_fn: None\): is required"),
+        ({"inputs": {3: 4}}, "inputs: .*must be a dict"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_say_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    hidden, weight, ids = make(20)
+    call = {"hidden": hidden, "weight": weight, "token_ids": ids, "loss_fn": lambda logp, entropy: logp.sum()}
+    with pytest.raises(ContractError, match=rf"linear_policy_loss\(.*{message}"):
+        linear_policy_loss(**call | change)
+
+
+# In Triton's interpreter
+
+CHILD = """
+import torch, isobit
+from test_linear_policy_loss import make, weighed
+hidden, weight, ids = make(6, 4, dtype=torch.bfloat16)
+bias, mask = torch.randn(50).requires_grad_(), torch.rand(6, 4) < 0.7
+inputs, leaves = {"weights": torch.randn(6, 4)}, (hidden, weight, bias)
+for entropy in (False, True):
+    loss_fn = weighed if not entropy else lambda logp, entropy, weights: (weights * (logp + entropy)).sum()
+    options = {"bias": bias, "mask": mask, "temperature": 0.7, "backend": "triton"}
+    ours, _ = isobit.linear_policy_loss(
+        hidden, weight, ids, loss_fn=loss_fn, inputs=inputs, entropy=entropy, **options)
+    logp, found = isobit.linear_logp(hidden, weight, ids, return_entropy=True, **options)
+    theirs = loss_fn(logp, found if entropy else None, **inputs)
+    assert torch.equal(ours, theirs)
+    gradients = [torch.autograd.grad(loss, leaves, torch.tensor(1.0)) for loss in (ours, theirs)]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*gradients)), entropy
+"""
+
+
+@pytest.mark.compat
+def test_triton_has_the_bits_of_linear_logp() -> None:
+    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# PyTorch around it
+
+
+def test_explain_knows_it() -> None:
+    hidden, weight, ids = make(5)
+    found = isobit.explain("linear_policy_loss", hidden, weight, ids, loss_fn=weighed)
+    assert found.backend == "reference" and list(found.reasons) == ["hopper", "triton", "reference"]
+    with pytest.raises(TypeError, match=r"call isobit\.linear_policy_loss"):
+        OPS["linear_policy_loss"](hidden=hidden)
+
+
+def test_torch_compile_breaks_there_and_says_why() -> None:
+    hidden, weight, ids = make(12)
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss, _ = isobit.linear_policy_loss(
+            hidden * 2, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=room(5)
+        )
+        return loss * 3
+
+    torch._dynamo.reset()
+    eager = torch.autograd.grad(step(hidden, weight), (hidden, weight))
+    broken = torch.compile(step, backend="eager")(hidden, weight)
+    for ours, theirs in zip(torch.autograd.grad(broken, (hidden, weight)), eager, strict=True):
+        assert torch.equal(ours, theirs)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_policy_loss is a function over ops"):
+        torch.compile(step, backend="eager", fullgraph=True)(hidden, weight)
+    torch._dynamo.reset()
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    hidden, weight, ids = (t.detach() for t in make(5))
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())[0]
+
+    with pytest.raises(ContractError, match=r"no transform of torch\.func can see through it"):
+        torch.func.grad(loss)(hidden)

@@ -1,0 +1,117 @@
+"""The proof of `linear_policy_loss` can fail: known-bad versions, each on the law that is there for it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isobit.check.law import LAWS
+from isobit.check.proof import Case
+from isobit.check.runner import OK, UNSUPPORTED, Cell, Request, run
+from isobit.check.trial import Trial
+from isobit.op import OPS
+from isobit.ops.linear_logp import reference_chunk
+from isobit.ops.linear_policy_loss import op, sweep
+from isobit.ops.linear_policy_loss.chunks import Batch, Chunk
+
+CPU = torch.device("cpu")
+CASE = Case(
+    {"B": 6, "T": 4, "D": 16, "V": 40}, torch.float32, options={"workspace_bytes": 4 * 40 * 9, "bias": "own"}
+)
+
+
+def failing(law: str, case: Case = CASE) -> list[str]:
+    """What a law finds wrong."""
+    trial = Trial(OPS["linear_policy_loss"], "reference", CPU, case, "cpu")
+    return [check.output for check in LAWS[law].run(trial) if not check.passed]
+
+
+def test_the_honest_version_passes() -> None:
+    assert failing("accuracy") == failing("gradient") == failing("memory") == []
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """The backward of a chunk with other arguments than it is given."""
+    backend = OPS["linear_logp_chunk_bwd"].backend_named("reference")
+
+    def wrong(**args: Any) -> Tensor:
+        return reference_chunk.linear_logp_chunk_bwd(**args | changes)
+
+    monkeypatch.setattr(OPS["linear_logp_chunk_bwd"], "backends", [replace(backend, run=wrong)])
+
+
+SUMS = ["gradient:weight", "gradient:bias"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"first": True}, SUMS),
+        ({"first_row": 0}, ["gradient:hidden"]),
+        ({"dlogp": None}, ["gradient:hidden", *SUMS]),
+    ],
+)
+def test_chunks_that_forget_each_other_fail(
+    changes: dict[str, Any], wrong: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(monkeypatch, **changes)
+    assert failing("gradient") == wrong
+
+
+def test_a_factor_that_is_left_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = op._scaled
+    monkeypatch.setattr(op, "_scaled", lambda g, like, dloss: right(g, like, torch.ones_like(dloss)))
+    assert failing("gradient") == ["gradient:hidden", *SUMS]
+
+
+def last_share(self: Any, *args: Any) -> Any:
+    """A loss that is the last chunk's alone."""
+    self._chunks = 0
+    return ADD(self, *args)
+
+
+ADD = sweep.Sums.add
+
+
+def test_a_loss_that_is_the_last_chunks_alone_fails_on_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep.Sums, "add", last_share)
+    assert failing("accuracy") == ["0:loss"]
+
+
+def test_rows_of_another_chunk_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Batch.of_rows
+
+    def others(self: Batch, t: Any, chunk: Chunk) -> Any:
+        """Hidden states of the chunk before, where there is one as long."""
+        start = max(0, chunk.begin - 2)
+        before = replace(chunk, begin=start, stop=start + chunk.stop - chunk.begin)
+        return right(self, t, before if isinstance(t, Tensor) and t.ndim == 3 else chunk)
+
+    monkeypatch.setattr(Batch, "of_rows", others)
+    assert failing("gradient") == ["gradient:hidden", *SUMS]
+
+
+def test_a_batch_that_is_kept_whole_fails_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case({"N": 4000, "D": 8, "V": 300}, torch.float32, options={"workspace_bytes": 4 * 300 * 100})
+    assert failing("memory", case) == []
+    monkeypatch.setattr(sweep, "capacity", lambda *sizes: 4000)
+    assert failing("memory", case) == ["fwd_bwd"]
+
+
+def test_a_loss_that_is_not_looked_at_fails_on_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, options={})
+    assert failing("contract", case) == []
+    monkeypatch.setattr("isobit.ops.linear_policy_loss.shares.Loss.together", lambda *shares: None)
+    assert failing("contract", case) == ["a mean", "a constant for every chunk"]
+
+
+def cells(**request: Any) -> list[Cell]:
+    return run(Request(ops=("linear_policy_loss",), backends=("reference",), device=CPU, **request))
+
+
+def test_it_is_traceable_nowhere_and_says_so() -> None:
+    traced, checked = sorted(cells(laws=("traceable", "contract")), key=lambda cell: cell.law, reverse=True)
+    assert (traced.status, checked.status) == (UNSUPPORTED, OK)
+    assert "a function over ops: it runs the caller's own code" in traced.reason
