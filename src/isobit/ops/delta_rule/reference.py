@@ -42,7 +42,7 @@ def recurrence(
     Q, Kc, W, dO, dV = (by_chunks(t) for t in (q, k, w, do, dv))
     G = None if g is None else by_chunks(g[..., None])[..., 0] * unit
     GK = None if gk is None else by_chunks(gk) * unit
-    length = real.sum(1)
+    length, each = real.sum(1), torch.arange(S, device=q.device)
     D = torch.zeros(S, HV, K, V, dtype=wide, device=q.device)
     if dht is not None:
         D = (dht.mT if state_v_first else dht).to(wide)
@@ -55,21 +55,24 @@ def recurrence(
         X = Kc[c] @ narrowed(D)
         q_c, decay = Q[c], torch.zeros(S, HV, 1, dtype=wide, device=q.device)
         if G is not None:
-            g_last = G[c][torch.arange(S), :, last][..., None]  # [S, HV, 1]
+            g_last = G[c][each, :, last][..., None]  # [S, HV, 1]
             inside = real.unflatten(1, (NT, C))[:, c, None]
             X = X * torch.where(inside, (g_last - G[c]).exp2(), 0.0)[..., None]
             q_c = q_c * G[c].exp2()[..., None]
             decay = decay + g_last
         if GK is not None:
-            decay = decay + GK[c][torch.arange(S), :, last]
+            decay = decay + GK[c][each, :, last]
         X = dv2[c] = narrowed(X + dV[c])
         after = decay.exp2()[..., None] * D + scale * (q_c.mT @ dO[c]) - W[c].mT @ X
         D = torch.where(here, after, D)
     # Back to where the tokens and the chunks of each sequence are.
-    token = rows[real]
-    flat = dv2.movedim(2, 3).movedim(0, 1).flatten(1, 2)  # [S, NT * C, HV, V]
-    out = torch.zeros(B * T, HV, V, dtype=wide, device=q.device)
-    out[token] = flat[real]
+    by_token = dv2.movedim(2, 3).movedim(0, 1).flatten(1, 2)  # [S, NT * C, HV, V]
+    if cu_seqlens is None:
+        out = by_token[:, :T]
+    else:
+        out = torch.zeros(B * T, HV, V, dtype=wide, device=q.device)
+        out[rows[real]] = by_token[real]
+        out = out.view(B, T, HV, V)
     states = dh.movedim(0, 1)  # [S, NT, HV, K, V]
     if chunk_indices is not None:
         chunks = len(chunk_indices)
@@ -81,7 +84,7 @@ def recurrence(
         states, D = states.mT, D.mT
     kept = narrow if rounded else wide
     dh0 = D.contiguous() if h0 is not None else None
-    return states.contiguous().to(kept), dh0, out.view(B, T, HV, V).to(kept)
+    return states.contiguous().to(kept), dh0, out.contiguous().to(kept)
 
 
 def _rows(B: int, T: int, bounds: Tensor | None, C: int, device: torch.device) -> tuple[Tensor, Tensor]:
