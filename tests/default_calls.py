@@ -63,6 +63,10 @@ def _slope(out: Tensor) -> Tensor:
     return (out.detach() * 0 + 1).cumsum(-1) if out.ndim else out.detach() * 0 + 1
 
 
+def a_loss(logp: Tensor, entropy: Tensor, gains: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return (gains[:, None] * (logp + 0.1 * entropy)).sum(), {"logp": logp.sum()}
+
+
 def calls() -> dict[str, Call]:
     """Built under torch's own defaults: what changes later is what is around the calls, not their inputs."""
     gen = torch.Generator().manual_seed(0)
@@ -92,6 +96,15 @@ def calls() -> dict[str, Call]:
         "linear_logp, a temperature a row": Call(
             "linear_logp", *differentiated, hidden=randn(2, 3, 20, dtype=BF16), **narrow,
             **tokens | {"temperature": randn(2, 3).abs() + 0.5}, logits_dtype=BF16, softcap=5.0,
+        ),
+        "linear_policy_loss": Call(
+            "linear_policy_loss", *differentiated, hidden=randn(2, 3, 20, dtype=BF16), **narrow,
+            token_ids=ids, mask=live, loss_fn=a_loss, inputs={"gains": randn(2)}, entropy=True,
+            workspace_bytes=4 * 9 * 3,
+        ),
+        "linear_policy_loss of nothing": Call(
+            "linear_policy_loss", "hidden", "weight", hidden=randn(0, 20), weight=randn(9, 20),
+            token_ids=ids[0, :0], loss_fn=a_loss, inputs={"gains": 1.0},
         ),
         "ratio_kl": Call(
             "ratio_kl", "policy_logits", policy_logits=randn(2, 3, 9), ref_logits=randn(2, 3, 9, dtype=BF16),

@@ -18,10 +18,10 @@ from isobit.blocks.stream import SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
-from isobit.ops.linear_logp import reference
+from isobit.ops.linear_logp import reference, rooms
 from isobit.ops.linear_logp.rooms import Memory
+from test_hopper_backward import Allocations, arguments, good_rows, new_memory_is_nan, one_thread, truth  # noqa: F401
 from test_hopper_backward import Case as Call
-from test_hopper_backward import arguments, good_rows, new_memory_is_nan, one_thread, truth  # noqa: F401
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -130,6 +130,8 @@ MANY = Call(lead=(1300,), **ALL)
 LONG = Call(lead=(700,), **ALL | {"rows": 600})  # a slab of 512 columns, and one of the rest
 CASES = {
     "one chunk": Case(Call(lead=(200,), **ALL), (200,)),
+    "one row": Case(Call(lead=(1,), **ALL), (1,)),
+    "chunks of one row": Case(Call(lead=(3,), **ALL), (1, 2, 3)),
     "whole segments": Case(MANY, (512, 1024, 1300)),
     "anywhere": Case(MANY, (100, 700, 701, 1300)),
     "the queue is never full": Case(Call(lead=(400,), **ALL), (100, 200, 300, 400)),
@@ -159,3 +161,36 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_have_the_gradients_of_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(CASES[name], monkeypatch)
+
+
+# Memory
+
+
+def meta(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V"), [(4096, 2048, 131072), (8192, 4096, 151936), (16384, 4096, 128256), (5000, 896, 50257)]
+)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_chunk_takes_what_the_workspace_has(
+    N: int, D: int, V: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory between chunks, and all that is allocated for one of as many rows as have room."""
+    for module in (forward, backward, products):
+        monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    rows = rooms.capacity("hopper", V, D, BF16, rooms.WORKSPACE_BYTES)
+    assert rows is not None and rows >= 3072
+    args = {"hidden": meta(rows, D, dtype=BF16), "weight": meta(V, D, dtype=BF16), "bias": None, "mask": None}
+    args |= {"token_ids": meta(rows, dtype=torch.int64), "ignore_index": -100, "temperature": 1.0}
+    sums = {"dhidden": meta(N, D), "dweight": meta(V, D), "dbias": None}
+    rest = {"stats": meta(2, rows), "entropy": meta(rows), "dlogp": meta(rows)}
+    rest |= {"dentropy": meta(rows) if entropy else None, "first_row": 0, "kept": True, "postpone": False}
+    with Allocations() as seen:
+        memory = Memory.of("hopper", args["hidden"], V, rows, 0, True, rooms.WORKSPACE_BYTES)._asdict()
+        own = args | memory | {"queued": meta(1, dtype=torch.int32)}
+        chunk.linear_logp_chunk(lambda *args, **options: None, **own, return_entropy=entropy)
+        last = {"first": False, "last": False}
+        chunk.linear_logp_chunk_bwd(lambda *args, **options: None, **own | sums | rest | last)
+    assert 0.9 * rooms.WORKSPACE_BYTES < seen.most <= rooms.WORKSPACE_BYTES

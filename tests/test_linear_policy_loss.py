@@ -28,6 +28,11 @@ V, D = 50, 16
 Loss = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers_every_time() -> None:
+    torch.manual_seed(0)
+
+
 def make(*lead: int, dtype: torch.dtype = F32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden, weight, token_ids) of rows of this shape; both of the first have gradients."""
     gen = torch.Generator().manual_seed(seed)
@@ -79,7 +84,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     expected, gradients = on_all_rows(weighed, tensors, inputs)
     assert loss.dtype == expected.dtype
     for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12 if dtype == F64 else 1e-2, atol=1e-12)
+        near = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 1e-2, "atol": 1e-5}
+        torch.testing.assert_close(ours, theirs, **near)
 
 
 def test_a_loss_of_everything_is_right() -> None:
@@ -227,6 +233,13 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
     assert [(c.first, c.end, c.kept) for c in everything] == [(0, bounds[-1], False)][: len(everything)]
 
 
+@pytest.mark.parametrize("N", [1, 2, 7])
+def test_halves_of_flat_rows(N: int) -> None:
+    batch = Batch((N,), None)
+    (chunk,) = batch.chunks(10)
+    assert [half.rows for half in batch.halves(chunk)] == ([N // 2, N - N // 2] if N > 1 else [])
+
+
 @pytest.mark.parametrize(("N", "capacity", "ends"), [
     (10, 4, [4, 8, 10]), (2000, 1100, [1024, 2000]), (1100, 1100, [1100]), (5, 600, [5]), (0, 4, []),
 ])  # fmt: skip
@@ -326,7 +339,9 @@ def test_there_is_no_second_derivative() -> None:
 @pytest.mark.parametrize("lead", [(0,), (0, 4), (3, 0)])
 def test_no_rows_are_no_loss(lead: tuple[int, ...]) -> None:
     hidden, weight, ids = make(*lead)
-    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    inputs = {"rows": torch.zeros(lead), "sequences": torch.zeros(lead[0])}
+    loss_fn: Loss = lambda logp, entropy, rows, sequences: logp.sum()  # noqa: E731
+    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, inputs=inputs)
     loss.backward()
     assert loss == 0 and stats == {} and weight.grad is not None and not weight.grad.any()
     assert hidden.grad is not None and hidden.grad.shape == (*lead, D)

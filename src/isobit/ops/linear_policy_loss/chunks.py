@@ -71,20 +71,15 @@ class Batch:
 
     def halves(self, chunk: Chunk) -> list[Chunk]:
         """A chunk as two, about equally long; none if it is a single unit."""
-        start = self.start
-        middle = min(
-            range(chunk.begin + 1, chunk.stop), default=None,
-            key=lambda unit: abs(2 * start(unit) - chunk.first - chunk.end),
-        )  # fmt: skip
-        if middle is None or start(middle) in (chunk.first, chunk.end):
+        cut = middle = (chunk.first + chunk.end) // 2
+        if self.bounds is not None:  # the sequence that begins next to there
+            inner = range(chunk.begin + 1, chunk.stop)
+            middle = min(inner, default=chunk.begin, key=lambda unit: abs(self.bounds[unit] - cut))  # type: ignore[index]
+            cut = self.bounds[middle]
+        if cut in (chunk.first, chunk.end):
             return []
-        cut = start(middle)
         return [Chunk(chunk.first, cut, chunk.begin, middle, False),
                 Chunk(cut, chunk.end, middle, chunk.stop, False)]  # fmt: skip
-
-    def start(self, unit: int) -> int:
-        """The first row of a sequence."""
-        return unit if self.bounds is None else self.bounds[unit]
 
     def of_rows(self, t: Any, chunk: Chunk) -> Any:
         """A chunk's part of what has one number a row, or a line of them; anything else as it is."""

@@ -119,7 +119,7 @@ def _bounds(args: dict[str, Any]) -> Sequence[int] | None:
     there."""
     given, shape = args["cu_seqlens"], args["token_ids"].shape
     if given is None:
-        return None if len(shape) == 1 else range(0, shape.numel() + 1, max(1, shape[1]))
+        return None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
     bounds, contract = given.tolist() if isinstance(given, Tensor) else list(given), declared.contract
     if bounds[0] != 0:
         raise contract.error("cu_seqlens", given, f"must begin with 0, not {bounds[0]}")
