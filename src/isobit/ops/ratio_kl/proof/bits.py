@@ -21,6 +21,7 @@ def as_logp(trial: Trial) -> list[OutputCheck]:
     given, and with the same gradient; logp and entropy are those of `logp`; and kl is the same from reference
     logits and from `logp` of them. Control: an old_logp that was summed in another order."""
     args = trial.args()
+    trial.op.explain(**args, backend=trial.backend)  # if it cannot serve, that is what is to be said
     own, entropy = _logp(trial, args, "policy_logits")
     acted = args | {"old_logp": own}
     outputs, grads = trial.backward(acted)
