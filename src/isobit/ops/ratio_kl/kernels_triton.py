@@ -51,46 +51,36 @@ def logp_of(z_ptr, token, good, m, s, t, inverse):
 
 
 @triton.jit
-def store_ratio(row, N, own, old, ratio, slopes):
-    """ratio from logp and that of the policy that acted. Its slope in logp is itself."""
-    found = exp(own - old)
-    tl.store(ratio + row, found)
-    if slopes is not None:
-        tl.store(slopes + row, found)
-        tl.store(slopes + N + row, 0.0)  # of kl, if there is one
-
-
-@triton.jit
-def store_kl(row, N, own, ref, kl, slopes):
-    found, slope = k3_and_expm1(ref - own)
-    tl.store(kl + row, found)
-    if slopes is not None:
-        tl.store(slopes + N + row, -slope)
-
-
-@triton.jit
 def store_row(
     policy, ref, old_logp, ref_logp, token, good, row, N, m, s, t, ref_m, ref_s, inverse,
     ratio, kl, logp, entropy, stats, slopes,
 ):  # fmt: skip
-    """Turn the sums of a live row into its results. Pointers are to the row; a reference is one of two."""
+    """Turn the sums of a live row into its results. Pointers are to the row; of references there is one, or
+    none without a kl. The slope of ratio in logp is ratio itself."""
     own, own_entropy, s = logp_of(policy, token, good, m, s, t, inverse)
-    if stats is not None:
-        tl.store(stats + row, m + tl.where(good, 0.0, float("nan")))
-        tl.store(stats + N + row, s)
+    old = own
+    if old_logp is not None:
+        old = tl.load(old_logp)
+    own_ratio = exp(own - old)
+    tl.store(ratio + row, own_ratio)
+    slope = tl.zeros([], tl.float32)
+    if kl is not None:
+        if ref is not None:
+            other, _, _ = logp_of(ref, token, good, ref_m, ref_s, 0.0, inverse)
+        else:
+            other = tl.load(ref_logp)
+        penalty, expm1 = k3_and_expm1(other - own)
+        tl.store(kl + row, penalty)
+        slope = -expm1
     if logp is not None:
         tl.store(logp + row, own)
     if entropy is not None:
         tl.store(entropy + row, own_entropy)
-    old = own
-    if old_logp is not None:
-        old = tl.load(old_logp)
-    store_ratio(row, N, own, old, ratio, slopes)
-    if ref is not None:
-        other, _, _ = logp_of(ref, token, good, ref_m, ref_s, 0.0, inverse)
-        store_kl(row, N, own, other, kl, slopes)
-    if ref_logp is not None:
-        store_kl(row, N, own, tl.load(ref_logp), kl, slopes)
+    if stats is not None:
+        tl.store(stats + row, m + tl.where(good, 0.0, float("nan")))
+        tl.store(stats + N + row, s)
+        tl.store(slopes + row, own_ratio)
+        tl.store(slopes + N + row, slope)
 
 
 @triton.jit
