@@ -129,7 +129,7 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, mul
         load=lambda p: p.numbers[p.at], constexpr=None,
     )  # fmt: skip
     numbers: dict[str, Any] = {
-        "gl": language, "mbarrier": nothing, "ROWS": 64, "_after": lambda stage, phase, _: (stage, phase),
+        "gl": language, "mbarrier": nothing, "ROWS": 64, "after": lambda stage, phase, _: (stage, phase),
         "tma_load": lambda desc, where, *_: loads.append((desc.name, where)),
     }  # fmt: skip
     ring = SimpleNamespace(index=lambda i: None)

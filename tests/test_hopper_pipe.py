@@ -120,7 +120,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
             expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
         ),
     }  # fmt: skip
-    for name in ("_after", "_before", "_item", "put_tile"):
+    for name in ("after", "_before", "_item", "put_tile"):
         scope[name] = FunctionType(getattr(hopper_pipe, name).fn.__code__, scope)
     return scope
 
@@ -170,7 +170,8 @@ def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, progr
             errors.append(error)
 
     work: list[tuple[Any, ...]] = [
-        (hopper_product._segments, w, pipe, output, begin, None, None, False) for w in range(multipliers)
+        (hopper_product._segments, w, pipe, output, begin, None, None, None, False, False)
+        for w in range(multipliers)
     ]
     threads = [threading.Thread(target=guarded, args=args, daemon=True)
                for args in (*work, (hopper_product._load_sums, pipe, begin))]  # fmt: skip

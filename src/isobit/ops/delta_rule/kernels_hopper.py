@@ -50,7 +50,8 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma_wait,
 )
 from isobit.blocks.launch import Launch, run
-from isobit.ops.delta_rule.kernels_triton import LOG2E, chunk_offsets, outputs
+from isobit.blocks.temperature import LOG2E
+from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 
 #: Tokens of a chunk, and columns of the state that a program carries.
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)

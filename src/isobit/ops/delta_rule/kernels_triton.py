@@ -14,9 +14,8 @@ from torch import Tensor
 
 from isobit.blocks.interpreter import narrow, rounded
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.temperature import LOG2E
 from isobit.blocks.triton_tiles import steps
-
-LOG2E = 1.4426950408889634
 
 #: Columns of the state that one program carries.
 COLUMNS = 32
