@@ -529,6 +529,7 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
         ({"temperature": torch.zeros(20)}, "temperature: .*is not a positive number"),
         ({"backend": "bogus"}, "unknown backend; known: hopper, triton, reference"),
         ({"numerics": "chain16"}, "unknown numerics class"),
+        ({"temperature": torch.ones(20, requires_grad=True)}, "temperature: .*no gradient goes to it"),
         ({"loss_fn": None}, r"loss_fn: None\): is required"),
         ({"inputs": {3: 4}}, "inputs: .*must be a dict"),
     ],

@@ -215,10 +215,21 @@ def test_a_sequence_that_has_no_room_is_computed_twice(device: Device, wanted: t
         assert_same(other, found)
 
 
-def test_rows_without_room_for_a_chunk_are_computed_twice_at_once(device: Device) -> None:
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_rows_without_room_for_a_chunk_are_computed_twice_at_once(
+    device: Device, entropy: bool, upstream: float
+) -> None:
+    """In the backward, which knows the gradient of the loss."""
     args, inputs, wanted = flat_call(bias=F32, mask=0.7)
-    _, _, found = swept(args, tokens_loss, inputs, wanted, workspace_bytes=1000)
-    _, expected = unfused(args, tokens_loss, inputs, wanted, workspace_bytes=1000)
+    inputs |= {"bonus": 0.1} if entropy else {}
+    options = {"workspace_bytes": 1000, "entropy": entropy}
+    _, _, found = swept(args, tokens_loss, inputs, wanted, upstream, **options)
+
+    def scaled(*results: Any, **given: Any) -> Tensor:
+        return tokens_loss(*results, **given) * upstream
+
+    _, expected = unfused(args, scaled, inputs, wanted, entropy, workspace_bytes=1000)
     assert_same(found, expected)
 
 

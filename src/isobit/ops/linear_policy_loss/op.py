@@ -16,7 +16,8 @@ and for a sequence that has no room in the workspace, logits are computed twice 
 
 Gradients are kept in fp32, from the forward to the backward. There they are multiplied by the gradient of the
 loss and rounded once. Where all rows are one chunk, product 3 is made there on Hopper, by a kernel that
-multiplies and rounds.
+multiplies and rounds. Where no row has room, everything but the loss is left to the backward of
+`linear_logp`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from isobit.ops.linear_policy_loss.sweep import (
     Sums,
     differentiate,
     evaluate,
+    without_keeping,
 )
 
 
@@ -85,6 +87,13 @@ def _inputs(contract: Contract, args: dict[str, Any]) -> None:
     inputs = args["inputs"]
     if inputs is not None and not (isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs)):
         raise contract.error("inputs", inputs, "must be a dict of what loss_fn takes, by name")
+
+
+@declared.rule
+def _temperature(contract: Contract, args: dict[str, Any]) -> None:
+    given = args["temperature"]
+    if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
+        raise contract.error("temperature", given, "no gradient goes to it; detach() it")
 
 
 @declared.rule
@@ -181,6 +190,19 @@ def _scaled(gradient: Tensor | None, like: tuple[torch.Size, torch.dtype], dloss
     return torch.mul(gradient.view(shape), dloss.to(gradient.dtype), out=out)
 
 
+class _Known(torch.autograd.Function):
+    """A loss whose gradients with respect to log-probabilities and entropies are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *results: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients[: len(results)])
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        return None, None, *(g if g is None else g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+
+
 # What people call
 
 
@@ -248,7 +270,7 @@ def linear_policy_loss(
     and only those that are wanted are computed; without any there is one product. They are those of
     `linear_logp` with kept probabilities and the same loss, in the same bits where the gradient of the loss
     is 1; any other is multiplied in fp32, before the one rounding. From the call to the backward they take 4
-    V D + 4 N D bytes.
+    V D + 4 N D bytes at most.
 
     `torch.compile` cannot see into it: a compiled function breaks there.
 
@@ -277,13 +299,18 @@ def linear_policy_loss(
     loss = Loss(declared.contract, args["loss_fn"])
     call = Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
     tensors = (args["hidden"], args["weight"], args["bias"])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        with torch.no_grad():
+            sums = evaluate(call)
+        return sums.loss, sums.stats
+    total: Tensor
+    if call.kept:
         kept: list[Sums] = []
-        total: Tensor = _PolicyLoss.apply(call, kept, *tensors)
+        total = _PolicyLoss.apply(call, kept, *tensors)
         return total, kept[0].stats
-    with torch.no_grad():
-        sums = evaluate(call)
-    return sums.loss, sums.stats
+    sums, share, results = without_keeping(call)
+    total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
+    return total, sums.stats
 
 
 def _input_error(name: str, value: Tensor, rule: str) -> Exception:

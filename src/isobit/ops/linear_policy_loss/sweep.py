@@ -1,8 +1,10 @@
 """One sweep over the chunks of a batch: log-probabilities, the loss, and all gradients, chunk after chunk.
 
 Where probabilities are kept, a chunk's three products are made one after another, and what lasts longer than
-a chunk is dhidden, dweight and dbias in fp32, and the rows that wait for their segment to be complete. Where
-nothing is kept there is one chunk, and its logits are computed twice.
+a chunk is dhidden, dweight and dbias in fp32, and the rows that wait for their segment to be complete.
+
+Where nothing is kept there is one chunk, and its logits are computed twice: now and, as `linear_logp` does
+it, in the backward. Then only the gradients of log-probabilities and entropies are known in advance.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.linear_logp import chunk as chunk_ops
-from isobit.ops.linear_logp.op import backward, forward
+from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_logp.rooms import WORKSPACE_BYTES, Memory, capacity
 from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
 from isobit.ops.linear_policy_loss.shares import Loss, Share
@@ -74,6 +76,11 @@ class Call:
         hidden, (V, D) = self.args["hidden"], self.args["weight"].shape
         return self.batch.chunks(capacity(self.backend, V, D, hidden.dtype, self.workspace_bytes))
 
+    @property
+    def kept(self) -> bool:
+        """Whether probabilities of any rows are."""
+        return len(self.chunks) != 1 or self.chunks[0].kept
+
     @cached_property
     def controls(self) -> dict[str, Any]:
         """Who serves is settled, and so is what tensors hold."""
@@ -83,15 +90,16 @@ class Call:
         """A chunk's part of what the ops take, and what all rows share."""
         names = ("hidden", "token_ids", "mask", "temperature")
         found = {name: self.batch.of_rows(self.args[name], chunk) for name in names}
-        shared = {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
-        return {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**found, **shared}.items()}
+        return found | {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
 
 
-def _forward(call: Call, chunk: Chunk, stats: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(logp, entropy, stats) of rows, without keeping anything."""
+def _forward(
+    call: Call, chunk: Chunk, stats: bool = False, room: int | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(logp, entropy, stats) of rows, without keeping anything. `room` is for a backward that follows."""
     logp, entropy, _, found, *_ = forward(
         **call.of_rows(chunk), **PLAIN, return_entropy=call.args["entropy"], return_stats=stats,
-        workspace_bytes=call.args["workspace_bytes"], **call.controls,
+        workspace_bytes=room, **call.controls,
     )  # fmt: skip
     return logp, entropy if call.args["entropy"] else None, found
 
@@ -143,55 +151,33 @@ def evaluate(call: Call) -> Sums:
     those that it has with gradients."""
     sums = Sums(call, gradients=False)
     for whole in call.batch.chunks(None):  # one, or none without rows
-        logp, entropy, _ = _forward(call, whole, stats=False)
+        logp, entropy, _ = _forward(call, whole)
         for chunk in call.chunks:
             sums.add(chunk, whole, logp, entropy)
     return sums
 
 
-def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
-    """The loss, and gradients of what they are wanted for."""
-    if not call.chunks:
-        return Found(Sums(call, gradients=True), _new(call, wanted, torch.zeros))
-    alone = call.chunks[0]
-    if len(call.chunks) == 1 and not alone.kept:
-        return _recomputed(call, alone, wanted)
-    return _swept(call, wanted)
-
-
-def _new(call: Call, wanted: Mapping[str, bool], make: Callable[..., Tensor]) -> Gradients:
-    """Gradients of what they are wanted for, in fp32."""
-    hidden, weight = call.args["hidden"], call.args["weight"]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    shapes = ((call.batch.rows, hidden.shape[-1]), weight.shape, weight.shape[:1])
-    names = zip(Gradients._fields, shapes, strict=True)
-    return Gradients(
-        *(make(shape, dtype=wide, device=hidden.device) if wanted[name] else None for name, shape in names)
-    )
-
-
-def _recomputed(call: Call, chunk: Chunk, wanted: Mapping[str, bool]) -> Found:
-    """All rows at once, their logits twice."""
-    sums = Sums(call, gradients=True)
-    logp, entropy, stats = _forward(call, chunk, stats=True)
+def without_keeping(call: Call) -> tuple[Sums, Share, list[Tensor]]:
+    """The loss of all rows, gradients of their log-probabilities and entropies, and these themselves, whose
+    own backward computes logits a second time."""
+    args, sums, (chunk,) = call.args, Sums(call, gradients=True), call.chunks
+    room = args["workspace_bytes"]
+    if room is not None and call.backend == "hopper" and args["weight"].requires_grad:
+        # There are no sums of dweight in fp32: d-logits have their room too, but for sums of dhidden.
+        (V, D), N = args["weight"].shape, call.batch.rows
+        room += max(0, 4 * V * D - 4 * N * D)
+    logp, entropy, _ = _forward(call, chunk, room=room)
     share = sums.add(chunk, chunk, logp, entropy)
-    found = backward(
-        **call.of_rows(chunk), **PLAIN, stats=stats, entropy=entropy, kept=None, kept_base=None,
-        dlogp=share.dlogp, dentropy=share.dentropy, dlse=None, workspace_bytes=call.args["workspace_bytes"],
-        **{f"want_{name}": want for name, want in wanted.items()},
-        grad_dtype=torch.promote_types(logp.dtype, torch.float32), **call.controls,
-    )  # fmt: skip
-    given = (g if wanted[name] else None for name, g in zip(Gradients._fields, found, strict=True))
-    return Found(sums, Gradients(*given))
+    return sums, share, [logp] if entropy is None else [logp, entropy]
 
 
-def _swept(call: Call, wanted: Mapping[str, bool]) -> Found:
-    """Chunk after chunk."""
+def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
+    """The loss, and gradients of what they are wanted for, chunk after chunk."""
     hidden, chunks = call.args["hidden"], call.chunks
     # On Hopper dweight of one chunk waits for the backward, which knows what to multiply it with.
     postpone = call.backend == "hopper" and wanted["weight"] and len(chunks) == 1
     now = {**wanted, "weight": wanted["weight"] and not postpone}
-    sums, gradients = Sums(call, gradients=True), _new(call, now, torch.empty)
+    sums, gradients = Sums(call, gradients=True), _new(call, now, torch.empty if chunks else torch.zeros)
     kept, again = (max((c.rows for c in chunks if c.kept is k), default=0) for k in (True, False))
     queues = (wanted["weight"] or wanted["bias"]) and len(chunks) > 1
     V, room = len(call.args["weight"]), call.workspace_bytes
@@ -215,3 +201,14 @@ def _swept(call: Call, wanted: Mapping[str, bool]) -> Found:
         return Found(sums, gradients)
     assert memory.queue is not None
     return Found(sums, gradients, Postponed(memory.memory, memory.queue, queued))
+
+
+def _new(call: Call, wanted: Mapping[str, bool], make: Callable[..., Tensor]) -> Gradients:
+    """Gradients of what they are wanted for, in fp32."""
+    hidden, weight = call.args["hidden"], call.args["weight"]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    shapes = ((call.batch.rows, hidden.shape[-1]), weight.shape, weight.shape[:1])
+    names = zip(Gradients._fields, shapes, strict=True)
+    return Gradients(
+        *(make(shape, dtype=wide, device=hidden.device) if wanted[name] else None for name, shape in names)
+    )

@@ -11,6 +11,7 @@ from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Kernels, Proof
 from isobit.ops.linear_logp import rooms
 from isobit.ops.linear_logp.proof import memory as memory_of_rows
+from isobit.ops.linear_logp.proof import record_triton
 from isobit.ops.linear_policy_loss.op import declared
 from isobit.ops.linear_policy_loss.proof import bits, inputs, truth
 
@@ -28,23 +29,23 @@ def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs, outputs and gradients: sums of dweight and of dhidden in fp32, and the workspace.
-    Where nothing is kept, what `linear_logp` takes."""
+    """Bytes beyond inputs, outputs and gradients: the workspace, and sums of dweight and of dhidden in fp32.
+    Where nothing is kept, what `linear_logp` takes, with the room of those sums."""
     sizes = dict(case.dims)
     V, D = sizes.pop("V"), sizes.pop("D")
     N = math.prod(sizes.values())
-    of_loss = 128 * N + MB
-    if direction == "fwd" or backend == "triton":
-        sums = 0 if direction == "fwd" else 4 * V * D + 4 * N * D
-        return memory_of_rows(case, backend, direction) + sums + of_loss
+    of_rows, of_loss = memory_of_rows(case, backend, direction), 128 * N + MB
+    if direction == "fwd":
+        return of_rows + of_loss
     given = case.options.get("workspace_bytes")
-    room = rooms.WORKSPACE_BYTES if given is None else given
-    sums = 4 * V * D + 4 * N * D
+    room, sums = rooms.WORKSPACE_BYTES if given is None else given, 4 * V * D + 4 * N * D
+    if backend == "triton":
+        return of_rows + (given or 0) + of_loss
     if backend == "reference":  # a few temporaries of a chunk, and widened weights
         rows = min(N, max(1, room // (4 * V)))
         return 4 * 14 * rows * V + 3 * 4 * V * D + 4 * 4 * N * D + sums + of_loss
     if rooms.capacity("hopper", V, D, case.dtype, room) is None:
-        return memory_of_rows(case, backend, direction) + sums + of_loss
+        return of_rows + room + 4 * V * D + of_loss
     return min(room, rooms.bytes_for(rooms.slots_of(N), V, D)) + sums + of_loss
 
 
@@ -66,9 +67,9 @@ def _empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """A chunk that is kept, in the middle and at the end; one whose logits are computed again, because of the
-    entropy's gradient or because it has no room; and all rows at once."""
-    from isobit.ops.linear_logp import kernels_hopper_bwd, kernels_hopper_chunk
+    """A chunk that is kept, in the middle and at the end; and one whose logits are computed again, because of
+    the entropy's gradient or because it has no room. All rows at once are what `linear_logp` does."""
+    from isobit.ops.linear_logp import kernels_hopper_chunk
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
     N, D, V = 4096, 2048, 131072
@@ -88,28 +89,6 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
             return  # its branches are the same
     kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"dentropy": _empty(N)})
     kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"kept": False, "last": False})
-    kernels_hopper_bwd.linear_logp_bwd(launch, F32, **_all_rows(narrow, N, D, V))
-
-
-def record_triton(launch: Any, dtype: torch.dtype) -> None:
-    """All rows at once, gradients in fp32: what sums them. d-logits are made as without."""
-    from isobit.ops.linear_logp import kernels_triton_bwd
-
-    def others(kernel: Any, *args: Any, **options: Any) -> None:
-        if kernel is not kernels_triton_bwd.dlogits_tile:
-            launch(kernel, *args, **options)
-
-    args = _all_rows(dtype, 4096, 1024, 2048) | {"want_bias": False}
-    kernels_triton_bwd.linear_logp_bwd(others, F32, **args | {"want_weight": dtype == BF16})
-
-
-def _all_rows(dtype: torch.dtype, N: int, D: int, V: int) -> Args:
-    args = _call(dtype, N, D, V, True) | dict.fromkeys(
-        ("softcap", "logit_scale", "logits_dtype", "vocab_size")
-    )
-    args |= {"stats": _empty(2, N), "entropy": _empty(N), "dlogp": _empty(N), "dentropy": _empty(N)}
-    args |= dict.fromkeys(("kept", "kept_base", "dlse", "workspace_bytes"))
-    return args | {"want_hidden": True, "want_weight": True, "want_bias": True}
 
 
 # Cases
@@ -179,7 +158,7 @@ PROOF = Proof(
     bad_value=lambda args: (alter.one_bad_id(args, len(args["weight"]))[0], None),
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
-        "triton": Kernels(record_triton),
+        "triton": Kernels(record_triton),  # those of `linear_logp`
     },
     agree_cases=[*_BITS, _heavy({"N": 4000, "D": 512, "V": 50257}, BF16, workspace_bytes=64 * MB)],
     positive=("D", "V"),
