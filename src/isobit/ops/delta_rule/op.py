@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from isobit.backend import NONE, Lazy
+from isobit.blocks import bounds
 from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, dtype_name
 from isobit.numerics import Numerics
@@ -54,10 +55,10 @@ DHU_TRITON_1 = Numerics(
 def _sizes(args: dict[str, Any]) -> dict[str, int]:
     """Sizes of outputs that no input has."""
     B, T, _, K = args["q"].shape
-    V, bounds, indices = args["dv"].shape[-1], args["cu_seqlens"], args["chunk_indices"]
-    NT = len(indices) if bounds is not None else -(-T // args["chunk_size"])
+    V, packed, indices = args["dv"].shape[-1], args["cu_seqlens"], args["chunk_indices"]
+    NT = len(indices) if packed is not None else -(-T // args["chunk_size"])
     X, Y = (V, K) if args["state_v_first"] else (K, V)
-    return {"NT": NT, "S": B if bounds is None else len(bounds) - 1, "X": X, "Y": Y}
+    return {"NT": NT, "S": B if packed is None else len(packed) - 1, "X": X, "Y": Y}
 
 
 def _flops(args: dict[str, Any]) -> int:
@@ -114,17 +115,17 @@ def _heads(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _packing(contract: Contract, args: dict[str, Any]) -> None:
-    bounds, B = args["cu_seqlens"], args["q"].shape[0]
-    if bounds is None:
+    given, B = args["cu_seqlens"], args["q"].shape[0]
+    if given is None:
         for name in ("chunk_indices", "chunk_offsets"):
             if args[name] is not None:
                 raise contract.error(name, args[name], "is of packed sequences: it needs cu_seqlens")
         return
     if B != 1:
-        raise contract.error("cu_seqlens", bounds, f"needs packed sequences, B = 1, but B={B} from q")
-    if len(bounds) == 0:
-        raise contract.error("cu_seqlens", bounds, "needs at least one element, the 0 it begins with")
-    offsets, S = args["chunk_offsets"], len(bounds) - 1
+        raise contract.error("cu_seqlens", given, f"needs packed sequences, B = 1, but B={B} from q")
+    if len(given) == 0:
+        raise contract.error("cu_seqlens", given, "needs at least one element, the 0 it begins with")
+    offsets, S = args["chunk_offsets"], len(given) - 1
     if offsets is not None and len(offsets) not in (S, S + 1):
         raise contract.error("chunk_offsets", offsets, f"must have one element a sequence, {S}, or one more")
     if args["chunk_indices"] is None:
@@ -147,18 +148,11 @@ def _states(contract: Contract, args: dict[str, Any]) -> None:
 
 def _sequences(contract: Contract, args: dict[str, Any]) -> None:
     """0 <= ... <= T, and chunks as they follow from that."""
-    bounds, T, C = args["cu_seqlens"], args["q"].shape[1], args["chunk_size"]
-    if bounds is None:
+    given, C = args["cu_seqlens"], args["chunk_size"]
+    if given is None:
         return
-    found = bounds.tolist()
-    if found[0] != 0:
-        raise contract.error("cu_seqlens", bounds, f"must begin with 0, not {found[0]}")
-    for i, (here, after) in enumerate(pairwise(found)):
-        if after < here:
-            raise contract.error("cu_seqlens", bounds, f"must not descend: [{i}]={here}, [{i + 1}]={after}")
-    if found[-1] != T:
-        rule = f"must end with the number of tokens, {T}, not {found[-1]}"
-        raise contract.error("cu_seqlens", bounds, rule)
+    found = given.tolist()
+    bounds.check(contract, "cu_seqlens", given, found, args["q"].shape[1], of="tokens")
     each = [-(-(after - here) // C) for here, after in pairwise(found)]
     if args["chunk_indices"].tolist() != [[s, c] for s, n in enumerate(each) for c in range(n)]:
         rule = f"must be (sequence, chunk of it) of each of the {sum(each)} chunks that cu_seqlens makes"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LN2 = 0.6931471805599453
+from isobit.blocks.temperature import LOG2E
 
 
 def dhu(**args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -38,7 +38,7 @@ def recurrence(
     def narrowed(t: Tensor) -> Tensor:
         return t.to(narrow).to(wide) if rounded else t
 
-    unit = 1.0 if use_exp2 else 1 / LN2
+    unit = 1.0 if use_exp2 else LOG2E
     Q, Kc, W, dO, dV = (by_chunks(t) for t in (q, k, w, do, dv))
     G = None if g is None else by_chunks(g[..., None])[..., 0] * unit
     GK = None if gk is None else by_chunks(gk) * unit

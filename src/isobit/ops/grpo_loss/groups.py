@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.blocks import bounds
 from isobit.contract import INTS, Contract
 
 Boundaries = Sequence[int] | Tensor
@@ -21,17 +22,17 @@ Boundaries = Sequence[int] | Tensor
 
 def one_spec(contract: Contract, args: dict[str, Any]) -> None:
     """Rewards are cut into groups in exactly one way."""
-    size, bounds = args["samples_per_prompt"], args["group_boundaries"]
-    if size is None and bounds is None:
+    size, given = args["samples_per_prompt"], args["group_boundaries"]
+    if size is None and given is None:
         raise contract.error("samples_per_prompt", None, "is required with rewards, or group_boundaries is")
-    if size is not None and bounds is not None:
-        raise contract.error("group_boundaries", bounds, "is given beside samples_per_prompt; give one")
+    if size is not None and given is not None:
+        raise contract.error("group_boundaries", given, "is given beside samples_per_prompt; give one")
     B = args["rewards"].shape[0]
     if size is not None and (size < 1 or B % size):
         rule = "must be at least 1" if size < 1 else f"does not divide the number of sequences, {B}"
         raise contract.error("samples_per_prompt", size, rule)
-    if bounds is not None and bounds.shape[0] == 0:
-        raise contract.error("group_boundaries", bounds, "needs at least one element, the 0 it begins with")
+    if given is not None and given.shape[0] == 0:
+        raise contract.error("group_boundaries", given, "needs at least one element, the 0 it begins with")
 
 
 def floor_is_positive(contract: Contract, args: dict[str, Any]) -> None:
@@ -48,17 +49,8 @@ def ascend(contract: Contract, args: dict[str, Any]) -> None:
         check(contract, args["group_boundaries"], args["group_boundaries"].tolist(), args["rewards"].shape[0])
 
 
-def check(contract: Contract, given: Boundaries, bounds: Sequence[int], B: int) -> None:
-    def error(rule: str) -> Exception:
-        return contract.error("group_boundaries", given, rule)
-
-    if not bounds or bounds[0] != 0:
-        raise error("must begin with 0" + (f", not {bounds[0]}" if bounds else ""))
-    for i in range(1, len(bounds)):
-        if bounds[i] <= bounds[i - 1]:
-            raise error(f"must ascend: [{i - 1}]={bounds[i - 1]}, [{i}]={bounds[i]}")
-    if bounds[-1] != B:
-        raise error(f"must end with the number of sequences, {B}, not {bounds[-1]}")
+def check(contract: Contract, given: Boundaries, found: Sequence[int], B: int) -> None:
+    bounds.check(contract, "group_boundaries", given, found, B, of="sequences", empty=False)
 
 
 def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from isobit.autograd import Refusal
+from isobit.blocks import bounds
 from isobit.composed import composed
 from isobit.contract import F32, Contract, Float, Int, Mask
 from isobit.numerics import Numerics
@@ -98,20 +99,20 @@ def _temperature(contract: Contract, args: dict[str, Any]) -> None:
 
 @declared.rule
 def _rows(contract: Contract, args: dict[str, Any]) -> None:
-    ids, bounds = args["token_ids"], args["cu_seqlens"]
+    ids, given = args["token_ids"], args["cu_seqlens"]
     if ids.ndim not in (1, 2):
         raise contract.error("token_ids", ids, "rows must be [N] or [B, T], a sequence a line")
-    if bounds is None:
+    if given is None:
         return
-    if isinstance(bounds, Tensor):
-        integers = bounds.ndim == 1 and not bounds.is_floating_point() and bounds.dtype != torch.bool
+    if isinstance(given, Tensor):
+        integers = given.ndim == 1 and not given.is_floating_point() and given.dtype != torch.bool
     else:
-        integers = isinstance(bounds, Sequence) and all(type(b) is int for b in bounds)
-    if not integers or len(bounds) == 0:
+        integers = isinstance(given, Sequence) and all(type(b) is int for b in given)
+    if not integers or len(given) == 0:
         rule = "must be whole numbers, a list or a tensor [S + 1], and begin with 0"
-        raise contract.error("cu_seqlens", bounds, rule)
+        raise contract.error("cu_seqlens", given, rule)
     if ids.ndim != 1:
-        raise contract.error("cu_seqlens", bounds, f"is for packed rows [N]; token_ids is {list(ids.shape)}")
+        raise contract.error("cu_seqlens", given, f"is for packed rows [N]; token_ids is {list(ids.shape)}")
 
 
 declared.like(linear_logp.forward, PLAIN)
@@ -129,17 +130,9 @@ def _bounds(args: dict[str, Any]) -> Sequence[int] | None:
     given, shape = args["cu_seqlens"], args["token_ids"].shape
     if given is None:
         return None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
-    bounds, contract = given.tolist() if isinstance(given, Tensor) else list(given), declared.contract
-    if bounds[0] != 0:
-        raise contract.error("cu_seqlens", given, f"must begin with 0, not {bounds[0]}")
-    for i in range(1, len(bounds)):
-        if bounds[i] < bounds[i - 1]:
-            rule = f"must not descend: [{i - 1}]={bounds[i - 1]}, [{i}]={bounds[i]}"
-            raise contract.error("cu_seqlens", given, rule)
-    if bounds[-1] != shape.numel():
-        rule = f"must end with the number of rows, {shape.numel()}, not {bounds[-1]}"
-        raise contract.error("cu_seqlens", given, rule)
-    return bounds
+    found = given.tolist() if isinstance(given, Tensor) else list(given)
+    bounds.check(declared.contract, "cu_seqlens", given, found, shape.numel(), of="rows")
+    return found
 
 
 # Autograd

@@ -1,6 +1,7 @@
 """The caller's loss on a chunk of rows: its share in the loss, and the gradients of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,25 +40,24 @@ class Loss:
         leaves = [t.detach().requires_grad_(wanted) for t in (logp, entropy) if t is not None]
         given = (leaves[0], leaves[1] if entropy is not None else None)
         found: list[Tensor | None] = [None, None]
+        with torch.set_grad_enabled(wanted):
+            with self._their_code(where):
+                returned = self._loss_fn(*given, **inputs)
+            loss, sums = self._parts(returned)
+            if gradients or (wanted and loss.requires_grad):
+                found = self._gradients(loss, leaves, where)
+        return Share(loss.detach().clone(), sums, found[0], found[1])
+
+    @contextmanager
+    def _their_code(self, where: str) -> Iterator[None]:
+        """What the caller's code raises says of which rows. Want of memory is no mistake of it, and whoever
+        catches that wants to see it."""
         try:
-            with torch.set_grad_enabled(wanted):
-                loss, sums = self._parts(self._loss_fn(*given, **inputs))
-                if gradients or (wanted and loss.requires_grad):
-                    found = self._gradients(loss, leaves)
+            yield
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if getattr(error, "said_by", None) is self:
-                raise
-            said = self.error(f"raised {type(error).__name__} on {where}: {error}")
-            raise said from error
-        return Share(loss.detach().clone(), sums, found[0], found[1])
-
-    def _rule(self, rule: str) -> Exception:
-        """An error of ours, and not one of the caller's code."""
-        error = self.error(rule)
-        error.said_by = self  # type: ignore[attr-defined]
-        return error
+            raise self.error(f"raised {type(error).__name__} on {where}: {error}") from error
 
     def _parts(self, returned: Any) -> tuple[Tensor, dict[str, Any]]:
         """(loss, sums) of what was returned."""
@@ -66,26 +66,27 @@ class Loss:
             loss, sums = returned
         if not isinstance(loss, Tensor):
             got = type(returned).__name__
-            raise self._rule(f"must return a scalar tensor, or that and a dict of sums; it returned {got}")
+            raise self.error(f"must return a scalar tensor, or that and a dict of sums; it returned {got}")
         if loss.ndim or not loss.is_floating_point():
             got = f"{list(loss.shape)} {loss.dtype}"
-            raise self._rule(f"must return a scalar, the rows' share of the summed loss; it returned {got}")
+            raise self.error(f"must return a scalar, the rows' share of the summed loss; it returned {got}")
         wrong = [name for name, v in sums.items() if not isinstance(v, Tensor | int | float)]
         if wrong:
             got = type(sums[wrong[0]]).__name__
-            raise self._rule(f"sums must be tensors or numbers; {wrong[0]!r} is {got}")
+            raise self.error(f"sums must be tensors or numbers; {wrong[0]!r} is {got}")
         return loss, {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in sums.items()}
 
-    def _gradients(self, loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    def _gradients(self, loss: Tensor, leaves: list[Tensor], where: str) -> list[Tensor | None]:
         detached = "returned a loss without a gradient: it does not depend on logp, or was detached"
         if not loss.requires_grad:
-            raise self._rule(detached)
+            raise self.error(detached)
         if any(all(t is not leaf for leaf in leaves) for t in _variables(loss)):
             rule = "the loss depends on another tensor that requires a gradient, and none would reach it"
-            raise self._rule(f"{rule}; detach() it")
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            raise self.error(f"{rule}; detach() it")
+        with self._their_code(where):  # it may have autograd functions of its own
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
         if all(g is None for g in found):
-            raise self._rule(detached)
+            raise self.error(detached)
         return [*found, None][:2]
 
     def together(self, whole: Share, halves: Sequence[Share], logp: Tensor) -> None:
