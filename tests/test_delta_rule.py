@@ -1,6 +1,9 @@
 """The backward recurrence of delta-rule states: against autograd through the forward, bad calls, and the
 checker on recurrences that are known to be bad."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -153,6 +156,31 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError) as error:
         dhu(**args | change)
     assert message in str(error.value)
+
+
+# Where it rounds
+
+#: Numbers whose products and sums are exact in fp32, so that nothing but roundings to bf16 can differ.
+CHILD = """
+import torch, isobit
+gen = torch.Generator().manual_seed(0)
+def drawn(*shape): return torch.randint(-3, 4, shape, generator=gen).bfloat16() / 4
+q, k, w = drawn(1, 40, 1, 16), drawn(1, 40, 1, 16), drawn(1, 40, 2, 16)
+do, dv = drawn(1, 40, 2, 8), drawn(1, 40, 2, 8)
+dht = drawn(1, 2, 16, 8).float() + 1 / 256  # nine bits: more than bf16 has
+options = {"h0": dht, "dht": dht, "scale": 0.5, "chunk_size": 16}
+found = [isobit.chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, **options, backend=backend)
+         for backend in ("triton", "reference")]
+assert all(torch.equal(a, b) for a, b in zip(*found))
+"""
+
+
+@pytest.mark.compat
+def test_kernels_round_where_the_op_says() -> None:
+    """A state that meets K unrounded is nearer to the truth, so accuracy does not tell."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # Known to be bad
