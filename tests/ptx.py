@@ -224,7 +224,7 @@ class Block:
         integer: dict[str, Callable[..., np.ndarray]] = {
             "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "neg": lambda a: -a, "not": np.invert,
             "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "max": np.maximum,
-            "min": np.minimum, "abs": np.abs,
+            "min": np.minimum, "abs": np.abs, "popc": np.bitwise_count,
         }  # fmt: skip
         return integer[name](a, *rest)
 

@@ -213,7 +213,7 @@ def test_the_forward_reads_both_logits_in_vectors_and_fuses_nothing() -> None:
         recorder.launches, recorder.sources(), strict=True
     ):
         assert options["enable_fp_fusion"] is False, kernel.__name__
-        if name != "ratio_kl_splits":
+        if name != "sum_parts" or source.signature["ref"] == "constexpr":
             continue
         text = triton.compile(source, target=ptx.TARGET, options=compiled).asm["ptx"]
         sizes = re.findall(r"\bld\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", text)

@@ -1,9 +1,15 @@
 """`ratio_kl` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-Forward, one read of the policy's logits and of the reference's. With many rows one program walks a row of the
-policy and then that of the reference; with few, one program walks a split of one of them, and a second kernel
-adds the splits. Both are summed as in `logp`, in its order: so logp here has the bits of `logp`, and a policy
-that is compared with itself has a ratio of exactly 1.
+Forward, three kernels:
+
+    list_rows      lists the rows that count
+    sum_parts      reads the logits, each once: one program a part of a row of the policy or of the reference
+    finish_rows    adds the parts of each row and makes its results
+
+A part is a row, or some of its splits where few rows count: so the GPU is as busy with a tenth of the rows as
+with all of them. How many count is known on the device alone, and there the parts are chosen. Rows are summed
+as in `logp`, in its order, whatever the parts: so logp here has the bits of `logp`, and a policy that is
+compared with itself has a ratio of exactly 1.
 
 Backward, one read and one write of the policy's logits, from the sums and the slopes of ratio and kl that the
 forward kept: `isobit.blocks.triton_logits`.
@@ -21,170 +27,220 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.arch import sm_count
+from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides, walkable
 from isobit.blocks.temperature import scaling
 from isobit.blocks.triton_exp import exp, k3_and_expm1
-from isobit.blocks.triton_logits import (
-    BATCH,
-    as_bytes,
-    gradient_of,
-    merged_sums,
-    plan_of,
-    row_state,
-    row_sums,
-    store_split,
-    word_of,
+from isobit.blocks.triton_logits import BATCH, as_bytes, gradient_of, plan_of, word_of
+from isobit.blocks.triton_rows import (
+    finite_or_zero,
+    fold,
+    own_or,
+    rescale,
+    row_offset,
+    row_results,
+    split_sums,
 )
-from isobit.blocks.triton_rows import own_or, row_offset, row_results, split_sums
 
-_BATCH = (*BATCH, "old_so", "given_so")
+#: Rows that `list_rows` looks at in one go, and that a program of `finish_rows` finishes. Schedule only.
+LISTED, FINISHED = 8192, 32
+
+#: Programs of `sum_parts` an SM, where rows have splits enough: 16 run at a time, and four times as many
+#: leave no SM idle for long at the end. Schedule only; the interpreter, with one SM, meets both kinds of
+#: parts with few rows.
+PARTS_PER_SM = 16 if INTERPRETED.value else 64
+
+_BATCH = (*BATCH, "old_so", "given_so", "programs", "room")
 
 
 @triton.jit
-def logp_of(z_ptr, token, good, m, s, t, inverse):
-    """(logp, entropy, s) of a live row from its sums; NaN if its token is none."""
-    z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
+def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si, ignore_index):
+    """(ids, which count) of the rows inside."""
+    token = tl.load(ids + row_offset(row, inner, ids_so, ids_si), mask=inside, other=0)
+    live = inside & (token != ignore_index)
+    if mask is not None:
+        live = live & (tl.load(mask + row_offset(row, inner, mask_so, mask_si), mask=inside, other=0) != 0)
+    return token, live
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def list_rows(
+    rows, ids, mask, ignore_index, N, inner, ids_so, ids_si, mask_so, mask_si, LISTED: tl.constexpr
+):  # fmt: skip
+    """How many rows count, and behind it which, ascending. One program."""
+    found = 0
+    for first in range(0, N, LISTED):
+        row = (first + tl.arange(0, LISTED)).to(tl.int64)
+        _, live = which_count(ids, mask, row, row < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
+        some = live.to(tl.int32)
+        tl.store(rows + found + tl.cumsum(some, 0), row.to(tl.int32), mask=live)
+        found += tl.sum(some, 0)
+    tl.store(rows, found)
+
+
+@triton.jit
+def parts_of(count, programs, splits):
+    """Into how many parts a row is cut where `count` of them share the programs."""
+    return tl.maximum(tl.minimum(programs // tl.maximum(count, 1), splits), 1)
+
+
+@triton.jit
+def sum_part(
+    logits, start, part, parts, splits, sums, place, room, V, scale, ENTROPY: tl.constexpr,
+    WORD: tl.constexpr, LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
+    LOG_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(m, s, t) of a part of the row that starts at element `start`, into planes of `room` numbers: those of
+    each split at [place, split], or those of the row at [place] if there is no other part."""
+    index = tl.arange(0, 1 << LOG_SPLITS)
+    m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
+    s = tl.zeros([1 << LOG_SPLITS], tl.float32)
+    t = tl.zeros([1 << LOG_SPLITS], tl.float32)
+    lo, hi = part * splits // parts, (part + 1) * splits // parts
+    for split in range(lo, hi):
+        m1, s1, t1 = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
+        m = tl.where(index == split, m1, m)
+        s = tl.where(index == split, s1, s)
+        t = tl.where(index == split, t1, t)
+    if parts == 1:
+        m1, s1, t1 = fold(m, s, t, scale, LOG_SPLITS)
+        tl.store(sums + place, m1)
+        tl.store(sums + room + place, s1)
+        if ENTROPY:
+            tl.store(sums + 2 * room + place, t1)
+    else:
+        at, own = sums + place * splits + index, (index >= lo) & (index < hi)
+        tl.store(at, m, mask=own)
+        tl.store(at + room, s, mask=own)
+        if ENTROPY:
+            tl.store(at + 2 * room, t, mask=own)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def sum_parts(
+    policy, ref, rows, sums, scales, scale, V, inner, room, policy_so, policy_si, ref_so, ref_si,
+    ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, LOG_BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program a part of a row that counts, of the policy or of the reference."""
+    program, programs, count = tl.program_id(0), tl.num_programs(0), tl.load(rows)
+    splits = tl.cdiv(V, (UNROLL << LOG_BLOCK) * STEPS)
+    parts = parts_of(count, programs, splits)
+    place = program // parts
+    if place >= count:
+        return
+    part = program - place * parts
+    row = tl.load(rows + 1 + place).to(tl.int64)
+    place = place.to(tl.int64)
+    scale = own_or(scale, scales, row, None)
+    if tl.program_id(1) == 0:
+        sum_part(
+            policy, row_offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, room, V,
+            scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+        )  # fmt: skip
+    elif ref is not None:
+        sum_part(
+            ref, row_offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * room,
+            place, room, V, scale, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def sums_of(
+    sums, place, inside, splits, room, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr,
+    LOG_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(m, s, t) of rows from those of their splits: what `fold` does, of many rows. Of a row that is summed
+    already there is one, and it stays as it is."""
+    index = tl.arange(0, 1 << LOG_SPLITS)[None, :]
+    at, there = sums + place[:, None] * splits + index, inside[:, None] & (index < splits)
+    m = tl.load(at, mask=there, other=float("-inf"))
+    s = tl.load(at + room, mask=there, other=0.0)
+    t = tl.zeros([ROWS, 1 << LOG_SPLITS], tl.float32)
+    if ENTROPY:
+        t = tl.load(at + 2 * room, mask=there, other=0.0)
+    top = tl.max(m, axis=1)
+    s, t = rescale(m, s, t, finite_or_zero(top)[:, None], scale[:, None])
+    for i in tl.static_range(LOG_SPLITS):  # a tree of neighbours, as `tree_sum`
+        s = tl.sum(tl.reshape(s, [ROWS, 1 << (LOG_SPLITS - 1 - i), 2]), axis=2)
+        t = tl.sum(tl.reshape(t, [ROWS, 1 << (LOG_SPLITS - 1 - i), 2]), axis=2)
+    return top, tl.max(s, axis=1), tl.max(t, axis=1)  # of one number each
+
+
+@triton.jit
+def logp_of(logits, start, token, good, m, s, t, inverse):
+    """(logp, entropy, s) of rows from their sums; NaN where a token is none."""
+    z = tl.load(logits + start + token, mask=good, other=0.0).to(tl.float32)
     logp, entropy, _, s = row_results(z, m, s, t, inverse)
     nan = tl.where(good, 0.0, float("nan"))
     return logp + nan, entropy + nan, s
 
 
 @triton.jit
-def store_row(
-    policy, ref, old_logp, ref_logp, token, good, row, N, m, s, t, ref_m, ref_s, inverse,
-    ratio, kl, logp, entropy, stats, slopes,
-):  # fmt: skip
-    """Turn the sums of a live row into its results. Pointers are to the row; of references there is one, or
-    none without a kl. The slope of ratio in logp is ratio itself."""
-    own, own_entropy, s = logp_of(policy, token, good, m, s, t, inverse)
-    old = own
-    if old_logp is not None:
-        old = tl.load(old_logp)
-    own_ratio = exp(own - old)
-    tl.store(ratio + row, own_ratio)
-    slope = tl.zeros([], tl.float32)
+def store_rows(row, mask, N, ratio, kl, logp, entropy, stats, slopes, found):
+    """Results of rows: (ratio, kl, logp, entropy, m, s, slope of kl). The slope of ratio is ratio itself."""
+    tl.store(ratio + row, found[0], mask=mask)
     if kl is not None:
-        if ref is not None:
-            other, _, _ = logp_of(ref, token, good, ref_m, ref_s, 0.0, inverse)
-        else:
-            other = tl.load(ref_logp)
-        penalty, expm1 = k3_and_expm1(other - own)
-        tl.store(kl + row, penalty)
-        slope = -expm1
+        tl.store(kl + row, found[1], mask=mask)
     if logp is not None:
-        tl.store(logp + row, own)
+        tl.store(logp + row, found[2], mask=mask)
     if entropy is not None:
-        tl.store(entropy + row, own_entropy)
+        tl.store(entropy + row, found[3], mask=mask)
     if stats is not None:
-        tl.store(stats + row, m + tl.where(good, 0.0, float("nan")))
-        tl.store(stats + N + row, s)
-        tl.store(slopes + row, own_ratio)
-        tl.store(slopes + N + row, slope)
-
-
-@triton.jit
-def store_dead_row(row, N, ratio, kl, logp, entropy, stats, slopes):
-    tl.store(ratio + row, 1.0)
-    if kl is not None:
-        tl.store(kl + row, 0.0)
-    if logp is not None:
-        tl.store(logp + row, 0.0)
-    if entropy is not None:
-        tl.store(entropy + row, 0.0)
-    if stats is not None:
-        tl.store(stats + row, 0.0)
-        tl.store(stats + N + row, 1.0)
-        tl.store(slopes + row, 1.0)
-        tl.store(slopes + N + row, 0.0)
-
-
-@triton.jit
-def at(pointer, row, inner, outer_stride, inner_stride):
-    """Where a row of an optional argument is."""
-    found = None
-    if pointer is not None:
-        found = pointer + row_offset(row, inner, outer_stride, inner_stride)
-    return found
+        tl.store(stats + row, found[4], mask=mask)
+        tl.store(stats + N + row, found[5], mask=mask)
+        tl.store(slopes + row, found[0], mask=mask)
+        tl.store(slopes + N + row, found[6], mask=mask)
 
 
 @triton.jit(do_not_specialize=_BATCH)
-def ratio_kl_rows(
+def finish_rows(
     policy, ids, mask, ref, old_logp, ref_logp, ratio, kl, logp, entropy, stats, slopes, scales, inverses,
-    scale, inverse, ignore_index, N, V, inner, policy_so, policy_si, ids_so, ids_si, mask_so, mask_si,
-    ref_so, ref_si, old_so, old_si, given_so, given_si, WORD: tl.constexpr, REF_WORD: tl.constexpr,
-    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
+    scale, inverse, ignore_index, N, V, inner, rows, sums, programs, room, splits,
+    policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
+    given_si, LOG_SPLITS: tl.constexpr, FINISHED: tl.constexpr,
 ):  # fmt: skip
-    """Forward, one program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
-    if live == 0:
-        store_dead_row(row, N, ratio, kl, logp, entropy, stats, slopes)
-        return
-    scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
-    start = row_offset(row, inner, policy_so, policy_si)
-    m, s, t = row_sums(
-        policy, start, V, scale, entropy is not None, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS
-    )
-    ref_m, ref_s = m, s
-    if ref is not None:
-        ref_start = row_offset(row, inner, ref_so, ref_si)
-        ref_m, ref_s, _ = row_sums(
-            ref, ref_start, V, scale, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS
-        )
-    store_row(
-        policy + start, at(ref, row, inner, ref_so, ref_si), at(old_logp, row, inner, old_so, old_si),
-        at(ref_logp, row, inner, given_so, given_si), token, good, row, N, m, s, t, ref_m, ref_s, inverse,
-        ratio, kl, logp, entropy, stats, slopes,
+    """One program the rows in FINISHED places of the list, and as many that do not count."""
+    ENTROPY: tl.constexpr = entropy is not None
+    place = (tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)).to(tl.int64)
+    _, live = which_count(ids, mask, place, place < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
+    store_rows(
+        place, (place < N) & (live == 0), N, ratio, kl, logp, entropy, stats, slopes,
+        (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
 
-
-@triton.jit(do_not_specialize=BATCH)
-def ratio_kl_splits(
-    policy, ids, mask, ref, partials, scales, scale, ignore_index, N, V, inner,
-    policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
-    ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr,
-    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Forward with few rows, one program a split of a row of the policy, or of the reference: (m, s, t) of
-    each into partials [2, 3, N, splits]."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, live, _ = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
-    if live == 0:
-        return
-    scale = own_or(scale, scales, row, None)
-    n_splits = tl.num_programs(1)
-    if tl.program_id(2) == 0:
-        start = row_offset(row, inner, policy_so, policy_si)
-        m, s, t = split_sums(policy, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
-        store_split(partials, row, split, N, n_splits, m, s, t, ENTROPY)
-    elif ref is not None:
-        start = row_offset(row, inner, ref_so, ref_si)
-        m, s, t = split_sums(ref, start, split, V, scale, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS)
-        store_split(partials + 3 * N * n_splits, row, split, N, n_splits, m, s, t, False)
-
-
-@triton.jit(do_not_specialize=_BATCH)
-def ratio_kl_merge(
-    policy, ids, mask, ref, old_logp, ref_logp, partials, ratio, kl, logp, entropy, stats, slopes, scales,
-    inverses, scale, inverse, ignore_index, N, V, inner, n_splits, policy_so, policy_si, ids_so, ids_si,
-    mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so, given_si, LOG_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Forward with few rows, second kernel: add the splits of each row."""
-    row = tl.program_id(0).to(tl.int64)
-    token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
-    if live == 0:
-        store_dead_row(row, N, ratio, kl, logp, entropy, stats, slopes)
-        return
-    scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
-    m, s, t = merged_sums(partials, row, N, n_splits, scale, entropy is not None, LOG_SPLITS)
-    ref_m, ref_s = m, s
-    if ref is not None:
-        ref_m, ref_s, _ = merged_sums(partials + 3 * N * n_splits, row, N, n_splits, scale, False, LOG_SPLITS)
-    store_row(
-        policy + row_offset(row, inner, policy_so, policy_si), at(ref, row, inner, ref_so, ref_si),
-        at(old_logp, row, inner, old_so, old_si), at(ref_logp, row, inner, given_so, given_si),
-        token, good, row, N, m, s, t, ref_m, ref_s, inverse, ratio, kl, logp, entropy, stats, slopes,
+    count = tl.load(rows)
+    inside = place < count
+    row = tl.load(rows + 1 + place, mask=inside, other=0).to(tl.int64)
+    token = tl.load(ids + row_offset(row, inner, ids_so, ids_si), mask=inside, other=-1)
+    good = inside & (token >= 0) & (token < V)
+    scale, inverse = own_or(scale, scales, row, inside), own_or(inverse, inverses, row, inside)
+    left = tl.where(parts_of(count, programs, splits) == 1, 1, splits)  # sums of a row
+    m, s, t = sums_of(sums, place, inside, left, room, scale, ENTROPY, FINISHED, LOG_SPLITS)
+    start = row_offset(row, inner, policy_so, policy_si)
+    own, own_entropy, s = logp_of(policy, start, token, good, m, s, t, inverse)
+    old = own
+    if old_logp is not None:
+        old = tl.load(old_logp + row_offset(row, inner, old_so, old_si), mask=inside, other=0.0)
+    penalty = tl.zeros([FINISHED], tl.float32)
+    slope = tl.zeros([FINISHED], tl.float32)
+    if kl is not None:
+        if ref is not None:
+            of_ref = sums + (2 + ENTROPY) * room
+            ref_m, ref_s, none = sums_of(
+                of_ref, place, inside, left, room, scale, False, FINISHED, LOG_SPLITS
+            )
+            start = row_offset(row, inner, ref_so, ref_si)
+            other, _, _ = logp_of(ref, start, token, good, ref_m, ref_s, none, inverse)
+        else:
+            other = tl.load(ref_logp + row_offset(row, inner, given_so, given_si), mask=inside, other=0.0)
+        penalty, expm1 = k3_and_expm1(other - own)
+        slope = -expm1
+    store_rows(
+        row, inside, N, ratio, kl, logp, entropy, stats, slopes,
+        (exp(own - old), penalty, own, own_entropy, m + tl.where(good, 0.0, float("nan")), s, slope),
     )  # fmt: skip
 
 
@@ -206,26 +262,28 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         return results
     of_rows = (walkable(lead, t) for t in (args["old_logp"], given))
     inner, tensors, strides = row_strides(lead, (logits, ids, mask, ref, *of_rows))
-    scaled = scaling(args["temperature"], N)
-    plan, sizes = plan_of(V), (args["ignore_index"], N, V, inner)
-    words = {"WORD": word_of(tensors[0], strides[:2])}
-    words["REF_WORD"] = 1 if ref is None else word_of(tensors[3], strides[6:8])
-    if plan.walks_rows(N, device):
-        launch(
-            ratio_kl_rows, (N,), *tensors, *results, *scaled, *sizes, *strides,
-            **words, LOG_SPLITS=plan.log_splits, **plan.order, **plan.options,
-        )  # fmt: skip
-    else:
-        partials = empty((1 if ref is None else 2, 3, N, plan.splits))
-        launch(
-            ratio_kl_splits, (N, plan.splits, len(partials)), *tensors[:4], partials, scaled.scales,
-            scaled.scale, *sizes, *strides[:8], ENTROPY=entropy is not None, **words, **plan.order,
-            **plan.options,
-        )  # fmt: skip
-        launch(
-            ratio_kl_merge, (N,), *tensors, partials, *results, *scaled, *sizes, plan.splits, *strides,
-            LOG_SPLITS=plan.log_splits, num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    z, ids, mask, ref = tensors[:4]
+    scaled, plan = scaling(args["temperature"], N), plan_of(V)
+    programs = max(N, min(N * plan.splits, PARTS_PER_SM * sm_count(device)))
+    # Sums of every split are kept only where a row has two parts or more.
+    room = max(N, min(N, programs // 2) * plan.splits)
+    rows = torch.empty(1 + N, dtype=torch.int32, device=device)
+    sums = empty((2 if ref is None else 4) + (entropy is not None), room)
+    launch(
+        list_rows, (1,), rows, ids, mask, args["ignore_index"], N, inner, *strides[2:6],
+        LISTED=LISTED, num_warps=32, enable_fp_fusion=False,
+    )  # fmt: skip
+    launch(
+        sum_parts, (programs, 1 if ref is None else 2), z, ref, rows, sums, scaled.scales, scaled.scale,
+        V, inner, room, *strides[:2], *strides[6:8], ENTROPY=entropy is not None,
+        WORD=word_of(z, strides[:2]), REF_WORD=1 if ref is None else word_of(ref, strides[6:8]),
+        LOG_SPLITS=plan.log_splits, **plan.order, **plan.options,
+    )  # fmt: skip
+    launch(
+        finish_rows, (-(-N // FINISHED),), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
+        rows, sums, programs, room, plan.splits, *strides,
+        LOG_SPLITS=plan.log_splits, FINISHED=FINISHED, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
     return results
 
 

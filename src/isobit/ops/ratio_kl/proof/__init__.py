@@ -85,7 +85,7 @@ _HEAVY = [
     Case({"N": 3, "V": 300000}, F32, options={"ref": "logp"}, heavy=True),
     Case({"N": 20, "V": 50257}, F16, options={"temperature": 0.7}, heavy=True),
 ]
-# V beyond one split, so that few rows take the split kernels and many (from 16 on, on a CPU) do not.
+# V beyond one split, so that few rows are summed in parts and many (from 9 on, on a CPU) are not.
 _BITS = [
     Case({"N": 16, "V": 16501}, BF16, data="sharp", options={"ref_dtype": F32, "mask": 0.025}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
