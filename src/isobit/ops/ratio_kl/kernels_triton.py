@@ -39,45 +39,63 @@ from isobit.blocks.triton_rows import (
     fold,
     own_or,
     rescale,
-    row_offset,
     row_results,
     split_sums,
 )
 
-#: Rows that `list_rows` looks at in one go, and that a program of `finish_rows` finishes. Schedule only.
-LISTED, FINISHED = 8192, 32
+#: Rows that a program of `list_rows` lists in one go and that it counts in one go, how many programs there
+#: are of it at most, and rows that a program of `finish_rows` finishes. Schedule only.
+LISTED, COUNTED, LISTS, FINISHED = 1024, 8192, 16, 32
 
 #: Programs of `sum_parts` an SM, where rows have splits enough: 16 run at a time, and four times as many
 #: leave no SM idle for long at the end. Schedule only; the interpreter, with one SM, meets both kinds of
 #: parts with few rows.
 PARTS_PER_SM = 16 if INTERPRETED.value else 64
 
-_BATCH = (*BATCH, "old_so", "given_so", "programs", "room")
+_BATCH = (*BATCH, "old_so", "given_so", "programs", "room", "tiles")
+
+
+@triton.jit
+def offset(row, inner, outer_stride, inner_stride):
+    """`row_offset` of rows in 32 bits, by a division in 32 bits."""
+    outer = row // inner
+    return outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
 
 
 @triton.jit
 def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si, ignore_index):
     """(ids, which count) of the rows inside."""
-    token = tl.load(ids + row_offset(row, inner, ids_so, ids_si), mask=inside, other=0)
+    token = tl.load(ids + offset(row, inner, ids_so, ids_si), mask=inside, other=0)
     live = inside & (token != ignore_index)
     if mask is not None:
-        live = live & (tl.load(mask + row_offset(row, inner, mask_so, mask_si), mask=inside, other=0) != 0)
+        live = live & (tl.load(mask + offset(row, inner, mask_so, mask_si), mask=inside, other=0) != 0)
     return token, live
 
 
 @triton.jit(do_not_specialize=_BATCH)
 def list_rows(
-    rows, ids, mask, ignore_index, N, inner, ids_so, ids_si, mask_so, mask_si, LISTED: tl.constexpr
+    rows, ids, mask, ignore_index, N, inner, tiles, ids_so, ids_si, mask_so, mask_si,
+    LISTED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """How many rows count, and behind it which, ascending. One program."""
-    found = 0
-    for first in range(0, N, LISTED):
-        row = (first + tl.arange(0, LISTED)).to(tl.int64)
+    """How many rows count, and behind it which, ascending. One program lists those of its own `tiles` times
+    LISTED rows, and counts those before."""
+    begin = tl.program_id(0) * tiles * LISTED
+    before = tl.zeros([COUNTED], tl.int32)
+    for first in range(0, begin, COUNTED):
+        row = first + tl.arange(0, COUNTED)
+        _, live = which_count(
+            ids, mask, row, row < begin, inner, ids_so, ids_si, mask_so, mask_si, ignore_index
+        )
+        before += live.to(tl.int32)
+    found = tl.sum(before, 0)
+    for first in range(begin, tl.minimum(begin + tiles * LISTED, N), LISTED):
+        row = first + tl.arange(0, LISTED)
         _, live = which_count(ids, mask, row, row < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
         some = live.to(tl.int32)
-        tl.store(rows + found + tl.cumsum(some, 0), row.to(tl.int32), mask=live)
+        tl.store(rows + found + tl.cumsum(some, 0), row, mask=live)
         found += tl.sum(some, 0)
-    tl.store(rows, found)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(rows, found)
 
 
 @triton.jit
@@ -132,17 +150,17 @@ def sum_parts(
     if place >= count:
         return
     part = program - place * parts
-    row = tl.load(rows + 1 + place).to(tl.int64)
+    row = tl.load(rows + 1 + place)
     place = place.to(tl.int64)
     scale = own_or(scale, scales, row, None)
     if tl.program_id(1) == 0:
         sum_part(
-            policy, row_offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, room, V,
+            policy, offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, room, V,
             scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
         )  # fmt: skip
     elif ref is not None:
         sum_part(
-            ref, row_offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * room,
+            ref, offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * room,
             place, room, V, scale, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
         )  # fmt: skip
 
@@ -155,7 +173,7 @@ def sums_of(
     """(m, s, t) of rows from those of their splits: what `fold` does, of many rows. Of a row that is summed
     already there is one, and it stays as it is."""
     index = tl.arange(0, 1 << LOG_SPLITS)[None, :]
-    at, there = sums + place[:, None] * splits + index, inside[:, None] & (index < splits)
+    at, there = sums + place.to(tl.int64)[:, None] * splits + index, inside[:, None] & (index < splits)
     m = tl.load(at, mask=there, other=float("-inf"))
     s = tl.load(at + room, mask=there, other=0.0)
     t = tl.zeros([ROWS, 1 << LOG_SPLITS], tl.float32)
@@ -204,7 +222,7 @@ def finish_rows(
 ):  # fmt: skip
     """One program the rows in FINISHED places of the list, and as many that do not count."""
     ENTROPY: tl.constexpr = entropy is not None
-    place = (tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)).to(tl.int64)
+    place = tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)
     _, live = which_count(ids, mask, place, place < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
     store_rows(
         place, (place < N) & (live == 0), N, ratio, kl, logp, entropy, stats, slopes,
@@ -213,17 +231,17 @@ def finish_rows(
 
     count = tl.load(rows)
     inside = place < count
-    row = tl.load(rows + 1 + place, mask=inside, other=0).to(tl.int64)
-    token = tl.load(ids + row_offset(row, inner, ids_so, ids_si), mask=inside, other=-1)
+    row = tl.load(rows + 1 + place, mask=inside, other=0)
+    token = tl.load(ids + offset(row, inner, ids_so, ids_si), mask=inside, other=-1)
     good = inside & (token >= 0) & (token < V)
     scale, inverse = own_or(scale, scales, row, inside), own_or(inverse, inverses, row, inside)
     left = tl.where(parts_of(count, programs, splits) == 1, 1, splits)  # sums of a row
     m, s, t = sums_of(sums, place, inside, left, room, scale, ENTROPY, FINISHED, LOG_SPLITS)
-    start = row_offset(row, inner, policy_so, policy_si)
+    start = offset(row, inner, policy_so, policy_si)
     own, own_entropy, s = logp_of(policy, start, token, good, m, s, t, inverse)
     old = own
     if old_logp is not None:
-        old = tl.load(old_logp + row_offset(row, inner, old_so, old_si), mask=inside, other=0.0)
+        old = tl.load(old_logp + offset(row, inner, old_so, old_si), mask=inside, other=0.0)
     penalty = tl.zeros([FINISHED], tl.float32)
     slope = tl.zeros([FINISHED], tl.float32)
     if kl is not None:
@@ -232,10 +250,10 @@ def finish_rows(
             ref_m, ref_s, none = sums_of(
                 of_ref, place, inside, left, room, scale, False, FINISHED, LOG_SPLITS
             )
-            start = row_offset(row, inner, ref_so, ref_si)
+            start = offset(row, inner, ref_so, ref_si)
             other, _, _ = logp_of(ref, start, token, good, ref_m, ref_s, none, inverse)
         else:
-            other = tl.load(ref_logp + row_offset(row, inner, given_so, given_si), mask=inside, other=0.0)
+            other = tl.load(ref_logp + offset(row, inner, given_so, given_si), mask=inside, other=0.0)
         penalty, expm1 = k3_and_expm1(other - own)
         slope = -expm1
     store_rows(
@@ -269,9 +287,10 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     room = max(N, min(N, programs // 2) * plan.splits)
     rows = torch.empty(1 + N, dtype=torch.int32, device=device)
     sums = empty((2 if ref is None else 4) + (entropy is not None), room)
+    tiles = -(-N // (LISTED * LISTS))
     launch(
-        list_rows, (1,), rows, ids, mask, args["ignore_index"], N, inner, *strides[2:6],
-        LISTED=LISTED, num_warps=32, enable_fp_fusion=False,
+        list_rows, (-(-N // (LISTED * tiles)),), rows, ids, mask, args["ignore_index"], N, inner, tiles,
+        *strides[2:6], LISTED=LISTED, COUNTED=COUNTED, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     launch(
         sum_parts, (programs, 1 if ref is None else 2), z, ref, rows, sums, scaled.scales, scaled.scale,
@@ -282,7 +301,7 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     launch(
         finish_rows, (-(-N // FINISHED),), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
         rows, sums, programs, room, plan.splits, *strides,
-        LOG_SPLITS=plan.log_splits, FINISHED=FINISHED, num_warps=1, enable_fp_fusion=False,
+        LOG_SPLITS=plan.log_splits, FINISHED=FINISHED, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return results
 
