@@ -1,0 +1,283 @@
+"""What flows around the walker of `kernels_hopper`: work items, tiles and gates on their way in, results on
+their way out. Every kind of traffic has a warp of its own, and waits for nothing but its own barriers."""
+
+from isobit.blocks.hopper_pipe import (
+    accumulator_layout,
+    after,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    record,
+    tma,
+    tma_load,
+    tma_store,
+)
+
+#: Tokens of a chunk, and columns of the state that a program carries.
+CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)
+
+OF_CHUNK = gl.constexpr(accumulator_layout(64))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+ALONG_CHUNK = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))
+ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+
+@record
+class Items:
+    """What programs take by turns: 64 columns of one head's state in one sequence."""
+
+    cu_seqlens: gl.tensor
+    offsets: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    HV: gl.tensor
+    group: gl.tensor  # value heads that share q and k
+    V: gl.tensor
+    PACKED: gl.constexpr
+
+    @gluon.jit
+    def count(self):
+        return self.S * self.HV * (self.V // COLUMNS)
+
+    @gluon.jit
+    def item(self, t):
+        """(sequence, value head, first column, first token, tokens, first chunk) of item t. Bounds of packed
+        sequences are taken to lie inside of the T tokens, whatever they are."""
+        tiles = self.V // COLUMNS
+        column = t % tiles * COLUMNS
+        hv = t // tiles % self.HV
+        n = t // (tiles * self.HV)
+        first = n * self.T
+        tokens = self.T
+        chunk = n * gl.cdiv(self.T, CHUNK)
+        if self.PACKED:
+            first = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n), 0), self.T).to(gl.int32)
+            end = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n + 1), first), self.T).to(gl.int32)
+            tokens = end - first
+            chunk = gl.load(self.offsets + n).to(gl.int32)
+        return n, hv, column, first, tokens, chunk
+
+
+@record
+class Ring:
+    """Stages of shared memory, one for each chunk on its way. What a chunk needs comes and goes in two
+    parts: q and do, which are used while the chunk before is not done, and k, dv and w. `ready`: a part's
+    tiles and gates have arrived; `empty`: the walker is done with them. Barrier 2 stage + part."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    w_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    dv_desc: tma.tensor_descriptor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
+    of_do: gl.shared_memory_descriptor  # [1, 64]: -scale 2^g
+    of_x: gl.shared_memory_descriptor  # [1, 64]: -2^(g[last] - g)
+    decay: gl.shared_memory_descriptor  # [1, K], or [1, 1] without gk
+    left: gl.shared_memory_descriptor  # [1]: tokens of the chunk
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    K: gl.constexpr
+    STAGES: gl.constexpr
+    HAS_G: gl.constexpr
+    HAS_GK: gl.constexpr
+
+    @gluon.jit
+    def create(
+        q_desc, k_desc, w_desc, do_desc, dv_desc,
+        K: gl.constexpr, STAGES: gl.constexpr, HAS_G: gl.constexpr, HAS_GK: gl.constexpr,
+    ):  # fmt: skip
+        wide: gl.constexpr = [STAGES] + q_desc.block_type.shape
+        slim: gl.constexpr = [STAGES] + do_desc.block_type.shape
+        q = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
+        k = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
+        w = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
+        do = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
+        dv = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
+        of_do = q  # not touched without the gates
+        of_x = q
+        decay = q
+        if HAS_G:
+            of_do = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
+            of_x = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], PLAIN)
+        if HAS_G or HAS_GK:
+            decay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K if HAS_GK else 1], PLAIN)
+        left = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)
+        ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(STAGES):
+            mbarrier.init(ready.index(2 * s), count=2 if HAS_G else 1)
+            mbarrier.init(ready.index(2 * s + 1), count=2 if HAS_G or HAS_GK else 1)
+            mbarrier.init(empty.index(2 * s), count=1)
+            mbarrier.init(empty.index(2 * s + 1), count=1)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return Ring(
+            q_desc, k_desc, w_desc, do_desc, dv_desc, q, k, w, do, dv, of_do, of_x, decay, left, ready, empty,
+            K, STAGES, HAS_G, HAS_GK,
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_chunks(items, ring):
+    """The loader: tiles of every chunk, as fast as stages come free."""
+    WIDE: gl.constexpr = ring.q_desc.block_type.nbytes
+    SLIM: gl.constexpr = ring.do_desc.block_type.nbytes
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        _, hv, column, first, tokens, _ = items.item(t)
+        by_k, by_v = hv // items.group * ring.K, hv * items.V + column
+        chunks = gl.cdiv(tokens, CHUNK)
+        for i in range(chunks):
+            start = (chunks - 1 - i) * CHUNK
+            row = first + start
+            bar = ring.ready.index(2 * stage)
+            mbarrier.wait(ring.empty.index(2 * stage), phase)
+            ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (tokens - start))
+            mbarrier.expect(bar, WIDE + SLIM)
+            tma_load(ring.do_desc, [row, by_v], bar, ring.do.index(stage))
+            tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
+            bar = ring.ready.index(2 * stage + 1)
+            mbarrier.wait(ring.empty.index(2 * stage + 1), phase)
+            mbarrier.expect(bar, 2 * WIDE + SLIM)
+            tma_load(ring.k_desc, [row, by_k], bar, ring.k.index(stage))
+            tma_load(ring.dv_desc, [row, by_v], bar, ring.dv.index(stage))
+            tma_load(ring.w_desc, [row, hv * ring.K], bar, ring.w.index(stage))
+            stage, phase = after(stage, phase, ring.STAGES)
+    # The walker begins with the product of q and do of a chunk before it ends the one before, and so behind
+    # the last one too. Nobody takes that product.
+    mbarrier.wait(ring.empty.index(2 * stage), phase)
+    ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
+    mbarrier.arrive(ring.ready.index(2 * stage))
+
+
+@gluon.jit
+def load_gates(items, ring, g, gk, scale, unit):
+    """The gater. `unit` turns the gates into powers of two. Tokens that are another sequence's have factor
+    zero."""
+    ALONG_K: gl.constexpr = gl.BlockedLayout([1, ring.K // 32], [1, 32], [1, 1], [1, 0])
+    token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, ALONG_CHUNK)), 0)
+    feature = gl.expand_dims(gl.arange(0, ring.K, gl.SliceLayout(0, ALONG_K)), 0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        _, hv, _, first, tokens, _ = items.item(t)
+        chunks = gl.cdiv(tokens, CHUNK)
+        for i in range(chunks):
+            start = (chunks - 1 - i) * CHUNK
+            left = gl.minimum(tokens - start, CHUNK)
+            at = (first + start).to(gl.int64) * items.HV + hv
+            last = at + (left - 1).to(gl.int64) * items.HV
+            g_last = gl.to_tensor(0.0)
+            if ring.HAS_GK:
+                of_k = gl.load(gk + last * ring.K + feature) * unit
+            if ring.HAS_G:
+                live = token < left
+                each = gl.load(g + at + token.to(gl.int64) * items.HV, mask=live, other=0.0) * unit
+                g_last = gl.load(g + last) * unit
+                mbarrier.wait(ring.empty.index(2 * stage), phase)
+                ring.of_do.index(stage).store(gl.where(live, gl.exp2(each) * -scale, 0.0))
+                mbarrier.arrive(ring.ready.index(2 * stage))
+            mbarrier.wait(ring.empty.index(2 * stage + 1), phase)
+            if ring.HAS_G:
+                ring.of_x.index(stage).store(gl.where(live, -gl.exp2(g_last - each), 0.0))
+            if ring.HAS_GK:
+                ring.decay.index(stage).store(gl.exp2(of_k + g_last))
+            else:
+                ring.decay.index(stage).store(gl.full((1, 1), 1.0, gl.float32, ALONG_CHUNK) * gl.exp2(g_last))
+            mbarrier.arrive(ring.ready.index(2 * stage + 1))
+            stage, phase = after(stage, phase, ring.STAGES)
+    if ring.HAS_G:
+        mbarrier.wait(ring.empty.index(2 * stage), phase)
+        mbarrier.arrive(ring.ready.index(2 * stage))
+
+
+@record
+class Out:
+    """Where dh and dv2 leave to: through a buffer each, which a *storer* warp each stores by TMA. `full` and
+    `free`: barriers of dh's buffer and of dv2's. The walker does not store by itself, because the fence that
+    TMA needs waits for the products that are under way."""
+
+    dh_desc: tma.tensor_descriptor
+    dv2_desc: tma.tensor_descriptor
+    dh: gl.shared_memory_descriptor
+    dv2: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    dv2_at: gl.tensor
+    V_FIRST: gl.constexpr
+
+    @gluon.jit
+    def create(dh_desc, dv2_desc, dv2_at, V_FIRST: gl.constexpr):
+        dh = gl.allocate_shared_memory(dh_desc.dtype, dh_desc.block_type.shape, dh_desc.layout)
+        dv2 = gl.allocate_shared_memory(dv2_desc.dtype, dv2_desc.block_type.shape, dv2_desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(free.index(i), count=1)
+        return Out(dh_desc, dv2_desc, dh, dv2, full, free, dv2_at, V_FIRST)
+
+    @gluon.jit
+    def put_state(self, E, turn):
+        """dh = -E of a chunk."""
+        mbarrier.wait(self.free.index(0), turn ^ 1)
+        if self.V_FIRST:
+            self.dh.store(-E)
+        else:
+            self.dh.permute((1, 0)).store(-E)
+        mbarrier.arrive(self.full.index(0))
+
+    @gluon.jit
+    def put_rows(self, items, X, turn, hv, column, row, left, LAST: gl.constexpr):
+        """dv2 = X of a chunk. That of a last one is stored under a mask, and here."""
+        if LAST:
+            token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, OF_CHUNK)), 0)
+            v = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, OF_CHUNK)), 1)
+            at = ((row.to(gl.int64) + token) * items.HV + hv) * items.V + column + v
+            gl.store(self.dv2_at + at, X, mask=token < left)
+        else:
+            mbarrier.wait(self.free.index(1), turn ^ 1)
+            self.dv2.permute((1, 0)).store(X)
+            mbarrier.arrive(self.full.index(1))
+
+
+@gluon.jit
+def store_states(items, out, K: gl.constexpr):
+    """The storer of dh."""
+    turn = gl.to_tensor(0)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        _, hv, column, _, tokens, chunk = items.item(t)
+        chunks = gl.cdiv(tokens, CHUNK)
+        for i in range(chunks):
+            state = (chunk + chunks - 1 - i) * items.HV + hv
+            mbarrier.wait(out.full.index(0), turn)
+            fence_async_shared()
+            if out.V_FIRST:
+                tma_store(out.dh_desc, [state * items.V + column, 0], out.dh)
+            else:
+                tma_store(out.dh_desc, [state * K, column], out.dh)
+            tma.store_wait(0)
+            mbarrier.arrive(out.free.index(0))
+            turn = turn ^ 1
+
+
+@gluon.jit
+def store_rows(items, out):
+    """The storer of dv2, of chunks with 64 tokens."""
+    turn = gl.to_tensor(0)
+    for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
+        _, hv, column, first, tokens, _ = items.item(t)
+        full = tokens // CHUNK
+        for i in range(full):
+            mbarrier.wait(out.full.index(1), turn)
+            fence_async_shared()
+            tma_store(out.dv2_desc, [first + (full - 1 - i) * CHUNK, hv * items.V + column], out.dv2)
+            tma.store_wait(0)
+            mbarrier.arrive(out.free.index(1))
+            turn = turn ^ 1
