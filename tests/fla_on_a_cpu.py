@@ -107,7 +107,8 @@ def timed(op: str) -> dict[str, Any]:
         (direction,) = series.directions
         (args,) = series.make(series.small[0], Pool(torch.device("cpu")))
         judge = series.judge(args)
-        ours, theirs = series.call(dict(args), None), series.rivals["fla"].function(dict(args))
+        rival = series.rivals["fla"]
+        ours, theirs = series.call(dict(args), None), rival.function(rival.prepare(dict(args)))
         found[direction] = [judge.error(direction, ours), judge.error(direction, theirs), len(ours)]
     return found
 

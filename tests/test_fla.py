@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -178,6 +179,7 @@ def test_a_block_restores_what_was_before_it(module: types.ModuleType) -> None:
     with fla.enable("reference"):
         pass
     assert is_on()
+    fla.disable()
     with fla.enable("reference"):
         fla.disable()
         assert not is_on()
@@ -202,26 +204,30 @@ def test_a_block_that_is_left_leaves_those_of_other_threads(module: types.Module
     assert not is_on()
 
 
+class Slow(int):
+    """A number that lets other threads run while it is added to."""
+
+    def __add__(self, other: int) -> "Slow":
+        time.sleep(1e-4)
+        return Slow(int(self) + other)
+
+
 def test_calls_of_many_threads_are_all_counted(module: types.ModuleType) -> None:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with fla.enable("reference") as on, warnings.catch_warnings(record=True):
-            session = registry()._backends["isobit"].session
+    with fla.enable("reference") as on:
+        session = registry()._backends["isobit"].session
+        session.served, session.passed["a reason"] = Slow(0), Slow(1)
 
-            def work() -> None:
-                for _ in range(2000):
-                    session.count_served()
-                    session.count_passed("a reason")
+        def work() -> None:
+            for _ in range(10):
+                session.count_served()
+                session.count_passed("a reason")
 
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert (on.served, on.passed) == (8000, {"a reason": 8000})
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (on.served, on.passed) == (40, {"a reason": 41})
 
 
 def test_gradients_that_fla_computes_have_no_graph(module: types.ModuleType) -> None:
@@ -245,6 +251,10 @@ def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.Modu
     }
     if not is_old():
         cases["use_graph=True wants results in FLA's own static buffers"] = call(use_graph=True)
+        cases["chunk_offsets is of a graph, whose chunk_indices are padded"] = call(
+            cu_seqlens=torch.tensor([0, 100, 100]), chunk_offsets=torch.tensor([0, 2, 2]),
+            chunk_indices=torch.tensor([[0, 0], [0, 1], [-1, 0]]),
+        )  # fmt: skip
     with fla.enable("reference") as on:
         for reason, args in cases.items():
             with pytest.warns(UserWarning, match=f"FLA's own kernel serves {NAME} here: {reason}"):

@@ -189,9 +189,10 @@ def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
     contract does; what breaks the contract otherwise, FLA cannot compute either, and it is an error."""
     if given.get("use_graph"):
         return "use_graph=True wants results in FLA's own static buffers"
-    for name in ("chunk_indices", "chunk_offsets"):
-        if given.get("cu_seqlens") is None and given.get(name) is not None:
-            return f"{name} comes without cu_seqlens"
+    if given.get("chunk_offsets") is not None:  # this is how use_graph=True of chunk_kda arrives here
+        return "chunk_offsets is of a graph, whose chunk_indices are padded"
+    if given.get("chunk_indices") is not None and given.get("cu_seqlens") is None:
+        return "chunk_indices comes without cu_seqlens"
     q = given["q"]
     for name in ("k", "w", "do", "dv"):
         if given[name].dtype != q.dtype:

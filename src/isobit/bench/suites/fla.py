@@ -4,7 +4,8 @@
     isobit   the same inside of `isobit.integrations.fla.enable()`
 
 `bwd` is the backward alone, `fwd_bwd` forward and backward. isobit computes one of several kernels of the
-backward and none of the forward, so this says what that one is worth to who trains.
+backward and none of the forward, so this says what that one is worth to who trains. FLA's kernel for states
+is tuned anew for each case, as its autotuner would not.
 
 Before anything is timed, isobit must have served the call, and the gradients must be those of FLA as it is,
 each within what FLA's own tests allow between it and plain PyTorch: `LIMITS`. `max_abs` is their largest
@@ -29,6 +30,7 @@ from isobit.blocks.devices import triton_cannot_run
 from isobit.check.proof import Args, Case, Cost
 from isobit.contract import ContractError
 from isobit.integrations import fla
+from isobit.ops.delta_rule.rivals import forget_tuning
 
 #: The most that the root mean square of a gradient's difference may be, as a share of that of the gradient.
 LIMITS = {"q": 0.008, "k": 0.008, "v": 0.008, "g": 0.02, "beta": 0.02}
@@ -90,6 +92,11 @@ def both(args: Args) -> tuple[Tensor, ...]:
 
 
 PLAIN = {"bwd": backward, "fwd_bwd": both}
+
+
+def tuned_afresh(args: Args) -> Args:
+    forget_tuning()
+    return args
 
 
 def with_isobit(direction: str, args: Args, backend: str | None) -> tuple[Tensor, ...]:
@@ -165,7 +172,8 @@ def _series(op: str, direction: str) -> Series:
     return Series(
         op=None, name=op, cases=CASES, core=CASES[:1], small=SMALL, make=partial(make, op),
         call=partial(with_isobit, direction), cost=partial(cost, op), judge=agreement,
-        rivals={"fla": Rival("fla", PLAIN[direction], directions=None)}, directions=(direction,),
+        rivals={"fla": Rival("fla", PLAIN[direction], directions=None, prepare=tuned_afresh)},
+        directions=(direction,),
         needs=(fla.NAME,), imports=("fla.ops",), against="fla", copy=False,
         goals=[Goal(f"{op}, {direction}", own, least=1.0)],
     )  # fmt: skip
