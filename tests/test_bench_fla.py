@@ -53,10 +53,19 @@ def test_inputs_are_those_of_a_layer(op: str, gates: tuple[int, ...]) -> None:
     assert torch.equal(args["v"], again["v"]) and not torch.equal(args["v"], other["v"])
 
 
+def test_copies_are_of_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "triton_cannot_run", lambda device: None)
+    monkeypatch.setattr(suite, "copies_for", lambda nbytes, device: 3)
+    first, second, third = suite.make("chunk_kda", suite.SMALL[0], Pool(torch.device("cpu")))
+    assert not torch.equal(first["v"], second["v"]) and not torch.equal(second["v"], third["v"])
+
+
 def test_gradients_too_far_from_those_of_fla_are_not_timed() -> None:
     gen = torch.Generator().manual_seed(0)
     known = tuple(torch.randn(50, generator=gen) for _ in suite.LIMITS)
     right = suite.Agreement("chunk_kda", known)
+    of_fla = dict.fromkeys("qkv", 0.008) | {"g": 0.02, "beta": 0.02}  # in its tests
+    assert of_fla == suite.LIMITS
     assert right.error("fwd_bwd", (torch.ones(3), *known)) == 0.0
     assert right.error("bwd", tuple(t + 1e-3 for t in known)) == pytest.approx(1e-3, rel=1e-2)
     for at, (name, limit) in enumerate(suite.LIMITS.items()):

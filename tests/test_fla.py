@@ -306,7 +306,7 @@ def refused(match: str) -> None:
 def test_other_versions_are_refused(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("0.5.1", "0.6.1", "0.7.0"):
         monkeypatch.setattr(sys.modules["fla"], "__version__", other)
-        refused(rf"found version {other}; knows 0\.5\.2 and 0\.6\.0 \(pip install fla-core==0\.6\.0 is one")
+        refused(rf"found version {other} \(it knows 0\.5\.2 and 0\.6\.0: pip install fla-core==0\.6\.0\)$")
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0" if is_old() else "0.5.2")
     refused("registry of backends|found " + NAME)
 
@@ -333,7 +333,7 @@ def test_another_signature_is_refused(
     other.__signature__ = given  # type: ignore[attr-defined]
     monkeypatch.setattr(module, NAME, other)
     refused(
-        rf"found {NAME}\(.*{found}.*\); knows {NAME}\(q, k, w, do, dv, g=None, gk=None, h0=None, dht=None"
+        rf"found {NAME}\(.*{found}.*\) in version .*, wants {NAME}\(q, k, w, do, dv, g=None, gk=None, h0=None"
     )
 
 

@@ -143,7 +143,7 @@ def _installed() -> _Fla:
             f"isobit.integrations.fla: flash-linear-attention is not installed: {INSTALL}", name="fla"
         ) from error
     if version not in ARGUMENTS:
-        raise _refusal(f"found version {version}; knows {' and '.join(ARGUMENTS)}")
+        raise _refusal(f"found version {version}")
     function = vars(import_module(MODULE)).get(NAME)
     if function is None:
         raise _refusal(f"version {version} has no {NAME} in {MODULE}")
@@ -169,7 +169,7 @@ def _check_signature(fla: _Fla) -> None:
     found = _text(inspect.signature(fla.function).parameters.values())
     wanted = _text(list(OURS.values())[: ARGUMENTS[fla.version]])
     if found != wanted:
-        raise _refusal(f"found {NAME}({found}); knows {NAME}({wanted})")
+        raise _refusal(f"found {NAME}({found}) in version {fla.version}, wants {NAME}({wanted})")
 
 
 def _text(parameters: Iterable[inspect.Parameter]) -> str:
@@ -178,7 +178,7 @@ def _text(parameters: Iterable[inspect.Parameter]) -> str:
 
 
 def _refusal(what: str) -> FLAError:
-    return FLAError(f"isobit.integrations.fla: {what} ({INSTALL} is one that it knows)")
+    return FLAError(f"isobit.integrations.fla: {what} (it knows {' and '.join(ARGUMENTS)}: {INSTALL})")
 
 
 # The backend that is registered
