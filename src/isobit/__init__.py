@@ -2,7 +2,7 @@
 
 import inspect
 
-from isobit import losses, nn
+from isobit import integrations, losses, nn
 from isobit.backend import Explanation, UnsupportedError
 from isobit.contract import ContractError
 from isobit.op import OPS, known_op
@@ -46,6 +46,7 @@ __all__ = [
     "explain",
     "group_advantages",
     "grpo_loss",
+    "integrations",
     "linear_logp",
     "linear_policy_loss",
     "logp",

@@ -30,8 +30,8 @@ def _fla(args: Args) -> Tensor:
     return found
 
 
-def _tuned_afresh(args: Args) -> Args:
-    """Its autotuner keeps one choice for all B and T, whichever came first: let it choose for these."""
+def forget_tuning() -> None:
+    """FLA's autotuner keeps one choice for all B and T, whichever came first: let it choose again."""
     import fla.ops.common.chunk_delta_h as module
 
     for kernel in vars(module).values():
@@ -39,6 +39,10 @@ def _tuned_afresh(args: Args) -> Args:
             if hasattr(kernel, "configs") and isinstance(getattr(kernel, "cache", None), dict):
                 kernel.cache.clear()
             kernel = getattr(kernel, "fn", None)
+
+
+def _tuned_afresh(args: Args) -> Args:
+    forget_tuning()
     return {name: value for name, value in args.items() if value is not None}
 
 

@@ -1,0 +1,8 @@
+"""isobit inside of other libraries: one module a library, and nothing happens until its `enable()` is called.
+
+Importing these modules imports none of the libraries.
+"""
+
+from isobit.integrations import fla
+
+__all__ = ["fla"]

@@ -1,0 +1,33 @@
+"""Runs FLA's own tests with isobit inside, from a checkout of FLA:
+
+    python -m isobit.integrations.fla_pytest tests/ops/test_gdn.py tests/ops/test_kda.py
+
+The arguments are pytest's, and `--backend` of `enable`. At its end it says how many calls isobit has served,
+and how many it has not and why. A run in which it has served none fails.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from isobit.integrations import fla
+
+
+def main(arguments: Sequence[str]) -> int:
+    import pytest
+
+    parser = argparse.ArgumentParser(prog="python -m isobit.integrations.fla_pytest", add_help=False)
+    parser.add_argument("--backend", default="hopper")
+    own, rest = parser.parse_known_args(arguments)
+    with fla.enable(own.backend) as on:
+        status = int(pytest.main(rest))
+    print(f"isobit ({on.backend}) served {on.served} calls of {fla.NAME}")
+    for reason, count in on.passed.most_common():
+        print(f"FLA's own kernel served {count}: {reason}")
+    if not on.served:
+        print("FAILED: isobit has served no call, so this says nothing about it")
+    return status if on.served else status or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
