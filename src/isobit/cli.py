@@ -36,6 +36,8 @@ from isobit.check.runner import FAIL, Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
 from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
+from isobit.pages import page
+from isobit.pages.saved import compare, read_report, summary_line
 from isobit.stale import lines, results_in
 from isobit.stamp import gpu_name, kernel_sha, results_folder, stamp
 
@@ -44,6 +46,22 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Prove and time kernels whose bits do not depend on the batch.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(isobit.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version and exit", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Prove and time kernels whose bits do not depend on the batch."""
 
 
 def main() -> None:
@@ -145,6 +163,7 @@ def check(
         Path | None, typer.Option("--json", help="write the report here, - for standard output")
     ] = None,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page of the report here")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
@@ -182,6 +201,8 @@ def check(
 
     if json_path is not None and not to_stdout:
         check_writable(json_path, "--json")
+    if html is not None:
+        check_writable(html, "--html")
     if results is not None:
         for folder in dict.fromkeys(one.folder for one in ops_of(request)):
             check_writable(_check_file(results, folder, request.device), "--results")
@@ -189,6 +210,8 @@ def check(
     seen = observations(request)
     found = report.to_json(cells, request.device, commit, seen, request.command())
     say("\n" + report.table(cells) + "\n")
+    for line in report.worst(cells):
+        say(line)
     for line in report.notes(cells):
         say(line)
     verdict = "all laws hold" if found["passed"] else f"{found['fail']} cells FAIL"
@@ -201,6 +224,8 @@ def check(
         write(json_path, json.dumps(found, indent=1) + "\n")
     if results is not None:
         _write_results(results, cells, seen, request, commit, say)
+    if html is not None:
+        write(html, page([found], "isobit check"))
     raise typer.Exit(int(not found["passed"]))
 
 
@@ -311,6 +336,7 @@ def bench(
     minutes: Annotated[
         float | None, typer.Option(help="stop between two cases after this long, and say what is left")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page of all that was timed here")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
     """Time every op, or a suite, beside rivals and the floor, after checking it: a red op is not timed."""
@@ -325,6 +351,9 @@ def bench(
         raise ContractError("device 'meta' computes nothing that could be timed: choose cpu or cuda")
     ops = _known("op", op or [], PUBLIC) or (() if suite else TIMED)
     end = None if minutes is None else time.monotonic() + 60 * minutes
+    if html is not None:
+        check_writable(html, "--html")
+    reports = []
     for subject in [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]:
         try:
             found = timed(
@@ -345,22 +374,63 @@ def bench(
             )
         except CheckFailed as error:
             sys.exit(f"isobit: {error}")
+        reports.append(found)
         if found["rows"]:
             print()
             show(found)
+    if html is not None:
+        write(html, page(reports, "isobit bench"))
 
 
 @app.command("report")
 def report_on(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="saved JSON files of check and bench to show together")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page of these files here")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="an older file: say what is worse in the one that is given")
+    ] = None,
+    slower: Annotated[float, typer.Option(help="times an older time that count as worse")] = 1.05,
     results: Annotated[Path, typer.Option(help="folder of result files")] = Path("results"),
     stale: Annotated[bool, typer.Option("--stale", help="only those whose kernels have changed")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if one is stale")] = False,
 ) -> None:
-    """Which result files are of today's kernels, and the command that renews each that is not."""
+    """Show saved reports together, or compare one with an older one (exit code 1 if something is worse).
+    Without files: which result files are of today's kernels, and the command that renews each that is not."""
+    if files:
+        if stale or strict:
+            raise ContractError("--stale and --strict are about the folder of results: leave the files out")
+        _show_saved([read_report(path) for path in files], files, html, against, slower)
+    if html is not None or against is not None:
+        raise ContractError("--html and --against are for files: name them")
     found = results_in(results)
     for line in lines(found, stale):
         print(line)
     raise typer.Exit(int(strict and any(result.stale for result in found)))
+
+
+def _show_saved(
+    reports: list[dict[str, Any]], files: list[Path], html: Path | None, against: Path | None, slower: float
+) -> None:
+    """Print and write what `isobit report FILES` asks for, and exit."""
+    worse = False
+    if against is not None:
+        if len(reports) != 1:
+            raise ContractError("--against compares one file with one older file: name one")
+        changes = compare(read_report(against), reports[0], slower)
+        for change in changes:
+            print(change)
+        worse = any(change.worse for change in changes)
+        print(f"{sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better or other")
+    else:
+        for path, one in zip(files, reports, strict=True):
+            print(f"{path}: {summary_line(one)}")
+    if html is not None:
+        check_writable(html, "--html")
+        write(html, page(reports, "isobit report"))
+        print(f"wrote {html}")
+    raise typer.Exit(int(worse))
 
 
 @app.command()

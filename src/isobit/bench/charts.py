@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from isobit.bench.goals import Cell, cells
 from isobit.bench.report import format_stamp
@@ -21,11 +22,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 WIDTH, HEIGHT, LEFT, TOP, LINE = 300, 200, 56, 40, 16
 
 
-def chart(path: Path) -> str:
-    """The SVG of a results file: a panel for each kind of call."""
-    report = json.loads(path.read_text())
-    if report.get("against") is None:
-        raise ValueError(f"{path}: was not timed against one rival")
+def chart(report: dict[str, Any]) -> str:
+    """The SVG of a report that has one baseline: a panel for each kind of call."""
     found = cells(report["rows"], report["against"])
     panels = {op: [c for c in found if c.op == op] for op in dict.fromkeys(c.op for c in found)}
     shapes = list(dict.fromkeys(_shape(cell) for cell in found))
@@ -102,7 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if the chart is stale")
     options = parser.parse_args(argv)
     try:
-        made = chart(options.results)
+        report = json.loads(options.results.read_text())
+        if report.get("against") is None:
+            raise ValueError("was not timed against one rival")
+        made = chart(report)
         stale = not options.svg.is_file() or options.svg.read_text() != made
         if stale and not options.check:
             options.svg.write_text(made)

@@ -82,12 +82,14 @@ def show(report: Report) -> None:
 
 
 def format_stamp(stamp: dict[str, Any]) -> str:
-    """One line: machine, versions, rates, source."""
+    """One line: machine, versions, rates where they were measured, source."""
     versions = f"torch {stamp['torch']}, Triton {stamp['triton']}, Python {stamp['python']}"
-    rates = f"copy {stamp['copy_tbps']:.3g} TB/s, bf16 product {stamp['best_tflops']:.3g} TFLOP/s"
+    rates = ""
+    if "copy_tbps" in stamp:
+        rates = f"copy {stamp['copy_tbps']:.3g} TB/s, bf16 product {stamp['best_tflops']:.3g} TFLOP/s; "
     source = f"commit {stamp['commit']}, source {stamp['source_sha']}, {stamp['date'][:10]}"
     checked = "" if stamp.get("checked", True) else "; NOT CHECKED"
-    return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}; {source}{checked}"
+    return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}{source}{checked}"
 
 
 def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:

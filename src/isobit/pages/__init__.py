@@ -1,0 +1,44 @@
+"""Reports of `isobit check` and `isobit bench` as one self-contained HTML page: no script, no network.
+
+A page shows any number of reports, one section each: what was proven, how far errors stay below their bounds,
+which bits were compared, what was timed beside whom. It is made from the JSON that the commands write, so a
+saved file gives the same page as the run that made it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from isobit.bench.report import format_stamp
+from isobit.contract import ContractError
+from isobit.pages import bench, check
+
+
+def page(reports: Sequence[dict[str, Any]], title: str = "isobit") -> str:
+    """The page of these reports, in their order."""
+    sections = [_section(report) for report in reports]
+    return str(_template().render(title=title, sections=sections))
+
+
+def _section(report: dict[str, Any]) -> dict[str, Any]:
+    stamp = report["stamp"]
+    head = {
+        "command": report.get("command", "unknown: the file is older than the commands in them"),
+        "stamp": format_stamp(stamp),
+        "environment": [(name, str(value)) for name, value in stamp.items()],
+    }
+    if "candidates" in report:
+        return {"kind": "check", **head, **check.section(report)}
+    if "rows" in report:
+        return {"kind": "bench", **head, **bench.section(report)}
+    raise ContractError(f"a page shows reports of check and bench, not of {report.get('suite')!r}")
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        raise ContractError("a page needs jinja2: pip install 'isobit[cli]'") from None
+    loader = jinja2.PackageLoader("isobit.pages", ".")
+    return jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    ).get_template("page.html")

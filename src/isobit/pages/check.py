@@ -1,0 +1,130 @@
+"""What a page says of a check: laws that hold, errors beside their bounds, bits that were compared."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+#: Laws that hold errors against a bound, and laws that compare bits.
+ERRORS, BITS = ("accuracy", "gradient"), ("repeatable", "written", "invariant", "agree")
+
+COUNTS = (("ok", "ok"), ("fail", "failed"), ("unsupported", "unsupported"))
+
+#: Errors that are shown at once; the others are folded.
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Error:
+    """The worst element of one output of one case: our distance from the truth, torch's, and the bound."""
+
+    op: str
+    backend: str
+    case: str
+    output: str
+    ours: float
+    torch: float
+    bound: float
+    passed: bool
+
+    @property
+    def share(self) -> float:
+        """Of the bound that is used up: beyond 1 it fails."""
+        if self.ours == 0:
+            return 0.0
+        return self.ours / self.bound if self.bound > 0 else math.inf
+
+
+def section(report: dict[str, Any]) -> dict[str, Any]:
+    cases = [case for one in report["candidates"] for case in one["cases"]]
+    errors = worst_first(report)
+    counts = ", ".join(f"{report[key]} {name}" for key, name in COUNTS)
+    verdict = "all laws hold" if report["passed"] else f"{report['fail']} cells FAIL"
+    return {
+        "title": ", ".join(dict.fromkeys(one["op"] for one in report["candidates"])) or "nothing ran",
+        "passed": report["passed"],
+        "verdict": f"{counts}: {verdict}",
+        "matrix": _matrix(report),
+        "failures": [case for case in cases if case["status"] == "FAIL"],
+        "errors": errors[:SHOWN],
+        "more_errors": errors[SHOWN:],
+        "bits": _bits(cases),
+        "unsupported": _unsupported(cases),
+        "observations": report.get("observations", []),
+    }
+
+
+def worst_first(report: dict[str, Any]) -> list[Error]:
+    """Errors of all outputs that were held against a bound. What failed stands before all others."""
+    found = [
+        Error(
+            case["op"], case["backend"], case["case"], output["output"], _number(output["worst_abs"]),
+            _number(output["torch_abs"]), _number(output["torch_abs"]) + _number(output["atol"]),
+            output["passed"],
+        )
+        for one in report["candidates"] for case in one["cases"] if case["law"] in ERRORS
+        for output in case["outputs"] if output["dtype"] and "worst_abs" in output  # not in old files
+    ]  # fmt: skip
+    return sorted(found, key=lambda e: (e.passed, -e.share))
+
+
+def _number(value: float | str) -> float:
+    """JSON has NaN and infinities as text."""
+    found = float(value)
+    return found if math.isfinite(found) else math.inf
+
+
+def _matrix(report: dict[str, Any]) -> dict[str, Any]:
+    """op and backend down, laws across."""
+    laws = list(dict.fromkeys(case["law"] for one in report["candidates"] for case in one["cases"]))
+    rows = []
+    for one in report["candidates"]:
+        cells = []
+        for law in laws:
+            count = Counter(case["status"] for case in one["cases"] if case["law"] == law)
+            why = {case["reason"] for case in one["cases"] if case["law"] == law and case["reason"]}
+            cells.append({"text": _count(count), "state": _state(count), "why": "; ".join(sorted(why))})
+        rows.append(
+            {"op": one["op"], "backend": one["candidate"], "numerics": one["numerics"], "cells": cells}
+        )
+    return {"laws": laws, "rows": rows}
+
+
+def _count(count: Counter[str]) -> str:
+    if count["FAIL"]:
+        return f"{count['FAIL']} FAIL of {count.total()}"
+    return f"{count['ok']} ok" if count["ok"] else "-"
+
+
+def _state(count: Counter[str]) -> str:
+    return "fail" if count["FAIL"] else "ok" if count["ok"] else "none"
+
+
+def _bits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each op, backend, law and kind of change: how often bits were compared, and how often they
+    differed. Numbers in what a comparison says of itself are sizes, and do not make another kind."""
+    kinds: dict[tuple[str, ...], list[bool]] = {}
+    for case in cases:
+        if case["law"] in BITS:
+            for output in case["outputs"]:
+                what = re.sub(r"\d[\d,]*", "n", output["message"]) or output["output"]
+                key = (case["op"], case["backend"], case["law"], what)
+                kinds.setdefault(key, []).append(bool(output["passed"]))
+    names = ("op", "backend", "law", "what")
+    return [
+        {**dict(zip(names, key, strict=True)), "compared": len(same), "differ": same.count(False)}
+        for key, same in sorted(kinds.items(), key=lambda item: all(item[1]))
+    ]
+
+
+def _unsupported(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each reason."""
+    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    for case in cases:
+        if case["status"] == "UNSUPPORTED":
+            found.setdefault((case["op"], case["backend"], case["reason"]), {})[case["law"]] = None
+    return [
+        {"op": op, "backend": backend, "reason": reason, "laws": ", ".join(laws)}
+        for (op, backend, reason), laws in sorted(found.items())
+    ]

@@ -1,0 +1,182 @@
+"""Guards the pages of reports: what they must show of committed files and of broken kernels, and how saved
+reports are compared."""
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from isobit.cli import app
+from isobit.contract import ContractError
+from isobit.pages import page
+from isobit.pages.check import worst_first
+from isobit.pages.saved import compare, read_report, summary_line
+
+RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
+SHOWN = [path for path in RESULTS if not path.name.startswith("memcheck")]
+
+
+class Shape(HTMLParser):
+    """Tags that are open at the end, and everything that would be fetched."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("section", "details", "table", "div", "svg", "nav", "ul", "pre"):
+            self.open.append(tag)
+        self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith("#")]
+        if tag in ("script", "link", "img", "iframe"):
+            self.fetched.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+def report_of_a_check(**changes: Any) -> dict[str, Any]:
+    """Two outputs of one case of one backend, and a law that did not run."""
+    output = {
+        "output": "0:logp", "shape": [4], "dtype": "fp32", "truth_dtype": "fp64", "atol": 1e-6, "rtol": 1e-7,
+        "max_abs": 1e-7, "mean_abs": 1e-8, "max_rel": 1e-6, "worst_index": [0], "passed": True,
+        "message": "worst at [0]", "worst_abs": 5e-7, "torch_abs": 1e-6,
+    }  # fmt: skip
+    case = {
+        "op": "logp", "backend": "mine", "law": "accuracy", "case": "N=4 V=33 fp32", "status": "ok",
+        "reason": "", "numerics": "none",
+        "outputs": [output, output | {"output": "1:entropy", "worst_abs": 0}],
+        "seconds": 0.1, "command": "isobit check --op logp <&>",
+    }  # fmt: skip
+    moved = case | {"law": "invariant", "outputs": [output | {"message": "7 of 300 rows alone"}] * 3}
+    unrun = case | {"law": "compile", "status": "UNSUPPORTED", "reason": "nothing to compile", "outputs": []}
+    cases = [case | changes, moved, unrun]
+    fails = sum(c["status"] == "FAIL" for c in cases)
+    one = {"op": "logp", "candidate": "mine", "numerics": "none", "cases": cases}
+    stamp = {"gpu": "cpu", "driver": "none", "torch": "2", "triton": "3", "python": "3.11", "commit": "abc"}
+    stamp |= {"source_sha": "def", "date": "2026-11-15T00:00:00Z"}
+    head = {"schema": 2, "suite": "isobit check", "stamp": stamp, "command": "isobit check --op logp"}
+    return head | {"ok": 2 - fails, "fail": fails, "unsupported": 1, "passed": not fails, "candidates": [one]}
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_every_committed_report_has_a_page_that_fetches_nothing(path: Path) -> None:
+    report = read_report(path)
+    text = page([report])
+    shape = Shape(text)
+    assert shape.open == [] and shape.fetched == []
+    assert report["stamp"]["commit"] in text and summary_line(report)
+    if "rows" in report:
+        for row in report["rows"]:
+            assert f"{row['op']} {row['case']} {row['direction']}" in text and f"{row['ms']:.4g}" in text
+    else:
+        assert all(one["op"] in text and one["candidate"] in text for one in report["candidates"])
+
+
+def test_a_page_shows_failures_first_with_the_command_that_repeats_them() -> None:
+    broken = report_of_a_check(status="FAIL", reason="3 of 4 beyond the bound")
+    text = page([broken])
+    assert "1 cells FAIL" in text and "3 of 4 beyond the bound" in text
+    assert "isobit check --op logp &lt;&amp;&gt;" in text  # escaped
+    assert text.index("3 of 4 beyond") < text.index("Which laws hold")
+    assert "Failures" not in page([report_of_a_check()])
+
+
+def test_errors_stand_beside_their_bounds_the_worst_first() -> None:
+    report = report_of_a_check()
+    first, second = worst_first(report)
+    assert (first.output, first.bound, first.share) == ("0:logp", 2e-6, 0.25) and second.share == 0
+    failed = copy.deepcopy(report)
+    failed["candidates"][0]["cases"][0]["outputs"][1] |= {"passed": False, "worst_abs": "nan"}
+    assert worst_first(failed)[0].output == "1:entropy"
+
+
+def test_bits_are_counted_by_what_changed_and_not_by_its_sizes() -> None:
+    text = re.sub(r"\s+", " ", page([report_of_a_check()]))
+    assert '<td>n of n rows alone<td class="number">3<td class="number ok">0' in text
+    other = report_of_a_check()
+    other["candidates"][0]["cases"][1]["outputs"][0] = other["candidates"][0]["cases"][1]["outputs"][0] | {
+        "passed": False
+    }
+    assert 'class="number fail">1' in page([other])
+
+
+def test_other_reports_are_refused() -> None:
+    with pytest.raises(ContractError, match="check and bench"):
+        page([{"suite": "isobit memcheck", "stamp": report_of_a_check()["stamp"]}])
+
+
+# Saved reports
+
+
+def test_a_check_is_worse_where_a_law_fell_or_vanished() -> None:
+    old = report_of_a_check()
+    fell = compare(old, report_of_a_check(status="FAIL"), 1.05)
+    assert [(c.worse, c.before, c.now) for c in fell] == [(True, "ok", "FAIL")]
+    assert [c.worse for c in compare(report_of_a_check(status="FAIL"), old, 1.05)] == [False]
+    gone = copy.deepcopy(old)
+    del gone["candidates"][0]["cases"][0]
+    assert [(c.worse, c.now) for c in compare(old, gone, 1.05)] == [(True, "not there")]
+    assert compare(old, old, 1.05) == []
+
+
+def test_a_benchmark_is_worse_where_it_is_slower_or_takes_more_memory() -> None:
+    old = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    new = copy.deepcopy(old)
+    ours = [row for row in new["rows"] if row["impl"].startswith("isobit")]
+    rival = next(row for row in new["rows"] if not row["impl"].startswith("isobit"))
+    ours[0]["ms"] *= 1.2
+    ours[1]["ms"] *= 0.5
+    ours[2]["extra_mb"] = (ours[2]["extra_mb"] or 0) + 100
+    rival["ms"] *= 3
+    found = compare(old, new, 1.05)
+    assert [c.worse for c in found] == [True, True, False]
+    assert "1.20x" in str(found[0]) and str(found[0]).startswith("WORSE")
+    assert len(compare(old, new, 1.5)) == 2  # memory, and the one that is twice as fast
+    with pytest.raises(ContractError, match="cannot be compared"):
+        compare(old, report_of_a_check(), 1.05)
+
+
+# The command
+
+
+def test_the_command_shows_compares_and_writes(tmp_path: Path) -> None:
+    old, new, html = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "page.html"
+    old.write_text(json.dumps(report_of_a_check()))
+    new.write_text(json.dumps(report_of_a_check(status="FAIL", reason="wrong")))
+    run = CliRunner().invoke
+    both = run(app, ["report", str(old), str(new), "--html", str(html)])
+    assert both.exit_code == 0 and "check of logp: 2 ok, 0 failed" in both.output
+    assert html.read_text().count("<section") == 2
+    worse = run(app, ["report", str(new), "--against", str(old)])
+    assert worse.exit_code == 1 and "WORSE logp mine accuracy" in worse.output
+    assert run(app, ["report", str(old), "--against", str(old)]).exit_code == 0
+    for wrong in (["--html", str(html)], [str(old), "--stale"], [str(old), str(new), "--against", str(old)]):
+        assert isinstance(run(app, ["report", *wrong]).exception, ContractError)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ContractError, match="not a report"):
+        read_report(tmp_path / "other.json")
+
+
+def test_check_writes_a_page_and_prints_the_worst_error(tmp_path: Path) -> None:
+    html = tmp_path / "check.html"
+    done = CliRunner().invoke(
+        app,
+        ["check", "--op", "logp", "--backend", "reference", "--law", "accuracy", "--html", str(html)],
+    )
+    assert done.exit_code == 0, done.output
+    assert re.search(r"logp reference: worst error \S+, torch \S+, bound \S+ \(\d+%\)", done.output)
+    assert "all laws hold" in html.read_text()
+
+
+def test_version() -> None:
+    import isobit
+
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == isobit.__version__
