@@ -19,6 +19,7 @@ from isobit.arch import arch_key
 from isobit.backend import NONE, UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.blame import raised_at
+from isobit.check.interpreter import quick_interpreter
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
@@ -74,9 +75,10 @@ def run(
     interpreted = _start_interpreter(
         [(*pair, laws) for pair in pairs if (laws := _elsewhere(*pair, request))], request
     )
-    for op, backend in pairs:
-        for cell in _cells_here(op, backend, request):
-            done(cell)
+    with quick_interpreter():
+        for op, backend in pairs:
+            for cell in _cells_here(op, backend, request):
+                done(cell)
     for cell in iter(interpreted.get, None):
         done(cell)
     if not part and all(c.status == UNSUPPORTED for c in cells):
