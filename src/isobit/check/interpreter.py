@@ -62,7 +62,8 @@ class _Language:
     def __init__(self, own: Callable[[Any], Any]) -> None:
         # Device functions see the language as `tl`, those of Triton itself as `core`: one that sees both.
         scope = own(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
-        first = {}  # where something is replaced twice, what was there before both is the plain one
+        # Where something is replaced twice, what was there before both is the plain one.
+        first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, plain in scope._changes:
             first.setdefault((id(owner), name), (owner, name, plain))
         self.attributes = [(o, n, plain, getattr(o, n)) for o, n, plain in first.values()]
