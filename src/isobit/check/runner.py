@@ -57,7 +57,7 @@ def run(
     if not part and all(c.status == UNSUPPORTED for c in cells):
         raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
     order, laws = [(op.name, backend) for op, backend in pairs], list(LAWS)
-    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law.split(",")[0])))
+    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law)))
 
 
 def quick_check(
