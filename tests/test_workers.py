@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from isobit.check import workers
 from isobit.check.request import Request
-from isobit.check.runner import FAIL, OK, Cell, run
+from isobit.check.runner import FAIL, OK, Cell, _elsewhere, run
+from isobit.op import OPS
 
 #: A case of the invariant law alone.
 BITS = "N=5 V=3001 fp32 random each=True"
@@ -30,8 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     own = workers._started
 
-    def seen() -> Any:
-        found.append(own())
+    def seen(interpreted: bool) -> Any:
+        found.append(own(interpreted))
         return found[-1]
 
     monkeypatch.setattr(workers, "_started", seen)
@@ -54,7 +56,7 @@ def test_requests_arrive_as_they_were_sent() -> None:
 def test_a_process_that_dies_breaks_one_request(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "WORKERS", 1)
     own = workers._started
-    monkeypatch.setattr(workers, "_started", lambda: own() if started else _killed(own()))
+    monkeypatch.setattr(workers, "_started", lambda kind: own(kind) if started else _killed(own(kind)))
     first, second = cells_of(asked(laws=("accuracy",)), asked(laws=("gradient",)))
     assert (first.law, first.status) == ("accuracy", FAIL)
     assert first.reason == f"the interpreter's process ended after 0 cells with code {-signal.SIGKILL}"
@@ -71,7 +73,7 @@ def _killed(process: Any) -> Any:
 
 
 def test_an_error_of_ours_is_a_cell_and_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(interpreted: bool) -> None:
         raise OSError("no more processes")
 
     monkeypatch.setattr(workers, "_started", broken)
@@ -84,3 +86,19 @@ def test_a_case_of_one_law_is_not_asked_of_others(started: list[Any]) -> None:
     cells = run(Request(ops=("logp",), backends=("triton",), laws=("accuracy", "invariant"), case=BITS))
     assert [(cell.law, cell.case, cell.status) for cell in cells] == [("invariant", BITS, OK)]
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("changes", [{"laws": ("compile",)}, {"backends": ("hopper",)}])
+def test_kernels_are_compiled_beside_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
+    """A check of some backend may be of one that only this process knows."""
+    (compiled,) = _elsewhere(OPS["logp"], "hopper", Request())
+    assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
+    assert _elsewhere(OPS["logp"], "hopper", Request(**changes)) == []
+    assert _elsewhere(OPS["logp"], "reference", Request()) == []  # nothing to compile
+
+
+def test_a_worker_compiles(started: list[Any]) -> None:
+    small = Request(ops=("group_advantages",), backends=("triton",), targets=("cuda:90",))
+    interpreted, compiled = cells_of(replace(small, laws=("accuracy",), case="B=8 fp32 size=2"),
+                                     replace(small, laws=("compile",), dtypes=(torch.float32,)))  # fmt: skip
+    assert (interpreted.status, compiled.status) == (OK, OK), (interpreted.reason, compiled.reason)

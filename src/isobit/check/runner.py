@@ -47,12 +47,12 @@ def run(
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     pairs = candidates(ops, request)
-    interpreted = workers.start([job for pair in pairs for job in _elsewhere(*pair, request)])
+    elsewhere = workers.start([job for pair in pairs for job in _elsewhere(*pair, request)])
     with quick_interpreter():
         for op, backend in pairs:
             for cell in _cells_here(op, backend, request):
                 done(cell)
-    for cell in iter(interpreted.get, None):
+    for cell in iter(elsewhere.get, None):
         done(cell)
     if not part and all(c.status == UNSUPPORTED for c in cells):
         raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
@@ -101,14 +101,20 @@ def _interpretable(op: Op, backend: str, request: Request) -> bool:
     return op.backend_named(backend).interpreted and request.device.type == "cpu"
 
 
-def _needs_interpreter(op: Op, backend: str, law: str, request: Request) -> bool:
-    """Where this process compiles kernels instead."""
-    return law != "compile" and _interpretable(op, backend, request) and not triton_is_interpreted()
+def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
+    """Asked of a worker: what needs Triton's interpreter where this process compiles kernels; and in a check
+    of everything on a CPU compilation too, which takes as long as all the rest where no cache knows a
+    kernel."""
+    if triton_is_interpreted() or request.device.type != "cpu":
+        return False
+    if law == "compile":
+        return not request.laws and not request.backends and backend in proof_of(op).kernels
+    return _interpretable(op, backend, request)
 
 
 def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
-    """What is asked of Triton's interpreter, law by law."""
-    laws = [law for law in request.laws or LAWS if _needs_interpreter(op, backend, law, request)]
+    """What is asked of workers, law by law."""
+    laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
     return [
         replace(request, ops=(op.name,), backends=(backend,), laws=(law,))
         for law in laws
@@ -121,7 +127,7 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
-        if _needs_interpreter(op, backend, law, request):
+        if _is_elsewhere(op, backend, law, request):
             continue
         if never is not None and law != "compile":
             again = f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}"

@@ -1,8 +1,8 @@
-"""Processes in Triton's interpreter: they are sent requests, and answer with cells as they are done.
+"""Processes beside the one that checks: they are sent requests, and answer with cells as they are done.
 
-They are apart because Triton decides when it decorates a kernel whether it is compiled or interpreted.
-Starting one takes as long as many a law, so a few of them share all requests. One that dies has broken one
-request; another is started for the next.
+Most are in Triton's interpreter, and apart because Triton decides when it decorates a kernel whether it is
+compiled or interpreted. Starting one takes as long as many a law, so a few of them share all requests. One
+that dies has broken one request; another is started for the next.
 """
 
 import base64
@@ -19,7 +19,7 @@ from threading import Thread
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request
 
-#: Processes at a time, beside the one that asks.
+#: Processes that work at a time, beside the one that asks.
 WORKERS = 2
 
 #: A request was answered.
@@ -60,17 +60,25 @@ def start(requests: list[Request]) -> "Queue[Cell | None]":
 
 def _broken(request: Request, reason: str) -> Cell:
     (op,), (backend,), (law,) = request.ops, request.backends, request.laws
-    return Cell(op, backend, law, "", FAIL, reason, command=f"TRITON_INTERPRET=1 {request.command()}")
+    again = ("TRITON_INTERPRET=1 " if _interpreted(request) else "") + request.command()
+    return Cell(op, backend, law, "", FAIL, reason, command=again)
+
+
+def _interpreted(request: Request) -> bool:
+    return request.laws != ("compile",)
 
 
 class _Worker:
-    """A process, once it is needed."""
+    """One process that interprets and one that compiles, once they are needed; one of them works."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.processes: dict[bool, subprocess.Popen[str]] = {}
 
     def answer(self, request: Request) -> Iterator[Cell]:
-        process = self.process = self.process or _started()
+        kind = _interpreted(request)
+        if kind not in self.processes:
+            self.processes[kind] = _started(kind)
+        process = self.processes[kind]
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(base64.b64encode(pickle.dumps(request)).decode() + "\n")
         process.stdin.flush()
@@ -81,22 +89,21 @@ class _Worker:
             if line.startswith("{"):
                 got += 1
                 yield Cell(**json.loads(line))
-        self.end()
-        yield _broken(
-            request, f"the interpreter's process ended after {got} cells with code {process.returncode}"
-        )
+        self.processes.pop(kind).communicate()
+        which = "interpreter's" if kind else "compiler's"
+        yield _broken(request, f"the {which} process ended after {got} cells with code {process.returncode}")
 
     def end(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-            self.process = None
+        for process in self.processes.values():
+            process.communicate()
 
 
-def _started() -> "subprocess.Popen[str]":
+def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
     command = [sys.executable, "-m", "isobit.check.workers"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            env=env if interpreted else None)  # fmt: skip
 
 
 def _serve() -> None:
