@@ -19,6 +19,7 @@ from isobit.blocks.launch import Recorder
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
 from isobit.check.law import LAWS
+from isobit.check.laws_system import peak_extra_bytes
 from isobit.check.proof import Kernels
 from isobit.check.proofs import proofs
 from isobit.check.runner import FAIL, OK, Cell, Request, run
@@ -211,6 +212,18 @@ def test_memory_beyond_the_declared_bound_fails_on_memory() -> None:
     with candidate(by_rows):  # plain PyTorch, held to the bound of a fused kernel
         cell = only("memory", "N=8 V=50257 fp32")
     assert cell.status == FAIL and "bytes beyond inputs and outputs, bound" in cell.reason
+
+
+def test_memory_that_only_a_cycle_holds_is_not_kept() -> None:
+    """Triton's interpreter leaves tensors in cycles, which stay until Python looks for them."""
+
+    def cyclic() -> Tensor:
+        node: dict[str, Any] = {"extra": torch.empty(1 << 20, dtype=torch.uint8)}
+        node["itself"] = node
+        return torch.empty(1 << 10, dtype=torch.uint8)
+
+    assert 1 << 20 <= peak_extra_bytes(cyclic, CPU) < 1 << 21
+    assert peak_extra_bytes(lambda: torch.empty(1 << 20), CPU) < 1 << 10  # what is returned is kept
 
 
 # Wrong manners

@@ -1,8 +1,5 @@
 """No op looks at torch's default dtype or default device: they change no bit and no dtype of a result."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor
 
 import default_calls
+from interpreted import in_interpreter
 from isobit.numerics import capture
 
 CALLS = list(default_calls.calls())
@@ -20,10 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[
     """Results by backend, default and call. The Triton kernels run in the interpreter, in a process that was
     started for it."""
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, default_calls.__file__, str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(Path(default_calls.__file__), path)
     return {"in process": default_calls.results(default_calls.in_process), "interpreted": torch.load(path)}
 
 

@@ -1,9 +1,6 @@
 """The backward recurrence of delta-rule states: against autograd through the forward, bad calls, and the
 checker on recurrences that are known to be bad."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 
 import isobit
+from interpreted import in_interpreter
 from isobit import ContractError
 from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
@@ -178,9 +176,7 @@ assert all(torch.equal(a, b) for a, b in zip(*found))
 @pytest.mark.compat
 def test_kernels_round_where_the_op_says() -> None:
     """A state that meets K unrounded is nearer to the truth, so accuracy does not tell."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(CHILD)
 
 
 # Known to be bad

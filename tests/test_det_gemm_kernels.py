@@ -1,10 +1,7 @@
 """Guards the Triton kernels of `det_gemm`: their results in the interpreter, the choice of tiles, and that
 their machine code does what decides the bits."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted import in_interpreter
 from isobit.blocks.launch import Recorder
 from isobit.blocks.stream import build
 from isobit.ops.det_gemm import kernels_triton as kernels
@@ -75,10 +73,7 @@ def calls() -> list[tuple[str, list[Tensor], dict[str, Any]]]:
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]]:
     folder: Path = tmp_path_factory.mktemp("interpreted")
     torch.save(calls(), folder / "calls")
-    command = [sys.executable, "-c", CHILD, str(folder / "calls"), str(folder / "results")]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(CHILD, folder / "calls", folder / "results")
     found: tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]] = torch.load(folder / "results")
     return found
 

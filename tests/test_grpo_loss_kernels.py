@@ -1,9 +1,6 @@
 """Guards the kernels that `grpo_loss` has beside those of `ratio_kl`: bit for bit against the order that is
 written down, in the interpreter; and what they are compiled to."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_loss_calls
+from interpreted import in_interpreter
 from isobit.blocks.launch import Recorder
 from isobit.check.proofs import proofs
 from isobit.op import OPS
@@ -26,10 +24,7 @@ pytestmark = pytest.mark.compat
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the kernels return, in a process that was started for the interpreter."""
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
-    command = [sys.executable, grpo_loss_calls.__file__, str(path)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(Path(grpo_loss_calls.__file__), path)
     results: dict[str, Any] = torch.load(path)
     return results
 

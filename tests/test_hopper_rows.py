@@ -4,13 +4,13 @@ The kernels that do this are plain Triton, so the interpreter runs them here, in
 """
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from interpreted import in_interpreter
 
 pytestmark = pytest.mark.compat
 
@@ -153,10 +153,7 @@ def interpreted() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(in_interpreter(Path(__file__)))
     return result
 
 

@@ -1,8 +1,6 @@
 """Guards rows of logits that hold infinities: what `logp` and `linear_logp` say of them on every backend that
 runs on a CPU, against the formula. A row with +inf has an lse, +inf, and no distribution."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted import in_interpreter
 from isobit import linear_logp, logp
 from isobit.blocks.logprob import formula
 
@@ -66,9 +65,7 @@ def evaluate(backend: str) -> dict[str, list[Tensor]]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Tensor]]]:
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(Path(__file__), path)
     return {"reference": evaluate("reference"), "triton": torch.load(path)}
 
 

@@ -2,16 +2,13 @@
 and gradients of every option against fp64, what must not change bits, and rows that do not count."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from interpreted import in_interpreter
 from isobit import ContractError
 from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
@@ -51,11 +48,7 @@ torch.save({name: evaluate(call, "triton") for name, call in calls.items()}, sys
 def triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     """Every call above in Triton's interpreter, in a process of its own."""
     out = tmp_path_factory.mktemp("interpreted") / "results"
-    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", CHILD, str(out)], env=env, capture_output=True, text=True,
-                          check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    in_interpreter(CHILD, out)
     found: dict[str, dict[str, Tensor]] = torch.load(out)
     return found
 

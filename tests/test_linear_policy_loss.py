@@ -1,11 +1,7 @@
 """`linear_policy_loss` on CPU tensors: what a loss is given, what comes back, and what is refused."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import isobit
+from interpreted import in_interpreter
 from isobit import ContractError
 from isobit.op import OPS
 from isobit.ops.linear_policy_loss import reference
@@ -423,10 +420,7 @@ for entropy in (False, True):
 
 @pytest.mark.compat
 def test_triton_has_the_bits_of_linear_logp() -> None:
-    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", CHILD], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(CHILD)
 
 
 # PyTorch around it

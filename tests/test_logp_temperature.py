@@ -2,8 +2,6 @@
 bits that a call with its own number gives it, and in the reference what the formula says."""
 
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted import in_interpreter
 from isobit.blocks.temperature import scaling
 from isobit.ops.logp import kernels_triton, reference
 
@@ -65,9 +64,7 @@ def by_numbers(args: dict[str, Any], grads: dict[str, Tensor]) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(Path(__file__), path)
     found: dict[str, tuple[list[Tensor], list[Tensor]]] = torch.load(path)
     return found
 

@@ -2,9 +2,7 @@
 and against that of `logp`, rows that are not numbers, and how gradients are read."""
 
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import ptx
+from interpreted import in_interpreter
 from isobit import logp, ratio_kl
 from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Recorder, run
@@ -272,9 +271,7 @@ def interpreted() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__, str(path)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    in_interpreter(Path(__file__), path)
     assert not INTERPRETED.value
     results: dict[str, Any] = torch.load(path)
     return results

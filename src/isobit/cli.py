@@ -32,7 +32,7 @@ from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.check.request import Request, ops_of
-from isobit.check.runner import FAIL, Cell, default_backend, observations, run
+from isobit.check.runner import Cell, default_backend, observations, run
 from isobit.contract import ContractError, dtype_name
 from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
@@ -165,7 +165,6 @@ def check(
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page of the report here")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
-    stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
     """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
     _known("input mode", [input_mode], ["edge", "random", "constant"])
@@ -188,9 +187,6 @@ def check(
         targets=_known("target", target or [], TARGETS),
     )
     _consistent(request, compile and bool(law), json_path)
-    if stream:  # cells as JSON lines, for the process that asked for an interpreter
-        done = run(request, lambda cell: print(json.dumps(vars(cell)), flush=True), part=True)
-        raise typer.Exit(int(any(c.status == FAIL for c in done)))
     start = time.perf_counter()
     to_stdout = json_path is not None and str(json_path) == "-"
     say = (lambda text: None) if to_stdout else print

@@ -6,6 +6,7 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,7 @@ def _deciding(folder: Path) -> list[Path]:
 
 def _imported(path: Path, package: Path) -> Iterator[Path]:
     """Files of the package that a file imports anywhere in it, as far as they may decide a number."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    for name in names:
+    for name in _imported_names(path.read_text()):
         root, *parts = name.split(".")
         if root != package.name or not parts or parts[0] not in _FOLLOWED:
             continue
@@ -109,6 +104,18 @@ def _imported(path: Path, package: Path) -> Iterator[Path]:
             continue
         place = package.joinpath(*parts)
         yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+
+
+@cache
+def _imported_names(source: str) -> set[str]:
+    """Parsed once: the ops of a report share most of their files."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def _driver(device: torch.device) -> str:

@@ -391,7 +391,8 @@ def _copy_call(elements: int, device: torch.device) -> Call:
 def machine_rates(device: torch.device, repetitions: int | None = None) -> tuple[float, float]:
     """(bytes/s of a large copy, read and write counted; FLOP/s of a large bf16 product), here and now."""
     gpu = device.type == "cuda"
-    nbytes, side = (4 << 30, 8192) if gpu else (32 << 20, 256)
+    # Rates of a CPU mean nothing, and one without bf16 takes 0.2 s for a product of side 256.
+    nbytes, side = (4 << 30, 8192) if gpu else (32 << 20, 64)
 
     def product() -> list[Call]:
         a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))

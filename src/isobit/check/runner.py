@@ -1,24 +1,19 @@
 """Which laws hold: every op x backend x case x law that can exist on this machine, and nothing aborts it."""
 
-import json
-import os
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from queue import Queue
-from threading import Thread
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from isobit.arch import arch_key
-from isobit.backend import NONE, UnsupportedError
+from isobit.backend import UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
+from isobit.check import workers
 from isobit.check.blame import raised_at
+from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
+from isobit.check.interpreter import quick_interpreter
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proof_of
@@ -36,25 +31,6 @@ from isobit.check.trial import Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
 
-OK, FAIL, UNSUPPORTED = "ok", "FAIL", "UNSUPPORTED"
-
-
-@dataclass
-class Cell:
-    """One law on one case of one backend of one op. Without a case where a backend cannot serve any."""
-
-    op: str
-    backend: str
-    law: str
-    case: str
-    status: str
-    reason: str = ""
-    numerics: str = NONE
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-    command: str = ""
-    inputs: dict[str, Any] = field(default_factory=dict)  # from what the case can be made again
-
 
 def run(
     request: Request, progress: Callable[[Cell], None] = lambda cell: None, part: bool = False
@@ -71,18 +47,17 @@ def run(
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     pairs = candidates(ops, request)
-    interpreted = _start_interpreter(
-        [(*pair, laws) for pair in pairs if (laws := _elsewhere(*pair, request))], request
-    )
-    for op, backend in pairs:
-        for cell in _cells_here(op, backend, request):
-            done(cell)
-    for cell in iter(interpreted.get, None):
+    elsewhere = workers.start([job for pair in pairs for job in _elsewhere(*pair, request)])
+    with quick_interpreter():
+        for op, backend in pairs:
+            for cell in _cells_here(op, backend, request):
+                done(cell)
+    for cell in iter(elsewhere.get, None):
         done(cell)
     if not part and all(c.status == UNSUPPORTED for c in cells):
         raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
     order, laws = [(op.name, backend) for op, backend in pairs], list(LAWS)
-    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law.split(",")[0])))
+    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law)))
 
 
 def quick_check(
@@ -126,20 +101,33 @@ def _interpretable(op: Op, backend: str, request: Request) -> bool:
     return op.backend_named(backend).interpreted and request.device.type == "cpu"
 
 
-def _elsewhere(op: Op, backend: str, request: Request) -> list[str]:
-    """The laws that need Triton's interpreter, where this process compiles kernels instead."""
-    if not _interpretable(op, backend, request) or triton_is_interpreted():
-        return []
-    return [law for law in request.laws or LAWS if law != "compile"]
+def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
+    """Asked of a worker: what needs Triton's interpreter where this process compiles kernels; and in a check
+    of everything on a CPU compilation too, which takes as long as all the rest where no cache knows a
+    kernel."""
+    if triton_is_interpreted() or request.device.type != "cpu":
+        return False
+    if law == "compile":
+        return not request.laws and not request.backends and backend in proof_of(op).kernels
+    return _interpretable(op, backend, request)
+
+
+def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
+    """What is asked of workers, law by law."""
+    laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
+    return [
+        replace(request, ops=(op.name,), backends=(backend,), laws=(law,))
+        for law in laws
+        if cases_of(op, law, request)
+    ]
 
 
 def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
-    elsewhere = _elsewhere(op, backend, request)
     # Heavy cases take minutes each there.
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
-        if law in elsewhere:
+        if _is_elsewhere(op, backend, law, request):
             continue
         if never is not None and law != "compile":
             again = f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}"
@@ -200,59 +188,3 @@ def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> st
     one = f" --dtype {dtype_name(case.dtype)}" if request.dims is not None or request.dtypes else ""
     one += "" if request.dims is not None else f" --case '{case.name}'"
     return f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}{one}"
-
-
-#: Processes of the interpreter at a time, beside this one.
-INTERPRETERS = 2
-
-
-def _start_interpreter(jobs: list[tuple[Op, str, list[str]]], request: Request) -> "Queue[Cell | None]":
-    """Run jobs in processes of their own, beside what runs here; None ends the cells. The invariant law calls
-    a kernel dozens of times, so it is a job apart: two processes share an op then."""
-    cells: Queue[Cell | None] = Queue()
-    parts = [(op, b, [law for law in laws if (law == "invariant") is long])
-             for op, b, laws in jobs for long in (True, False)]  # fmt: skip
-    parts = [part for part in parts if part[2]]
-
-    def work(job: tuple[Op, str, list[str]]) -> None:
-        op, backend, wanted = job
-        try:
-            for cell in _in_interpreter(op, backend, wanted, request):
-                cells.put(cell)
-        except Exception as error:  # whoever waits for the cells must hear of it
-            reason = f"{type(error).__name__}: {error}"
-            cells.put(Cell(op.name, backend, ",".join(wanted), "", FAIL, reason))
-
-    def work_all() -> None:
-        try:
-            with ThreadPoolExecutor(INTERPRETERS) as pool:
-                pool.map(work, parts)
-        finally:
-            cells.put(None)  # or whoever waits would wait for ever
-
-    Thread(target=work_all, daemon=True).start()
-    return cells
-
-
-def _in_interpreter(op: Op, backend: str, wanted: list[str], request: Request) -> Iterator[Cell]:
-    """Triton kernels on CPU tensors: in a process of their own, since Triton decides when it decorates a
-    kernel whether it is compiled or interpreted. Cells arrive as they are done."""
-    command = [sys.executable, "-m", "isobit", "check", "--op", op.name, "--backend", backend, "--stream"]
-    for law in wanted:
-        command += ["--law", law]
-    for dtype in request.dtypes:
-        command += ["--dtype", dtype_name(dtype)]
-    command += ["--case", request.case] if request.case else []
-    command += shlex.split(request.options())
-    # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-    got = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as child:
-        for line in child.stdout or ():
-            if line.startswith("{"):
-                got += 1
-                yield Cell(**json.loads(line))
-    if child.returncode not in (0, 1) or not got:
-        reason = f"the interpreter's process ended after {got} cells with code {child.returncode}"
-        again = "TRITON_INTERPRET=1 " + " ".join(["isobit", *command[3:]])
-        yield Cell(op.name, backend, ",".join(wanted), "", FAIL, reason, command=again)

@@ -1,0 +1,121 @@
+"""Processes beside the one that checks: they are sent requests, and answer with cells as they are done.
+
+Most are in Triton's interpreter, and apart because Triton decides when it decorates a kernel whether it is
+compiled or interpreted. Starting one takes as long as many a law, so a few of them share all requests. One
+that dies has broken one request; another is started for the next.
+"""
+
+import base64
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, Queue, SimpleQueue
+from threading import Thread
+
+from isobit.check.cell import FAIL, Cell
+from isobit.check.request import Request
+
+#: Processes that work at a time, beside the one that asks.
+WORKERS = 2
+
+#: A request was answered.
+DONE = "done"
+
+
+def start(requests: list[Request]) -> "Queue[Cell | None]":
+    """Begin with the requests, each of one op, backend and law. None comes after the last cell."""
+    cells: Queue[Cell | None] = Queue()
+    left: SimpleQueue[Request] = SimpleQueue()
+    for request in requests:
+        left.put(request)
+
+    def work() -> None:
+        worker = _Worker()
+        try:
+            while True:
+                for cell in worker.answer(left.get_nowait()):
+                    cells.put(cell)
+        except Empty:
+            pass
+        finally:
+            worker.end()
+
+    def work_all() -> None:
+        try:
+            with ThreadPoolExecutor(WORKERS) as pool:
+                threads = [pool.submit(work) for _ in requests[:WORKERS]]
+            for thread in threads:
+                if error := thread.exception():  # whoever waits for the cells must hear of it
+                    cells.put(_broken(requests[0], f"{type(error).__name__}: {error}"))
+        finally:
+            cells.put(None)  # or whoever waits would wait for ever
+
+    Thread(target=work_all, daemon=True).start()
+    return cells
+
+
+def _broken(request: Request, reason: str) -> Cell:
+    (op,), (backend,), (law,) = request.ops, request.backends, request.laws
+    again = ("TRITON_INTERPRET=1 " if _interpreted(request) else "") + request.command()
+    return Cell(op, backend, law, "", FAIL, reason, command=again)
+
+
+def _interpreted(request: Request) -> bool:
+    return request.laws != ("compile",)
+
+
+class _Worker:
+    """One process that interprets and one that compiles, once they are needed; one of them works."""
+
+    def __init__(self) -> None:
+        self.processes: dict[bool, subprocess.Popen[str]] = {}
+
+    def answer(self, request: Request) -> Iterator[Cell]:
+        kind = _interpreted(request)
+        if kind not in self.processes:
+            self.processes[kind] = _started(kind)
+        process = self.processes[kind]
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(base64.b64encode(pickle.dumps(request)).decode() + "\n")
+        process.stdin.flush()
+        got = 0
+        for line in process.stdout:
+            if line == f"{DONE}\n":
+                return
+            if line.startswith("{"):
+                got += 1
+                yield Cell(**json.loads(line))
+        self.processes.pop(kind).communicate()
+        which = "interpreter's" if kind else "compiler's"
+        yield _broken(request, f"the {which} process ended after {got} cells with code {process.returncode}")
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.communicate()
+
+
+def _started(interpreted: bool) -> "subprocess.Popen[str]":
+    # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    command = [sys.executable, "-m", "isobit.check.workers"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            env=env if interpreted else None)  # fmt: skip
+
+
+def _serve() -> None:
+    """In the worker."""
+    from isobit.check.runner import run  # which imports this file
+
+    for line in sys.stdin:
+        run(
+            pickle.loads(base64.b64decode(line)), lambda cell: print(json.dumps(vars(cell)), flush=True), True
+        )
+        print(DONE, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,149 @@
+"""The quick interpreter computes what Triton's own does, says of overflows what that says, and leaves nothing
+behind. The file is also the program that finds out, in an interpreter."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from interpreted import in_interpreter
+from isobit.check.interpreter import REPLACED, quick_interpreter
+
+pytestmark = pytest.mark.compat
+
+
+@triton.jit
+def halved(x):
+    return tl.where(x > 0, x * 0.5, x)
+
+
+@triton.jit
+def mixed(x, out, sums, n, BLOCK: tl.constexpr):
+    """A device function, one of Triton's own, casts, integers of several widths, a loop, and masks."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+    for step in range(3):
+        value = halved(value) + (at % (step + 2)).to(tl.float32)
+    count = tl.sum((value > 1.0).to(tl.int32), 0).to(tl.int64) - tl.cdiv(n, BLOCK)
+    tl.store(out + at, value.to(tl.bfloat16), mask=at < n)
+    tl.store(sums + tl.program_id(0), count * 3 + tl.max(value, 0).to(tl.int64))
+
+
+@triton.jit
+def combined(a, b, out, WHAT: tl.constexpr):
+    x, y = tl.load(a), tl.load(b)
+    if WHAT == "add":
+        x = x + y
+    elif WHAT == "sub":
+        x = x - y
+    else:
+        x = x * y
+    tl.store(out, x)
+
+
+#: Dtype, operation, operands, and whether the result leaves the dtype.
+OPERATIONS = (
+    ("int32", "add", 2**31 - 2, 1, False), ("int32", "add", 2**31 - 1, 1, True),
+    ("int32", "add", -(2**31), -1, True), ("int32", "add", -(2**31), 2**31 - 1, False),
+    ("int32", "sub", -(2**31), 1, True), ("int32", "sub", 2**31 - 1, -1, True), ("int32", "sub", 3, 5, False),
+    ("int32", "mul", 2**16, 2**15, True), ("int32", "mul", -(2**16), 2**15, False),
+    ("int32", "mul", 2**16, 2**14, False), ("int16", "add", 2**15 - 1, 1, True),
+    ("uint8", "sub", 3, 5, True), ("uint8", "sub", 5, 3, False), ("uint8", "mul", 16, 16, True),
+    ("int64", "mul", 2**40, 2**20, False),
+)  # fmt: skip
+
+
+def results() -> list[list[float]]:
+    x = torch.linspace(-4, 4, 100).bfloat16()
+    out, sums = torch.full((100,), -9.0).bfloat16(), torch.zeros(4, dtype=torch.int64)
+    mixed[(4,)](x, out, sums, 90, BLOCK=32)
+    return [out.tolist(), sums.tolist()]
+
+
+def overflows(debug: bool) -> list[bool]:
+    """Which of the operations raise."""
+    builder, found = interpreter.interpreter_builder, []
+    builder.options = replace(builder.options, debug=debug)
+    for dtype, what, left, right, _ in OPERATIONS:
+        given = [torch.tensor([value], dtype=getattr(torch, dtype)) for value in (left, right, 0)]
+        try:
+            combined[(1,)](*given, WHAT=what)
+            found.append(False)
+        except interpreter.InterpreterError as error:
+            assert "overflow detected" in str(error), error
+            found.append(True)
+    return found
+
+
+def language() -> list[tuple[str, int]]:
+    """Every attribute of the language, and which object it is."""
+    modules = (tl, tl.core, tl.math, tl.tensor, tl.dtype)
+    return [(name, id(value)) for module in modules for name, value in sorted(vars(module).items())]
+
+
+def calls_of(owner: Any, name: str, what: Callable[[], object]) -> int:
+    with mock.patch.object(owner, name, wraps=getattr(owner, name)) as spy:
+        what()
+    return spy.call_count
+
+
+def interpreted() -> dict[str, Any]:
+    own = [getattr(owner, name) for owner, name in REPLACED]
+    found: dict[str, Any] = {}
+    with quick_interpreter():
+        before = language()
+        found["quick"] = {"results": results(), "debug": overflows(True), "plain": overflows(False)}
+        found["searches"] = calls_of(inspect, "getmembers", results)
+        found["language after launches"] = language() == before
+    found["put back"] = [getattr(owner, name) for owner, name in REPLACED] == own
+    found["own searches"] = calls_of(inspect, "getmembers", results)
+    found["own"] = {"results": results(), "debug": overflows(True), "plain": overflows(False)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    answers: dict[str, Any] = json.loads(in_interpreter(Path(__file__), quick=False))
+    return answers
+
+
+def test_this_triton_has_what_is_replaced() -> None:
+    assert [name for owner, name in REPLACED if not hasattr(owner, name)] == []
+
+
+def test_results_are_those_of_tritons_own(found: dict[str, Any]) -> None:
+    assert found["quick"]["results"] == found["own"]["results"]
+    assert len(set(found["own"]["results"][0])) > 20 and all(found["own"]["results"][1])  # they say something
+
+
+def test_overflows_are_found_in_debug_mode_alone(found: dict[str, Any]) -> None:
+    """If Triton's own finds them always, the quick one is to do so too."""
+    assert found["quick"]["debug"] == found["own"]["debug"] == [wrong for *_, wrong in OPERATIONS]
+    assert found["quick"]["plain"] == found["own"]["plain"] == [False] * len(OPERATIONS)
+
+
+def test_nothing_is_searched_for_again(found: dict[str, Any]) -> None:
+    assert found["searches"] == 0 < found["own searches"]
+
+
+def test_the_language_is_plain_between_launches(found: dict[str, Any]) -> None:
+    assert found["language after launches"] and found["put back"]
+
+
+def test_compiled_kernels_are_left_alone() -> None:
+    own = [getattr(owner, name) for owner, name in REPLACED]
+    with quick_interpreter():
+        assert [getattr(owner, name) for owner, name in REPLACED] == own
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted()))

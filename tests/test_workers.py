@@ -1,0 +1,104 @@
+"""Laws that need the interpreter are asked of a few processes. One that dies is one FAIL, with a reason."""
+
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.check import workers
+from isobit.check.request import Request
+from isobit.check.runner import FAIL, OK, Cell, _elsewhere, run
+from isobit.op import OPS
+
+#: A case of the invariant law alone.
+BITS = "N=5 V=3001 fp32 random each=True"
+
+
+def asked(**changes: Any) -> Request:
+    return Request(ops=("logp",), backends=("triton",), dims={"N": 4, "V": 5}, **changes)
+
+
+def cells_of(*requests: Request) -> list[Cell]:
+    return list(iter(workers.start(list(requests)).get, None))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Processes that were started."""
+    found: list[Any] = []
+    own = workers._started
+
+    def seen(interpreted: bool) -> Any:
+        found.append(own(interpreted))
+        return found[-1]
+
+    monkeypatch.setattr(workers, "_started", seen)
+    return found
+
+
+def test_all_requests_are_answered_by_a_few_processes(started: list[Any]) -> None:
+    laws = ("accuracy", "gradient", "repeatable", "written", "contract")
+    cells = cells_of(*(asked(laws=(law,)) for law in laws))
+    assert Counter(cell.law for cell in cells) == Counter(laws)
+    assert {cell.status for cell in cells} == {OK} and len(started) <= workers.WORKERS
+    assert all(process.returncode == 0 for process in started)
+
+
+def test_requests_arrive_as_they_were_sent() -> None:
+    (cell,) = cells_of(asked(laws=("accuracy",), dtypes=(torch.bfloat16,), vary={"temperature": 0.7}))
+    assert cell.case == "N=4 V=5 bf16 temperature=0.7" and cell.status == OK
+
+
+def test_a_process_that_dies_breaks_one_request(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "WORKERS", 1)
+    own = workers._started
+    monkeypatch.setattr(workers, "_started", lambda kind: own(kind) if started else _killed(own(kind)))
+    first, second = cells_of(asked(laws=("accuracy",)), asked(laws=("gradient",)))
+    assert (first.law, first.status) == ("accuracy", FAIL)
+    assert first.reason == f"the interpreter's process ended after 0 cells with code {-signal.SIGKILL}"
+    assert first.command == "TRITON_INTERPRET=1 isobit check --op logp --backend triton --law accuracy " \
+                            "--device cpu --dim N=4 --dim V=5"  # fmt: skip
+    assert (second.law, second.status) == ("gradient", OK) and len(started) == 2
+
+
+def _killed(process: Any) -> Any:
+    """Stopped before it can read what it is sent, and dead while the answer is waited for."""
+    os.kill(process.pid, signal.SIGSTOP)
+    process.stdin.write = lambda text: os.kill(process.pid, signal.SIGKILL)
+    return process
+
+
+def test_an_error_of_ours_is_a_cell_and_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(interpreted: bool) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(workers, "_started", broken)
+    (cell,) = cells_of(asked(laws=("accuracy",)))
+    assert (cell.status, cell.reason) == (FAIL, "OSError: no more processes")
+
+
+def test_a_case_of_one_law_is_not_asked_of_others(started: list[Any]) -> None:
+    """It is no case of theirs, and was a FAIL for that."""
+    cells = run(Request(ops=("logp",), backends=("triton",), laws=("accuracy", "invariant"), case=BITS))
+    assert [(cell.law, cell.case, cell.status) for cell in cells] == [("invariant", BITS, OK)]
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("changes", [{"laws": ("compile",)}, {"backends": ("hopper",)}])
+def test_kernels_are_compiled_beside_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
+    """A check of some backend may be of one that only this process knows."""
+    (compiled,) = _elsewhere(OPS["logp"], "hopper", Request())
+    assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
+    assert _elsewhere(OPS["logp"], "hopper", Request(**changes)) == []
+    assert _elsewhere(OPS["logp"], "reference", Request()) == []  # nothing to compile
+
+
+def test_a_worker_compiles(started: list[Any]) -> None:
+    small = Request(ops=("group_advantages",), backends=("triton",), targets=("cuda:90",))
+    interpreted, compiled = cells_of(replace(small, laws=("accuracy",), case="B=8 fp32 size=2"),
+                                     replace(small, laws=("compile",), dtypes=(torch.float32,)))  # fmt: skip
+    assert (interpreted.status, compiled.status) == (OK, OK), (interpreted.reason, compiled.reason)
