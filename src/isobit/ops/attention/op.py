@@ -124,6 +124,8 @@ def _heads(contract: Contract, args: dict[str, Any]) -> None:
     KV = args["k"].shape[2]
     if D not in HEAD_SIZES:
         raise contract.error("q", args["q"], f"D must be {', '.join(map(str, HEAD_SIZES))}, is {D}")
+    if H == 0:
+        raise contract.error("q", args["q"], "H must be at least 1")
     if KV == 0 or H % KV:
         raise contract.error("k", args["k"], f"H={H} from q must be a multiple of KV={KV}")
 
@@ -136,7 +138,7 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
     # Kernels take both, their quotient, and products with log2(e), as normal fp32 numbers.
     require("scale", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
     require("softcap", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
-    require("window", lambda w: 1 <= w < 2**31, "must be at least 1: a query sees its own key")
+    require("window", lambda w: 1 <= w <= 2**30, "must be 1, a query's own key, to 2^30")
     if args["window"] is not None and not args["causal"]:
         raise contract.error("window", args["window"], "needs causal=True: it counts back from a query")
 

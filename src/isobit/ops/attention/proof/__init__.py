@@ -109,9 +109,9 @@ def record(launch: Any, dtype: torch.dtype) -> None:
             True,
             {"window": 9, "softcap": 2.0, "cu_seqlens_q": empty(4, dtype=torch.int32)},
         ),
-        ((1, 300, 300, 2, 1, 256), True, {}),
+        ((1, 300, 300, 2, 1, 256), False, {}),
     ]
-    for (B, T, S, H, KV, D), gradient, options in calls[: 5 if dtype == BF16 else 3]:
+    for (B, T, S, H, KV, D), gradient, options in calls if dtype == BF16 else calls[1:3]:
         args = base | {"q": empty(B, T, H, D), "k": empty(B, S, KV, D), "v": empty(B, S, KV, D)} | options
         out, lse = kernels_triton.attention(launch, **args, return_lse=True)
         if gradient:
