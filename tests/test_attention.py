@@ -19,7 +19,7 @@ from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
 from isobit.ops.attention import model
 from isobit.ops.attention.op import ATTN_1_CPU
-from isobit.ops.attention.proof.exact import _steps, fused
+from isobit.ops.attention.proof.exact import _steps
 
 BF16, F64 = torch.bfloat16, torch.float64
 
@@ -181,7 +181,7 @@ def test_a_fused_multiply_add_rounds_once() -> None:
     z[2000:3000] *= np.float32(2.0) ** gen.integers(-60, 60, 1000).astype(np.float32)
     x[0], y[0], z[0] = 1 + 2**-12, 1 + 2**-12, 2.0**-80  # a tie of the product, but for the summand
     x[1], y[1], z[1] = 1 + 2**-12, 1 + 2**-12, -(2.0**-80)
-    found = fused(x, y, z)
+    found = model.fused(x, y, z)
     for a, b, c, r in zip(x.tolist(), y.tolist(), z.tolist(), found.tolist(), strict=True):
         exact = Fraction(a) * Fraction(b) + Fraction(c)
         near = np.float32(r)

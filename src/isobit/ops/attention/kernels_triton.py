@@ -33,6 +33,7 @@ from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_triton_parts import (
     finished,
     finite,
+    fma,
     fold,
     joined,
     keys_of,
@@ -90,8 +91,8 @@ def take_in(
     top = tl.maximum(m, tl.max(z, 1))
     base = finite(top)
     a = tl.exp2((m - base) * c)
-    p = tl.exp2(tl.fma(z, c, -(base * c)[:, None]))
-    s = tl.fma(s, a[:, None], lane_sums(p))
+    p = tl.exp2(fma(z, c, -(base * c)[:, None]))
+    s = fma(s, a[:, None], lane_sums(p))
     acc = product(rounded(p, v.dtype), v, acc * a[:, None])
     return top, s, acc
 

@@ -27,6 +27,7 @@ from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_triton import count_tiles, strides_of, tile_of, tile_rows
 from isobit.ops.attention.kernels_triton_parts import (
     clamped,
+    fma,
     keys_of,
     load_keys,
     load_rows,
@@ -65,7 +66,7 @@ def probabilities(left, right, sees, lse, c, cap, slope, CAPPED: tl.constexpr):
     if CAPPED:
         y = tanh(z * slope)
         z, bend = cap * y, 1.0 - y * y
-    return tl.where(sees, tl.exp2(tl.fma(z, c, -(lse * _LOG2E))), 0.0), bend
+    return tl.where(sees, tl.exp2(fma(z, c, -(lse * _LOG2E))), 0.0), bend
 
 
 @triton.jit

@@ -8,10 +8,12 @@ Nothing here leaves an order of additions to a compiler. A reduction is a tree o
 matrix product is `product`, and kernels are compiled without contraction of products and sums.
 """
 
+import numpy as np
 import triton
 import triton.language as tl
 
 from isobit.blocks.interpreter import INTERPRETED
+from isobit.ops.attention.model import fused
 
 #: Products that join an accumulator in one matrix step.
 GROUP = 16
@@ -128,12 +130,24 @@ if INTERPRETED.value:
             total += step + 0.0
         return acc
 
+    def fma(x, y, z):
+        """The same on a CPU: the interpreter's rounds twice up to Triton 3.8."""
+        found = x * y + z
+        factor = np.float32(y) if isinstance(y, float) else y.handle.data
+        found.handle.data[...] = fused(x.handle.data, factor, z.handle.data)
+        return found
+
 else:
 
     @triton.jit
     def product(left, right, acc):
         """left [m, k] times right [k, n], added to acc by matrix steps over ascending k."""
         return tl.dot(left, right, acc, input_precision="ieee")
+
+    @triton.jit
+    def fma(x, y, z):
+        """x y + z with one rounding."""
+        return tl.fma(x, y, z)
 
 
 @triton.jit
@@ -190,8 +204,8 @@ def fold(total_m, total_s, total, m, s, acc, c):
     top = tl.maximum(total_m, m)
     old, new = tl.exp2((total_m - finite(top)) * c), tl.exp2((m - finite(top)) * c)
     seen = s != 0.0
-    total_s = tl.where(seen, tl.fma(s, new, total_s * old), total_s)
-    total = tl.where(seen[:, None], tl.fma(acc, new[:, None], total * old[:, None]), total)
+    total_s = tl.where(seen, fma(s, new, total_s * old), total_s)
+    total = tl.where(seen[:, None], fma(acc, new[:, None], total * old[:, None]), total)
     return tl.where(seen, top, total_m), total_s, total
 
 

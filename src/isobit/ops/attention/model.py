@@ -51,7 +51,20 @@ def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array
     return acc
 
 
-CPU = Arithmetic(_product, lambda x, y, z: x * y + z, np.exp2, np.log2)
+def fused(x: Array, y: Any, z: Array) -> Array:
+    """x y + z in fp32 with one rounding. The product is exact in fp64. Their sum is rounded to odd there, so
+    that the rounding to fp32 sees whether anything was cut off."""
+    product, z = np.broadcast_arrays(x.astype(np.float64) * y, np.asarray(z, np.float64))
+    total = product + z
+    part = total - product
+    lost = (product - (total - part)) + (z - part)
+    odd = (total.view(np.int64) & 1).astype(bool)
+    toward = np.where((lost > 0) == (total > 0), 1, -1)
+    fix = (lost != 0) & ~odd & np.isfinite(total)
+    return (total.view(np.int64) + np.where(fix, toward, 0)).view(np.float64).astype(np.float32)
+
+
+CPU = Arithmetic(_product, fused, np.exp2, np.log2)
 
 
 # Where sequences lie

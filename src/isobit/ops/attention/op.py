@@ -47,8 +47,7 @@ ATTN_1 = Numerics(
 ATTN_1_CPU = Numerics(
     "attn/1/cpu",
     "The order of attn/1 on a CPU: a step of a chain adds 16 products in ascending order in fp32 and then the"
-    " sum to the accumulator, a multiply-add is a product and a sum with a rounding each, `exp2` and `log2`"
-    " are numpy's.",
+    " sum to the accumulator; `exp2` and `log2` are numpy's.",
     "any CPU, each numpy version for itself",
 )
 

@@ -37,19 +37,6 @@ def _on(device: torch.device, log: bool, x: Array) -> Array:
     return out.cpu().numpy()
 
 
-def fused(x: Array, y: Array, z: Array) -> Array:
-    """x y + z in fp32 with one rounding. The product is exact in fp64. Their sum is rounded to odd there, so
-    that the rounding to fp32 sees whether anything was cut off."""
-    product, z = np.broadcast_arrays(x.astype(np.float64) * y, np.asarray(z, np.float64))
-    total = product + z
-    part = total - product
-    lost = (product - (total - part)) + (z - part)
-    odd = (total.view(np.int64) & 1).astype(bool)
-    toward = np.where((lost > 0) == (total > 0), 1, -1)
-    fix = (lost != 0) & ~odd & np.isfinite(total)
-    return (total.view(np.int64) + np.where(fix, toward, 0)).view(np.float64).astype(np.float32)
-
-
 def _steps(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array:
     a, b = (torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (left, right))
     return chain(a, b, torch.from_numpy(np.ascontiguousarray(acc))).numpy()
@@ -59,7 +46,7 @@ def arithmetic(device: torch.device) -> model.Arithmetic:
     if device.type == "cpu":
         return model.CPU
     exp2, log2 = (partial(_on, device, log) for log in (False, True))
-    return model.Arithmetic(_steps, fused, exp2, log2)
+    return model.Arithmetic(_steps, model.fused, exp2, log2)
 
 
 def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
