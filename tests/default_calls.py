@@ -118,6 +118,19 @@ def calls() -> dict[str, Call]:
             "ratio_kl", "policy_logits", policy_logits=randn(0, 9), ref_logits=None, token_ids=ids[0, :0],
             return_kl=False,
         ),
+        "attention": Call(
+            "attention", "q", "k", "v", q=randn(2, 3, 2, 64, dtype=BF16), k=randn(2, 9, 1, 64, dtype=BF16),
+            v=randn(2, 9, 1, 64, dtype=BF16), key_start=torch.tensor([0, 8]), softcap=4.0, return_lse=True,
+        ),
+        "attention of nothing": Call(
+            "attention", "q", q=randn(1, 0, 2, 64, dtype=BF16), k=randn(1, 9, 1, 64, dtype=BF16),
+            v=randn(1, 9, 1, 64, dtype=BF16),
+        ),
+        "attention from pages": Call(
+            "attention", q=randn(3, 2, 64, dtype=BF16), k=randn(2, 16, 1, 64, dtype=BF16),
+            v=randn(2, 16, 1, 64, dtype=BF16), cu_seqlens_q=torch.tensor([0, 1, 3]),
+            block_table=torch.tensor([[1], [0]]), key_end=torch.tensor([5, 16]),
+        ),
         "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
         "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
         "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),
@@ -156,7 +169,7 @@ def calls() -> dict[str, Call]:
 
 def in_process(call: Call) -> str:
     """The backend that serves CPU tensors unasked."""
-    return "model" if call.name.startswith("det_") else "reference"
+    return "model" if call.name.startswith(("det_", "attention")) else "reference"
 
 
 def results(backend_of: Callable[[Call], str]) -> dict[str, dict[str, list[Tensor] | str]]:

@@ -55,6 +55,12 @@ def test_nothing_runs_between_the_launches_that_a_proof_records(op: str) -> None
     assert between_launches(lambda launch: proofs()[op].kernels["hopper"].record(launch, BF16)) == []
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_nothing_runs_between_the_launches_of_attention(dtype: torch.dtype) -> None:
+    kernels = proofs()["attention"].kernels["triton"]
+    assert between_launches(lambda launch: kernels.record(launch, dtype)) == []
+
+
 def both_passes(launch: Recorder, lead: tuple[int, ...] = (300,), **changes: Any) -> None:
     """A forward of `linear_logp` and its backward, with these arguments other than usual."""
     D, V = 64, 1100

@@ -49,6 +49,7 @@ EXPECTED_CASES |= {
     (op, "hopper"): f"{op}(backend='hopper'): "
     for op in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_policy_loss")
 }
+EXPECTED_CASES |= {("attention", backend): "inputs are fp" for backend in ("triton", "model")}
 
 
 @pytest.fixture(scope="module")

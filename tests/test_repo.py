@@ -223,6 +223,7 @@ PAGES = {
     "docs/grpo_loss.md": 3,
     "docs/losses.md": 5,
     "docs/delta_rule.md": 1,
+    "docs/attention.md": 1,
 }
 
 

@@ -6,6 +6,7 @@ from isobit import integrations, losses, nn
 from isobit.backend import Explanation, UnsupportedError
 from isobit.contract import ContractError
 from isobit.op import OPS, known_op
+from isobit.ops.attention import attention
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
@@ -39,6 +40,7 @@ __all__ = [
     "ContractError",
     "Explanation",
     "UnsupportedError",
+    "attention",
     "chunk_gated_delta_rule_bwd_dhu",
     "det_gemm",
     "det_gemm_dw",

@@ -27,7 +27,9 @@ def small_case(proof: Proof) -> Case:
 
 
 def _gradient_cases(proof: Proof) -> Sequence[Case]:
-    return proof.cases if proof.op.differentiable else proof.cases[:1]  # to say so once
+    if not proof.op.differentiable:
+        return proof.cases[:1]  # to say so once
+    return [c for c in proof.cases if not c.options.keys() & set(proof.without_gradient)]
 
 
 def _compile_cases(proof: Proof) -> Sequence[Case]:

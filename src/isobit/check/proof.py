@@ -209,6 +209,8 @@ class Proof:
     groups: Groups | None = None
     #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
     judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
+    #: Options of cases whose calls have no gradient, though the op has one.
+    without_gradient: tuple[str, ...] = ()
     #: The invariant law in words of its own, for a function whose outputs are sums over the batch and whose
     #: rows come in ways that a contract cannot say: (trial) -> checks.
     invariant: Callable[[Any], list[Any]] | None = None

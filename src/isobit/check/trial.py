@@ -76,7 +76,10 @@ class Trial:
         return several if alone else self.proof.judged(args, several)
 
     def leaves(self, args: Args) -> list[str]:
-        """Arguments that get a gradient in this call: optional ones may not be there."""
+        """Arguments that get a gradient in this call: optional ones may not be there, and some calls have
+        none."""
+        if self.case.options.keys() & set(self.proof.without_gradient):
+            return []
         wanted = [n for n in self.op.differentiable if args.get(n) is not None]
         return [n for n in wanted if self.only is None or n in self.only]
 

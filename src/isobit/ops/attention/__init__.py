@@ -1,0 +1,3 @@
+from isobit.ops.attention.op import attention
+
+__all__ = ["attention"]

@@ -1,0 +1,70 @@
+"""What a call is, from shapes and scalars alone: sequences, keys, factors. Kernels and models ask here."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from isobit.blocks.temperature import LOG2E
+
+
+class Call(NamedTuple):
+    """Sizes of a call. Packed queries are one batch element, T rows of several sequences."""
+
+    sequences: int
+    B: int
+    T: int
+    H: int
+    KV: int
+    D: int
+    S: int  # keys that a sequence may have: all of them where they are packed, else its room
+    pages: int
+    page: int  # keys of a page; 0 without pages
+    packed_q: bool
+    packed_k: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of k and v."""
+        return self.H // self.KV if self.KV else 0
+
+    @property
+    def padded(self) -> int:
+        """D filled up with zeros to what a tile can have."""
+        return 1 << (self.D - 1).bit_length()
+
+
+def call_of(args: dict[str, Any]) -> Call:
+    (B, T, H, D), (P, S, KV, _) = args["q"].shape, args["k"].shape
+    bounds, table = args["cu_seqlens_q"], args["block_table"]
+    return Call(
+        sequences=B if bounds is None else len(bounds) - 1,
+        B=B, T=T, H=H, KV=KV, D=D, S=S if table is None else S * table.shape[1],
+        pages=P, page=0 if table is None else S,
+        packed_q=bounds is not None, packed_k=bounds is not None and table is None,
+    )  # fmt: skip
+
+
+def key_bounds(args: dict[str, Any]) -> torch.Tensor | None:
+    """Where packed sequences begin among the keys: with their queries, unless it is said."""
+    if args["block_table"] is not None or args["cu_seqlens_q"] is None:
+        return None
+    given: torch.Tensor | None = args["cu_seqlens_k"]
+    return args["cu_seqlens_q"] if given is None else given
+
+
+class Factors(NamedTuple):
+    """Scores s become z = s, or cap tanh(s slope), and probabilities are 2^(z c - ...). The gradient of a
+    score times `scale` is that of a product of q and k. Computed in fp64; kernels take them as fp32."""
+
+    c: float
+    cap: float
+    slope: float
+    scale: float
+
+
+def factors_of(args: dict[str, Any]) -> Factors:
+    scale, cap = args["scale"], args["softcap"]
+    scale = args["q"].shape[-1] ** -0.5 if scale is None else scale
+    if cap is None:
+        return Factors(scale * LOG2E, 0.0, 0.0, scale)
+    return Factors(LOG2E, cap, scale / cap, scale)

@@ -1,0 +1,346 @@
+"""Attention forward in portable Triton: NVIDIA, AMD, and the CPU interpreter.
+
+A sequence's keys are cut into segments of 1024, counted from its own first key, and segments into blocks of
+128 keys (64 where D > 128). A segment has a state of its own, (m, s, acc), which takes in its blocks in
+ascending order:
+
+    z     = scores, or cap tanh(slope scores)            one chain of matrix steps over ascending D
+    m'    = max(m, z)
+    a     = 2^((m - m') c),   p = 2^fma(z, c, -(m' c))
+    s     = fma(s, a, sums of p)                         four lanes, by trees
+    acc   = acc a, then the chain goes on with p V       p rounded to the dtype of v
+
+and the states of segments are folded in ascending order. That is all that decides bits. There are two ways
+to do it, chosen by sizes:
+
+    prefill    one program a tile of queries and KV head; it walks all segments and folds as it goes
+    decoding   one program a tile, KV head and run of segments; it leaves their states in memory, and a second
+               kernel folds those of a row in ascending order
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.interpreter import narrow, rounded
+from isobit.blocks.launch import Launch, run
+from isobit.blocks.triton_tiles import Tile, compile_options
+from isobit.contract import dtype_name
+from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
+from isobit.ops.attention.kernels_triton_parts import (
+    finished,
+    finite,
+    fma,
+    fold,
+    joined,
+    keys_of,
+    lane_sums,
+    load_keys,
+    load_rows,
+    piece_of,
+    product,
+    tanh,
+)
+
+#: Keys of a segment: part of the class.
+SEGMENT = 1024
+
+#: Rows of a tile with which decoding is still a matter of reading keys.
+FEW_ROWS = 64
+
+#: Programs from which on another split of the keys gains nothing: some for every SM of the largest GPUs.
+MANY_PROGRAMS = 1024
+
+_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "run"]
+
+
+def block_keys(D: int) -> int:
+    """Keys of a block: part of the class."""
+    return 64 if D > 128 else 128
+
+
+@triton.jit
+def scores(q, k, cap, slope, CAPPED: tl.constexpr):
+    """z [rows, keys]."""
+    z = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    if CAPPED:
+        z = cap * tanh(z * slope)
+    return z
+
+
+@triton.jit
+def take_in(
+    m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
+    c, cap, slope, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    PACKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """A segment's state after one more block. A row sees the keys from `oldest` to `newest`; without MASKED
+    all rows see all of the block."""
+    key = block + tl.arange(0, BLOCK)
+    k = load_keys(k_at, table, sequence, first, key, keys, P, k_sp, k_ss, D, DP, PAGE, PACKED, MASKED)
+    v = load_keys(v_at, table, sequence, first, key, keys, P, v_sp, v_ss, D, DP, PAGE, PACKED, MASKED)
+    z = scores(q, k, cap, slope, CAPPED)
+    if MASKED:
+        sees = key[None, :] <= newest[:, None]
+        if WINDOWED:
+            sees = sees & (key[None, :] >= oldest[:, None])
+        z = tl.where(sees, z, float("-inf"))
+    top = tl.maximum(m, tl.max(z, 1))
+    base = finite(top)
+    a = tl.exp2((m - base) * c)
+    p = tl.exp2(fma(z, c, -(base * c)[:, None]))
+    s = fma(s, a[:, None], lane_sums(p))
+    acc = product(rounded(p, v.dtype), v, acc * a[:, None])
+    return top, s, acc
+
+
+@triton.jit
+def segment_state(
+    q, k_at, v_at, table, sequence, first, begin, end, whole, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
+    c, cap, slope, M: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, PACKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """(m, s, acc) of the keys from `begin`, where a block begins, to `end`. All rows see all keys before
+    `whole`. Blocks that no row sees are not visited, which changes nothing."""
+    m = tl.full([M], float("-inf"), tl.float32)
+    s = tl.zeros([M, 4], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    middle = begin
+    if not WINDOWED:
+        middle = tl.maximum(begin, tl.minimum(end, whole // BLOCK * BLOCK))
+        for block in range(begin, middle, BLOCK):
+            m, s, acc = take_in(
+                m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss,
+                v_sp, v_ss, c, cap, slope, BLOCK, D, DP, PAGE, PACKED, WINDOWED, CAPPED, MASKED=False,
+            )  # fmt: skip
+    for block in range(middle, end, BLOCK):
+        m, s, acc = take_in(
+            m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss,
+            v_sp, v_ss, c, cap, slope, BLOCK, D, DP, PAGE, PACKED, WINDOWED, CAPPED, MASKED=True,
+        )  # fmt: skip
+    return m, joined(s), acc
+
+
+@triton.jit
+def tile_of(
+    tile, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M: tl.constexpr, G: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """What the rows of a tile are and see: (sequence, row of q, head in the group, whether there is one;
+    first key, keys; oldest and newest key of each row; the keys from `begin` to `end` that some row sees, the
+    first of them where a block begins; `whole`, before which all rows see all keys)."""
+    PER: tl.constexpr = M // G
+    sequence, first_row, rows, start = piece_of(tile, cu_q, T, SEQUENCES, PER)
+    first, keys = keys_of(sequence, key_start, key_end, cu_k, S)
+    r = tl.arange(0, M)
+    query = start + r // G
+    live = (query < rows) & (r < PER * G)
+    position = keys - rows + query
+    newest = tl.zeros([M], tl.int32) + keys - 1
+    end = keys
+    whole = keys
+    if CAUSAL:
+        newest = tl.minimum(position, keys - 1)
+        end = tl.minimum(tl.maximum(keys - rows + tl.minimum(start + PER, rows), 0), keys)
+        whole = tl.maximum(keys - rows + start + 1, 0)
+    newest = tl.where(live, newest, -1)
+    oldest = position - window + 1
+    begin = tl.zeros([], tl.int32)
+    if WINDOWED:
+        begin = tl.maximum(keys - rows + start - window + 1, 0) // BLOCK * BLOCK
+    end = tl.where(start < rows, end, 0)
+    return sequence, first_row + query, r % G, live, first, keys, oldest, newest, begin, end, whole
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def prefill_kernel(
+    q, k, v, out, lse, key_start, key_end, cu_q, cu_k, table, T, S, SEQUENCES, P, window, c, cap, slope,
+    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, tiles, KV, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries for the heads of one KV head, over all of its keys."""
+    kv = tl.program_id(0) % KV
+    tile = tiles - 1 - tl.program_id(0) // KV  # the last queries see most keys: they begin first
+    sequence, row, head, live, first, keys, oldest, newest, begin, end, whole = tile_of(
+        tile, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M, G, BLOCK, CAUSAL, WINDOWED
+    )
+    batch = sequence.to(tl.int64)
+    if cu_q is not None:
+        batch = batch * 0
+    head = kv * G + head
+    q_off = batch * q_sb + row.to(tl.int64) * q_st + head.to(tl.int64) * q_sh
+    own = load_rows(q, q_off, live, D, DP)
+    k_at, v_at = k + kv.to(tl.int64) * k_sh, v + kv.to(tl.int64) * v_sh
+    if table is not None:
+        table = table + sequence.to(tl.int64) * table_s
+    total_m = tl.full([M], float("-inf"), tl.float32)
+    total_s = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, DP], tl.float32)
+    for at in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
+        m, s, acc = segment_state(
+            own, k_at, v_at, table, sequence, first, tl.maximum(at, begin), tl.minimum(at + SEGMENT, end),
+            whole, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss, c, cap, slope, M, BLOCK, D, DP, PAGE,
+            cu_k is not None, WINDOWED, CAPPED,
+        )  # fmt: skip
+        total_m, total_s, total = fold(total_m, total_s, total, m, s, acc, c)
+    found, found_lse = finished(total_m, total_s, total, c)
+    d = tl.arange(0, DP)
+    to = ((batch * T + row) * KV * G + head)[:, None] * D + d[None, :]
+    tl.store(out + to, narrow(found, out), mask=live[:, None] & (d < D)[None, :])
+    if lse is not None:
+        tl.store(lse + (batch * KV * G + head) * T + row, found_lse, mask=live)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def segments_kernel(
+    q, k, v, sums, states, key_start, key_end, cu_q, cu_k, table, T, S, SEQUENCES, P, window, c, cap, slope,
+    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, segments, run, KV, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The states of `run` segments, for one tile of queries and the heads of one KV head: m and s in `sums`
+    [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. Segments that a row does not see
+    have s = 0 and no acc."""
+    kv = tl.program_id(0) % KV
+    sequence, row, head, live, first, keys, oldest, newest, begin, end, whole = tile_of(
+        tl.program_id(0) // KV, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M, G, BLOCK, CAUSAL,
+        WINDOWED,
+    )  # fmt: skip
+    batch = sequence.to(tl.int64)
+    if cu_q is not None:
+        batch = batch * 0
+    head = kv * G + head
+    q_off = batch * q_sb + row.to(tl.int64) * q_st + head.to(tl.int64) * q_sh
+    own = load_rows(q, q_off, live, D, DP)
+    k_at, v_at = k + kv.to(tl.int64) * k_sh, v + kv.to(tl.int64) * v_sh
+    if table is not None:
+        table = table + sequence.to(tl.int64) * table_s
+    d = tl.arange(0, DP)
+    state = ((batch * T + row) * KV * G + head) * segments
+    for j in range(tl.program_id(1) * run, tl.minimum((tl.program_id(1) + 1) * run, segments)):
+        m, s, acc = segment_state(
+            own, k_at, v_at, table, sequence, first, tl.maximum(j * SEGMENT, begin),
+            tl.minimum((j + 1) * SEGMENT, end), whole, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
+            c, cap, slope, M, BLOCK, D, DP, PAGE, cu_k is not None, WINDOWED, CAPPED,
+        )  # fmt: skip
+        tl.store(sums + (state + j) * 2, m, mask=live)
+        tl.store(sums + (state + j) * 2 + 1, s, mask=live)
+        seen = (live & (s != 0.0))[:, None] & (d < D)[None, :]
+        tl.store(states + (state + j)[:, None] * D + d[None, :], acc, mask=seen)
+
+
+@triton.jit(do_not_specialize=["T", "count", "segments"])
+def fold_kernel(
+    sums, states, out, lse, T, count, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Fold the states of some rows, (b, t, head) by number, in ascending order."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    d = tl.arange(0, DP)
+    total_m = tl.full([ROWS], float("-inf"), tl.float32)
+    total_s = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DP], tl.float32)
+    for j in range(segments):
+        at = row * segments + j
+        m = tl.load(sums + at * 2, mask=live, other=float("-inf"))
+        s = tl.load(sums + at * 2 + 1, mask=live, other=0.0)
+        seen = (s != 0.0)[:, None] & (d < D)[None, :]
+        acc = tl.load(states + at[:, None] * D + d[None, :], mask=seen, other=0.0)
+        total_m, total_s, total = fold(total_m, total_s, total, m, s, acc, c)
+    found, found_lse = finished(total_m, total_s, total, c)
+    tl.store(out + row[:, None] * D + d[None, :], narrow(found, out), mask=live[:, None] & (d < D)[None, :])
+    if lse is not None:
+        b, t, h = row // (T * H), row // H % T, row % H
+        tl.store(lse + (b * H + h) * T + t, found_lse, mask=live)
+
+
+# Launchers
+
+
+def why_not(args: dict[str, Any]) -> str | None:
+    if args["q"].dtype.itemsize != 2:
+        return f"inputs are {dtype_name(args['q'].dtype)}; the kernels multiply bf16 and fp16"
+    if call_of(args).group > FEW_ROWS:
+        return f"{call_of(args).group} query heads share a KV head; a tile has room for {FEW_ROWS}"
+    return None
+
+
+def tile_rows(call: Call, most: int) -> int:
+    """Rows of a tile, for what a sequence has on average: a power of two."""
+    queries = -(-call.T // max(call.sequences, 1)) if call.packed_q else call.T
+    wanted = max(queries, 1) * call.group
+    return min(most, max(16, 1 << (wanted - 1).bit_length(), 1 << (call.group - 1).bit_length()))
+
+
+def count_tiles(call: Call, per: int) -> int:
+    """Tiles of `per` queries: enough for packed ones wherever they begin."""
+    if call.packed_q:
+        return call.T // per + call.sequences if call.sequences else 0
+    return call.sequences * (-(-call.T // per))
+
+
+def decodes(call: Call, segment: int) -> bool:
+    """Whether keys are split over programs: from sizes alone. Packed keys are those of training."""
+    queries = -(-call.T // max(call.sequences, 1))
+    few = (queries if call.packed_q else call.T) * call.group <= FEW_ROWS
+    return few and segment < call.S and not call.packed_k
+
+
+def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Batch, row, head of each. A batch stride that is not taken is 0: it is a product of sizes, and kernels
+    are compiled for what divides their strides."""
+
+    def first(t: Tensor) -> int:
+        return t.stride(0) if t.shape[0] > 1 else 0
+
+    return tuple(s for t in (q, k, v) for s in (first(t), t.stride(1), t.stride(2)))
+
+
+def attention(
+    launch: Launch = run,
+    segment: int = SEGMENT,
+    block: int | None = None,
+    split: bool | None = None,
+    **args: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse). The class fixes `segment` and `block`, and sizes decide whether keys are split; tests set
+    them to reach borders with few keys."""
+    call, factors = call_of(args), factors_of(args)
+    q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
+    shape = (call.B, call.H, call.T)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device) if args["return_lse"] else None
+    if out.numel() == 0:
+        return out, lse
+    M = tile_rows(call, 64 if call.D > 128 else 128)
+    tiles = count_tiles(call, M // call.group)
+    given = (
+        args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args), table,
+        call.T, call.S, call.sequences, call.pages, args["window"] or 0, *factors[:3],
+        0 if table is None else table.stride(0), *strides_of(call, q, k, v),
+    )  # fmt: skip
+    constants = {
+        "G": call.group, "D": call.D, "DP": call.padded, "M": M, "BLOCK": block or block_keys(call.D),
+        "SEGMENT": segment, "PAGE": call.page, "CAUSAL": args["causal"],
+        "WINDOWED": args["window"] is not None, "CAPPED": args["softcap"] is not None,
+        **compile_options(Tile(M, 0, 0, warps=8 if M == 128 else 4, stages=2)),
+    }  # fmt: skip
+    if not (decodes(call, segment) if split is None else split):
+        launch(prefill_kernel, (tiles * call.KV,), q, k, v, out, lse, *given, tiles, call.KV, **constants)
+        return out, lse
+    segments, rows = -(-call.S // segment), call.B * call.T * call.H
+    each = max(1, tiles * call.KV * segments // MANY_PROGRAMS)
+    sums = torch.empty(rows, segments, 2, dtype=torch.float32, device=q.device)
+    states = torch.empty(rows, segments, call.D, dtype=torch.float32, device=q.device)
+    grid = (tiles * call.KV, -(-segments // each))
+    launch(segments_kernel, grid, q, k, v, sums, states, *given, segments, each, call.KV, **constants)
+    launch(
+        fold_kernel, (-(-rows // 4),), sums, states, out, lse, call.T, rows, segments, factors.c,
+        H=call.H, D=call.D, DP=call.padded, ROWS=4, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,296 @@
+"""The order of `attn/1` in numpy, with an arithmetic that is handed in: what the kernels are compared with,
+and what serves CPU tensors.
+
+On a CPU the arithmetic is `CPU`, and the class is `attn/1/cpu`: the bits of the Triton kernels in the
+interpreter. With the tensor-core steps of `isobit.numerics`, fused multiply-adds, and the `exp2` and `log2`
+of a Hopper GPU it gives the bits of that GPU, which the proof looks at.
+
+Rows are independent here as everywhere, so all queries of a KV head are computed at once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobit.blocks.temperature import LOG2E
+from isobit.ops.attention.calls import call_of, factors_of, key_bounds
+
+Array = np.ndarray
+
+SEGMENT = 1024
+GROUP = 16
+F32 = np.float32
+LN2 = F32(0.6931471805599453)
+
+
+def block_keys(D: int) -> int:
+    return 64 if D > 128 else 128
+
+
+class Arithmetic(NamedTuple):
+    """What a device does in one operation; arrays are fp32."""
+
+    #: (left [m, k], right [k, n], acc [m, n], dtype of the factors) -> acc after steps over ascending k.
+    product: Callable[[Array, Array, Array, torch.dtype], Array]
+    fma: Callable[[Array, Any, Array], Array]
+    exp2: Callable[[Array], Array]
+    log2: Callable[[Array], Array]
+
+
+def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array:
+    """16 products one after another, then their sum to the accumulator; no negative zero is left."""
+    acc = acc.copy()
+    for first in range(0, left.shape[1], GROUP):
+        step = np.zeros_like(acc)
+        for i in range(first, min(first + GROUP, left.shape[1])):
+            step = left[:, i : i + 1] * right[i] if i == first else step + left[:, i : i + 1] * right[i]
+        acc += step + F32(0.0)
+    return acc
+
+
+def fused(x: Array, y: Any, z: Array) -> Array:
+    """x y + z in fp32 with one rounding. The product is exact in fp64. Their sum is rounded to odd there, so
+    that the rounding to fp32 sees whether anything was cut off."""
+    product, z = np.broadcast_arrays(x.astype(np.float64) * y, np.asarray(z, np.float64))
+    total = product + z
+    part = total - product
+    lost = (product - (total - part)) + (z - part)
+    odd = (total.view(np.int64) & 1).astype(bool)
+    toward = np.where((lost > 0) == (total > 0), 1, -1)
+    fix = (lost != 0) & ~odd & np.isfinite(total)
+    return (total.view(np.int64) + np.where(fix, toward, 0)).view(np.float64).astype(np.float32)
+
+
+CPU = Arithmetic(_product, fused, np.exp2, np.log2)
+
+
+# Where sequences lie
+
+
+class Sequence(NamedTuple):
+    rows: tuple[int, slice]  # its queries, as a place in q
+    keys: tuple[Any, Any]  # its keys, as a place in k and v
+
+
+def _sequences(args: dict[str, Any]) -> Iterator[Sequence]:
+    call, table = call_of(args), args["block_table"]
+    q_bounds, k_bounds = (None if t is None else t.tolist() for t in (args["cu_seqlens_q"], key_bounds(args)))
+    firsts, ends = (None if args[n] is None else args[n].tolist() for n in ("key_start", "key_end"))
+
+    def inside(x: int, low: int, high: int) -> int:
+        return min(max(x, low), high)
+
+    for n in range(call.sequences):
+        rows = (n, slice(0, call.T))
+        if q_bounds is not None:
+            first = inside(q_bounds[n], 0, call.T)
+            rows = (0, slice(first, inside(q_bounds[n + 1], first, call.T)))
+        if k_bounds is not None:
+            first = inside(k_bounds[n], 0, call.S)
+            yield Sequence(rows, (0, slice(first, inside(k_bounds[n + 1], first, call.S))))
+            continue
+        first = 0 if firsts is None else inside(firsts[n], 0, call.S)
+        end = call.S if ends is None else inside(ends[n], first, call.S)
+        if table is None:
+            yield Sequence(rows, (n, slice(first, end)))
+        else:
+            at = torch.arange(first, end, device="cpu")
+            pages = table[n].cpu().long().clamp(0, call.pages - 1)[at // call.page]
+            yield Sequence(rows, (pages, at % call.page))
+
+
+def _array(t: Tensor) -> Array:
+    return t.detach().float().numpy()
+
+
+def _rounded(x: Array, dtype: torch.dtype) -> Array:
+    return torch.from_numpy(np.ascontiguousarray(x)).to(dtype).float().numpy()
+
+
+# Softmax
+
+
+def _tanh(x: Array, do: Arithmetic) -> Array:
+    a = np.abs(x)
+    e = do.exp2(a * F32(-2.8853900817779268))
+    far = (F32(1.0) - e) / (F32(1.0) + e)
+    y = x * x
+    near = F32(0.13333333333333333) + y * (F32(-0.053968253968253968) + y * F32(0.021869488536155203))
+    near = a + a * y * (F32(-0.33333333333333333) + y * near)
+    found = np.where(a < 0.25, near, far)
+    return np.where(x < 0, -found, found)
+
+
+def _halves(x: Array, least: int) -> Array:
+    """The second half of each row is added to the first, until there are `least` columns."""
+    while x.shape[1] > least:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x
+
+
+def _finite(m: Array) -> Array:
+    return np.where(m == -np.inf, F32(0.0), m)
+
+
+class _Scores(NamedTuple):
+    """How products of q and k become exponents."""
+
+    c: np.float32
+    cap: np.float32
+    slope: np.float32
+    capped: bool
+    do: Arithmetic
+    dtype: torch.dtype
+
+    def __call__(self, left: Array, right: Array) -> tuple[Array, Array | None]:
+        """(z, tanh) of left [m, D] and right [n, D]."""
+        z = self.do.product(left, right.T, np.zeros((len(left), len(right)), F32), self.dtype)
+        if not self.capped:
+            return z, None
+        bent = _tanh(z * self.slope, self.do)
+        return self.cap * bent, bent
+
+
+def _sees(args: dict[str, Any], rows: int, keys: int) -> Array:
+    """[rows, keys] of one sequence."""
+    key, position = np.arange(keys)[None, :], keys - rows + np.arange(rows)[:, None]
+    found = np.ones((rows, keys), bool)
+    if args["causal"]:
+        found &= key <= position
+    if args["window"] is not None:
+        found &= key > position - args["window"]
+    return found
+
+
+def _filled(x: Array, axis: int, multiple: int, value: float = 0.0, before: int = 0) -> Array:
+    """With so many more in front, and as many behind as make a multiple."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (before, -(x.shape[axis] + before) % multiple)
+    return np.pad(x, widths, constant_values=value)
+
+
+def _folded(
+    q: Array, k: Array, v: Array, sees: Array, scores: _Scores, segment: int, block: int
+) -> tuple[Array, Array]:
+    """(out, lse) in fp32 of queries q [R, D] that see some of the keys."""
+    do, c, R = scores.do, scores.c, len(q)
+    k, v = _filled(k, 0, block), _filled(v, 0, block)
+    sees = _filled(sees, 1, block, False)
+    M, L, ACC = np.full(R, -np.inf, F32), np.zeros(R, F32), np.zeros((R, v.shape[1]), F32)
+    for begin in range(0, len(k), segment):
+        m, lanes, acc = np.full(R, -np.inf, F32), np.zeros((R, 4), F32), np.zeros_like(ACC)
+        for at in range(begin, min(begin + segment, len(k)), block):
+            here = slice(at, at + block)
+            if not sees[:, here].any():
+                continue
+            z = np.where(sees[:, here], scores(q, k[here])[0], F32(-np.inf))
+            top = np.maximum(m, z.max(1))
+            a = do.exp2((m - _finite(top)) * c)
+            p = do.exp2(do.fma(z, c, -(_finite(top) * c)[:, None]))
+            lanes = do.fma(lanes, a[:, None], _pairs(_halves(p, 8)))
+            acc = do.product(_rounded(p, scores.dtype), v[here], acc * a[:, None], scores.dtype)
+            m = top
+        s = _joined(lanes)
+        top, seen = np.maximum(M, m), s != 0.0
+        old, new = do.exp2((M - _finite(top)) * c), do.exp2((m - _finite(top)) * c)
+        ACC = np.where(seen[:, None], do.fma(acc, new[:, None], ACC * old[:, None]), ACC)
+        L = np.where(seen, do.fma(s, new, L * old), L)
+        M = np.where(seen, top, M)
+    seen = L != 0.0
+    safe = np.where(seen, L, F32(1.0))
+    out = np.where(seen[:, None], ACC / safe[:, None], F32(0.0))
+    return out, np.where(seen, (M * c + do.log2(safe)) * LN2, F32(-np.inf))
+
+
+def _pairs(x: Array) -> Array:
+    """[R, 8] as lanes [R, 4]."""
+    return x[:, 0::2] + x[:, 1::2]
+
+
+def _joined(x: Array) -> Array:
+    return (x[:, 0] + x[:, 1]) + (x[:, 2] + x[:, 3])
+
+
+# The backend
+
+
+def _by_heads(t: Tensor, place: tuple[Any, Any], kv: int, group: int) -> Array:
+    """[G * rows, D] of the query heads of a KV head, head by head."""
+    return _array(t[place][:, kv * group : (kv + 1) * group].movedim(1, 0).flatten(0, 1))
+
+
+def _scores_of(args: dict[str, Any], do: Arithmetic) -> _Scores:
+    factors = factors_of(args)
+    capped = args["softcap"] is not None
+    return _Scores(F32(factors.c), F32(factors.cap), F32(factors.slope), capped, do, args["q"].dtype)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore")
+def attention(
+    do: Arithmetic = CPU, segment: int = SEGMENT, block: int | None = None, **args: Any
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse)."""
+    q, k, v = (args[name].detach().cpu() for name in ("q", "k", "v"))
+    call, scores = call_of(args), _scores_of(args, do)
+    out = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
+    lse = torch.full((call.B, call.H, call.T), -torch.inf, dtype=torch.float32, device="cpu")
+    for one in _sequences(args):
+        b, rows = one.rows
+        for kv in range(call.KV):
+            own = _by_heads(q, one.rows, kv, call.group)
+            keys, values = (_array(t[one.keys][:, kv]) for t in (k, v))
+            sees = np.tile(_sees(args, len(own) // call.group, len(keys)), (call.group, 1))
+            found = _folded(own, keys, values, sees, scores, segment, block or block_keys(call.D))
+            heads = slice(kv * call.group, (kv + 1) * call.group)
+            by_head = torch.from_numpy(found[0]).unflatten(0, (call.group, -1))
+            out[b, rows, heads] = by_head.movedim(0, 1).to(q.dtype)
+            lse[b, heads, rows] = torch.from_numpy(found[1]).unflatten(0, (call.group, -1))
+    return out.to(args["q"].device), lse.to(args["q"].device) if args["return_lse"] else None
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore")
+def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), those that are wanted."""
+    names = ("q", "k", "v", "out", "dout")
+    q, k, v, out, dout = (args[name].detach().cpu() for name in names)
+    call, scores, scale = call_of(args), _scores_of(args, do), F32(factors_of(args).scale)
+    lse, dlse = args["lse"].cpu(), None if args["dlse"] is None else args["dlse"].cpu()
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device="cpu") for t in (q, k, v))
+    for one in _sequences(args):
+        b, rows = one.rows
+        for kv in range(call.KV):
+            keys, values = (_array(t[one.keys][:, kv]) for t in (k, v))
+            count, n = max(rows.stop - rows.start, 0), len(keys)
+            if count == 0:
+                continue
+            sees = _sees(args, count, n)
+            before = (n - count) % GROUP  # groups of 16 queries are those of positions
+            total_k, total_v = np.zeros((n, call.D), F32), np.zeros((n, call.D), F32)
+            for g in range(kv * call.group, (kv + 1) * call.group):
+                own, do_h, out_h = (_array(t[b, rows, g]) for t in (q, dout, out))
+                wide = 1 << (call.D - 1).bit_length()
+                delta = _halves(_filled(out_h * do_h, 1, wide), 1)[:, 0]
+                if dlse is not None:
+                    delta = delta - _array(dlse[b, g, rows])
+                live = sees.any(1, keepdims=True)  # a query without a key may hold anything
+                own, do_h = np.where(live, own, F32(0.0)), np.where(live, do_h, F32(0.0))
+                z, bent = scores(own, keys)
+                base = _array(lse[b, g, rows]) * F32(LOG2E)
+                p = np.where(sees, do.exp2(do.fma(z, scores.c, -base[:, None])), F32(0.0))
+                ds = p * (scores.do.product(do_h, values.T, np.zeros_like(p), q.dtype) - delta[:, None])
+                ds = ds if bent is None else ds * (F32(1.0) - bent * bent)
+                ds = _rounded(np.where(sees, ds, F32(0.0)), q.dtype)
+                found = do.product(ds, keys, np.zeros_like(own), q.dtype) * scale
+                dq[b, rows, g] = torch.from_numpy(found).to(q.dtype)
+                own, do_h, ds, p = (_filled(x, 0, GROUP, before=before) for x in (own, do_h, ds, p))
+                total_v = do.product(_rounded(p, q.dtype).T, do_h, total_v, q.dtype)
+                total_k = do.product(ds.T, own, total_k, q.dtype)
+            dk[one.keys + (kv,)] = torch.from_numpy(total_k * scale).to(k.dtype)
+            dv[one.keys + (kv,)] = torch.from_numpy(total_v).to(v.dtype)
+    wanted = (args["want_q"], args["want_k"], args["want_v"])
+    found_all = (t.to(args["q"].device) for t in (dq, dk, dv))
+    return tuple(t if want else None for t, want in zip(found_all, wanted, strict=True))

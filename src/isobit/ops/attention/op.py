@@ -1,0 +1,422 @@
+"""Attention whose bits do not depend on the batch, on how a prompt is cut, or on how keys are stored.
+
+For a query q at position i of its sequence, and the keys k_j, values v_j that it sees:
+
+    z_j = scale q k_j                or softcap tanh(scale q k_j / softcap)
+    out = sum_j softmax(z)_j v_j
+    lse = log sum_j exp(z_j)
+
+Queries are the last T of their sequence's keys: query t of T has position keys - T + t. With `causal` it sees
+the keys up to its own position, with `window` the last so many of these, else all. A query that sees no key
+gives 0 and an lse of -inf, and no gradient comes from it.
+
+Sequences come as batch elements, where `key_start` and `key_end` bound the keys of each; packed one behind
+the other (`cu_seqlens_q`, `cu_seqlens_k`); or with keys in pages (`block_table`).
+
+Backward, with P the probabilities, dz = P (dout V^T - out dout + dlse), times 1 - tanh^2 with a softcap:
+
+    dq = scale dz K,    dk = scale dz^T q,    dv = P^T dout        dk, dv summed over the heads of a group
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from isobit.arch import arch_key
+from isobit.backend import NONE, Lazy
+from isobit.blocks import bounds
+from isobit.blocks.devices import triton_cannot_run
+from isobit.contract import F32, Contract, Float, Int, dtype_name
+from isobit.numerics import Numerics
+from isobit.op import op
+from isobit.ops.attention.calls import call_of
+
+ATTN_1 = Numerics(
+    "attn/1",
+    "Segments of 1024 keys from the sequence's own first, blocks of 128 (64 for D > 128) in ascending order"
+    " with one rescaling each: scores are chains of 16 over D, sums of probabilities four lanes by trees,"
+    " probabilities rounded to 16 bits continue a chain of 16 over the segment's keys; segments are folded in"
+    " ascending order, then one division and one rounding. Gradients are chains of 16 over keys (dq) and over"
+    " heads and positions (dk, dv). `exp2` and `log2` as Triton emits them.",
+    "NVIDIA Hopper (sm_90), each Triton version for itself",
+)
+
+ATTN_1_CPU = Numerics(
+    "attn/1/cpu",
+    "The order of attn/1 on a CPU: a step of a chain adds 16 products in ascending order in fp32 and then the"
+    " sum to the accumulator; `exp2` and `log2` are numpy's.",
+    "any CPU, each numpy version for itself",
+)
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+
+
+def _flops(args: dict[str, Any]) -> int:
+    """Of two products, as if every query saw all keys that there is room for."""
+    call = call_of(args)
+    return 4 * math.prod(args["q"].shape) * (call.S // max(call.sequences, 1) if call.packed_k else call.S)
+
+
+@op("attention", flops=_flops)
+def forward(
+    q: Float[Tensor, "B T H D"],
+    k: Float[Tensor, "P S KV D"],
+    v: Float[Tensor, "P S KV D"],
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    key_start: Int[Tensor, "N"] | None = None,
+    key_end: Int[Tensor, "N"] | None = None,
+    cu_seqlens_q: Int[Tensor, "N+1"] | None = None,
+    cu_seqlens_k: Int[Tensor, "N+1"] | None = None,
+    block_table: Int[Tensor, "N M"] | None = None,
+    return_lse: bool = False,
+) -> tuple[Float[Tensor, "B T H D in q"], F32[Tensor, "B H T if return_lse"]]:
+    """(out, lse). Packed queries, and packed keys, are one batch element."""
+
+
+@op("attention_bwd", flops=lambda args: 5 * _flops(args) // 2)
+def backward(
+    q: Float[Tensor, "B T H D"],
+    k: Float[Tensor, "P S KV D"],
+    v: Float[Tensor, "P S KV D"],
+    out: Float[Tensor, "B T H D"],
+    lse: F32[Tensor, "B H T"],
+    dout: Float[Tensor, "B T H D; any strides"],
+    dlse: F32[Tensor, "B H T; any strides"] | None,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    key_start: Int[Tensor, "N"] | None,
+    key_end: Int[Tensor, "N"] | None,
+    cu_seqlens_q: Int[Tensor, "N+1"] | None,
+    cu_seqlens_k: Int[Tensor, "N+1"] | None,
+    block_table: Int[Tensor, "N M"] | None,
+    want_q: bool,
+    want_k: bool,
+    want_v: bool,
+) -> tuple[
+    Float[Tensor, "B T H D in q if want_q"],
+    Float[Tensor, "P S KV D in k if want_k"],
+    Float[Tensor, "P S KV D in v if want_v"],
+]:
+    """(dq, dk, dv), those that are wanted."""
+
+
+# Rules that annotations cannot express
+
+
+def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    for name in ("k", "v"):
+        if args[name].dtype != args["q"].dtype:
+            wanted = dtype_name(args["q"].dtype)
+            raise contract.error(name, args[name], f"dtype must be that of q, {wanted}")
+
+
+def _heads(contract: Contract, args: dict[str, Any]) -> None:
+    H, D = args["q"].shape[2:]
+    KV = args["k"].shape[2]
+    if D not in HEAD_SIZES:
+        raise contract.error("q", args["q"], f"D must be {', '.join(map(str, HEAD_SIZES))}, is {D}")
+    if H == 0:
+        raise contract.error("q", args["q"], "H must be at least 1")
+    if KV == 0 or H % KV:
+        raise contract.error("k", args["k"], f"H={H} from q must be a multiple of KV={KV}")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+        if args[name] is not None and not holds(args[name]):
+            raise contract.error(name, args[name], rule)
+
+    # Kernels take both, their quotient, and products with log2(e), as normal fp32 numbers.
+    require("scale", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
+    require("softcap", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
+    require("window", lambda w: 1 <= w <= 2**30, "must be 1, a query's own key, to 2^30")
+    if args["window"] is not None and not args["causal"]:
+        raise contract.error("window", args["window"], "needs causal=True: it counts back from a query")
+
+
+def _sequences(contract: Contract, args: dict[str, Any]) -> None:
+    """Which tensors say where sequences lie, and how many there are."""
+    table, packed = args["block_table"], args["cu_seqlens_q"]
+    if args["cu_seqlens_k"] is not None:
+        if packed is None:
+            raise contract.error("cu_seqlens_k", args["cu_seqlens_k"], "needs cu_seqlens_q")
+        if table is not None:
+            rule = "is of packed keys; those of block_table are bounded by key_start and key_end"
+            raise contract.error("cu_seqlens_k", args["cu_seqlens_k"], rule)
+    if packed is not None:
+        if len(packed) == 0:
+            raise contract.error("cu_seqlens_q", packed, "needs at least one element, the 0 it begins with")
+        if args["q"].shape[0] != 1:
+            B = args["q"].shape[0]
+            raise contract.error("q", args["q"], f"packed queries are [N, H, D], or B = 1, but B={B}")
+    count = args["q"].shape[0] if packed is None else len(packed) - 1
+    packed_k = packed is not None and table is None
+    for name in ("key_start", "key_end", "block_table"):
+        given = args[name]
+        if given is None:
+            continue
+        if packed_k:
+            raise contract.error(name, given, "packed keys are bounded by cu_seqlens_k, or cu_seqlens_q")
+        if len(given) != count:
+            raise contract.error(name, given, f"must have one row a sequence, {count}, not {len(given)}")
+    if table is None:
+        P, wanted = args["k"].shape[0], 1 if packed is not None else args["q"].shape[0]
+        if wanted != P:
+            where = "packed keys are [N, KV, D], or B = 1" if packed is not None else f"B={wanted} from q"
+            raise contract.error("k", args["k"], f"{where}, but B={P}")
+
+
+def _pages(contract: Contract, args: dict[str, Any]) -> None:
+    table, k = args["block_table"], args["k"]
+    if table is None:
+        return
+    page = k.shape[1]
+    if page == 0 or page % 16:
+        raise contract.error("k", k, f"a page must hold a multiple of 16 keys, not {page}")
+    if torch.is_grad_enabled() and any(args[n].requires_grad for n in ("q", "k", "v")):
+        rule = "keys in pages have no gradient: sequences may share them; use packed or dense keys"
+        raise contract.error("block_table", table, rule)
+
+
+def _bounds_hold(contract: Contract, args: dict[str, Any]) -> None:
+    """What the integers say."""
+    call, table = call_of(args), args["block_table"]
+    for name, end in (("cu_seqlens_q", call.T), ("cu_seqlens_k", call.S)):
+        if args[name] is not None:
+            of = "queries" if name == "cu_seqlens_q" else "keys"
+            bounds.check(contract, name, args[name], args[name].tolist(), end, of=of)
+    if call.packed_k and args["cu_seqlens_k"] is None and call.S != call.T:
+        rule = f"must end with the number of keys, {call.S}, where cu_seqlens_k is not given"
+        raise contract.error("cu_seqlens_q", args["cu_seqlens_q"], rule)
+    first = [0] * call.sequences if args["key_start"] is None else args["key_start"].tolist()
+    end_ = [call.S] * call.sequences if args["key_end"] is None else args["key_end"].tolist()
+    if not call.packed_k:
+        for n, (a, b) in enumerate(zip(first, end_, strict=True)):
+            name = "key_start" if args["key_end"] is None else "key_end"
+            if not 0 <= a <= b <= call.S:
+                rule = f"0 <= key_start <= key_end <= {call.S} must hold; sequence {n} has {a} and {b}"
+                raise contract.error(name, args[name], rule)
+    if table is not None:
+        for n, (row, a, b) in enumerate(zip(table.tolist(), first, end_, strict=True)):
+            for i in range(a // call.page, -(-b // call.page)):
+                if not 0 <= row[i] < call.pages:
+                    rule = f"[{n}, {i}]={row[i]} is no page: there are {call.pages}"
+                    raise contract.error("block_table", table, rule)
+
+
+for declared in (forward, backward):
+    for _rule in (_one_dtype, _heads, _scalars, _sequences):
+        declared.rule(_rule)
+forward.rule(_pages)
+forward.value_rule(_bounds_hold)
+
+
+# Backends, fastest first
+
+_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
+_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    return triton_cannot_run(args["q"].device) or _triton.why_not(args)
+
+
+def _of_this_hardware(device: torch.device) -> str:
+    """What a chain of `tl.dot` is: on Hopper the class itself, elsewhere whatever the hardware does in a
+    step, under its name. The interpreter's steps are written out."""
+    if device.type in ("cpu", "meta"):
+        return str(ATTN_1_CPU)
+    arch = arch_key(device)
+    return str(ATTN_1) if arch == "sm_90" else f"{ATTN_1}/{arch}"
+
+
+@forward.backend(
+    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
+)
+def _(**args: Any) -> Any:
+    return _triton.attention(**args)
+
+
+@backward.backend(
+    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
+)
+def _(**args: Any) -> Any:
+    return _triton_bwd.attention_bwd(**args)
+
+
+def _model_cannot_serve(args: dict[str, Any]) -> str | None:
+    if args["q"].dtype.itemsize != 2:
+        return f"inputs are {dtype_name(args['q'].dtype)}; the class has 16-bit operands"
+    return None
+
+
+def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if args["q"].device.type == "cpu":
+        return None
+    return "it computes on the CPU, thousands of times slower: ask for it by name to compare"
+
+
+@forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, unasked=_not_on_the_cpu)
+def _(**args: Any) -> Any:
+    return _model.attention(**args)
+
+
+@backward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, unasked=_not_on_the_cpu)
+def _(**args: Any) -> Any:
+    return _model.attention_bwd(**args)
+
+
+@forward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.attention(**args)
+
+
+@backward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.attention_bwd(**args)
+
+
+# Autograd, once for all backends
+
+_TENSORS = ("q", "k", "v", "key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+_SCALARS = ("causal", "scale", "window", "softcap")
+
+
+def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    return {**{name: args[name] for name in _TENSORS}, "out": outputs[0], "lse": outputs[1]}
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    dout, dlse = grads
+    if dout is None:  # only lse was used
+        dout = torch.zeros_like(kept["out"])
+    found = backward(
+        **{name: kept[name] for name in (*_TENSORS, *_SCALARS, "out", "lse")},
+        dout=dout, dlse=dlse, **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
+        **kept["follow"],
+    )  # fmt: skip
+    gradients = zip(forward.differentiable, found, strict=True)
+    return {name: g for name, g in gradients if name in kept["needs"]}
+
+
+forward.derivative("q", "k", "v", save=_save, gradient=_gradient, flags=("return_lse",))
+backward.not_differentiable(
+    "isobit.attention has no second derivative: its backward is made of kernels without a gradient of their "
+    "own. Differentiate a softmax of scores instead where you need one."
+)
+
+
+# What people call
+
+
+def _unpacked(t: Any, packed: bool) -> Any:
+    """[N, heads, D] as one batch element."""
+    return t.unsqueeze(0) if packed and isinstance(t, Tensor) and t.ndim == 3 else t
+
+
+def _adapt(given: dict[str, Any]) -> dict[str, Any]:
+    """Packed tensors as the contract has them: q where there are cu_seqlens_q, k and v too unless paged."""
+    packed = given.get("cu_seqlens_q") is not None
+    packed_k = packed and given.get("block_table") is None
+    of = {"q": packed, "k": packed_k, "v": packed_k}
+    return given | {name: _unpacked(given[name], p) for name, p in of.items() if name in given}
+
+
+forward.adapt = _adapt
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
+    window: int | None = ..., softcap: float | None = ..., key_start: Tensor | None = ...,
+    key_end: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    block_table: Tensor | None = ..., return_lse: Literal[False] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
+    window: int | None = ..., softcap: float | None = ..., key_start: Tensor | None = ...,
+    key_end: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    block_table: Tensor | None = ..., return_lse: bool, validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@forward.public
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the same bits in training, prefill in pieces, and decoding from a cache.
+
+    Args:
+        q: [B, T, H, D] in bf16 or fp16 (fp32 and fp64 on the reference), D 64, 80, 96, 128 or 256. The
+            queries are the last T of their sequence's keys. Packed: [N, H, D].
+        k, v: [B, S, KV, D], of the same dtype; H is a multiple of KV, heads share k and v in groups. Packed:
+            [N, KV, D]. In pages: [pages, page, KV, D], a page of a multiple of 16 keys. All three are read
+            where they lie, with any strides whose last is 1: `x.transpose(1, 2)` of a [B, H, T, D] tensor.
+        causal: a query sees no key after its own position.
+        scale: what products of q and k are multiplied by; None is D ** -0.5.
+        window: a query sees the last so many keys, its own among them. Needs `causal`.
+        softcap: scores become softcap * tanh(scores / softcap).
+        key_start, key_end: [B] int32 or int64: a sequence's keys are those from key_start to before key_end;
+            None is 0 and S. For left padding and for caches with room. What lies outside is not read into any
+            result. Its gradient is 0.
+        cu_seqlens_q: [sequences + 1] int32 or int64, from 0 to N: where packed sequences begin in q.
+        cu_seqlens_k: the same for k and v; None is cu_seqlens_q.
+        block_table: [B, M] int32 or int64: the pages of each sequence, in order. Without gradients.
+        return_lse: return lse too.
+        validate: check the integers on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+            with ISOBIT_VALIDATE=1. Unchecked, wrong ones give wrong results, and nothing is read or written
+            out of bounds.
+        numerics: the class that the bits must be of, "attn/1" on a Hopper GPU; None takes that of the backend
+            that serves. A class that cannot be kept is an error.
+        backend: force "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+
+    Returns:
+        out, like q; or (out, lse) with lse [B, H, T] fp32, packed [H, N]. A query that sees no key gives 0
+        and -inf. A query's bits depend on its own values, its keys and values, and nothing else.
+
+    Example:
+        >>> import torch, isobit
+        >>> q, k, v = (torch.randn(1, 5, 2, 64).bfloat16() for _ in range(3))
+        >>> whole = isobit.attention(q, k, v)
+        >>> last = isobit.attention(q[:, 4:], k, v)  # one more token, from a cache
+        >>> torch.equal(last, whole[:, 4:])
+        True
+    """
+    given = _adapt({"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "block_table": block_table})
+    out, lse = forward(
+        **given, causal=causal, scale=scale, window=window, softcap=softcap, key_start=key_start,
+        key_end=key_end, cu_seqlens_k=cu_seqlens_k, return_lse=return_lse, validate=validate,
+        numerics=numerics, backend=backend,
+    )  # fmt: skip
+    if given["q"] is not q:
+        out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
+    return (out, lse) if return_lse else out

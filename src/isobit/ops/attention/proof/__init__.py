@@ -1,0 +1,203 @@
+"""What must be shown of `attention`: inputs that would expose a wrong kernel, the truth, how far from it a
+kernel may be, and which other calls must have the same bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.check import inputs as alter
+from isobit.check.proof import Args, Case, Control, Kernels, Mutant, Proof
+from isobit.ops.attention.op import forward
+from isobit.ops.attention.proof.bits import same_elsewhere
+from isobit.ops.attention.proof.exact import exact
+from isobit.ops.attention.proof.inputs import BY_TOKEN, features_reversed, lay_out, make, padding
+from isobit.ops.attention.proof.truth import formula, scale
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+# Calls that must be refused
+
+
+def _integers(args: Args, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=args["q"].device)
+
+
+def _narrower(args: Args) -> Args:
+    return args | {n: args[n][..., :40].contiguous() for n in BY_TOKEN}
+
+
+def _sequences_less(args: Args) -> Args:
+    return args | {n: args[n][1:] for n in ("k", "v")}
+
+
+def _half_pages(args: Args) -> Args:
+    pages = {n: args[n][:, :8].contiguous() for n in ("k", "v")}
+    return args | pages | {"block_table": _integers(args, len(args["q"]), 1)}
+
+
+def _heads_less(args: Args) -> Args:
+    """Three KV heads, or two: one of them does not divide the heads of q."""
+    H = args["q"].shape[2]
+    KV = next(n for n in (2, 3, 4, 5) if H % n)
+    return args | {n: args[n][:, :, :1].repeat(1, 1, KV, 1) for n in ("k", "v")}
+
+
+def _beyond(args: Args) -> tuple[Args, int | None]:
+    """More keys than there is room for."""
+    S = args["k"].shape[1]
+    return args | {"key_end": _integers(args, len(args["q"])) + S + 1}, None
+
+
+MUTANTS = [
+    Mutant("two dtypes", "k", lambda a: a | {"k": alter.in_other_dtype(a["k"])}),
+    Mutant("heads of 40", "q", _narrower),
+    Mutant("heads that cannot be shared", "k", _heads_less),
+    Mutant("keys of fewer sequences", "k", _sequences_less),
+    Mutant("a scale of 0", "scale", lambda a: a | {"scale": 0.0}),
+    Mutant("a negative cap", "softcap", lambda a: a | {"softcap": -1.0}),
+    Mutant("a window of nothing", "window", lambda a: a | {"window": 0}),
+    Mutant("a window that looks ahead", "window", lambda a: a | {"window": 4, "causal": False}),
+    Mutant("bounds of too many", "key_start", lambda a: a | {"key_start": _integers(a, len(a["q"]) + 1)}),
+    Mutant("bounds of keys alone", "cu_seqlens_k", lambda a: a | {"cu_seqlens_k": _integers(a, 3)}),
+    Mutant("no bounds at all", "cu_seqlens_q", lambda a: a | {"cu_seqlens_q": _integers(a, 0)}),
+    Mutant("a batch that is packed", "q", lambda a: a | {"cu_seqlens_q": _integers(a, 2)}),
+    Mutant("pages of 8", "k", _half_pages),
+]
+
+
+# Memory and kernels
+
+
+def memory(case: Case, backend: str, direction: str) -> int:
+    """Bytes beyond inputs and outputs: states of segments, delta, and what is rounded up."""
+    d = case.dims
+    rows, keys = d["B"] * d["T"] * d["H"], d["S"] * (d["H"] + d["KV"])
+    if backend == "reference":  # copies of a sequence in fp32, and scores of some queries at a time
+        return 64 * (d["T"] * d["H"] + keys) * d["D"] + (1 << 27)
+    if backend == "model":
+        return 64 * (rows + d["B"] * keys) * d["D"] + 64 * rows * d["S"] + (1 << 20)
+    states = rows * -(-d["S"] // 1024) * (d["D"] + 2) * 4 if d["S"] > 1024 else 0
+    return states + 8 * rows + (1 << 20)
+
+
+def record(launch: Any, dtype: torch.dtype) -> None:
+    """Every kernel, and every branch fixed at compile time: packed, paged or bounded, windows and caps, a D
+    that is filled up and one that is not. Of a second dtype, whose code differs in conversions, each kernel
+    once."""
+    from isobit.ops.attention import kernels_triton, kernels_triton_bwd
+
+    base: dict[str, Any] = {"causal": True, "scale": None, "window": None, "softcap": None}
+    base |= dict.fromkeys(("key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table"))
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    bounds = {name: empty(3, dtype=torch.int32) for name in ("key_start", "key_end")}
+    pages = {
+        "k": empty(50, 64, 1, 96),
+        "v": empty(50, 64, 1, 96),
+        "block_table": empty(3, 40, dtype=torch.int64),
+    }
+    calls: list[tuple[tuple[int, ...], bool, dict[str, Any]]] = [
+        ((2, 300, 300, 4, 1, 128), False, {}),
+        ((3, 4, 0, 2, 1, 96), False, {"key_end": bounds["key_end"], **pages}),
+        ((3, 20, 60, 1, 1, 64), True, {"causal": False, **bounds}),
+        (
+            (1, 60, 60, 2, 2, 80),
+            True,
+            {"window": 9, "softcap": 2.0, "cu_seqlens_q": empty(4, dtype=torch.int32)},
+        ),
+        ((1, 300, 300, 2, 1, 256), False, {}),
+    ]
+    for (B, T, S, H, KV, D), gradient, options in calls if dtype == BF16 else calls[1:3]:
+        args = base | {"q": empty(B, T, H, D), "k": empty(B, S, KV, D), "v": empty(B, S, KV, D)} | options
+        out, lse = kernels_triton.attention(launch, **args, return_lse=True)
+        if gradient:
+            more = {"out": out, "lse": lse, "dout": out, "dlse": lse}
+            wanted = dict.fromkeys(("want_q", "want_k", "want_v"), True)
+            kernels_triton_bwd.attention_bwd(launch, **args | more | wanted)
+
+
+# Cases
+
+
+def _case(B: int, T: int, S: int, H: int, KV: int, D: int, dtype: torch.dtype, **rest: Any) -> Case:
+    own = {n: rest.pop(n) for n in ("data", "layout", "heavy", "gpu_gb") if n in rest}
+    return Case({"B": B, "T": T, "S": S, "H": H, "KV": KV, "D": D}, dtype, options=rest, **own)
+
+
+_SMALL = [
+    _case(2, 5, 18, 4, 2, 64, BF16),
+    _case(1, 0, 4, 2, 1, 64, BF16),
+    _case(2, 3, 0, 2, 1, 64, BF16),
+    _case(2, 17, 17, 2, 1, 64, F16, bounds="left"),
+    _case(2, 9, 40, 2, 1, 80, BF16, bounds="both", softcap=8.0, window=11),
+    _case(1, 4, 140, 2, 1, 64, BF16, bounds="room"),
+    _case(1, 30, 30, 2, 1, 64, BF16, lengths="3+0+20+7", scale=0.2),
+    _case(1, 6, 40, 3, 1, 96, F16, lengths="1+0+5", key_lengths="20+3+17", layout="heads"),
+    _case(2, 7, 20, 2, 2, 128, BF16, causal=False, bounds="room"),
+    _case(1, 3, 70, 1, 1, 256, BF16),
+    _case(2, 2, 50, 2, 1, 64, BF16, page=16),
+    _case(2, 20, 33, 2, 1, 64, F32, bounds="both", window=9),
+    _case(1, 20, 33, 2, 1, 80, F64, softcap=3.0),
+]
+_HEAVY = [
+    _case(2, 200, 200, 4, 1, 128, BF16, heavy=True),
+    _case(1, 60, 1200, 4, 2, 64, F16, heavy=True, layout="heads"),
+    _case(1, 50, 1300, 2, 1, 256, BF16, heavy=True, window=600),
+    _case(2, 50, 1200, 2, 2, 96, BF16, heavy=True, bounds="both", softcap=30.0),
+    _case(1, 1250, 1250, 2, 1, 80, BF16, heavy=True, lengths="1090+1+0+159"),
+    _case(3, 1, 2500, 8, 1, 128, BF16, heavy=True, page=64, bounds="room"),
+]
+_BITS = [
+    _case(3, 5, 40, 2, 1, 64, BF16, bounds="both"),
+    _case(2, 3, 12, 2, 1, 80, F16, softcap=4.0, window=7),
+    _case(5, 300, 300, 8, 2, 128, BF16, heavy=True),
+    _case(4, 2, 3000, 8, 2, 128, BF16, heavy=True, bounds="room"),
+    _case(3, 200, 1400, 4, 2, 64, F16, heavy=True, bounds="left", window=1100),
+    _case(3, 100, 500, 2, 1, 256, BF16, heavy=True),
+]
+_AGREE = [
+    _case(2, 41, 41, 4, 1, 64, BF16),
+    _case(1, 1, 1100, 8, 1, 64, BF16),
+    _case(2, 1500, 1500, 4, 2, 128, BF16, heavy=True),
+    _case(2, 600, 600, 4, 1, 80, F16, heavy=True, window=300, softcap=20.0),
+    _case(2, 300, 300, 2, 1, 256, BF16, heavy=True),
+    _case(2, 1, 4500, 8, 1, 128, BF16, heavy=True),
+]
+
+PROOF = Proof(
+    op=forward,
+    op_class="attention",
+    outputs=("out", "lse"),
+    make=make,
+    formula=formula,
+    scale=scale,
+    controls=[Control("groups of 16 features in another order", features_reversed)],
+    padding=padding,
+    layouts=("heads", "padded", "offset", "shifted"),
+    lay_out=lay_out,
+    memory=memory,
+    cases=_SMALL + _HEAVY,
+    bit_cases=_BITS,
+    memory_cases=[
+        _case(1, 32, 32, 2, 1, 64, BF16),
+        _case(1, 2048, 2048, 8, 2, 128, BF16, heavy=True),
+        _case(4, 1, 8192, 8, 2, 128, BF16, heavy=True),
+    ],
+    mutants=MUTANTS,
+    bad_value=_beyond,
+    kernels={"triton": Kernels(record)},
+    rows="B P N",
+    batch_sizes=(1,),
+    exact=exact,
+    agree_cases=_AGREE,
+    slow=("model",),
+    positive=("H", "KV", "D"),
+    also=same_elsewhere,
+    without_gradient=("page",),
+)
+
+PROOFS = [PROOF]
