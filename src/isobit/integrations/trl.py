@@ -4,8 +4,8 @@
 
 From here on TRL's trainers take log-probabilities and entropies of tokens from `isobit.linear_logp`, with
 their gradients. Since 1.15 every trainer of TRL computes them by one function, which `trl.trainer.utils`
-looks up at each call, so trainers that exist already are served too. The losses, metrics, and the gathering of
-sharded weights stay TRL's own.
+looks up at each call, so trainers that exist already are served too. The losses, metrics, and the gathering
+of sharded weights stay TRL's own.
 
     with isobit.integrations.trl.enable() as on:
         trainer.train()
