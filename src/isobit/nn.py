@@ -7,7 +7,7 @@ again.
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,8 @@ def swap_linear(
     changes. So tied weights stay tied, and an optimizer or a wrapper that holds a layer still holds it.
     A subclass of `nn.Linear` may do more than multiply, a layer whose `forward` was replaced on the object
     would not notice a new class, and PyTorch's own transformer layers do not call theirs: such layers are
-    left as they are, listed in `skipped`, and warned about.
+    left as they are, listed in `skipped`, and warned about. So is the `Conv1D` of transformers, which
+    GPT-2 has in place of linear layers.
 
     Args:
         model: any module; itself, if it is an `nn.Linear`, under the name "".
@@ -163,7 +164,7 @@ def swap_linear(
     if isinstance(where, str):
         raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
     _known("swap_linear", numerics, backend)
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    linears = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
     chosen, by_name = _chosen(linears, where)
     reasons = {name: _cannot_swap(layer) or _not_called(model, name) for name, layer in chosen.items()}
     found = Swap(skipped={name: reason for name, reason in reasons.items() if reason is not None})
@@ -206,6 +207,17 @@ def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Lin
     return {name: linears[name] for name in names}, True
 
 
+def _is_conv1d(layer: nn.Module) -> bool:
+    """The linear layer of GPT-2. By name: transformers need not be installed."""
+    found = {(kind.__module__, kind.__name__) for kind in type(layer).__mro__}
+    return ("transformers.pytorch_utils", "Conv1D") in found
+
+
+def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """What a user would expect to be swapped; `_cannot_swap` says which of them can be."""
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
 def _not_called(model: nn.Module, name: str) -> str | None:
     """PyTorch's own transformer layers read the weights of their linear layers in evaluation, past them."""
     parent = model.get_submodule(name.rpartition(".")[0])
@@ -217,6 +229,8 @@ def _not_called(model: nn.Module, name: str) -> str | None:
 def _cannot_swap(layer: nn.Linear) -> str | None:
     if isinstance(layer, DetLinear):
         return "it is a DetLinear already"
+    if _is_conv1d(layer):
+        return "it is a Conv1D of transformers, whose weight is the transpose of a linear layer's"
     if type(layer) is not nn.Linear:
         return f"it is a {type(layer).__name__}, which may do more than an nn.Linear"
     if "forward" in vars(layer):

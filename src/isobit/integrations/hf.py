@@ -1,0 +1,229 @@
+"""Log-probabilities of a Hugging Face causal language model, without its logits.
+
+    logp = isobit.integrations.hf.token_logps(model, input_ids, attention_mask)
+
+The model runs as it always does, but makes logits for the last position only. The hidden states of all
+positions go to `isobit.linear_logp` with the weight of its LM head. What the model does between its hidden
+states and its logits is not guessed: see `_Head`.
+"""
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from isobit.backend import UnsupportedError
+from isobit.contract import ContractError, describe
+from isobit.nn import DetLinear
+from isobit.numerics import Numerics
+from isobit.ops.linear_logp.op import linear_logp
+
+#: What `token_logps` gives to the model itself.
+_RESERVED = ("input_ids", "attention_mask", "labels", "logits_to_keep", "use_cache", "return_dict")
+
+#: Names of a factor on logits, in configurations of transformers; it is applied before a softcap.
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+
+#: Models whose own logits have been compared with what their configuration says.
+_compared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class HFError(UnsupportedError):
+    """This model's log-probabilities cannot be had from hidden states and head. The message says why."""
+
+
+@overload
+def token_logps(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., *, temperature: float | Tensor = ...,
+    vocab_size: int | None = ..., return_entropy: Literal[False] = ...,
+    logits_dtype: torch.dtype | None = ..., workspace_bytes: int | None = ...,
+    model_inputs: Mapping[str, Any] | None = ..., numerics: str | Numerics | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def token_logps(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def token_logps(  # type: ignore[misc]  # the second overload takes options as they come
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    return_entropy: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    workspace_bytes: int | None = None,
+    model_inputs: Mapping[str, Any] | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Log-probability of every token after the first, given those before it, in fp32.
+
+    Args:
+        model: a causal LM of transformers (a `PreTrainedModel`). Tied heads, heads with a bias, and the
+            softcaps and logit factors of its configuration are served. A head that is more than an
+            `nn.Linear`, such as one with a LoRA adapter, is refused.
+        input_ids: [B, T], int64 or int32.
+        attention_mask: [B, T], nonzero at tokens; padding may stand on either side. With padding on the left
+            pass `position_ids` too, as for the model itself.
+        temperature: divides the logits; a number, or fp32 [B, T - 1].
+        vocab_size: how many rows of the head are tokens, `len(tokenizer)`. Rows from there on are padding and
+            take no part. None is all rows, as in the model's own logits.
+        return_entropy: also return the entropy of each distribution.
+        logits_dtype, workspace_bytes, numerics, backend: as of `isobit.linear_logp`.
+        model_inputs: what else the model takes, such as `position_ids`.
+
+    Returns:
+        logp [B, T - 1], or (logp, entropy). A value is 0 where the token, or the position before it, is
+        padding. Gradients go to all parameters of the model.
+
+    Raises:
+        HFError: the model computes its logits in a way that is not known here.
+        ContractError: other arguments that do not fit.
+
+    Example:
+        >>> import torch, transformers, isobit
+        >>> sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> logp = isobit.integrations.hf.token_logps(model, torch.tensor([[7, 3, 11, 2]]))
+        >>> logp.shape
+        torch.Size([1, 3])
+        >>> (-logp.mean()).backward()
+    """
+    inputs = dict(model_inputs or {})
+    _check_inputs(model, input_ids, attention_mask, inputs)
+    head = _Head(model)
+    states = head.states(input_ids=input_ids, attention_mask=attention_mask, **inputs)[:, :-1]
+    mask = None
+    if attention_mask is not None:
+        mask = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+    weight, bias = head.linear.weight, head.linear.bias
+    kind = states.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)  # which the head would compute in
+        states, weight = states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return linear_logp(
+        states, weight, input_ids[:, 1:], bias=bias, mask=mask, temperature=temperature, softcap=head.softcap,
+        logit_scale=head.factor, vocab_size=vocab_size, return_entropy=return_entropy,
+        logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, numerics=numerics, backend=backend,
+    )  # fmt: skip
+
+
+def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
+    if not isinstance(model, import_module("transformers").PreTrainedModel):
+        hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        raise _refusal(model, f"it is no transformers.PreTrainedModel{hint}")
+    if not (isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] >= 2):
+        given = describe(input_ids)
+        raise ContractError(f"token_logps(input_ids: {given}): must be [B, T] with T of at least 2")
+    if attention_mask is not None and (
+        not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape
+    ):
+        given = describe(attention_mask)
+        raise ContractError(f"token_logps(attention_mask: {given}): must be {list(input_ids.shape)}")
+    for name in _RESERVED:
+        if name in inputs:
+            raise ContractError(f"token_logps(model_inputs: {name!r}): it is set by token_logps itself")
+
+
+class _Head:
+    """The way from a model's hidden states to its logits:
+
+        logits = softcap * tanh(factor * linear(states) / softcap)
+
+    `linear` is the model's output layer, the numbers are those of its configuration. Some models do other
+    things, and no field says so. Therefore each call checks that the layer reads the very states that the
+    backbone returned, and the first call of a model compares the model's logits of the last position with
+    what this formula makes of the layer's output (one host sync)."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.linear = model, model.get_output_embeddings()
+        config = model.config.get_text_config(decoder=True)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        factors = [getattr(config, name, None) for name in _FACTORS]
+        scaling = getattr(config, "logits_scaling", None)
+        if scaling is not None:  # a divisor in Granite and its kin, a factor in HyperCLOVA X
+            factors.append(scaling if config.model_type.startswith("hyperclovax") else 1.0 / scaling)
+        self.factor = next((x for x in factors if x not in (None, 1.0)), None)
+        reason = self._why_not()
+        if reason is not None:
+            raise _refusal(model, reason)
+
+    def _why_not(self) -> str | None:
+        model, linear = self.model, self.linear
+        if model.config.is_encoder_decoder:
+            return "it has an encoder beside its decoder"
+        if model.base_model is model:
+            return "it has no backbone of its own"
+        if linear is None:
+            return "it has no output layer"
+        if type(linear) not in (nn.Linear, DetLinear):
+            kind = type(linear).__name__
+            return f"its head is a {kind}, not an nn.Linear; what an adapter or a wrapper adds would be lost"
+        if "forward" in vars(linear):
+            return "the forward of its head was replaced on the object"
+        if linear._forward_hooks or linear._forward_pre_hooks:
+            return "its head has hooks, which would not see what they expect"
+        if hasattr(linear.weight, "full_tensor"):  # a DTensor
+            return "the weight of its head is sharded (a DTensor); leave the head out of fully_shard"
+        if not isinstance(self.factor, float | int | None):
+            return f"its configuration has {self.factor!r} for a factor of logits"
+        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            return "its forward has no logits_to_keep, so it makes logits of every position"
+        return None
+
+    def states(self, **inputs: Any) -> Tensor:
+        """The hidden states that the head reads, of all positions."""
+        seen: dict[str, Any] = {}
+
+        def backbone(module: nn.Module, args: Any, output: Any) -> None:
+            seen["states"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+        def layer(module: nn.Module, args: Any, output: Tensor) -> None:
+            seen["read"], seen["made"] = args[0], output
+
+        hooks = (
+            self.model.base_model.register_forward_hook(backbone),
+            self.linear.register_forward_hook(layer),
+        )
+        try:
+            logits = self.model(**inputs, logits_to_keep=1, use_cache=False, return_dict=True).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if "states" not in seen or "read" not in seen:
+            raise _refusal(self.model, "its forward does not call its backbone and its head")
+        states, read = seen["states"], seen["read"]
+        if read.untyped_storage().data_ptr() != states.untyped_storage().data_ptr() or read.shape[-2] != 1:
+            raise _refusal(
+                self.model, "its head does not read the last of the states that its backbone returns"
+            )
+        if self.model not in _compared:
+            self._compare(seen["made"].detach(), logits.detach())
+            _compared.add(self.model)
+        return states
+
+    def _compare(self, made: Tensor, logits: Tensor) -> None:
+        expected = made.float() if self.factor is None else made.float() * self.factor
+        if self.softcap is not None:
+            expected = self.softcap * torch.tanh(expected / self.softcap)
+        # The model rounds after each of up to three steps; anything else it does is far larger.
+        unit = max(torch.finfo(made.dtype).eps, torch.finfo(logits.dtype).eps)
+        largest = float(expected.abs().max())
+        distance = float((logits.float() - expected).abs().max())
+        if not distance <= 8 * unit * largest:
+            raise _refusal(
+                self.model, f"its logits are up to {distance:.3g} from what its head and its configuration "
+                f"say (factor {self.factor}, softcap {self.softcap})",
+            )  # fmt: skip
+
+
+def _refusal(model: Any, reason: str) -> HFError:
+    return HFError(f"isobit.integrations.hf.token_logps(model: {type(model).__name__}): {reason}")

@@ -1,0 +1,295 @@
+"""isobit inside of TRL.
+
+    isobit.integrations.trl.enable()
+
+From here on TRL's trainers take log-probabilities and entropies of tokens from `isobit.linear_logp`, with
+their gradients. Since 1.15 every trainer of TRL computes them by one function, which `trl.trainer.utils`
+looks up at each call, so trainers that exist already are served too. The losses, metrics, and the gathering
+of sharded weights stay TRL's own.
+
+    with isobit.integrations.trl.enable() as on:
+        trainer.train()
+    print(on.served, on.passed)
+
+Calls that want more than log-probabilities and entropies go on to TRL's own function. They are counted by
+reason, and the first of each warns.
+"""
+
+import inspect
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.backend import UnsupportedError
+from isobit.caller import warn
+from isobit.ops.linear_logp.op import backward, forward
+
+MODULE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
+
+#: The arguments that are passed on, without annotations and the value of the last one's default.
+ARGUMENTS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping=None",
+    "logit_scale=1.0", "outputs",
+)  # fmt: skip
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+INSTALL = "pip install trl==1.16.0"
+
+
+class TRLError(UnsupportedError):
+    """The installed TRL is not one that isobit knows how to serve. The message says what was found."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """The time from on to off: which backend serves, what it has done, and who has asked for it."""
+
+    module: ModuleType
+    theirs: Any  # what stood at the seam before
+    backend: str | None
+    served: int = 0
+    passed: Counter[str] = field(default_factory=Counter)
+    blocks: int = 0  # with-blocks that are open
+    until_disabled: bool = True  # else until the last of these is left
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count_passed(self, reason: str) -> None:
+        with self.lock:
+            self.passed[reason] += 1
+            first = self.passed[reason] == 1
+        if first:
+            warn(f"isobit.integrations.trl: TRL's own function serves log-probabilities here: {reason}")
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> tuple[Tensor | None, ...]:
+        """What TRL calls, with its arguments and its five results."""
+        factor = None if logit_scale == 1.0 else logit_scale
+        options = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": factor}
+        more = sorted(set(outputs) & {"log_sum_sq_probs", "mean_logits", "is_top1"})
+        reason = f"it wants {', '.join(more)} too" if more else self._why_not(options, hidden, weight, bias)
+        if reason is not None:
+            self.count_passed(reason)
+            return self.theirs.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale,
+                outputs,
+            )  # fmt: skip
+        gather = self.module.maybe_gather_lm_head_ctx
+        call = _Call(options | {"return_entropy": "entropy" in outputs}, self.backend, gather)
+        logp, entropy = _LogProbs.apply(hidden, weight, bias, targets, call)
+        with self.lock:
+            self.served += 1
+        return logp, entropy, None, None, None
+
+    def _why_not(
+        self, options: dict[str, Any], hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> str | None:
+        """Why the backend that was asked for by name cannot serve, or None."""
+        if self.backend is None:
+            return None
+        inputs = _cast(_compute_dtype(hidden), hidden, weight, bias)
+        return forward.backend_named(self.backend).when({**_FIXED, **options, **inputs})
+
+
+# The function at the seam
+
+
+#: What `linear_logp` is always given.
+_FIXED: dict[str, Any] = {
+    "mask": None, "ignore_index": -100, "logits_dtype": None, "vocab_size": None, "workspace_bytes": None,
+}  # fmt: skip
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """As TRL's own function chooses it."""
+    kind = hidden.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+
+
+@dataclass
+class _Call:
+    options: dict[str, Any]
+    backend: str | None
+    gather: Any  # TRL's context in which the parameters given to it are whole
+
+
+class _LogProbs(torch.autograd.Function):
+    """`linear_logp` that casts its inputs as TRL does. Not left to autograd, for two reasons: gradients of
+    fp32 parameters under autocast stay in fp32, and the backward gathers a weight that ZeRO-3 has sharded
+    again since the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: _Call
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.call = _compute_dtype(hidden), call
+        with torch.autocast(hidden.device.type, enabled=False):
+            logp, entropy, _, stats, *_ = forward(
+                **_cast(ctx.dtype, hidden, weight, bias), token_ids=targets, **_FIXED, **call.options,
+                return_lse=False, return_stats=True, keep=False, backend=call.backend,
+            )  # fmt: skip
+        entropy = entropy if call.options["return_entropy"] else None
+        ctx.save_for_backward(hidden, weight, bias, targets, stats, entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None) -> Any:
+        hidden, weight, bias, targets, stats, entropy = ctx.saved_tensors
+        wants = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
+        options = {name: value for name, value in ctx.call.options.items() if name != "return_entropy"}
+        with ctx.call.gather(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+            found = backward(
+                **_cast(ctx.dtype, hidden, weight, bias), token_ids=targets, stats=stats, entropy=entropy,
+                kept=None, kept_base=None, dlse=None, **_FIXED, **options,
+                dlogp=None if dlogp is None else dlogp.contiguous(),
+                dentropy=None if dentropy is None else dentropy.contiguous(),
+                **{f"want_{name}": want for name, want in wants.items()},
+                grad_dtype=None if ctx.dtype == torch.float64 else torch.float32, backend=ctx.call.backend,
+            )  # fmt: skip
+        given = (hidden, weight, bias)
+        wanted = zip(found, given, wants.values(), strict=True)
+        return *(g.to(x.dtype) if want else None for g, x, want in wanted), None, None
+
+
+def _cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    cast = None if bias is None else bias.detach().to(dtype)
+    return {"hidden": hidden.detach().to(dtype), "weight": weight.detach().to(dtype), "bias": cast}
+
+
+# On and off
+
+
+class Enabled:
+    """What `enable` returns: counts, and a context manager whose end restores what was before."""
+
+    def __init__(self, session: _Session, turned_on: bool) -> None:
+        self._session, self._turned_on = session, turned_on
+
+    @property
+    def served(self) -> int:
+        """Calls that isobit has computed, since it was turned on."""
+        return self._session.served
+
+    @property
+    def passed(self) -> Counter[str]:
+        """Calls that went on to TRL's own function, by reason; a copy."""
+        with self._session.lock:
+            return self._session.passed.copy()
+
+    def __enter__(self) -> "Enabled":
+        with _lock:
+            if self._session is not _current:
+                raise UnsupportedError("isobit.integrations.trl: it has been turned off; enable() it again")
+            self._session.blocks += 1
+            if self._turned_on:
+                self._session.until_disabled = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _lock:
+            self._session.blocks -= 1
+            if self._session is _current and not (self._session.blocks or self._session.until_disabled):
+                disable()
+
+    def __repr__(self) -> str:
+        passed = sum(self.passed.values())
+        return f"<isobit in TRL: {self.served} calls served, {passed} passed on>"
+
+
+_lock = threading.RLock()
+_current: _Session | None = None
+
+
+def _installed() -> ModuleType:
+    """The module of TRL that has the seam; or an error that says what there is instead."""
+    try:
+        version = import_module("trl").__version__
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ModuleNotFoundError(
+            f"isobit.integrations.trl: TRL is not installed: {INSTALL}", name="trl"
+        ) from error
+    module = import_module(MODULE)
+    function = vars(module).get(NAME)
+    wanted = f"it knows 1.16: {INSTALL}"
+    if function is None or not hasattr(module, "maybe_gather_lm_head_ctx"):
+        raise TRLError(f"isobit.integrations.trl: TRL {version} has no {NAME} in {MODULE} ({wanted})")
+    _, *parameters = inspect.signature(function.forward).parameters.values()  # the first is ctx
+    found = [str(p.replace(annotation=p.empty)) for p in parameters]
+    if found[-1:] == [f"outputs={OUTPUTS!r}"]:
+        found[-1] = "outputs"
+    if tuple(found) != ARGUMENTS:
+        raise TRLError(
+            f"isobit.integrations.trl: TRL {version} has {NAME}({', '.join(found)}), and wanted is "
+            f"{NAME}({', '.join(ARGUMENTS)}) ({wanted})"
+        )
+    return module
+
+
+def enable(backend: str | None = None) -> Enabled:
+    """Let TRL's trainers take log-probabilities and entropies from isobit: until `disable`, or as a context
+    manager until its block is left. Where it is on already, it stays on, and counts go on.
+
+    Args:
+        backend: of `isobit.linear_logp`. None takes the first that can serve; what one that is named cannot
+            serve goes on to TRL's own function.
+
+    Returns:
+        An object with `served`, how many calls isobit has computed, and `passed`, how many it has not, by
+        reason.
+
+    Raises:
+        ModuleNotFoundError: TRL is not installed.
+        TRLError: the function of the installed TRL has another signature than that of 1.16.
+        ContractError: no such backend, or another one is on.
+
+    Example:
+        >>> import isobit
+        >>> with isobit.integrations.trl.enable() as on:  # doctest: +SKIP
+        ...     trainer.train()
+        >>> on.served, on.passed  # doctest: +SKIP
+        (96, Counter())
+    """
+    global _current
+    if backend is not None:
+        forward.backend_named(backend)
+    with _lock:
+        if _current is not None:
+            if _current.backend != backend:
+                raise UnsupportedError(
+                    f"isobit.integrations.trl.enable(backend={backend!r}): it is on with "
+                    f"{_current.backend!r}; disable() it first"
+                )
+            return Enabled(_current, turned_on=False)
+        module = _installed()
+        _current = _Session(module, vars(module)[NAME], backend)
+        setattr(module, NAME, _current)
+        return Enabled(_current, turned_on=True)
+
+
+def disable() -> None:
+    """Leave everything to TRL again. Nothing happens where it is off."""
+    global _current
+    with _lock:
+        if _current is not None:
+            setattr(_current.module, NAME, _current.theirs)
+        _current = None

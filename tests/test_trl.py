@@ -1,0 +1,106 @@
+"""isobit inside of TRL: its trainers on a CPU, with and without it, in the environment that `make parity`
+makes. `trl_on_a_cpu.py` runs them; one run serves all tests here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.integrations import trl
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / ".parity" / "bin" / "python"
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    assert PYTHON.exists(), "run `make parity` first"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [str(PYTHON), str(ROOT / "tests" / "trl_on_a_cpu.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def equal(case: dict[str, Any]) -> bool:
+    plain, ours = ([x for step in case[name] for x in step] for name in ("plain", "isobit"))
+    return all(abs(a - b) <= 1e-5 * max(1.0, abs(a)) for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("case", [*LOSSES, "kl and entropy"])
+def test_grpo_goes_the_way_that_it_goes_without(found: dict[str, Any], case: str) -> None:
+    run = found[case]
+    assert equal(run)
+    assert len(run["plain"]) == 3 and all(norm > 0.01 for _, norm, _ in run["plain"])
+    assert all(
+        0.1 < entropy < 2.8 for _, _, entropy in run["plain"]
+    )  # far from uniform, which is ln 18 = 2.89
+    assert run["served"] == (7 if case == "kl and entropy" else 3) and run["passed"] == {}
+
+
+def test_what_wants_more_goes_on_to_trl(found: dict[str, Any]) -> None:
+    sft, dpo = found["sft"], found["dpo"]
+    assert equal(sft) and equal(dpo) and len(sft["plain"]) == len(dpo["plain"]) == 2
+    assert sft["served"] == 0 and sft["passed"] == {"it wants is_top1 too": 2}
+    assert dpo["served"] == 2 and dpo["passed"] == {"it wants is_top1, mean_logits too": 2}  # the reference
+
+
+def test_calls_give_the_results_and_gradients_of_trl(found: dict[str, Any]) -> None:
+    calls = found["calls"]
+    for name in ("plain", "logp alone", "softcap", "no rows"):
+        assert calls[name] <= 2e-6, name
+    assert 0 < calls["autocast"] < 0.03  # TRL rounds logits to bf16, isobit does not
+
+
+def test_a_backward_gathers_the_weight_again(found: dict[str, Any]) -> None:
+    assert found["gathers"] == [[[50, 16], [50]]]
+
+
+def test_gradients_of_fp32_parameters_are_not_rounded_under_autocast(found: dict[str, Any]) -> None:
+    assert found["unrounded"]
+
+
+def test_one_module_of_trl_calls_the_function(found: dict[str, Any]) -> None:
+    assert found["version"] == "1.16.0" and found["importers"] == ["kernels/__init__.py", "trainer/utils.py"]
+
+
+def test_on_off_and_refusals(found: dict[str, Any]) -> None:
+    told = found["switching"]
+    assert told["inner"] and told["after_block"] and told["shared"] and told["restored"]
+    assert told["told"].endswith("enable(backend='triton'): it is on with None; disable() it first")
+    served, passed = told["named"]
+    assert served == 0 and list(passed.values()) == [1] and "Hopper GPU" in next(iter(passed))
+    wanted = r"TRL 1\.16\.0 has _C\w+\(hidden, weight, targets\), and wanted is _C\w+\(hidden, weight, bias"
+    assert re.search(wanted, told["refusal"]) and told["untouched"]
+
+
+def test_importing_isobit_imports_neither_trl_nor_transformers() -> None:
+    code = "import sys, isobit.integrations.trl; assert not {'trl', 'transformers'} & set(sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([str(PYTHON), "-c", code], env=env, check=True)
+
+
+def test_without_trl_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ModuleNotFoundError):
+        trl.enable()
+    monkeypatch.delitem(sys.modules, "trl")
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModuleNotFoundError, match=r"TRL is not installed: pip install trl==1\.16\.0"):
+        trl.enable()
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "trl.md").read_text()
+    ((code, output),) = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", page, re.S)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "CI": "1"}
+    command = [str(PYTHON), "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.endswith(output)
