@@ -28,6 +28,7 @@ from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
 from isobit.check.law import LAWS, small_case
 from isobit.check.memcheck import memcheck as under_sanitizer
+from isobit.check.named import load_candidate
 from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
@@ -132,6 +133,15 @@ def check(
     backend: Annotated[
         Names, typer.Option(help="backend; repeatable; all that can exist here by default")
     ] = None,
+    candidate: Annotated[
+        str | None, typer.Option(help="a function of yours for one op, my_pkg.my_mod:my_fn")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="my_mod:adapt, adapt(fn) -> fn, maps a candidate's names and outputs")
+    ] = None,
+    output_dtype: Annotated[
+        str | None, typer.Option(help="dtype of a candidate's outputs, if it is not the op's")
+    ] = None,
     law: Annotated[Names, typer.Option(help=f"law; repeatable: {', '.join(LAWS)}")] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="only the ahead-of-time compilation law")
@@ -187,6 +197,16 @@ def check(
         targets=_known("target", target or [], TARGETS),
     )
     _consistent(request, compile and bool(law), json_path)
+    if candidate is not None:
+        if len(request.ops) != 1 or request.backends or results is not None:
+            raise ContractError(
+                "--candidate is for one --op, without --backend and --results; --json keeps its report"
+            )
+        (dtype_out,) = _dtypes([output_dtype]) if output_dtype else (None,)
+        theirs = load_candidate(request.ops[0], candidate, request.device, adapter, dtype_out)
+        request = replace(request, candidate=theirs)
+    elif adapter is not None or output_dtype is not None:
+        raise ContractError("--adapter and --output-dtype are for a --candidate: give one with them")
     start = time.perf_counter()
     to_stdout = json_path is not None and str(json_path) == "-"
     say = (lambda text: None) if to_stdout else print
@@ -205,6 +225,9 @@ def check(
     cells = run(request, progress)
     seen = observations(request)
     found = report.to_json(cells, request.device, commit, seen, request.command())
+    if request.candidate is not None:
+        found["candidates"] = [one | {"serves": request.candidate.summary} for one in found["candidates"]]
+        say(f"\n{candidate}: {request.candidate.in_words}")
     say("\n" + report.table(cells) + "\n")
     for line in report.worst(cells):
         say(line)

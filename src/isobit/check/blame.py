@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isobit.check.candidate import Candidate
 from isobit.op import OPS, Op
 
 _PACKAGE = Path(__file__).parents[1]
@@ -32,11 +33,11 @@ def _in_package(file: str) -> bool:
 
 def _files_of(op: Op, backend: str) -> Iterator[str]:
     """Where the functions of a backend are written, those of its gradients among them."""
-    for one in (o for o in OPS.values() if o.package == op.package):
-        for each in one.backends:
-            function: Any = each.run
-            while isinstance(function, functools.partial):
-                function = function.func
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            if each.name == backend and code is not None:
-                yield code.co_filename
+    ops = (o for o in OPS.values() if o.package == op.package)
+    functions: list[Any] = [each.run for one in ops for each in one.backends if each.name == backend]
+    for function in (*functions, *(op.written if isinstance(op, Candidate) else ())):
+        while isinstance(function, functools.partial):
+            function = function.func
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            yield code.co_filename

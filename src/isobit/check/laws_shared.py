@@ -50,8 +50,11 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
         index = everyone[shared.live(args)]
         packed = rows.select(args, index) | {shared.mask: None}
         checks += same("packed: rows that do not count taken out", packed, rows.of_outputs(cotangents, index))
-    for what, changes in shared.schedules(args).items():
-        checks += same(what, args | changes, cotangents)
+    schedules = {what: args | changes for what, changes in shared.schedules(args).items()}
+    for what, changed_args in schedules.items():
+        if trial.refusal(changed_args) is not None:  # a candidate need not take what chooses a schedule
+            continue
+        checks += same(what, changed_args, cotangents)
     for name in (name for name in whole if name in rows.args):
         alone = replace(trial, only=(name,)).backward(args)[1]
         checks.append(same_bits(f"gradient:{name}", alone[name], whole[name], "asked for alone"))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.blocks.launch import Recorder
+from isobit.check.candidate import Candidate
 from isobit.check.compare import OutputCheck, failure, passed, same_bits
 from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
@@ -161,7 +162,10 @@ def traceable(trial: Trial) -> list[OutputCheck]:
     capture on a GPU, and a clear error for a second derivative."""
     if isinstance(trial.op, Composed):
         raise Unsupported(trial.op.untraceable)
-    checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]
+    if isinstance(trial.op, Candidate):  # no torch.library op, and its second derivative is its own matter
+        checks = _compiles(trial)
+    else:
+        checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]
     if _on_gpu(trial):
         checks += _captures(trial)
     return checks

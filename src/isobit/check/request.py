@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from isobit.check.candidate import Candidate
 from isobit.check.law import LAWS, small_case
 from isobit.check.options import fit, known_options, options_of, text_of, varied, words
 from isobit.check.proof import Args, Case, InputOptions
@@ -35,15 +36,24 @@ class Request:
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
+    candidate: Candidate | None = None  # someone else's function, in the place of the op's backends
 
     def command(self) -> str:
         """The line that repeats this request."""
         parts = ["isobit check"]
         parts += [f"--op {name}" for name in self.ops] + [f"--backend {name}" for name in self.backends]
+        if self.candidate is not None:
+            parts = [self.start(self.candidate.name, "")]
         parts += [f"--law {name}" for name in self.laws]
         parts += [f"--dtype {dtype_name(dtype)}" for dtype in self.dtypes]
         parts += [f"--case {shlex.quote(self.case)}"] if self.case else []
         return " ".join([*parts, self.options()])
+
+    def start(self, op: str, backend: str) -> str:
+        """How a line begins that repeats something of one op and backend, or of the candidate."""
+        if self.candidate is None:
+            return f"isobit check --op {op} --backend {backend}"
+        return f"isobit check --op {op} {self.candidate.flags}"
 
     def options(self) -> str:
         """The flags that repeat this request, for reproduction lines and for the interpreter's process."""
@@ -73,6 +83,8 @@ class Request:
 def ops_of(request: Request) -> list[Op]:
     """The ops that are named; without names all, or of all those that have dimensions and options of these
     names."""
+    if request.candidate is not None:
+        return [request.candidate]
     if request.ops:
         return [known_op(name) for name in request.ops]
     ops = [proof.op for proof in proofs().values()]

@@ -12,6 +12,7 @@ from isobit.backend import UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.check import workers
 from isobit.check.blame import raised_at
+from isobit.check.candidate import Candidate
 from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.interpreter import quick_interpreter
 from isobit.check.law import LAWS
@@ -125,13 +126,15 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
 def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     # Heavy cases take minutes each there.
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
+    slow = slow or (isinstance(op, Candidate) and request.device.type == "cpu")
     never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
         if _is_elsewhere(op, backend, law, request):
             continue
-        if never is not None and law != "compile":
-            again = f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}"
-            yield Cell(op.name, backend, law, "", UNSUPPORTED, never, command=again)
+        why = op.lacks.get(law) if isinstance(op, Candidate) else never if law != "compile" else None
+        if why is not None:
+            again = _command(op, backend, law, None, request)
+            yield Cell(op.name, backend, law, "", UNSUPPORTED, why, command=again)
             continue
         for case in cases_of(op, law, request):
             if not (case.heavy and slow) and not (case.gpu_gb and request.device.type == "cpu"):
@@ -184,7 +187,14 @@ def _fits(op: Op, case: Case, device: torch.device) -> None:
             raise Unsupported(f"needs a GPU with {case.gpu_gb} GB, this one has {there:.0f}")
 
 
-def _command(op: Op, backend: str, law: str, case: Case, request: Request) -> str:
+def _command(op: Op, backend: str, law: str, case: Case | None, request: Request) -> str:
+    """The line that repeats a cell; without a case, all cells of its law."""
+    if request.candidate is not None and request.candidate.flags is None:
+        # No command line could import the function.
+        only = "" if case is None or request.dims is not None else f", case={case.name!r}"
+        return f"isobit.testing.check(<the function>, op={op.name!r}, laws=({law!r},){only})"
+    if case is None:
+        return f"{request.start(op.name, backend)} --law {law} {request.options()}"
     one = f" --dtype {dtype_name(case.dtype)}" if request.dims is not None or request.dtypes else ""
     one += "" if request.dims is not None else f" --case '{case.name}'"
-    return f"isobit check --op {op.name} --backend {backend} --law {law} {request.options()}{one}"
+    return f"{request.start(op.name, backend)} --law {law} {request.options()}{one}"

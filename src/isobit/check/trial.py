@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.backend import UnsupportedError
+from isobit.check.candidate import Candidate
 from isobit.check.compare import OutputCheck, differing, failure, passed
 from isobit.check.proof import Args, Case, InputOptions, Proof
 from isobit.check.proofs import proof_of
@@ -71,9 +72,16 @@ class Trial:
     def call(self, args: Args, validate: bool | None = None, alone: bool = False) -> tuple[Tensor, ...]:
         """The public function, asked for every output; or `alone`, as most call it, for nothing optional."""
         assert self.op.function is not None
+        refused = self.refusal(args)
+        if refused is not None:
+            raise Unsupported(refused)
         outputs = self.op.function(**self.controls(validate, alone) | args)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
         return several if alone else self.proof.judged(args, several)
+
+    def refusal(self, args: Args) -> str | None:
+        """Why a candidate cannot be asked for this call. Of isobit's own backends the op says it itself."""
+        return self.op.refusal(args) if isinstance(self.op, Candidate) else None
 
     def leaves(self, args: Args) -> list[str]:
         """Arguments that get a gradient in this call: optional ones may not be there, and some calls have

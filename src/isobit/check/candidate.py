@@ -1,0 +1,337 @@
+"""Someone else's function in the place of an op: what it takes and returns, and how it is called.
+
+A candidate is called by keyword, with the names of the op's contract. Its signature says which arguments it
+takes; a call that needs another one is UNSUPPORTED, with that reason. One small call shows which outputs it
+returns, and whether they have a gradient. It is judged by the op's own proof, cut to what it serves. Nothing
+of isobit computes in its place: it has no backend, no backward and no numerics class but its own.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.backend import Backend
+from isobit.check.proof import Args, Proof
+from isobit.contract import MISSING, ContractError, Param, dtype_name
+from isobit.op import CONTROLS, Op
+
+Function = Callable[..., Any]
+
+#: The numerics class of every candidate: it is held to bits of its own, and shares them with nothing.
+OWN_CLASS = "candidate"
+
+_CONTROLS = {p.name for p in CONTROLS}
+
+
+@dataclass(eq=False)
+class Candidate(Op):
+    """An op as a candidate serves it. It is not among the ops that people call, and no `torch.library` op."""
+
+    proof: Proof | None = None
+    #: Laws that cannot apply to it, with the reason.
+    lacks: dict[str, str] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
+    #: Flags of the command line that name it; None for a function that no command line could name.
+    flags: str | None = None
+    #: The functions of the user behind it, for whoever looks for a line of theirs.
+    written: tuple[Function, ...] = ()
+    whole: Op | None = None  # the op that it stands for
+    served: tuple[int, ...] = ()
+    output_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def __call__(self, **given: Any) -> Any:
+        raise TypeError(f"a candidate for {self.name} is called through its function")
+
+    def fake(self, **given: Any) -> tuple[Tensor, ...]:
+        """Outputs that it serves, in the dtype that it was said to return."""
+        assert self.whole is not None
+        found = self.whole.fake(**given)
+        return tuple(_recast(found[i], self.output_dtype) for i in self.served)
+
+    def refusal(self, args: Args) -> str | None:
+        """Why it cannot be asked for this call. It looks at token ids: rows may be ignored by them."""
+        beside = [p for p in _own(self.contract.params) if p.name in args and p.name not in self.takes]
+        lacks = [p.name for p in beside if not _is_default(p, args[p.name])]
+        if lacks:
+            return f"it does not take {', '.join(lacks)}"
+        if "ignore_index" in self.contract.names and "ignore_index" not in self.takes:
+            ignored = args.get("token_ids") == args.get("ignore_index", -100)
+            if isinstance(ignored, Tensor) and bool(ignored.any()):
+                return "it does not take ignore_index, and some rows here are ignored"
+        return None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What of the op it serves, as the report says it."""
+        assert self.whole is not None and self.proof is not None
+        return {
+            "takes": list(self.takes),
+            "outputs": list(self.proof.outputs),
+            "gradients": list(self.differentiable),
+            "output_dtype": None if self.output_dtype is None else dtype_name(self.output_dtype),
+        }
+
+    @property
+    def in_words(self) -> str:
+        found = self.summary
+        text = f"takes {', '.join(found['takes'])}; judged by {', '.join(found['outputs'])}"
+        return text + ("" if found["gradients"] else "; forward only")
+
+
+def candidate_of(
+    op: Op,
+    proof: Proof,
+    function: Any,
+    small: Args,
+    *,
+    name: str,
+    flags: str | None = None,
+    adapter: Function | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Candidate:
+    """The candidate that a function is for an op. `small` are arguments of a small call, by which it is asked
+    what it returns."""
+    given = _callable(function, name)
+    called = given if adapter is None else _callable(adapter(given), f"what the adapter made of {name}")
+    takes = _taken(called, op, name)
+    expected = _expected(op, proof, takes)
+    served, differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
+    contract = copy.copy(op.contract)
+    contract.outputs = [op.contract.outputs[i] for i in served]
+    backend = Backend(name, called, OWN_CLASS, lambda args: None, False, lambda args: None)
+    found = Candidate(
+        contract, op.package, op.sizes, op.flops, [backend], list(op.rules), list(op.value_rules),
+        _public(called, op, takes, expected, served), differentiable, takes=takes, flags=flags,
+        written=(given, called), whole=op, served=served, output_dtype=output_dtype,
+    )  # fmt: skip
+    found.proof = _cut(proof, found)
+    found.lacks = _lacks(proof, found)
+    return found
+
+
+def _callable(thing: Any, name: str) -> Function:
+    """What to call: the thing itself, or its `forward` if that is all it has."""
+    if inspect.isclass(thing):
+        raise ContractError(f"{name} is a class: name a function of it, for example {name}.apply")
+    found = thing if callable(thing) else getattr(thing, "forward", None)
+    if not callable(found):
+        raise ContractError(f"{name} is {type(thing).__name__}: it is not callable and has no forward")
+    return found
+
+
+# What it takes
+
+
+def _own(params: Sequence[Param]) -> list[Param]:
+    """The arguments of an op, without the controls that every op has."""
+    return [p for p in params if p.name not in _CONTROLS]
+
+
+def _is_default(p: Param, value: Any) -> bool:
+    return value is p.default or (not isinstance(value, Tensor) and bool(value == p.default))
+
+
+def _taken(function: Function, op: Op, name: str) -> tuple[str, ...]:
+    """Arguments of the contract that the function names in its signature. `**kwargs` names none."""
+    params = _own(op.contract.params)
+    signature = _signature(function)
+    if signature is None:
+        raise ContractError(f"{name} has no signature to read: give an --adapter with named arguments")
+    named = {p.name: p for p in signature.parameters.values()
+             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}  # fmt: skip
+    only = [p.name for p in signature.parameters.values()
+            if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]  # fmt: skip
+    missing = [p.name for p in params if p.default is MISSING and p.name not in named]
+    more = [n for n, p in named.items() if p.default is p.empty and n not in {p.name for p in params}] + only
+    if missing or more:
+        rules = [f"does not take {', '.join(missing)} by name"] if missing else []
+        rules += [f"requires {', '.join(more)}, which {op.name} does not have"] if more else []
+        raise ContractError(f"{name}{signature} {' and '.join(rules)}: give an --adapter that maps the names")
+    return tuple(p.name for p in params if p.name in named)
+
+
+def _signature(function: Function) -> inspect.Signature | None:
+    """Of what is called, not of what it wraps; unless it passes on whatever it is given, as decorators do."""
+    try:
+        found = inspect.signature(function, follow_wrapped=False)
+        anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        if hasattr(function, "__wrapped__") and {p.kind for p in found.parameters.values()} <= anything:
+            return _signature(function.__wrapped__)
+    except (TypeError, ValueError):  # functions of C have none
+        return None
+    return found
+
+
+# What it returns
+
+
+def _switches(op: Op) -> set[str]:
+    """Arguments that ask for an output."""
+    flags = {p.name for p in op.contract.params if p.scalar is bool}
+    return flags & {str(spec.when) for spec in op.contract.outputs}
+
+
+def _expected(op: Op, proof: Proof, takes: Sequence[str]) -> list[tuple[int, str, str | None]]:
+    """(number, name, flag) of the outputs that it can be asked for. Those behind a flag that it does not take
+    are not among them, unless they are there by default."""
+    defaults = {p.name: p.default for p in op.contract.params}
+    found = []
+    for i, name in enumerate(proof.outputs):
+        when = op.contract.outputs[i].when
+        flag = when if when in _switches(op) else None
+        if flag is None or flag in takes or defaults[flag] is True:
+            found.append((i, name, flag if flag in takes else None))
+    return found
+
+
+def _by_number(
+    outputs: Any, expected: Sequence[tuple[int, str, str | None]], given: Args, defaults: Args
+) -> dict[int, Any]:
+    """What was returned, by the number of the output. Outputs that were not asked for may be left out, or be
+    None; a dictionary names those that are in it. More than there are is an error."""
+    items = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    named = {k: v for item in items if isinstance(item, dict) for k, v in item.items()}
+    items = [item for item in items if not isinstance(item, dict)]
+    asked = [(i, n) for i, n, flag in expected if flag is None or given.get(flag, defaults[flag])]
+    places = asked if len(items) <= len(asked) else [(i, n) for i, n, _ in expected]
+    if len(items) > len(places):
+        names = ", ".join(n for _, n in places)
+        raise ContractError(f"returned {len(items)} outputs, of which there are {len(places)} ({names})")
+    found = dict(zip((i for i, _ in places), items, strict=False))
+    return found | {i: named[n] for i, n in asked if n in named}
+
+
+def _defaults(op: Op) -> Args:
+    return {p.name: p.default for p in op.contract.params}
+
+
+def _probe(
+    function: Function,
+    op: Op,
+    takes: Sequence[str],
+    expected: Sequence[tuple[int, str, str | None]],
+    small: Args,
+    total: int,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """(outputs that it returns, arguments that get a gradient), from small calls. One that fails is taken to
+    serve everything that it could: the laws then say how it fails."""
+    everything = tuple(i for i, _, _ in expected)
+    flags = {flag: True for _, _, flag in expected if flag is not None}
+    there = {i: o.numel() > 0 or o.shape != (0,) for i, o in enumerate(op.fake(**flags | small)[:total])}
+
+    def outputs_of(args: Args) -> dict[int, Any]:
+        given = {n: v for n, v in (flags | args).items() if n in takes}
+        return _by_number(function(**given), expected, given, _defaults(op))
+
+    def copied() -> Args:
+        return {n: v.clone() if isinstance(v, Tensor) else v for n, v in small.items()}
+
+    try:
+        with torch.no_grad():
+            found = outputs_of(copied())
+    except Exception:  # what it raises is the laws' to report, with the line
+        return everything, op.differentiable
+    served = tuple(i for i in everything if isinstance(found.get(i), Tensor) or (i in found and not there[i]))
+    args = copied()
+    leaves = [n for n in op.differentiable if isinstance(args.get(n), Tensor)]
+    for leaf in leaves:
+        args[leaf].requires_grad_()
+    try:
+        with torch.enable_grad():
+            found = outputs_of(args)
+    except Exception:
+        return served or everything, op.differentiable
+    has = any(isinstance(o, Tensor) and o.requires_grad for o in found.values())
+    return served or everything, op.differentiable if has else ()
+
+
+def _public(
+    function: Function,
+    op: Op,
+    takes: Sequence[str],
+    expected: Sequence[tuple[int, str, str | None]],
+    served: Sequence[int],
+) -> Function:
+    """What a check calls in place of the op's public function. It looks at no tensor, so that it can be
+    compiled; outputs that were not asked for are None."""
+    defaults = _defaults(op)
+
+    def call(**given: Any) -> tuple[Any, ...]:
+        passed = {name: given[name] for name in takes if name in given}
+        found = _by_number(function(**passed), expected, passed, defaults)
+        return tuple(found.get(i) for i in served)
+
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
+    made: Any = call
+    made.__signature__ = inspect.Signature(kinds)
+    return call
+
+
+def _recast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return t if dtype is None or not t.is_floating_point() else t.to(dtype)
+
+
+# What it is judged by
+
+
+def _cut(proof: Proof, candidate: Candidate) -> Proof:
+    """The op's proof, of the outputs that the candidate serves. In another output dtype it is held to a
+    result that was rounded once to that dtype."""
+    served, dtype = candidate.served, candidate.output_dtype
+
+    def formula(args: Args) -> tuple[Tensor, ...]:
+        found = proof.formula(args)
+        wide = any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in args.values())
+        return tuple(_recast(found[i], None if wide else dtype) for i in served)
+
+    def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
+        everything = proof.formula(args)
+        given = dict(zip(served, cotangents, strict=False))
+        filled = [given.get(i, torch.zeros_like(o)) for i, o in enumerate(everything)] if given else ()
+        found = proof.scale(args, everything, filled)
+        if dtype is None or torch.finfo(dtype).bits >= 32:
+            return found
+        # A result that is off by d may round to the other neighbour: at most 2 d farther from the truth.
+        names = {proof.outputs[i] for i in served}
+        return {name: 2 * size if name in names else size for name, size in found.items()}
+
+    def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """An output that was not asked for has no elements, nor has one that is there for other calls."""
+        if all(o is not None for o in outputs):
+            return outputs
+        device = next(t.device for t in args.values() if isinstance(t, Tensor))
+        expected = candidate.fake(**{n: v for n, v in args.items() if n in candidate.contract.names})
+        empty = [torch.empty(0, dtype=e.dtype, device=device) for e in expected]
+        return tuple(e if o is None and math.prod(x.shape) == 0 else o
+                     for o, e, x in zip(outputs, empty, expected, strict=True))  # fmt: skip
+
+    return replace(
+        proof, op=candidate, outputs=tuple(proof.outputs[i] for i in served), formula=formula, scale=scale,
+        judged=judged, exact=None, also=None, observe=None, kernels={}, slow=(),
+    )  # fmt: skip
+
+
+def _lacks(proof: Proof, candidate: Candidate) -> dict[str, str]:
+    """Laws that have no meaning for a candidate, or none for this one."""
+    found = {
+        "contract": "to refuse bad calls with isobit's own errors is a promise of isobit's functions",
+        "compile": "the kernels behind a candidate are not known here",
+    }
+    if proof.shared is None:
+        found["agree"] = "nothing else shares its numerics class"
+    if proof.invariant is not None:
+        found["invariant"] = f"the law of bits of {candidate.name} looks into isobit's own schedule"
+    if not candidate.differentiable and candidate.whole is not None and candidate.whole.differentiable:
+        found["gradient"] = "forward only: no output requires a gradient where an input does"
+        if "agree" not in found:
+            found["agree"] = found["gradient"]
+    return found

@@ -1,0 +1,52 @@
+"""A candidate from the names that a user gives: `my_pkg.my_mod:my_fn`. Nothing else of theirs is imported."""
+
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.check.candidate import Candidate, candidate_of
+from isobit.check.proofs import proof_of
+from isobit.check.request import small_args
+from isobit.contract import ContractError, dtype_name
+from isobit.op import known_op
+
+
+def load_candidate(
+    op_name: str, target: str, device: torch.device, adapter: str | None, output_dtype: torch.dtype | None
+) -> Candidate:
+    """The function of this name as a candidate for an op, through the adapter of that name."""
+    function = _named(target, "--candidate")
+    adapt = None if adapter is None else _named(adapter, "--adapter")
+    if adapt is not None and not callable(adapt):
+        raise ContractError(f"--adapter {adapter}: is not a function adapt(fn) -> fn")
+    flags = [f"--candidate {shlex.quote(target)}"]
+    flags += [f"--adapter {shlex.quote(adapter)}"] if adapter is not None else []
+    flags += [f"--output-dtype {dtype_name(output_dtype)}"] if output_dtype is not None else []
+    op = known_op(op_name)
+    return candidate_of(
+        op, proof_of(op), function, small_args(op, device),
+        name=target, flags=" ".join(flags), adapter=adapt, output_dtype=output_dtype,
+    )  # fmt: skip
+
+
+def _named(text: str, option: str) -> Any:
+    """What `module:name` names; the folder of the command counts as a place for modules."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ContractError(f"{option} {text}: write it as MODULE:NAME, for example my_pkg.my_mod:my_fn")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = import_module(module)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ContractError(f"{option} {text}: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ContractError(f"{option} {text}: {module} has no {name}")
+        found = getattr(found, part)
+    return found

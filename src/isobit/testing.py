@@ -1,0 +1,104 @@
+"""The checker for other projects' test suites: hold a function of yours to the laws of an op.
+
+from isobit import testing
+
+def test_my_kernel() -> None:
+    testing.check(my_kernel, op="logp", laws=("accuracy", "gradient"))
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isobit.arch import default_device
+from isobit.check import report
+from isobit.check.candidate import candidate_of
+from isobit.check.law import LAWS
+from isobit.check.proofs import proof_of
+from isobit.check.request import Request, small_args
+from isobit.check.runner import run
+from isobit.contract import ContractError, dtype_name
+from isobit.op import known_op
+
+
+def check(
+    function: Callable[..., Any],
+    op: str,
+    *,
+    adapter: Callable[[Any], Callable[..., Any]] | None = None,
+    output_dtype: torch.dtype | None = None,
+    laws: Sequence[str] = (),
+    dtypes: Sequence[torch.dtype] = (),
+    dims: Mapping[str, int] | None = None,
+    case: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Hold a function to the laws of an op, as `isobit check --candidate` does.
+
+    Args:
+        function: called by keyword, with the argument names of the op. Its signature says which options it
+            takes; cases with others are UNSUPPORTED, and fail nothing.
+        op: the name of the op, as `isobit check --op` takes it.
+        adapter: adapt(function) -> function, where names or outputs differ.
+        output_dtype: the dtype of its outputs, if that is not the op's.
+        laws: some of the laws; all by default.
+        dtypes, dims, case, options: as on the command line; the declared cases by default.
+        device: a GPU if there is one, by default.
+
+    Returns:
+        The report, as `isobit check --json` writes it.
+
+    Raises:
+        AssertionError: a law is broken; the message is the report.
+        ContractError: nothing could be checked, or a name is unknown.
+
+    Example:
+        >>> import torch
+        >>> from isobit import testing
+        >>> def mine(logits, token_ids):
+        ...     return torch.log_softmax(logits.float(), -1).gather(-1, token_ids.long()[..., None])[..., 0]
+        >>> report = testing.check(mine, op="logp", laws=("accuracy",), device="cpu")
+        >>> report["fail"]
+        0
+    """
+    for law in laws:
+        if law not in LAWS:
+            raise ContractError(f"unknown law {law!r}; known: {', '.join(LAWS)}")
+    device = default_device() if device is None else torch.device(device)
+    named, found = known_op(op), _flags(function, adapter, output_dtype)
+    candidate = candidate_of(
+        named, proof_of(named), function, small_args(named, device), name=_name(function) or repr(function),
+        flags=found, adapter=adapter, output_dtype=output_dtype,
+    )  # fmt: skip
+    request = Request(
+        ops=(op,), laws=tuple(laws), dtypes=tuple(dtypes), device=device, case=case, candidate=candidate,
+        dims=None if dims is None else dict(dims), vary=dict(options or {}),
+    )  # fmt: skip
+    cells = run(request)
+    result = report.to_json(cells, device, command=None if found is None else request.command())
+    if not result["passed"]:
+        raise AssertionError("\n".join(["", report.table(cells), "", *report.notes(cells)]))
+    return result
+
+
+def _flags(function: Any, adapter: Any, output_dtype: torch.dtype | None) -> str | None:
+    """Flags of the command line that name the same; None where a name could not be imported."""
+    flags = ["--candidate", _importable(function)]
+    if adapter is not None:
+        flags += ["--adapter", _importable(adapter)]
+    if output_dtype is not None:
+        flags += ["--output-dtype", dtype_name(output_dtype)]
+    return None if None in flags else " ".join(str(flag) for flag in flags)
+
+
+def _name(thing: Any) -> str | None:
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    return None if module is None or name is None else f"{module}:{name}"
+
+
+def _importable(thing: Any) -> str | None:
+    """`module:name`, unless it is made inside of a function or in a script."""
+    name = _name(thing)
+    return None if name is None or "<" in name or name.startswith("__main__:") else name

@@ -1,0 +1,172 @@
+"""Someone else's function under the checker: a right one passes, a wrong one fails with a report that names
+its fault, and what it does not take is UNSUPPORTED with that reason."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import third_party
+from isobit import ContractError, testing
+from isobit.check.runner import UNSUPPORTED
+
+HERE, PACKAGE = Path(__file__).parent, Path(testing.__file__).parent
+
+
+def cases(report: dict[str, Any], law: str) -> list[dict[str, Any]]:
+    return [c for one in report["candidates"] for c in one["cases"] if c["law"] == law]
+
+
+def check(function: Any, *laws: str, op: str = "logp", **more: Any) -> dict[str, Any]:
+    return testing.check(function, op=op, laws=laws, device="cpu", **more)
+
+
+def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
+    with pytest.raises(AssertionError) as found:
+        check(function, law, op=op, **more)
+    return str(found.value)
+
+
+NUMBERS = ("accuracy", "gradient", "repeatable", "written", "invariant")
+
+
+def test_a_right_one_passes_and_what_it_does_not_take_is_unsupported() -> None:
+    report = check(third_party.right, *NUMBERS)
+    assert report["ok"] > 10 and all(any(c["status"] == "ok" for c in cases(report, law)) for law in NUMBERS)
+    reasons = {c["reason"] for law in NUMBERS for c in cases(report, law) if c["status"] == UNSUPPORTED}
+    assert "it does not take temperature" in reasons
+    assert "it does not take ignore_index, and some rows here are ignored" in reasons
+
+
+def test_forward_only_is_not_credited_with_a_backward_of_isobit() -> None:
+    report = check(third_party.forward_only, "accuracy", "gradient", "memory")
+    (gradient,) = cases(report, "gradient")
+    assert gradient["status"] == UNSUPPORTED and gradient["reason"].startswith("forward only")
+    assert [o["output"] for c in cases(report, "memory") for o in c["outputs"]] == ["fwd"]
+    masked = [c for c in cases(report, "accuracy") if "mask" in c["options"]]
+    assert masked and {c["status"] for c in masked} == {UNSUPPORTED}  # **kwargs takes nothing
+
+
+def test_laws_that_are_promises_of_isobit_alone_are_unsupported() -> None:
+    report = check(third_party.right, "accuracy", "contract", "compile", "agree")
+    for law in ("contract", "compile", "agree"):
+        assert [c["status"] for c in cases(report, law)] == [UNSUPPORTED]
+
+
+def test_outputs_are_those_that_it_has_flags_for() -> None:
+    report = check(third_party.entropy_too, "accuracy", case="B=2 S=2 T=5 V=33 fp32")
+    (accuracy,) = cases(report, "accuracy")
+    assert [o["output"] for o in accuracy["outputs"]] == ["0:logp", "1:entropy"]
+
+
+def test_another_output_dtype_is_right_only_where_it_is_said() -> None:
+    assert check(third_party.in_bf16, "accuracy", output_dtype=torch.bfloat16)["ok"] > 0
+    assert "output logp is [20] bf16, should be [20] fp32" in fault(third_party.in_bf16, "accuracy")
+
+
+# Faults
+
+
+def test_a_dropped_tail_is_named() -> None:
+    text = fault(third_party.drops_a_tail, "accuracy")
+    assert "0:logp: " in text and "beyond the bound; worst at [" in text and "truth" in text
+    assert "isobit check --op logp --candidate third_party:drops_a_tail --law accuracy --device cpu" in text
+
+
+def test_an_order_that_depends_on_the_number_of_rows_is_named() -> None:
+    check(third_party.order_depends_on_rows, "accuracy", case="B=2 S=2 T=5 V=33 fp32")
+    text = fault(third_party.order_depends_on_rows, "invariant")
+    assert re.search(r"(0:logp|gradient:logits): [0-9]+ of 17 rows alone: [0-9]+ of [0-9]+ differ", text)
+
+
+def test_a_wrong_gradient_of_one_input_is_named() -> None:
+    more = {"op": "linear_logp", "dims": {"N": 5, "D": 16, "V": 33}, "dtypes": (torch.float32,)}
+    check(third_party.wrong_gradient_of_weight, "accuracy", **more)
+    text = fault(third_party.wrong_gradient_of_weight, "gradient", **more)
+    assert "gradient:weight: " in text and "gradient:hidden" not in text
+
+
+def test_nan_out_of_a_masked_row_is_named() -> None:
+    text = fault(third_party.leaks_masked_nan, "accuracy", case="N=20 V=130 fp32 mask=0.25")
+    assert "0:logp: " in text and "ours nan" in text and "truth 0" in text
+
+
+def test_writing_into_an_input_is_named() -> None:
+    assert "wrote into its input logits" in fault(third_party.writes_into_its_input, "accuracy")
+
+
+# Names
+
+
+def test_a_function_that_no_command_can_name_is_repeated_from_python() -> None:
+    text = fault(lambda logits, token_ids: logits.float().sum(-1), "accuracy")
+    assert "isobit.testing.check(<the function>, op='logp', laws=('accuracy',), case=" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "rule"),
+    [
+        (lambda logits, index: logits, "does not take token_ids by name and requires index"),
+        (lambda **kwargs: None, "does not take logits, token_ids by name"),
+        (torch.nn.Identity, "is a class"),
+        (3, "is not callable and has no forward"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_an_error_before_anything_runs(function: Any, rule: str) -> None:
+    with pytest.raises(ContractError, match=rule):
+        check(function, "accuracy")
+
+
+def isobit(*arguments: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "isobit", "check", "--device", "cpu", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # the command runs in another folder
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
+
+
+def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    candidate = ("--candidate", "torch.nn.functional:cross_entropy", "--adapter", "third_party:adapt")
+    laws = ("--law", "accuracy", "--law", "gradient")
+    done = isobit("--op", "logp", *candidate, *laws, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert " ".join(candidate) in report["command"]
+    assert report["candidates"][0]["serves"]["takes"] == ["logits", "token_ids", "ignore_index"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "logp", "--candidate", "third_party"), "write it as MODULE:NAME"),
+        (("--op", "logp", "--candidate", "third_party:no"), "third_party has no no"),
+        (("--op", "logp", "--candidate", "no_such:fn"), "ModuleNotFoundError"),
+        (("--candidate", "third_party:right"), "--candidate is for one --op"),
+        (("--op", "logp", "--adapter", "third_party:adapt"), "are for a --candidate"),
+    ],
+)
+def test_names_that_are_none_are_errors(arguments: tuple[str, ...], message: str) -> None:
+    done = isobit(*arguments)
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_commands_of_the_page_pass(tmp_path: Path) -> None:
+    page = (HERE.parent / "docs" / "check_my_kernel.md").read_text()
+    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    lines = re.findall(r"^isobit check (.*)$", page, re.MULTILINE)
+    assert len(files) == 2 and len(lines) == 3
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    for line in lines:
+        done = isobit(*shlex.split(line), cwd=tmp_path)
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-m", "pytest", "-q", "test_mine.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
