@@ -184,6 +184,10 @@ def test_looking_whether_a_file_can_be_written_leaves_no_trace(tmp_path: Path) -
         (["--option", "heat=3"], "logp: unknown option 'heat'; known: mask, temperature, ids, each, layout"),
         (["--option", "heat"], "--option heat: write it as NAME=VALUE"),
         (["--dim", "K=3"], "logp: dimensions B, T, K, V; known sets: B, S, T, V; B, T, V; N, V"),
+        (
+            ["--input-mode", "constant", "--constant-value", "1e30", "--dtype", "fp16"],
+            "--constant-value 1e+30: fp16 holds 65504 at most",
+        ),
     ],
     ids=lambda value: "=".join(value).replace("²", "square") if isinstance(value, list) else "",
 )
@@ -191,6 +195,24 @@ def test_bad_options_are_errors_that_say_so(isobit: Isobit, arguments: list[str]
     done = isobit("check", *SMALL, "--law", "accuracy", *arguments)
     assert done.code == 1 and "Traceback" not in done.err
     assert done.err.startswith("isobit: ") and message in done.err and len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [(["--vocab", "64"], "N=20 V=64 fp32"), (["--seq", "7"], "B=2 T=7 V=1000 fp32")]
+)
+def test_sizes_that_are_not_given_are_those_of_a_declared_case(
+    isobit: Isobit, given: list[str], found: str
+) -> None:
+    done = isobit("check", *LOGP, "--law", "accuracy", *given)
+    assert done.code == 0 and f"[{found}]" in done.out
+
+
+def test_an_architecture_is_named_either_way(isobit: Isobit) -> None:
+    found = [
+        isobit("check", *SMALL, "--law", "accuracy", "--arch-key", key, "--json", "-").out
+        for key in ("sm90", "sm_90")
+    ]
+    assert all('"arch": "sm_90"' in text for text in found)
 
 
 def test_an_unknown_case_lists_the_known_ones(isobit: Isobit) -> None:

@@ -185,7 +185,7 @@ def check(
         laws=("compile",) if compile else _known("law", law or [], list(LAWS)),
         dtypes=_dtypes(dtype or []),
         device=_device(device),
-        arch=arch_key,
+        arch=arch_key and re.sub(r"^sm(?=\d)", "sm_", arch_key),
         dims=_dims(dim or [], batch, seq, vocab),
         case=case,
         data=input_mode,
@@ -264,6 +264,10 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
     for seed in (request.inputs.seed, request.grad_seed):
         if not 0 <= seed < 2**63:
             raise ContractError(f"seed {seed} is outside [0, 2^63)")
+    for dtype in request.dtypes if request.data == "constant" else ():
+        if abs(request.inputs.constant) > torch.finfo(dtype).max:
+            value = f"--constant-value {request.inputs.constant:g}"
+            raise ContractError(f"{value}: {dtype_name(dtype)} holds {torch.finfo(dtype).max:g} at most")
     if json_path is not None and not json_path.parent.is_dir():  # a mistyped path; it is not made
         raise ContractError(f"--json {json_path}: no folder {json_path.parent}")
 

@@ -152,7 +152,12 @@ def described(op: Op, case: Case, request: Request, arch: str) -> dict[str, Any]
 
 
 def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
-    """The dimensions in the order that the op declares them."""
+    """The dimensions in the order that the op declares them; those that are not given are those of a small
+    declared case that has the others."""
+    proof = proof_of(op)
+    having = [c for c in (small_case(proof), *proof.cases) if set(dims) <= set(c.dims)]
+    if having:
+        dims = {**min(having, key=lambda c: len(c.dims)).dims, **dims}
     order = _order_of(op, dims)
     if order is None:
         sets = {tuple(c.dims) for c in proof_of(op).cases}
