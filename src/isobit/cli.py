@@ -34,6 +34,7 @@ from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proof_of, proofs
 from isobit.check.request import Request, ops_of
 from isobit.check.runner import Cell, default_backend, observations, run
+from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.contract import ContractError, dtype_name
 from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
@@ -152,6 +153,9 @@ def check(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     dtype: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DTYPES)}")] = None,
     arch_key: Annotated[str | None, typer.Option(help="tolerance override to use, e.g. sm_90")] = None,
+    tolerances: Annotated[
+        Path | None, typer.Option(help="figures of your own beside isobit's (docs/check_my_kernel.md)")
+    ] = None,
     case: Annotated[str | None, typer.Option(help="only the declared case of this name")] = None,
     batch: Annotated[int | None, typer.Option(help="B of a case of your own")] = None,
     seq: Annotated[int | None, typer.Option(help="T of a case of your own")] = None,
@@ -195,8 +199,11 @@ def check(
         grad_mode=grad_mode,
         grad_seed=grad_seed,
         targets=_known("target", target or [], TARGETS),
+        tolerances=Tolerances() if tolerances is None else read_tolerances(tolerances),
     )
     _consistent(request, compile and bool(law), json_path)
+    if tolerances is not None and results is not None:
+        raise ContractError("--tolerances are your own, and --results are of isobit's: write with --json")
     if candidate is not None:
         if len(request.ops) != 1 or request.backends or results is not None:
             raise ContractError(
@@ -231,6 +238,11 @@ def check(
     say("\n" + report.table(cells) + "\n")
     for line in report.worst(cells):
         say(line)
+    looser = request.tolerances.looser()
+    if request.tolerances.path is not None:
+        found["tolerances"] = {"file": request.tolerances.path, "looser": looser}
+    for line in looser:
+        say(f"LOOSER than isobit's: {line}")
     for line in report.notes(cells):
         say(line)
     verdict = "all laws hold" if found["passed"] else f"{found['fail']} cells FAIL"

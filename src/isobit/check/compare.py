@@ -1,10 +1,7 @@
 """Elementwise comparison with the truth, bounded by what plain PyTorch achieves; and of bits."""
 
-import json
 import math
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,22 +52,6 @@ def passed(what: str, message: str = "") -> OutputCheck:
     check = failure(what, message)
     check.passed = True
     return check
-
-
-@cache
-def _tolerances() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name("tolerances.json").read_text())
-
-
-def slack_ulps(op_class: str, direction: str, dtype: torch.dtype, arch: str) -> float:
-    """The tolerance of an op class and dtype, with the architecture's override if there is one; 1.0 for what
-    the table does not name."""
-    table, name = _tolerances(), dtype_name(dtype)
-    for classes in (table["arch"].get(arch, {}), table["classes"]):
-        found = classes.get(op_class, {}).get(direction, {}).get(name)
-        if found is not None:
-            return float(found)
-    return 1.0
 
 
 def against_truth(

@@ -8,7 +8,7 @@ A law takes a `Trial` and returns the checks it made; whatever it raises becomes
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, against_truth, slack_ulps
+from isobit.check.compare import OutputCheck, against_truth
 from isobit.check.proof import Args
 from isobit.check.trial import LawBroken, Trial, Unsupported, in_fp64, with_gradient
 
@@ -24,7 +24,7 @@ def _forward_checks(trial: Trial, args: Args, ours: tuple[Tensor, ...]) -> list[
     truth = proof.formula(exact)
     plain = proof.formula(args)
     scales = proof.scale(exact, truth, ())
-    ulps = slack_ulps(proof.op_class, "forward", trial.case.dtype, trial.arch)
+    ulps = trial.tolerances.ulps(proof.op_class, "forward", trial.case.dtype, trial.arch)
     eps = _eps(trial.case.dtype)
     return [
         against_truth(f"{i}:{name}", ours[i], plain[i], truth[i], scales[name], ulps, eps)
@@ -53,7 +53,7 @@ def gradient(trial: Trial) -> list[OutputCheck]:
     truth_outputs, truth = _formula_gradient(trial, exact, cotangents)
     _, plain = _formula_gradient(trial, args, cotangents)
     scales = proof.scale(exact, truth_outputs, [g.double() for g in cotangents])
-    ulps = slack_ulps(proof.op_class, "gradient", trial.case.dtype, trial.arch)
+    ulps = trial.tolerances.ulps(proof.op_class, "gradient", trial.case.dtype, trial.arch)
     return [
         against_truth(
             f"gradient:{name}",

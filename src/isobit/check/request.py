@@ -12,6 +12,7 @@ from isobit.check.law import LAWS, small_case
 from isobit.check.options import fit, known_options, options_of, text_of, varied, words
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
+from isobit.check.tolerances import Tolerances
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
 
@@ -36,6 +37,7 @@ class Request:
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
+    tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # someone else's function, in the place of the op's backends
 
     def command(self) -> str:
@@ -59,6 +61,7 @@ class Request:
         """The flags that repeat this request, for reproduction lines and for the interpreter's process."""
         parts = [f"--device {self.device}"]
         parts += [f"--arch-key {self.arch}"] if self.arch else []
+        parts += [f"--tolerances {shlex.quote(self.tolerances.path)}"] if self.tolerances.path else []
         parts += [f"--dim {k}={v}" for k, v in (self.dims or {}).items()]
         parts += [f"--option {shlex.quote(f'{k}={text_of(v)}')}" for k, v in self.vary.items()]
         default = Request()

@@ -155,6 +155,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     trial = Trial(
         op, backend, request.device, case, request.arch or arch_key(request.device),
         request.inputs, request.gradient, request.grad_mode, request.grad_seed, targets=request.targets,
+        tolerances=request.tolerances,
     )  # fmt: skip
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()

@@ -13,6 +13,7 @@ from isobit.check.candidate import Candidate
 from isobit.check.compare import OutputCheck, differing, failure, passed
 from isobit.check.proof import Args, Case, InputOptions, Proof
 from isobit.check.proofs import proof_of
+from isobit.check.tolerances import Tolerances
 from isobit.contract import dtype_name
 from isobit.op import Op
 
@@ -42,6 +43,7 @@ class Trial:
     only: tuple[str, ...] | None = None  # take no other gradients than these
     bound: str | None = None  # any backend of this numerics class instead of the one that is named
     targets: tuple[str, ...] = ()  # compile for no others than these; for all if there are none
+    tolerances: Tolerances = field(default_factory=Tolerances)
 
     @property
     def proof(self) -> Proof:

@@ -1,0 +1,90 @@
+"""How much slack errors have: the table of isobit, and a file of the caller's own beside it.
+
+A file has the form of `tolerances.json`, and only the figures that differ:
+
+    {"classes": {"logprob": {"forward": {"bf16": 2.0}}},
+     "arch": {"sm_90": {"logprob": {"gradient": {"fp32": 0.5}}}}}
+
+A figure is units in the last place, of 2^-23 (2^-52 for fp64), of the scale behind an element. Figures of an
+architecture come before those of all, and the caller's before isobit's.
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isobit.contract import ContractError, dtype_name
+
+#: What the keys of a figure may be, beside the op class: direction and dtype.
+DIRECTIONS, DTYPES = ("forward", "gradient"), ("bf16", "fp16", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Figures of a file of the caller's; of none, by default."""
+
+    path: str | None = None
+    table: dict[str, Any] = field(default_factory=dict)
+
+    def ulps(self, op_class: str, direction: str, dtype: torch.dtype, arch: str) -> float:
+        """The slack of an op class and dtype on an architecture; 1 for what no table names."""
+        name = dtype_name(dtype)
+        for table in (self.table, _own()):
+            for classes in (table.get("arch", {}).get(arch, {}), table.get("classes", {})):
+                found = classes.get(op_class, {}).get(direction, {}).get(name)
+                if found is not None:
+                    return float(found)
+        return 1.0
+
+    def looser(self) -> list[str]:
+        """The figures of the file that allow more than isobit's do. A report must name them."""
+        lines = []
+        for arch, classes in (("", self.table.get("classes", {})), *self.table.get("arch", {}).items()):
+            for op_class, by_direction in classes.items():
+                for direction, by_dtype in by_direction.items():
+                    for name, ulps in by_dtype.items() if direction != "about" else ():
+                        ours = Tolerances().ulps(op_class, direction, _DTYPES[name], arch)
+                        if ulps > ours:
+                            where = f"{op_class} {direction} {name}{f' on {arch}' if arch else ''}"
+                            lines.append(f"{where}: {ulps:g} units, isobit allows {ours:g}")
+        return lines
+
+
+_DTYPES = {dtype_name(d): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+@cache
+def _own() -> dict[str, Any]:
+    return dict(json.loads(Path(__file__).with_name("tolerances.json").read_text()))
+
+
+def read_tolerances(path: Path) -> Tolerances:
+    """The figures of a file; an error that says where it is not what it should be."""
+    try:
+        table = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ContractError(f"--tolerances {path}: cannot be read ({error})") from None
+    known = list(_own()["classes"])
+
+    def check(found: Any, at: str, keys: tuple[str, ...] | list[str] | None) -> dict[str, Any]:
+        if not isinstance(found, dict):
+            raise ContractError(f"--tolerances {path}: {at} must be an object, not {found!r}")
+        for key in found:
+            if keys is not None and key not in keys and key != "about":
+                raise ContractError(f"--tolerances {path}: unknown {key!r} in {at}; known: {', '.join(keys)}")
+        return {key: value for key, value in found.items() if key != "about"}
+
+    top = check(table, "the file", ("classes", "arch"))
+    by_arch = check(top.get("arch", {}), "arch", None)
+    for at, classes in (("classes", top.get("classes", {})), *((f"arch {k}", v) for k, v in by_arch.items())):
+        for op_class, by_direction in check(classes, at, known).items():
+            for direction, by_dtype in check(by_direction, f"{at} {op_class}", DIRECTIONS).items():
+                for name, ulps in check(by_dtype, f"{at} {op_class} {direction}", DTYPES).items():
+                    if isinstance(ulps, bool) or not isinstance(ulps, int | float) or not 0 <= ulps < 1e9:
+                        what = f"{at} {op_class} {direction} {name} must be units from 0 on"
+                        raise ContractError(f"--tolerances {path}: {what}, not {ulps!r}")
+    return Tolerances(str(path), top)
