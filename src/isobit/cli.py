@@ -19,6 +19,7 @@ except ModuleNotFoundError as missing:
 import isobit
 from isobit.arch import arch_key as arch_name
 from isobit.arch import default_device
+from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import parse_case, subject_of, suite_of
 from isobit.bench.report import show
 from isobit.bench.runner import run as timed
@@ -39,7 +40,7 @@ from isobit.contract import ContractError, dtype_name
 from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
 from isobit.pages import page
-from isobit.pages.saved import compare, read_report, summary_line
+from isobit.pages.show import show_saved
 from isobit.stale import lines, results_in
 from isobit.stamp import gpu_name, kernel_sha, results_folder, stamp
 
@@ -371,6 +372,13 @@ def bench(
     minutes: Annotated[
         float | None, typer.Option(help="stop between two cases after this long, and say what is left")
     ] = None,
+    candidate: Annotated[
+        str | None,
+        typer.Option(help="my_pkg.my_mod:my_fn: your own function, beside the rivals of one --op"),
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="my_mod:adapt, adapt(fn) -> fn, maps a candidate's names and outputs")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="write a page of all that was timed here")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
@@ -389,8 +397,18 @@ def bench(
     if html is not None:
         check_writable(html, "--html")
     reports = []
-    for subject in [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]:
+    subjects = [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]
+    if candidate is not None:
+        if len(op or ()) != 1 or suite:
+            raise ContractError("--candidate is for one --op: name it")
+        theirs = load_candidate(ops[0], candidate, where, adapter, None)
+        subjects = [with_candidate(subjects[0], theirs)]
+    elif adapter is not None:
+        raise ContractError("--adapter is for a --candidate: give one with it")
+    for subject in subjects:
         try:
+            if candidate is not None and not skip_check:
+                check_candidate(theirs, where, print)
             found = timed(
                 subject,
                 [parse_case(text, subject) for text in case or []] or None,
@@ -436,36 +454,13 @@ def report_on(
     if files:
         if stale or strict:
             raise ContractError("--stale and --strict are about the folder of results: leave the files out")
-        _show_saved([read_report(path) for path in files], files, html, against, slower)
+        raise typer.Exit(int(show_saved(files, html, against, slower)))
     if html is not None or against is not None:
         raise ContractError("--html and --against are for files: name them")
     found = results_in(results)
     for line in lines(found, stale):
         print(line)
     raise typer.Exit(int(strict and any(result.stale for result in found)))
-
-
-def _show_saved(
-    reports: list[dict[str, Any]], files: list[Path], html: Path | None, against: Path | None, slower: float
-) -> None:
-    """Print and write what `isobit report FILES` asks for, and exit."""
-    worse = False
-    if against is not None:
-        if len(reports) != 1:
-            raise ContractError("--against compares one file with one older file: name one")
-        changes = compare(read_report(against), reports[0], slower)
-        for change in changes:
-            print(change)
-        worse = any(change.worse for change in changes)
-        print(f"{sum(c.worse for c in changes)} worse, {sum(not c.worse for c in changes)} better or other")
-    else:
-        for path, one in zip(files, reports, strict=True):
-            print(f"{path}: {summary_line(one)}")
-    if html is not None:
-        check_writable(html, "--html")
-        write(html, page(reports, "isobit report"))
-        print(f"wrote {html}")
-    raise typer.Exit(int(worse))
 
 
 @app.command()

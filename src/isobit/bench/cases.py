@@ -29,6 +29,7 @@ class Subject:
     file: str
     series: Sequence[Series]
     backends: tuple[str, ...]
+    candidate: str | None = None  # flags that name someone else's function beside the rivals
 
     @property
     def folders(self) -> set[str]:

@@ -187,6 +187,7 @@ def _command(
 ) -> str:
     """The line that repeats a run, but for where it writes."""
     parts = [f"isobit bench {subject.flag} {subject.name}", *(["--core"] if core else [])]
+    parts += [subject.candidate] if subject.candidate else []
     for case in cases or ():
         sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
         parts.append(f"--case {sizes},dtype={dtype_name(case.dtype)}")

@@ -1,0 +1,55 @@
+"""Someone else's function in a benchmark: a rival named `candidate`, checked before it is timed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from isobit.backend import UnsupportedError
+from isobit.bench.cases import Subject
+from isobit.bench.rival import Rival
+from isobit.bench.vouch import CheckFailed
+from isobit.check.candidate import Candidate
+from isobit.check.proof import Args
+from isobit.check.request import Request
+from isobit.check.runner import run
+
+NAME = "candidate"
+
+#: Laws that it must keep to be timed. Bits that do not depend on the batch are isobit's promise, not its own.
+LAWS = ("accuracy", "gradient")
+
+
+def with_candidate(subject: Subject, candidate: Candidate) -> Subject:
+    """The subject with the candidate beside the rivals, in every kind of call of its op."""
+    rival = Rival(
+        NAME, partial(_call, candidate), directions=None if candidate.differentiable else ("fwd",),
+        prepare=partial(_asked, candidate), takes=None,
+    )  # fmt: skip
+    series = [replace(s, rivals={NAME: rival, **s.rivals}) for s in subject.series if s.op is candidate.whole]
+    return replace(subject, series=series, candidate=candidate.flags)
+
+
+def check_candidate(candidate: Candidate, device: torch.device, say: Callable[[str], None]) -> None:
+    """Raise CheckFailed unless it passes on small cases."""
+    say(f"checking {candidate.backends[0].name}, {device}, first")
+    cells = run(Request(laws=LAWS, device=device, heavy=False, candidate=candidate))
+    wrong = [f"{c.law} {c.case}: {c.reason}" for c in cells if c.status == "FAIL"]
+    if wrong:
+        lines = "\n  ".join(wrong)
+        raise CheckFailed(f"{candidate.backends[0].name} fails its check, so it is not timed:\n  {lines}")
+
+
+def _asked(candidate: Candidate, args: Args) -> Args:
+    """The arguments of a call that it can be asked for. Looked at before anything is timed."""
+    reason = candidate.refusal(args)
+    if reason is not None:
+        raise UnsupportedError(reason)
+    return args
+
+
+def _call(candidate: Candidate, args: Args) -> tuple[Any, ...]:
+    assert candidate.function is not None
+    return tuple(output for output in candidate.function(**args) if output is not None)

@@ -1,0 +1,33 @@
+"""What `isobit report FILES` does: show saved reports together, or compare one with an older one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from isobit.contract import ContractError
+from isobit.files import check_writable, write
+from isobit.pages import page
+from isobit.pages.saved import compare, read_report, summary_line
+
+
+def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, slower: float) -> bool:
+    """Print a line for each file, or what differs from the older one, and write the page that is asked for.
+    Returns whether something is worse."""
+    if html is not None:
+        check_writable(html, "--html")
+    reports = [read_report(path) for path in files]
+    worse = 0
+    if against is None:
+        for path, one in zip(files, reports, strict=True):
+            print(f"{path}: {summary_line(one)}")
+    else:
+        if len(reports) != 1:
+            raise ContractError("--against compares one file with one older file: name one")
+        changes = compare(read_report(against), reports[0], slower)
+        for change in changes:
+            print(change)
+        worse = sum(change.worse for change in changes)
+        print(f"{worse} worse, {len(changes) - worse} better or other")
+    if html is not None:
+        write(html, page(reports, "isobit report"))
+        print(f"wrote {html}")
+    return worse > 0
