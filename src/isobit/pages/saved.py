@@ -90,8 +90,7 @@ def _times(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Chan
             changes.append(
                 Change(name, f"{was['ms']:.4g} ms", f"{row['ms']:.4g} ms ({times:.2f}x)", times > slower)
             )
-        # A megabyte is noise of the allocator.
-        if abs((row["extra_mb"] or 0) - (was["extra_mb"] or 0)) > max(1.0, 0.05 * (was["extra_mb"] or 0)):
-            more = (row["extra_mb"] or 0) > (was["extra_mb"] or 0)
-            changes.append(Change(name, f"{was['extra_mb']:.4g} MB", f"{row['extra_mb']:.4g} MB", more))
+        held, holds = was["extra_mb"] or 0.0, row["extra_mb"] or 0.0
+        if abs(holds - held) > max(1.0, 0.05 * held):  # a megabyte is noise of the allocator
+            changes.append(Change(name, f"{held:.4g} MB", f"{holds:.4g} MB", holds > held))
     return changes
