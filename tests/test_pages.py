@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from isobit.check.worst import worst_first
 from isobit.cli import app
 from isobit.contract import ContractError
 from isobit.pages import page
-from isobit.pages.check import worst_first
 from isobit.pages.saved import compare, read_report, summary_line
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
@@ -90,12 +90,15 @@ def test_a_page_shows_failures_first_with_the_command_that_repeats_them() -> Non
 
 
 def test_errors_stand_beside_their_bounds_the_worst_first() -> None:
-    report = report_of_a_check()
-    first, second = worst_first(report)
+    cases = report_of_a_check()["candidates"][0]["cases"]
+    first, second = worst_first(cases)
     assert (first.output, first.bound, first.share) == ("0:logp", 2e-6, 0.25) and second.share == 0
-    failed = copy.deepcopy(report)
-    failed["candidates"][0]["cases"][0]["outputs"][1] |= {"passed": False, "worst_abs": "nan"}
-    assert worst_first(failed)[0].output == "1:entropy"
+    failed = copy.deepcopy(cases)
+    failed[0]["outputs"][1] |= {"passed": False, "worst_abs": "nan"}
+    assert worst_first(failed)[0].output == "1:entropy" and worst_first(failed)[0].share == float("inf")
+    overflown = copy.deepcopy(cases)
+    overflown[0]["outputs"][0]["torch_abs"] = "inf"  # it excuses nothing
+    assert worst_first(overflown)[0].bound == 1e-6
 
 
 def test_bits_are_counted_by_what_changed_and_not_by_its_sizes() -> None:

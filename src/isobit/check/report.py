@@ -10,6 +10,7 @@ import torch
 from isobit.backend import NONE
 from isobit.check.law import LAWS
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
+from isobit.check.worst import worst_first
 from isobit.op import OPS
 from isobit.stamp import stamp
 
@@ -100,28 +101,10 @@ def worst(cells: list[Cell]) -> list[str]:
     """A line for each op and backend: of all errors that have a bound, the one that is nearest to it."""
     lines = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
-        held = [
-            (_share(o), o, c)
-            for c in cells
-            if (c.op, c.backend) == (op, backend) and c.law in ("accuracy", "gradient")
-            for o in c.outputs
-            if o["dtype"]
-        ]
-        if held:
-            share, o, cell = max(held, key=lambda item: item[0])
-            ours, torchs, slack = (float(o[name]) for name in ("worst_abs", "torch_abs", "atol"))
-            lines.append(
-                f"{op} {backend}: worst error {ours:.2e}, torch {torchs:.2e}, bound {torchs + slack:.2e} "
-                f"({share:.0%}): {o['output']} [{cell.case}]"
-            )
+        for e in worst_first(vars(c) for c in cells if (c.op, c.backend) == (op, backend))[:1]:
+            figures = f"worst error {e.ours:.2e}, torch {e.torch:.2e}, bound {e.bound:.2e} ({e.share:.0%})"
+            lines.append(f"{op} {backend}: {figures}: {e.output} [{e.case}]")
     return lines
-
-
-def _share(output: dict[str, Any]) -> float:
-    """Of the bound at the worst element that is used up."""
-    ours = float(output["worst_abs"])
-    bound = float(output["torch_abs"]) + float(output["atol"])
-    return 0.0 if ours == 0 else ours / bound if bound > 0 else float("inf")
 
 
 def notes(cells: list[Cell]) -> list[str]:

@@ -1,13 +1,13 @@
 """What a page says of a check: laws that hold, errors beside their bounds, bits that were compared."""
 
-import math
 import re
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
-#: Laws that hold errors against a bound, and laws that compare bits.
-ERRORS, BITS = ("accuracy", "gradient"), ("repeatable", "written", "invariant", "agree")
+from isobit.check.worst import worst_first
+
+#: Laws that compare bits.
+BITS = ("repeatable", "written", "invariant", "agree")
 
 COUNTS = (("ok", "ok"), ("fail", "failed"), ("unsupported", "unsupported"))
 
@@ -15,30 +15,9 @@ COUNTS = (("ok", "ok"), ("fail", "failed"), ("unsupported", "unsupported"))
 SHOWN = 20
 
 
-@dataclass(frozen=True)
-class Error:
-    """The worst element of one output of one case: our distance from the truth, torch's, and the bound."""
-
-    op: str
-    backend: str
-    case: str
-    output: str
-    ours: float
-    torch: float
-    bound: float
-    passed: bool
-
-    @property
-    def share(self) -> float:
-        """Of the bound that is used up: beyond 1 it fails."""
-        if self.ours == 0:
-            return 0.0
-        return self.ours / self.bound if self.bound > 0 else math.inf
-
-
 def section(report: dict[str, Any]) -> dict[str, Any]:
     cases = [case for one in report["candidates"] for case in one["cases"]]
-    errors = worst_first(report)
+    errors = worst_first(cases)
     counts = ", ".join(f"{report[key]} {name}" for key, name in COUNTS)
     verdict = "all laws hold" if report["passed"] else f"{report['fail']} cells FAIL"
     return {
@@ -53,26 +32,6 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
         "unsupported": _unsupported(cases),
         "observations": report.get("observations", []),
     }
-
-
-def worst_first(report: dict[str, Any]) -> list[Error]:
-    """Errors of all outputs that were held against a bound. What failed stands before all others."""
-    found = [
-        Error(
-            case["op"], case["backend"], case["case"], output["output"], _number(output["worst_abs"]),
-            _number(output["torch_abs"]), _number(output["torch_abs"]) + _number(output["atol"]),
-            output["passed"],
-        )
-        for one in report["candidates"] for case in one["cases"] if case["law"] in ERRORS
-        for output in case["outputs"] if output["dtype"] and "worst_abs" in output  # not in old files
-    ]  # fmt: skip
-    return sorted(found, key=lambda e: (e.passed, -e.share))
-
-
-def _number(value: float | str) -> float:
-    """JSON has NaN and infinities as text."""
-    found = float(value)
-    return found if math.isfinite(found) else math.inf
 
 
 def _matrix(report: dict[str, Any]) -> dict[str, Any]:

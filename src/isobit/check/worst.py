@@ -1,0 +1,48 @@
+"""Errors beside the bounds that they were held against, the worst first: for the console and for pages."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Laws that hold errors against a bound.
+LAWS = ("accuracy", "gradient")
+
+
+@dataclass(frozen=True)
+class Error:
+    """The worst element of one output of one case: our distance from the truth, torch's, and the bound."""
+
+    op: str
+    backend: str
+    case: str
+    output: str
+    ours: float
+    torch: float
+    bound: float
+    passed: bool
+
+    @property
+    def share(self) -> float:
+        """Of the bound that is used up: beyond 1 it fails. What is no number is beyond any bound."""
+        if self.ours == 0:
+            return 0.0
+        return self.ours / self.bound if self.bound > 0 and math.isfinite(self.ours) else math.inf
+
+
+def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
+    """Errors of all outputs of these cells, as JSON holds them. What failed stands before all others."""
+    found = [
+        _error(case, output)
+        for case in cases if case["law"] in LAWS
+        for output in case["outputs"] if output["dtype"] and "worst_abs" in output  # old files have none
+    ]  # fmt: skip
+    return sorted(found, key=lambda e: (e.passed, -e.share))
+
+
+def _error(case: Mapping[str, Any], output: Mapping[str, Any]) -> Error:
+    ours, torchs, slack = (float(output[name]) for name in ("worst_abs", "torch_abs", "atol"))
+    # Where plain torch itself has no number, it excuses nothing.
+    bound = slack + (torchs if math.isfinite(torchs) else 0.0)
+    where = (case["op"], case["backend"], case["case"], output["output"])
+    return Error(*where, ours, torchs, bound, output["passed"])
