@@ -112,7 +112,7 @@ def test_a_call_of_fla_returns_the_bits_of_isobit(module: types.ModuleType) -> N
         positional = getattr(module, NAME)(*[args[name] for name in ("q", "k", "w", "do", "dv", "g")])
         assert not by_fla(positional) and positional[1] is None
     assert (on.served, on.passed, on.backend) == (2, {}, "reference")
-    assert repr(on) == "<isobit in FLA: reference, 2 calls served, 0 passed on>"
+    assert repr(on) == "<isobit.integrations.fla: 2 calls served by reference, 0 passed on>"
     assert by_fla(getattr(module, NAME)(**args)) and on.served == 2
 
 
@@ -300,7 +300,7 @@ def test_an_error_in_the_verifier_is_not_a_no(
 def refused(match: str) -> None:
     with pytest.raises(fla.FLAError, match=match):
         fla.enable("reference")
-    assert "isobit" not in registry()._backends and fla._current is None
+    assert "isobit" not in registry()._backends and fla.SWITCH.session is None
 
 
 def test_other_versions_are_refused(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

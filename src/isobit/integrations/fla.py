@@ -17,20 +17,17 @@ warns.
 
 import inspect
 import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from isobit.backend import Backend, UnsupportedError
-from isobit.caller import warn
 from isobit.contract import dtype_name
+from isobit.integrations.session import Enabled, Session, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
 
@@ -50,73 +47,6 @@ PRIORITY = 1
 
 class FLAError(UnsupportedError):
     """The installed FLA is not one that isobit knows how to serve. The message says what was found."""
-
-
-@dataclass(eq=False)
-class _Session:
-    """The time from on to off: which backend serves, what it has done, and who has asked for it."""
-
-    backend: Backend
-    served: int = 0
-    passed: Counter[str] = field(default_factory=Counter)
-    blocks: int = 0  # with-blocks that are open
-    until_disabled: bool = True  # else until the last of these is left
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count_served(self) -> None:
-        with self.lock:
-            self.served += 1
-
-    def count_passed(self, reason: str) -> None:
-        with self.lock:
-            self.passed[reason] += 1
-            first = self.passed[reason] == 1
-        if first:
-            warn(f"isobit.integrations.fla: FLA's own kernel serves {NAME} here: {reason}")
-
-
-class Enabled:
-    """What `enable` returns: counts, and a context manager whose end restores what was before."""
-
-    def __init__(self, session: _Session, turned_on: bool) -> None:
-        self._session, self._turned_on = session, turned_on
-
-    @property
-    def backend(self) -> str:
-        """isobit's backend that serves."""
-        return self._session.backend.name
-
-    @property
-    def served(self) -> int:
-        """Calls that isobit has computed, since it was turned on."""
-        return self._session.served
-
-    @property
-    def passed(self) -> Counter[str]:
-        """Calls that went on to FLA's own kernel, by reason; a copy."""
-        with self._session.lock:
-            return self._session.passed.copy()
-
-    def __enter__(self) -> "Enabled":
-        with _lock:
-            if self._session is not _current:
-                raise UnsupportedError("isobit.integrations.fla: it has been turned off; enable() it again")
-            self._session.blocks += 1
-            if self._turned_on:
-                self._session.until_disabled = False
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _lock:
-            self._session.blocks -= 1
-            if self._session is _current and not (self._session.blocks or self._session.until_disabled):
-                disable()
-
-    def __repr__(self) -> str:
-        passed = sum(self.passed.values())
-        return f"<isobit in FLA: {self.backend}, {self.served} calls served, {passed} passed on>"
 
 
 # The installed FLA
@@ -218,7 +148,7 @@ def _backend_class(base: type) -> Any:
     class IsobitBackend(base):
         backend_type = "isobit"
         priority = PRIORITY
-        session: _Session
+        session: "_Session"
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
             """Whether a call is for us. Not FLA's way, which takes an error in here for a No."""
@@ -227,7 +157,7 @@ def _backend_class(base: type) -> Any:
             given = dict(zip(OURS, args, strict=False)) | kwargs
             if given["q"] is _PROBE:
                 return True, None
-            reason = why_not(self.session.backend, given)
+            reason = why_not(self.session.serving, given)
             if reason is not None:
                 self.session.count_passed(reason)
             return reason is None, reason
@@ -236,14 +166,14 @@ def _backend_class(base: type) -> Any:
             if kwargs.get("q") is _PROBE:
                 return _PROBE
             with torch.no_grad():  # FLA's kernels leave no graph either
-                found = chunk_gated_delta_rule_bwd_dhu(*args, **kwargs, backend=self.session.backend.name)
+                found = chunk_gated_delta_rule_bwd_dhu(*args, **kwargs, backend=self.session.serving.name)
             self.session.count_served()
             return found
 
     return IsobitBackend
 
 
-def _register(fla: _Fla, session: _Session) -> None:
+def _register(fla: _Fla, session: "_Session") -> None:
     backend = _backend_class(fla.base)()
     backend.session = session
     fla.registry.register(backend)
@@ -252,7 +182,7 @@ def _register(fla: _Fla, session: _Session) -> None:
 def _checked() -> _Fla:
     """The installed FLA, whose function asks a backend that is registered."""
     fla = _installed()
-    _register(fla, _Session(op.backends[0]))
+    _register(fla, _Session(fla, op.backends[0]))
     try:
         found = fla.function(**dict.fromkeys(("q", "k", "w", "do", "dv"), _PROBE))
     except Exception as error:
@@ -277,9 +207,19 @@ def _unregister(fla: _Fla) -> None:
 
 # On and off
 
-_lock = threading.RLock()
+
+class _Session(Session):
+    def __init__(self, fla: _Fla, serving: Backend) -> None:
+        own = f"{SWITCH.name}: FLA's own kernel serves {NAME} here"
+        super().__init__(backend=serving.name, instead=own)
+        self.fla, self.serving = fla, serving
+
+    def end(self) -> None:
+        _unregister(self.fla)
+
+
+SWITCH = Switch("isobit.integrations.fla")
 _fla: _Fla | None = None  # checked
-_current: _Session | None = None
 
 
 def enable(backend: str = "hopper") -> Enabled:
@@ -306,28 +246,19 @@ def enable(backend: str = "hopper") -> Enabled:
         >>> on.served, on.passed  # doctest: +SKIP
         (24, Counter())
     """
-    global _fla, _current
     serving = op.backend_named(backend)
-    with _lock:
-        if _current is not None:
-            if _current.backend is not serving:
-                raise UnsupportedError(
-                    f"isobit.integrations.fla.enable(backend={backend!r}): it is on with "
-                    f"{_current.backend.name!r}; disable() it first"
-                )
-            return Enabled(_current, turned_on=False)
-        session = _Session(serving)
+
+    def begin() -> _Session:
+        global _fla
         if _fla is None or getattr(sys.modules.get(MODULE), NAME, None) is not _fla.function:
             _fla = _checked()
+        session = _Session(_fla, serving)
         _register(_fla, session)
-        _current = session
-        return Enabled(session, turned_on=True)
+        return session
+
+    return SWITCH.on(backend, begin)
 
 
 def disable() -> None:
     """Leave everything to FLA again. Nothing happens where it is off."""
-    global _current
-    with _lock:
-        if _fla is not None and _current is not None:
-            _unregister(_fla)
-        _current = None
+    SWITCH.off()

@@ -16,18 +16,16 @@ reason, and the first of each warns.
 """
 
 import inspect
-import threading
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.backend import UnsupportedError
-from isobit.caller import warn
+from isobit.integrations.session import Enabled, Session, Switch
 from isobit.ops.linear_logp.op import backward, forward
 
 MODULE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
@@ -45,25 +43,19 @@ class TRLError(UnsupportedError):
     """The installed TRL is not one that isobit knows how to serve. The message says what was found."""
 
 
-@dataclass(eq=False)
-class _Session:
-    """The time from on to off: which backend serves, what it has done, and who has asked for it."""
+SWITCH = Switch("isobit.integrations.trl")
 
-    module: ModuleType
-    theirs: Any  # what stood at the seam before
-    backend: str | None
-    served: int = 0
-    passed: Counter[str] = field(default_factory=Counter)
-    blocks: int = 0  # with-blocks that are open
-    until_disabled: bool = True  # else until the last of these is left
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def count_passed(self, reason: str) -> None:
-        with self.lock:
-            self.passed[reason] += 1
-            first = self.passed[reason] == 1
-        if first:
-            warn(f"isobit.integrations.trl: TRL's own function serves log-probabilities here: {reason}")
+class _Session(Session):
+    """What stands at the seam in the place of TRL's function."""
+
+    def __init__(self, module: ModuleType, backend: str | None) -> None:
+        own = f"{SWITCH.name}: TRL's own function serves log-probabilities here"
+        super().__init__(backend=backend, instead=own)
+        self.module, self.theirs = module, vars(module)[NAME]
+
+    def end(self) -> None:
+        setattr(self.module, NAME, self.theirs)
 
     def apply(
         self,
@@ -91,8 +83,7 @@ class _Session:
         gather = self.module.maybe_gather_lm_head_ctx
         call = _Call(options | {"return_entropy": "entropy" in outputs}, self.backend, gather)
         logp, entropy = _LogProbs.apply(hidden, weight, bias, targets, call)
-        with self.lock:
-            self.served += 1
+        self.count_served()
         return logp, entropy, None, None, None
 
     def _why_not(
@@ -175,49 +166,6 @@ def _cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | Non
 # On and off
 
 
-class Enabled:
-    """What `enable` returns: counts, and a context manager whose end restores what was before."""
-
-    def __init__(self, session: _Session, turned_on: bool) -> None:
-        self._session, self._turned_on = session, turned_on
-
-    @property
-    def served(self) -> int:
-        """Calls that isobit has computed, since it was turned on."""
-        return self._session.served
-
-    @property
-    def passed(self) -> Counter[str]:
-        """Calls that went on to TRL's own function, by reason; a copy."""
-        with self._session.lock:
-            return self._session.passed.copy()
-
-    def __enter__(self) -> "Enabled":
-        with _lock:
-            if self._session is not _current:
-                raise UnsupportedError("isobit.integrations.trl: it has been turned off; enable() it again")
-            self._session.blocks += 1
-            if self._turned_on:
-                self._session.until_disabled = False
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _lock:
-            self._session.blocks -= 1
-            if self._session is _current and not (self._session.blocks or self._session.until_disabled):
-                disable()
-
-    def __repr__(self) -> str:
-        passed = sum(self.passed.values())
-        return f"<isobit in TRL: {self.served} calls served, {passed} passed on>"
-
-
-_lock = threading.RLock()
-_current: _Session | None = None
-
-
 def _installed() -> ModuleType:
     """The module of TRL that has the seam; or an error that says what there is instead."""
     try:
@@ -269,27 +217,17 @@ def enable(backend: str | None = None) -> Enabled:
         >>> on.served, on.passed  # doctest: +SKIP
         (96, Counter())
     """
-    global _current
     if backend is not None:
         forward.backend_named(backend)
-    with _lock:
-        if _current is not None:
-            if _current.backend != backend:
-                raise UnsupportedError(
-                    f"isobit.integrations.trl.enable(backend={backend!r}): it is on with "
-                    f"{_current.backend!r}; disable() it first"
-                )
-            return Enabled(_current, turned_on=False)
-        module = _installed()
-        _current = _Session(module, vars(module)[NAME], backend)
-        setattr(module, NAME, _current)
-        return Enabled(_current, turned_on=True)
+
+    def begin() -> _Session:
+        session = _Session(_installed(), backend)
+        setattr(session.module, NAME, session)
+        return session
+
+    return SWITCH.on(backend, begin)
 
 
 def disable() -> None:
     """Leave everything to TRL again. Nothing happens where it is off."""
-    global _current
-    with _lock:
-        if _current is not None:
-            setattr(_current.module, NAME, _current.theirs)
-        _current = None
+    SWITCH.off()

@@ -1,0 +1,113 @@
+"""On and off, for what isobit serves inside of another library: counts, nesting and threads, once for all."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from isobit.backend import UnsupportedError
+from isobit.caller import warn
+
+
+@dataclass(eq=False, kw_only=True)
+class Session:
+    """The time from on to off: which backend serves, what it has done, and who has asked for it."""
+
+    backend: str | None  # isobit's that serves; None is the first that can
+    instead: str  # who serves what isobit does not, as a warning says it
+    served: int = 0
+    passed: Counter[str] = field(default_factory=Counter)
+    blocks: int = 0  # with-blocks that are open
+    until_disabled: bool = True  # else until the last of these is left
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count_served(self) -> None:
+        with self.lock:
+            self.served += 1
+
+    def count_passed(self, reason: str) -> None:
+        with self.lock:
+            self.passed[reason] += 1
+            first = self.passed[reason] == 1
+        if first:
+            warn(f"{self.instead}: {reason}")
+
+    def end(self) -> None:
+        """Restore what was before."""
+        raise NotImplementedError
+
+
+class Switch:
+    """One place where isobit is on or off. `name` is the module that has it, as messages say it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lock = threading.RLock()
+        self.session: Session | None = None
+
+    def on(self, backend: str | None, begin: Callable[[], Session]) -> "Enabled":
+        """Begin a session; where there is one with the same backend it goes on."""
+        with self.lock:
+            if self.session is None:
+                self.session = begin()
+                return Enabled(self, self.session, turned_on=True)
+            if self.session.backend != backend:
+                raise UnsupportedError(
+                    f"{self.name}.enable(backend={backend!r}): it is on with "
+                    f"{self.session.backend!r}; disable() it first"
+                )
+            return Enabled(self, self.session, turned_on=False)
+
+    def off(self) -> None:
+        """End the session. Nothing happens where there is none."""
+        with self.lock:
+            session, self.session = self.session, None
+            if session is not None:
+                session.end()
+
+
+class Enabled:
+    """What `enable` returns: counts, and a context manager whose end restores what was before."""
+
+    def __init__(self, switch: Switch, session: Session, turned_on: bool) -> None:
+        self._switch, self._session, self._turned_on = switch, session, turned_on
+
+    @property
+    def backend(self) -> str | None:
+        """isobit's backend that serves; None is the first that can."""
+        return self._session.backend
+
+    @property
+    def served(self) -> int:
+        """Calls that isobit has computed, since it was turned on."""
+        return self._session.served
+
+    @property
+    def passed(self) -> Counter[str]:
+        """Calls that went on to the library's own function, by reason; a copy."""
+        with self._session.lock:
+            return self._session.passed.copy()
+
+    def __enter__(self) -> "Enabled":
+        with self._switch.lock:
+            if self._session is not self._switch.session:
+                raise UnsupportedError(f"{self._switch.name}: it has been turned off; enable() it again")
+            self._session.blocks += 1
+            if self._turned_on:
+                self._session.until_disabled = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._switch.lock:
+            self._session.blocks -= 1
+            over = not (self._session.blocks or self._session.until_disabled)
+            if over and self._session is self._switch.session:
+                self._switch.off()
+
+    def __repr__(self) -> str:
+        passed = sum(self.passed.values())
+        by = f" by {self.backend}" if self.backend else ""
+        return f"<{self._switch.name}: {self.served} calls served{by}, {passed} passed on>"
