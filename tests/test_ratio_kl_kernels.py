@@ -298,3 +298,24 @@ def test_few_rows_of_any_strides(found: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.save(interpreted(), sys.argv[1])
+
+
+MANY_LISTS = """
+import torch
+from isobit import ratio_kl
+from isobit.ops.ratio_kl import kernels_triton as kernels
+
+kernels.LISTED, kernels.COUNTED, kernels.LISTS = 8, 16, 3  # 50 rows: three programs of three tiles each
+gen = torch.Generator().manual_seed(0)
+policy, ref = (torch.randn(50, 9, generator=gen) for _ in range(2))
+ids, mask = torch.randint(0, 9, (50,), generator=gen), torch.rand(50, generator=gen) < 0.5
+found, plain = (ratio_kl(policy, ref, ids, old_logp=-torch.ones(50), mask=mask, backend=b)
+                for b in ("triton", "reference"))
+for ours, theirs in zip(found, plain, strict=True):
+    torch.testing.assert_close(ours, theirs)
+"""
+
+
+def test_programs_that_share_the_list_of_rows_leave_none_out() -> None:
+    """With as many rows as here there is one such program, so it is made to list few."""
+    in_interpreter(MANY_LISTS)

@@ -271,7 +271,7 @@ def ratio_kl(  # the last overload takes options as they come
     Returns:
         (ratio, kl), and behind them logp and entropy as asked for; `ratio` alone if nothing else is left.
 
-    On the triton backend all logits are read once, in one kernel; a row's bits do not depend on the other
+    On the triton backend all logits are read once; a row's bits do not depend on the other
     rows, on N, on strides or on alignment (numerics class lse/triton-1); logp has the bits of `isobit.logp`;
     and the gradient costs one read and one write of the policy's logits.
 
