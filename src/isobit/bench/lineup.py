@@ -3,7 +3,7 @@ all of these once more with sizes that are new."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from isobit.bench.report import NEW, Row
 from isobit.bench.rival import Rival
 from isobit.bench.series import Judge, Pool, Series
 from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure, measure_steps
+from isobit.bench.truth import Errors
 from isobit.bench.vouch import Vouch
 from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
@@ -75,7 +76,8 @@ class Lineup:
                 baseline = timings.get(f"{series.against}{NEW if name.endswith(NEW) else ''}")
                 figures = _figures(name, timing, floor_ms, nbytes, flops, baseline)
                 served = ours.get(name.removesuffix(NEW))
-                rows.append({**where, **figures, **self.inputs(case), "backend": served})
+                more = {name: _rounded(name, value) for name, value in timing.verdict.more.items()}
+                rows.append({**where, **figures, **self.inputs(case), "backend": served, **more})
             found += rows
             times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
             self.say(f"{series.name} {case_name(case)} {direction}: {times}")
@@ -146,10 +148,16 @@ class Lineup:
             return calls_of(function, prepared, series.inputs, direction, once)
 
         def verdict(calls: Sequence[Call], result: Any) -> Verdict:
-            return Verdict(None if judge is None else judge.error(direction, result))
+            error = None if judge is None else judge.error(direction, result)
+            if isinstance(error, Errors):
+                more = asdict(error)
+                return Verdict(more.pop("max_abs"), more=more)
+            return Verdict(error)
 
         def verdict_on_rival(calls: Sequence[Call], result: Any) -> Verdict:
-            return Verdict(verdict(calls, result).max_abs, equal_bits(build(self.function("isobit")), calls))
+            return replace(
+                verdict(calls, result), equal_bits=equal_bits(build(self.function("isobit")), calls)
+            )
 
         for name in names:
             if self.wanted(f"{name}{suffix}"):

@@ -31,6 +31,7 @@ MORE_COLUMNS = {
     "TFLOP/s": ("tflops", ".4g"),
     "x baseline": ("vs_baseline", ".3f"),
     "= bits": ("equal_bits", ".5f"),
+    "rel rms": ("rel_rms", ".2e"),
 }
 
 CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing about speed on a GPU."

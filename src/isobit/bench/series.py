@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.bench.goals import Goal
 from isobit.bench.rival import DIRECTIONS, Rival
 from isobit.bench.timing import copies_for
-from isobit.bench.truth import truth_of
+from isobit.bench.truth import Errors, truth_of
 from isobit.check.options import known_options
 from isobit.check.proof import Args, Case, Cost, InputOptions
 from isobit.check.proofs import proof_of
@@ -22,8 +22,9 @@ from isobit.op import Op, known_op
 class Judge(Protocol):
     """Knows the truth of some part of a result."""
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        """Largest error of what it knows, NaN if there is one; None where it knows nothing."""
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | Errors | None:
+        """Largest error of what it knows, NaN if there is one, or more about them; None where it knows
+        nothing."""
 
 
 class Pool:

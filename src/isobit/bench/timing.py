@@ -19,7 +19,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -53,10 +53,12 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a result is worth: its largest error, and the share of its elements that have isobit's bits."""
+    """What a result is worth: its errors, and the share of its elements that have isobit's bits."""
 
     max_abs: float | None = None
     equal_bits: float | None = None
+    #: `mean_abs`, `max_rel` and `rel_rms`, of series whose judge knows them.
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,24 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
+class Errors:
+    """How wrong something is: the largest error and the mean, the largest as a share of the largest true
+    value, and the root of the mean square as a share of that of the truth."""
+
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    rel_rms: float
+
+
+def errors_of(found: Tensor, truth: Tensor) -> Errors:
+    wrong = (found.double() - truth).abs()
+    largest, mean = float(wrong.max()), float(wrong.mean())
+    rms = float(wrong.square().mean().sqrt() / truth.square().mean().sqrt())
+    return Errors(largest, mean, largest / float(truth.abs().max()), rms)
+
+
+@dataclass(frozen=True)
 class Truth:
     """The formula in fp64 on some rows of a case: the first output, and the gradients that are row by row,
     by their place among all gradients that are taken. One line per row."""

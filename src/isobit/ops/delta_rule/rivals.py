@@ -3,16 +3,18 @@
 Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (dht).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Cell, Goal
+from isobit.bench.goals import Cell, Goal, limit
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import Pool, Series
 from isobit.bench.timing import copies_for
+from isobit.bench.truth import Errors, errors_of
 from isobit.check.options import known_options
 from isobit.check.proof import Args, Case, Cost
 from isobit.check.trial import cloned
@@ -85,8 +87,8 @@ class _OneHead:
     head: int
     known: Tensor
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        return float((result[0][:1, :, self.head].double() - self.known).abs().max())
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> Errors:
+        return errors_of(result[0][:1, :, self.head], self.known)
 
 
 def _judge(args: Args) -> _OneHead:
@@ -154,6 +156,10 @@ def _mode(cell: Cell) -> str:
     return next((part[5:] for part in cell.case.split() if part.startswith("mode=")), "")
 
 
+def _in(series: str) -> Callable[[Cell], bool]:
+    return lambda cell: cell.op == series
+
+
 def _no_gate(cell: Cell) -> bool:
     return _mode(cell) in ("none", "ht")
 
@@ -164,10 +170,17 @@ def _many(cell: Cell) -> bool:
 
 GOALS = (
     Goal("all", lambda cell: True, mean=1.5, least=1.0),
+    Goal("the grid", _in("dhu")),
+    Goal("64 heads", _in("dhu_wide")),
+    Goal("packed", _in("dhu_packed")),
+    Goal("short, grouped, the other layout", _in("dhu_other")),
     Goal("with g", lambda cell: "g" in _mode(cell), mean=1.7),
     Goal("one sequence of 16 heads", _few, mean=1.8),
     Goal("one sequence of 16 heads, no gate", lambda cell: _few(cell) and _no_gate(cell), least=1.4),
     Goal("bandwidth, B H >= 64", _many, least=0.85, against="copy"),
+    Goal("error", lambda cell: True, most=1.01, figure="rel_rms"),
+    Goal("host", lambda cell: True, most=1.0, figure="host_us"),
+    Goal("host", lambda cell: True, most=1.0, figure="host_us", against=limit(60, "us")),
 )
 
 
