@@ -253,6 +253,28 @@ def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.Monkey
     assert samples(100.0)[1] == 3 + 1 + timing.HOST_BLOCKS + 1 + 1 + timing.MIN_REPETITIONS
 
 
+def test_a_slow_rival_is_sampled_less_often_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    clock, order = [0.0], list[str]()
+
+    def contender(name: str, ms: float) -> Contender:
+        def call() -> None:
+            clock[0] += ms * 1e-3
+            order.append(name)
+
+        return Contender(name, lambda: [call], graph=False)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    measure([contender("ours", 0.5), contender("slow", 15.0)], torch.device("cuda", 0), call_ms=0.5)
+    sampled = order[-(2 * timing.REPETITIONS + 10) :]  # two calls of ours a sample, one of the other
+    assert sampled.count("ours") == 2 * timing.REPETITIONS and sampled.count("slow") == 10
+    halves = sampled[: len(sampled) // 2], sampled[len(sampled) // 2 :]
+    assert [half.count("slow") for half in halves] == [5, 5]
+    assert order.count("slow") == 3 + 1 + timing.HOST_BLOCKS + 10  # a block of the host is one call
+    measure([contender("host", 1.9)], torch.device("cuda", 0), call_ms=0.01)
+    assert order.count("host") > timing.HOST_BLOCKS * timing.HOST_CALLS  # that may be all host
+
+
 def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpu(monkeypatch)
     with pytest.raises(ZeroDivisionError):

@@ -1,10 +1,11 @@
 """The only timer.
 
-Implementations of one case are timed in turns, so that clocks that drift hit all of them alike. On a GPU a
-sample is the replay of a CUDA graph of several calls: host time, which is often longer than the kernels, is
-not in it (`host_us` says what it is). The calls rotate over copies of the inputs that together exceed the L2
-cache several times, so every call finds it cold. What cannot be captured is timed with events, behind a
-sleep long enough for the host to get ahead. Elsewhere a sample is the wall time of one call.
+Implementations of one case are timed in turns, so that clocks that drift hit all of them alike; one that is
+many times slower than the case must be takes fewer turns, spread evenly. On a GPU a sample is the replay of a
+CUDA graph of several calls: host time, which is often longer than the kernels, is not in it (`host_us` says
+what it is). The calls rotate over copies of the inputs that together exceed the L2 cache several times, so
+every call finds it cold. What cannot be captured is timed with events, behind a sleep long enough for the
+host to get ahead. Elsewhere a sample is the wall time of one call.
 
 `host_us` is what an eager call costs its caller: calls are made one after another without waiting for the
 device, which has less to do than the host or is given few of them.
@@ -42,6 +43,9 @@ REPETITIONS, MIN_REPETITIONS, SAMPLES_MS = 30, 7, 150.0
 HOST_BLOCKS, HOST_CALLS, HOST_MS = 11, 20, 60.0
 #: Calls that make a contender warm. One whose calls are made once gives as many away.
 WARM_CALLS = 3
+#: From how many milliseconds on a call counts as long as its first one took, host and all: a rival may take
+#: fifty times what a case must. Below, the host may be most of that.
+LONG_MS = 2.0
 #: Calls of one contender whose calls are made once: what host time takes, and warming up.
 ONCE_CALLS = WARM_CALLS + HOST_BLOCKS * (HOST_CALLS + 1)
 #: Steps of one contender.
@@ -114,7 +118,14 @@ class _Lane:
     extra: int | None = None
     backlog_us: float = 0.0
     sample: Call = lambda: None
+    #: About what one call takes: what the case must take, unless this contender is seen to take far longer.
+    call_ms: float = 1.0
+    repetitions: int = 1
     ms: list[float] = field(default_factory=list)
+
+    def due(self, turn: int, turns: int) -> bool:
+        """Whether this is one of its turns, which are spread evenly over all."""
+        return (turn + 1) * self.repetitions // turns > turn * self.repetitions // turns
 
     def timing(self) -> Timing:
         q25, median, q75 = statistics.quantiles(self.ms, n=4, method="inclusive")
@@ -209,13 +220,14 @@ def _measure(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     lanes, failures = _warmed(contenders, device)
     if device.type == "cuda":
-        each = _within(HOST_CALLS, 1, HOST_MS / HOST_BLOCKS / call_ms)
-        _time_the_host(list(lanes.values()), device, each)
         for lane in lanes.values():
-            _make_sample(lane, min(32, math.ceil(1 / call_ms)))
-        sample_ms = call_ms * max((lane.count for lane in lanes.values()), default=1)
-        often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / sample_ms)
-        _sample_with_events(list(lanes.values()), device, repetitions or often)
+            lane.call_ms = max(call_ms, lane.call_ms)
+        _time_the_host(list(lanes.values()), device)
+        for lane in lanes.values():
+            _make_sample(lane, min(32, math.ceil(1 / lane.call_ms)))
+            often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / (lane.call_ms * lane.count))
+            lane.repetitions = repetitions or often
+        _sample_with_events(list(lanes.values()), device)
     else:
         for lane in lanes.values():
             lane.sample = lane.turns(1)
@@ -246,8 +258,11 @@ def _warm(contender: Contender, device: torch.device) -> _Lane:
         tidy(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
+        begin = time.perf_counter()
         result = warm[0]()
         torch.cuda.synchronize(device)
+        took_ms = (time.perf_counter() - begin) * 1e3
+        lane.call_ms = took_ms if took_ms >= LONG_MS else 0.0
         lane.peak = torch.cuda.max_memory_allocated(device) - before
         lane.extra = lane.peak - _bytes_kept(result)
         lane.verdict = contender.judge(calls, result)
@@ -261,7 +276,7 @@ def _bytes_kept(result: Any) -> int:
     return sum(storages.values())
 
 
-def _time_the_host(lanes: Sequence[_Lane], device: torch.device, calls: int) -> None:
+def _time_the_host(lanes: Sequence[_Lane], device: torch.device) -> None:
     """Time until an eager call returns, the device still busy with the ones before: the median of blocks of
     calls. The lanes take turns, so that a host that is busy with something else for a while slows all of
     them; and a block is short, or the queue fills up and a call waits for the device. Blocks of one call are
@@ -275,6 +290,7 @@ def _time_the_host(lanes: Sequence[_Lane], device: torch.device, calls: int) -> 
                 call()
     for _ in range(HOST_BLOCKS):
         for lane, rotation, found in zip(lanes, rotations, blocks, strict=True):
+            calls = _within(HOST_CALLS, 1, HOST_MS / HOST_BLOCKS / lane.call_ms)
             torch.cuda.synchronize(device)
             with torch.set_grad_enabled(lane.grad):
                 if calls > 1:
@@ -311,16 +327,18 @@ def _make_sample(lane: _Lane, calls: int) -> None:
     lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
 
 
-def _sample_with_events(lanes: Sequence[_Lane], device: torch.device, repetitions: int) -> None:
+def _sample_with_events(lanes: Sequence[_Lane], device: torch.device) -> None:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in lanes]
-    for _ in range(repetitions):
-        for lane, (start, end) in zip(lanes, events, strict=True):
+    turns = max((lane.repetitions for lane in lanes), default=0)
+    for turn in range(turns):
+        due = [pair for pair in zip(lanes, events, strict=True) if pair[0].due(turn, turns)]
+        for lane, (start, end) in due:
             torch.cuda._sleep(int(lane.backlog_us * CYCLES_PER_US))
             start.record()
             lane.sample()
             end.record()
         torch.cuda.synchronize(device)
-        for lane, (start, end) in zip(lanes, events, strict=True):
+        for lane, (start, end) in due:
             lane.ms.append(start.elapsed_time(end) / lane.count)
 
 

@@ -76,9 +76,10 @@ def _towards_the_clip(args: Args) -> Tensor:
 
 
 def groups_of(by: str, B: int, device: torch.device) -> Args:
-    """Two samples a prompt; or groups of one, of two, and of what is left."""
+    """Two samples a prompt, or one prompt for an odd number of them; or groups of one, of two, and of what is
+    left."""
     if by == "samples":
-        return {"samples_per_prompt": 2, "group_boundaries": None}
+        return {"samples_per_prompt": max(B, 1) if B % 2 else 2, "group_boundaries": None}
     bounds = sorted({min(n, B) for n in (0, 1, 3, B)})
     return {"samples_per_prompt": None, "group_boundaries": torch.tensor(bounds, device=device)}
 
