@@ -18,11 +18,12 @@ from isobit.bench.goals import Goal, cells, sizes_of, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
 from isobit.bench.series import Pool
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.vouch import CheckFailed, Vouch
 from isobit.check.proof import Case
 from isobit.op import known_op
 from isobit.ops.det_gemm import rivals
-from isobit.stamp import gpu_name, kernel_sha
+from isobit.sources import kernel_sha
+from isobit.stamp import gpu_name
 
 GEMM = known_op("det_gemm")
 CPU = torch.device("cpu")
@@ -178,6 +179,17 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     assert checked == [("det_gemm_dw", "model")]  # of whose bits the report says nothing
     after(here, proven("det_gemm", "accuracy", "invariant", backend="hopper"), dw)
     assert checked[1:] == [("det_gemm", "model")]  # a report on another backend says nothing of this one
+    checked.clear()
+    vouch = Vouch(CPU, path, skip=False, say=lambda line: None)
+    after(here, gemm, dw)
+    vouch.check("det_gemm", "model", {"mask": 0.5})
+    assert checked == [("det_gemm", "model")]  # no case of the report has a mask
+    gemm["cases"][0]["options"] = {"mask": 0.1, "ids": "int32"}
+    after(here, gemm, dw)
+    vouch.check("det_gemm", "model", {"mask": 0.25})
+    assert len(checked) == 1
+    vouch.check("det_gemm", "model", {"mask": 0.25, "bias": "own"})
+    assert len(checked) == 2
     with pytest.raises(CheckFailed, match="det_gemm on model fails its check in "):
         after(here, proven("det_gemm", "accuracy", "invariant", fail=2))
     with pytest.raises(ContractError, match="written by other kernels or on another device"):

@@ -18,7 +18,7 @@ from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
 from isobit.contract import ContractError
 from isobit.files import check_writable
 from isobit.op import OPS, public_ops
-from isobit.stamp import kernel_sha
+from isobit.sources import kernel_sha
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")

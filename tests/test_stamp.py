@@ -1,5 +1,6 @@
 """Stamps: which files decide an op's numbers, and which results are stale."""
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,8 @@ from isobit import ContractError, stale
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
 from isobit.op import known_op
-from isobit.stamp import decisive_files, kernel_sha, source_sha
+from isobit.sources import _form, decisive_code, kernel_sha
+from isobit.stamp import source_sha
 
 PACKAGE = Path(isobit.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -24,30 +26,64 @@ def package(tmp_path: Path) -> Path:
     return Path(shutil.copytree(PACKAGE, tmp_path / "isobit", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def append(path: Path, text: str = "\n# one more sentence\n") -> None:
+def append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["cli.py", "op.py", "check/runner.py", "bench/timing.py", "ops/logp/proof.py", "ops/logp/rivals.py",
-     "ops/det_gemm/kernels_triton.py", "blocks/hopper_product.py"],
-)  # fmt: skip
-def test_what_decides_no_number_of_an_op_leaves_its_hash(package: Path, name: str) -> None:
+def replaced(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
+OTHERS = [
+    "cli.py", "op.py", "check/runner.py", "bench/timing.py", "ops/logp/proof.py", "ops/logp/rivals.py",
+    "ops/det_gemm/kernels_triton.py", "blocks/hopper_product.py",
+]  # fmt: skip
+OWN = ["op.py", "reference.py", "kernels_triton.py", "kernels_hopper.py"]
+SHARED = ["blocks/triton_rows.py", "blocks/triton_logits.py", "blocks/hopper_pipe.py", "blocks/rows.py"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *SHARED])
+def test_code_that_an_op_does_not_use_leaves_its_hash(package: Path, name: str) -> None:
     before = kernel_sha("logp", package)
     assert before == kernel_sha("logp")
-    append(package / name)
+    append(package / name, "\n\ndef nobody_uses_this():\n    return 1\n")
     assert kernel_sha("logp", package) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ops/logp/op.py", "ops/logp/reference.py", "ops/logp/kernels_triton.py", "ops/logp/kernels_hopper.py",
-     "blocks/triton_rows.py", "blocks/triton_logits.py", "blocks/hopper_pipe.py", "blocks/logprob.py"],
-)  # fmt: skip
-def test_what_decides_a_number_changes_the_hash(package: Path, name: str) -> None:
-    append(package / name)
+@pytest.mark.parametrize("name", OWN)
+def test_an_op_is_made_of_all_code_of_its_own_files(package: Path, name: str) -> None:
+    append(package / "ops" / "logp" / name, "\n\ndef nobody_uses_this():\n    return 1\n")
     assert kernel_sha("logp", package) != kernel_sha("logp")
+
+
+@pytest.mark.parametrize("name", [*(f"ops/logp/{name}" for name in OWN), *SHARED])
+def test_words_and_layout_leave_the_hash(package: Path, name: str) -> None:
+    path = package / name
+    append(path, "\n# one more sentence\n")
+    replaced(path, '"""', '"""Another beginning. ')
+    replaced(path, '    """', '    """Another beginning. ')
+    assert kernel_sha("logp", package) == kernel_sha("logp")
+
+
+def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> None:
+    """Here and through others, named or in a whole file; another constant is another number."""
+    replaced(package / "blocks" / "triton_rows.py", "tl.maximum(u, -1000.0)", "tl.maximum(u, -900.0)")
+    changed = {
+        name: kernel_sha(name, package) != kernel_sha(name)
+        for name in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "det_gemm")
+    }
+    used = dict.fromkeys(("logp", "ratio_kl", "grpo_loss"), True)
+    assert changed == {**used, "linear_logp": False, "det_gemm": False}
+
+
+def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:
+    """Python 3.12 has type parameters on every function, 3.11 has none."""
+    (function,) = ast.parse("def f(): return None").body
+    form = _form(function)
+    function.type_params = []  # type: ignore[attr-defined]
+    function._fields = (*function._fields, "type_params")  # type: ignore[misc]
+    assert _form(function) == form and "name='f'" in form
 
 
 def test_imports_are_followed_wherever_they_stand(package: Path) -> None:
@@ -59,7 +95,7 @@ def test_imports_are_followed_wherever_they_stand(package: Path) -> None:
     (other / "kernels_x.py").write_text("from isobit.blocks.first import f\n")
     (other / "proof.py").write_text("from isobit.blocks.first import f\n")
     append(package / "ops" / "logp" / "op.py", "\n\ndef g():\n    import isobit.blocks.first as f\n")
-    found = {path.relative_to(package).as_posix() for path in decisive_files("logp", package)}
+    found = {path.relative_to(package).as_posix() for path in decisive_code("logp", package)}
     assert {"blocks/first.py", "blocks/second.py", "ops/other/kernels_x.py"} <= found
     assert "ops/other/proof.py" not in found and "op.py" not in found
     assert kernel_sha("no_such_op", package) is None

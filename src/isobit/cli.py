@@ -41,8 +41,9 @@ from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
 from isobit.pages import page
 from isobit.pages.show import show_saved
+from isobit.sources import kernel_sha
 from isobit.stale import lines, results_in
-from isobit.stamp import gpu_name, kernel_sha, results_folder, stamp
+from isobit.stamp import gpu_name, results_folder, stamp
 
 app = typer.Typer(
     add_completion=False,

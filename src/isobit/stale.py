@@ -8,7 +8,8 @@ from typing import Any
 
 from isobit.contract import ContractError
 from isobit.op import OPS
-from isobit.stamp import kernel_sha, source_sha
+from isobit.sources import kernel_sha
+from isobit.stamp import source_sha
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 what is timed."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from isobit.check.options import text_of
 from isobit.check.request import small_args
 from isobit.contract import ContractError
 from isobit.op import known_op
-from isobit.stamp import gpu_name, kernel_sha
+from isobit.sources import kernel_sha
+from isobit.stamp import gpu_name
 
 
 class CheckFailed(RuntimeError):
@@ -43,7 +44,7 @@ class Vouch:
         if self.skip or (op, backend, words) in self.done:
             return
         name = f"{op} on {backend}{' with' if words else ''}{words}"
-        if self.report is not None and not options and proven(op, backend, self.device, self.report):
+        if self.report is not None and proven(op, backend, self.device, self.report, set(options)):
             self.say(f"{name} passed its check in {self.report}")
         else:
             self.say(f"checking {name}, {self.device}, first")
@@ -60,14 +61,17 @@ class Vouch:
             self.check(op, served, {})
 
 
-def proven(op: str, backend: str, device: torch.device, path: Path) -> bool:
-    """Whether a report of `isobit check` speaks for these kernels on this device, and for numbers and bits of
-    this backend. One that promises no bits is asked for none."""
+def proven(op: str, backend: str, device: torch.device, path: Path, options: Set[str]) -> bool:
+    """Whether a report of `isobit check` speaks for these kernels on this device, for numbers and bits of this
+    backend, and for calls with each of these options, whatever its value: the error of what is timed is in its
+    own row. A backend that promises no bits is asked for none."""
     try:
         report = json.loads(path.read_text())
         stamp = report["stamp"]
         mine = [c for c in report["candidates"] if (c["op"], c["candidate"]) == (op, backend)]
-        held = {case["law"] for c in mine for case in c["cases"] if case["status"] == "ok"}
+        passed = [case for c in mine for case in c["cases"] if case["status"] == "ok"]
+        held = {case["law"] for case in passed}
+        tried = {name for case in passed for name in case.get("options", ())}
         promised = _NEEDED if any(c["numerics"] != "none" for c in mine) else {"accuracy"}
         written_by = (stamp.get("kernels", {}).get(known_op(op).folder), stamp["gpu"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -78,4 +82,4 @@ def proven(op: str, backend: str, device: torch.device, path: Path) -> bool:
         raise ContractError(f"{path}: was written by other kernels or on another device: check again")
     if any(c["fail"] for c in mine):
         raise CheckFailed(f"{op} on {backend} fails its check in {path}, so it is not timed")
-    return promised <= held
+    return promised <= held and options <= tried
