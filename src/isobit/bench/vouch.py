@@ -62,9 +62,9 @@ class Vouch:
 
 
 def proven(op: str, backend: str, device: torch.device, path: Path, options: Set[str]) -> bool:
-    """Whether a report of `isobit check` speaks for these kernels on this device, for numbers and bits of this
-    backend, and for calls with each of these options, whatever its value: the error of what is timed is in its
-    own row. A backend that promises no bits is asked for none."""
+    """Whether a report of `isobit check` speaks for these kernels on this device, for numbers and bits of
+    this backend, and for calls with each of these options, whatever its value: the error of what is timed is
+    in its own row. A backend that promises no bits is asked for none."""
     try:
         report = json.loads(path.read_text())
         stamp = report["stamp"]

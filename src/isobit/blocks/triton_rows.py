@@ -148,6 +148,8 @@ def split_sums(
     lo = split * (STEP * STEPS)
     hi = tl.minimum(lo + STEP * STEPS, V)
     whole = lo + (hi - lo) // STEP * STEP
+    if WORD > 1:  # a whole step also reads the word behind it, which the last may not
+        whole = lo + (hi - lo - 1) // STEP * STEP
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
@@ -172,8 +174,9 @@ def load_step(
 ):  # fmt: skip
     """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on.
 
-    Masks are the same for all elements of a word, so that words are read whole: a word that the row shares
-    with a neighbour may be read, one without a column of the row never is.
+    Masks are the same for all elements of a word, so that words are read whole. That is so of the one that
+    the row shares with the row before it. The one that it does not fill at its end is read by element:
+    behind the last row the memory may be nobody's.
     """
     lane = tl.arange(0, BLOCK)
     low = float("-inf")
@@ -181,17 +184,18 @@ def load_step(
     for i in tl.static_range(UNROLL):
         at = first + i * BLOCK
         if TAIL:
-            x = tl.load(words + at + lane, mask=at + lane // WORD * WORD < hi + shift, other=low)
+            x = load_before(words, at, hi + shift, WORD, BLOCK)
         else:
             x = tl.load(words + at + lane)
         tiles = tiles + (x.to(tl.float32),)
     if WORD > 1:
         # Lanes before `shift` have their columns one tile later.
         at = first + UNROLL * BLOCK
-        mask = lane // WORD * WORD < shift
         if TAIL:
-            mask = mask & (at + lane // WORD * WORD < hi + shift)
-        tiles = tiles + (tl.load(words + at + lane, mask=mask, other=low).to(tl.float32),)
+            x = load_before(words, at, tl.minimum(at, hi) + shift, WORD, BLOCK)
+        else:
+            x = tl.load(words + at + lane, mask=lane // WORD * WORD < shift, other=low)
+        tiles = tiles + (x.to(tl.float32),)
         col = first + (lane - shift + BLOCK) % BLOCK
         z = ()
         for i in tl.static_range(UNROLL):
@@ -201,6 +205,17 @@ def load_step(
             z = z + (x,)
         tiles = z
     return tiles
+
+
+@triton.jit
+def load_before(words, at, end, WORD: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements from `at` on, where a word begins; -inf from `end` on, which may be inside of a word."""
+    lane = at + tl.arange(0, BLOCK)
+    if WORD == 1:
+        return tl.load(words + lane, mask=lane < end, other=float("-inf"))
+    filled = lane // WORD * WORD + WORD <= end
+    x = tl.load(words + lane, mask=filled, other=float("-inf"))
+    return tl.load(words + lane, mask=(lane < end) & (filled == 0), other=x)
 
 
 @triton.jit
