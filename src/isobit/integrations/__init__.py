@@ -3,6 +3,6 @@
 Importing these modules imports none of the libraries.
 """
 
-from isobit.integrations import fla, hf, trl
+from isobit.integrations import fla, hf, trl, verl
 
-__all__ = ["fla", "hf", "trl"]
+__all__ = ["fla", "hf", "trl", "verl"]

@@ -16,17 +16,15 @@ reason, and the first of each warns.
 """
 
 import inspect
-from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from isobit.backend import UnsupportedError
+from isobit.integrations.logprobs import Call
 from isobit.integrations.session import Enabled, Session, Switch
-from isobit.ops.linear_logp.op import backward, forward
+from isobit.ops.linear_logp.op import forward
 
 MODULE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 
@@ -72,95 +70,19 @@ class _Session(Session):
         """What TRL calls, with its arguments and its five results."""
         factor = None if logit_scale == 1.0 else logit_scale
         options = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": factor}
+        call = Call(options | {"return_entropy": "entropy" in outputs}, self.backend)
         more = sorted(set(outputs) & {"log_sum_sq_probs", "mean_logits", "is_top1"})
-        reason = f"it wants {', '.join(more)} too" if more else self._why_not(options, hidden, weight, bias)
+        reason = f"it wants {', '.join(more)} too" if more else call.why_not(hidden, weight, bias)
         if reason is not None:
             self.count_passed(reason)
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale,
                 outputs,
             )  # fmt: skip
-        gather = self.module.maybe_gather_lm_head_ctx
-        call = _Call(options | {"return_entropy": "entropy" in outputs}, self.backend, gather)
-        logp, entropy = _LogProbs.apply(hidden, weight, bias, targets, call)
+        call.gather = self.module.maybe_gather_lm_head_ctx
+        logp, entropy = call(hidden, weight, bias, targets)
         self.count_served()
         return logp, entropy, None, None, None
-
-    def _why_not(
-        self, options: dict[str, Any], hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> str | None:
-        """Why the backend that was asked for by name cannot serve, or None."""
-        if self.backend is None:
-            return None
-        inputs = _cast(_compute_dtype(hidden), hidden, weight, bias)
-        return forward.backend_named(self.backend).when({**_FIXED, **options, **inputs})
-
-
-# The function at the seam
-
-
-#: What `linear_logp` is always given.
-_FIXED: dict[str, Any] = {
-    "mask": None, "ignore_index": -100, "logits_dtype": None, "vocab_size": None, "workspace_bytes": None,
-}  # fmt: skip
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """As TRL's own function chooses it."""
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else hidden.dtype
-
-
-@dataclass
-class _Call:
-    options: dict[str, Any]
-    backend: str | None
-    gather: Any  # TRL's context in which the parameters given to it are whole
-
-
-class _LogProbs(torch.autograd.Function):
-    """`linear_logp` that casts its inputs as TRL does. Not left to autograd, for two reasons: gradients of
-    fp32 parameters under autocast stay in fp32, and the backward gathers a weight that ZeRO-3 has sharded
-    again since the forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: _Call
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.dtype, ctx.call = _compute_dtype(hidden), call
-        with torch.autocast(hidden.device.type, enabled=False):
-            logp, entropy, _, stats, *_ = forward(
-                **_cast(ctx.dtype, hidden, weight, bias), token_ids=targets, **_FIXED, **call.options,
-                return_lse=False, return_stats=True, keep=False, backend=call.backend,
-            )  # fmt: skip
-        entropy = entropy if call.options["return_entropy"] else None
-        ctx.save_for_backward(hidden, weight, bias, targets, stats, entropy)
-        return logp, entropy
-
-    @staticmethod
-    def backward(ctx: Any, dlogp: Tensor | None, dentropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, stats, entropy = ctx.saved_tensors
-        wants = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
-        options = {name: value for name, value in ctx.call.options.items() if name != "return_entropy"}
-        with ctx.call.gather(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-            found = backward(
-                **_cast(ctx.dtype, hidden, weight, bias), token_ids=targets, stats=stats, entropy=entropy,
-                kept=None, kept_base=None, dlse=None, **_FIXED, **options,
-                dlogp=None if dlogp is None else dlogp.contiguous(),
-                dentropy=None if dentropy is None else dentropy.contiguous(),
-                **{f"want_{name}": want for name, want in wants.items()},
-                grad_dtype=None if ctx.dtype == torch.float64 else torch.float32, backend=ctx.call.backend,
-            )  # fmt: skip
-        given = (hidden, weight, bias)
-        wanted = zip(found, given, wants.values(), strict=True)
-        return *(g.to(x.dtype) if want else None for g, x, want in wanted), None, None
-
-
-def _cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    cast = None if bias is None else bias.detach().to(dtype)
-    return {"hidden": hidden.detach().to(dtype), "weight": weight.detach().to(dtype), "bias": cast}
 
 
 # On and off

@@ -1,0 +1,228 @@
+"""isobit inside of verl.
+
+    isobit.integrations.verl.enable()
+
+From here on verl's fused kernels are `isobit.linear_logp`: log-probabilities and entropies of tokens from
+hidden states and an LM head, with their gradients. Whether a model makes use of them is said in verl's own
+configuration: `actor_rollout_ref.model.use_fused_kernels=True`. There are two ways to them, and both lead to
+isobit, whichever `fused_kernel_options.impl_backend` says:
+
+    torch, liger    FusedLinearForPPO of verl.utils.experimental.torch_functional
+    triton          linear_cross_entropy of verl.utils.kernel.linear_cross_entropy, also under the name that
+                    modules for Megatron have imported it by
+
+    with isobit.integrations.verl.enable() as on:
+        ...
+    print(on.served, on.passed)
+
+Calls that isobit does not serve go on to verl's own function. They are counted by reason, and the first of
+each warns. verl trains in processes of their own, and each of them needs the line: `verl_on` is a module for
+verl's `external_lib` that has it.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.backend import UnsupportedError
+from isobit.integrations.logprobs import Call
+from isobit.integrations.session import Enabled, Session, Switch
+from isobit.ops.linear_logp.op import forward
+
+TORCH, FUSED = "verl.utils.experimental.torch_functional", "FusedLinearForPPO"
+TRITON, FUNCTION, NAME = (
+    "verl.utils.kernel.linear_cross_entropy", "LinearCrossEntropy", "linear_cross_entropy"
+)  # fmt: skip
+
+#: The arguments of verl's functions, without annotations and the first, which is self or ctx.
+ARGUMENTS = {
+    FUSED: "hidden_states, vocab_weights, input_ids, temperature=1.0",
+    FUNCTION: "hidden, weight, labels, temperature=1.0, reduction='none', dist_process_group=None",
+}
+INSTALL = "pip install verl==0.9.1"
+
+
+class VerlError(UnsupportedError):
+    """The installed verl is not one that isobit knows how to serve. The message says what was found."""
+
+
+SWITCH = Switch("isobit.integrations.verl")
+
+
+# The installed verl
+
+
+@dataclass(frozen=True)
+class _Verl:
+    """What is replaced of verl."""
+
+    fused: type  # whose forward
+    forward: Callable[..., Any]
+    module: ModuleType  # whose linear_cross_entropy, and that of those who have imported it from there
+    linear_cross_entropy: Callable[..., Any]
+
+
+def _installed() -> _Verl:
+    """The verl that is installed; or an error that says what there is instead."""
+    try:
+        version = import_module("verl").__version__
+    except ModuleNotFoundError as error:
+        if error.name != "verl":
+            raise
+        raise ModuleNotFoundError(f"{SWITCH.name}: verl is not installed: {INSTALL}", name="verl") from error
+    found: dict[str, Any] = {}
+    for place, name in ((TORCH, FUSED), (TRITON, FUNCTION)):
+        try:
+            kind = vars(import_module(place)).get(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not place.startswith(error.name):
+                raise
+            kind = None
+        function = getattr(kind, "forward", None)
+        if function is None:
+            raise _refusal(f"verl {version} has no {name} in {place}")
+        given = _text(function)
+        if given != ARGUMENTS[name]:
+            raise _refusal(f"verl {version} has {name}({given}), and wanted is {name}({ARGUMENTS[name]})")
+        found[name] = kind
+    module = import_module(TRITON)
+    if getattr(module, NAME, None) != found[FUNCTION].apply:
+        raise _refusal(f"{NAME} in {TRITON} of verl {version} is not {FUNCTION}.apply")
+    return _Verl(found[FUSED], vars(found[FUSED])["forward"], module, vars(module)[NAME])
+
+
+def _text(function: Callable[..., Any]) -> str:
+    _, *parameters = inspect.signature(function).parameters.values()
+    return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+
+
+def _refusal(what: str) -> VerlError:
+    return VerlError(f"{SWITCH.name}: {what} (it knows 0.9.1: {INSTALL})")
+
+
+def _that_have(function: Callable[..., Any]) -> Iterator[ModuleType]:
+    """Modules of verl with this function as their `linear_cross_entropy`: its own, and those that have
+    imported it from there, at any time."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "verl" and getattr(module, "__dict__", {}).get(NAME) is function:
+            yield module
+
+
+# What stands in the place of verl's functions
+
+
+class _Session(Session):
+    def __init__(self, verl: _Verl, backend: str | None) -> None:
+        own = f"{SWITCH.name}: verl's own function serves log-probabilities here"
+        super().__init__(backend=backend, instead=own)
+        self.verl, self.ours = verl, self.linear_cross_entropy
+
+        def fused_forward(
+            module: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor,
+            temperature: float = 1.0,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            return self.fused_linear(module, hidden_states, vocab_weights, input_ids, temperature)
+
+        setattr(verl.fused, "forward", fused_forward)  # noqa: B010  # a type has no such attribute
+        self._rename(verl.linear_cross_entropy, self.ours)
+
+    def end(self) -> None:
+        setattr(self.verl.fused, "forward", self.verl.forward)  # noqa: B010
+        self._rename(self.ours, self.verl.linear_cross_entropy)
+
+    def _rename(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        for module in _that_have(old):
+            setattr(module, NAME, new)
+
+    def fused_linear(
+        self, module: Any, hidden: Tensor, weight: Tensor, input_ids: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """In the place of FusedLinearForPPO.forward: results are of the shape of input_ids."""
+        found = self._served(hidden, weight, input_ids, temperature)
+        return found or self.verl.forward(module, hidden, weight, input_ids, temperature)
+
+    def linear_cross_entropy(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """In the place of the function of that name: results are flat."""
+        given = (hidden, weight, labels, temperature, reduction, dist_process_group)
+        reason = None
+        if str(reduction).lower() != "none":
+            reason = f"it wants reduction={reduction!r}"
+        elif dist_process_group is not None:
+            ranks = torch.distributed.get_world_size(dist_process_group)
+            reason = f"the vocabulary is split over {ranks} ranks" if ranks > 1 else None
+        if reason is not None:
+            self.count_passed(reason)
+            return self.verl.linear_cross_entropy(*given)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        found = self._served(flat, weight, labels.reshape(-1), temperature)
+        return found or self.verl.linear_cross_entropy(*given)
+
+    def _served(
+        self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(log-probabilities, entropies), or None for a call that is not served, which is counted."""
+        options = {"temperature": temperature, "softcap": None, "logit_scale": None, "return_entropy": True}
+        call = Call(options, self.backend)
+        if isinstance(temperature, Tensor):  # verl has numbers alone
+            reason: str | None = "its temperature is a tensor"
+        else:
+            reason = call.why_not(hidden, weight, None)
+        if reason is not None:
+            self.count_passed(reason)
+            return None
+        logp, entropy = call(hidden, weight, None, token_ids)
+        assert entropy is not None
+        self.count_served()
+        return logp, entropy
+
+
+# On and off
+
+
+def enable(backend: str | None = None) -> Enabled:
+    """Let verl's fused kernels be isobit's: until `disable`, or as a context manager until its block is left.
+    Where it is on already, it stays on, and counts go on.
+
+    Args:
+        backend: of `isobit.linear_logp`. None takes the first that can serve; what one that is named cannot
+            serve goes on to verl's own function.
+
+    Returns:
+        An object with `served`, how many calls isobit has computed, and `passed`, how many it has not, by
+        reason.
+
+    Raises:
+        ModuleNotFoundError: verl is not installed.
+        VerlError: the functions of the installed verl have other signatures than those of 0.9.1.
+        ContractError: no such backend, or another one is on.
+
+    Example:
+        >>> import isobit
+        >>> with isobit.integrations.verl.enable() as on:  # doctest: +SKIP
+        ...     output = model(input_ids, temperature=0.7, return_dict=True)
+        >>> on.served, on.passed  # doctest: +SKIP
+        (1, Counter())
+    """
+    if backend is not None:
+        forward.backend_named(backend)
+    return SWITCH.on(backend, lambda: _Session(_installed(), backend))
+
+
+def disable() -> None:
+    """Leave everything to verl again. Nothing happens where it is off."""
+    SWITCH.off()

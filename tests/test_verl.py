@@ -1,0 +1,136 @@
+"""isobit inside of verl: its fused kernels on a CPU, with and without it, in the environment that
+`make parity` makes. `verl_on_a_cpu.py` runs them; one run serves all tests here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.integrations import verl
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / ".parity" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With the entry points that pyproject.toml says, whatever isobit is installed."""
+    assert PYTHON.exists(), "run `make parity` first"
+    place = tmp_path_factory.mktemp("installed")
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(
+        r'^\[project\.entry-points\."verl\.plugins"\]\n(\w+) = "(.*)"$', pyproject, re.M
+    )
+    info = place / "isobit-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: isobit\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {value}\n")
+    env = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT / 'src'}"}
+    env.pop("VERL_USE_EXTERNAL_PLUGINS", None)
+    command = [str(PYTHON), str(ROOT / "tests" / "verl_on_a_cpu.py"), str(ROOT / "docs" / "verl.md")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_calls_give_the_results_and_gradients_of_verl(found: dict[str, Any]) -> None:
+    assert found["version"] == "0.9.1" and len(found["calls"]) == 18
+    for name, distance in found["calls"].items():
+        if name.endswith("autocast"):
+            assert 1e-5 < distance < 0.03  # verl rounds logits and entropies to bf16, isobit does not
+        else:
+            assert distance <= 1e-5, name
+
+
+def test_a_model_that_verl_has_patched_gives_the_same_before_and_after(found: dict[str, Any]) -> None:
+    models = found["models"]
+    assert models.pop("after it") == 0
+    assert set(models) == {"torch", "triton", "liger", "shifted labels"} and max(models.values()) <= 1e-5
+
+
+def test_on_and_off_reach_every_name_of_the_functions(found: dict[str, Any]) -> None:
+    told = found["switching"]
+    for when in ("before", "off", "off again"):
+        assert all(told[when]), when
+    for when in ("on", "after the inner block", "on again"):
+        assert not any(told[when]) and len(told[when]) == 4, when
+    assert told["shared"] == [1, 1] and told["megatron"] <= 1e-5
+    assert told["another backend"].endswith("it is on with None; disable() it first")
+
+
+def test_these_modules_of_verl_import_the_functions() -> None:
+    """At their top; others do so at each call, and find what stands there."""
+    (root,) = (ROOT / ".parity" / "lib").glob("python*/site-packages/verl")
+    name = re.compile(r"^from \S+ import .*\b(linear_cross_entropy|FusedLinearForPPO)\b", re.M)
+    importers = [path.relative_to(root) for path in root.rglob("*.py") if name.search(path.read_text())]
+    wanted = ["model_forward_1f1b_overlap.py", "model_forward_fused.py"]
+    assert sorted(map(str, importers)) == [f"models/mcore/{name}" for name in wanted]
+
+
+def test_what_is_not_served_goes_on_to_verl(found: dict[str, Any]) -> None:
+    told = found["passing"]
+    assert told["sevens"] == [True, True] and told["alone"] and told["tensor"]
+    served, passed = told["counts"]
+    assert served == 1 and passed == {
+        "it wants reduction='mean'": 1,
+        "the vocabulary is split over 2 ranks": 1,
+        "its temperature is a tensor": 1,
+    }
+    served, passed = told["named"]
+    assert served == 0 and list(passed.values()) == [1] and "Hopper GPU" in next(iter(passed))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("class", r"has FusedLinearForPPO\(hidden, weight, labels\), and wanted is F\w+\(hidden_states, v"),
+        ("function", r"has LinearCrossEntropy\(hidden, weight, labels\), and wanted is L\w+\(hidden, w"),
+        ("replaced", r"linear_cross_entropy in verl\S+ of verl 0\.9\.1 is not LinearCrossEntropy\.apply"),
+        ("gone", r"verl 0\.9\.1 has no FusedLinearForPPO in verl\.utils\.experimental"),
+    ],
+)
+def test_another_verl_is_refused(found: dict[str, Any], change: str, message: str) -> None:
+    assert re.search(rf"^VerlError: .*{message}.* \(it knows 0\.9\.1: pip install", found["refusals"][change])
+
+
+def test_a_worker_turns_it_on_by_an_import(found: dict[str, Any]) -> None:
+    assert found["external"] == [[True, True], [False, False], [True, True]]
+
+
+def test_being_installed_registers_a_name_and_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["registered"] == {
+        "ours": "isobit.integrations.verl_plugin",
+        "others": ["verl.trainer.ppo.core_algos"],
+        "vanilla": True,
+        "session": True,
+        "seams": [True, True],
+    }
+
+
+def test_the_loss_of_that_name_is_vanilla(found: dict[str, Any]) -> None:
+    losses = dict(found["losses"])
+    assert losses.pop("refusal").startswith("ContractError: isobit_clip(loss_agg_mode: 'mean'): must be one")
+    assert losses.pop("NaN at masked tokens") == [0.0]
+    assert len(losses) == 10
+    for name, (loss, gradient, metrics) in losses.items():
+        assert max(loss, gradient) <= 1e-9 and metrics <= 1e-6, name  # verl has metrics in fp32
+
+
+def test_the_example_of_the_page_runs(found: dict[str, Any]) -> None:
+    printed, expected = found["page"]
+    assert printed == expected
+
+
+def test_importing_isobit_does_not_import_verl() -> None:
+    assert "isobit.integrations.verl" in sys.modules and "verl" not in sys.modules
+
+
+def test_without_verl_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModuleNotFoundError, match=r"verl is not installed: pip install verl==0\.9\.1"):
+        verl.enable()
