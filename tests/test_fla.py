@@ -404,6 +404,13 @@ def test_what_fla_lacks_is_not_called_fla(tmp_path: Path, monkeypatch: pytest.Mo
         fla.enable()
 
 
+def test_the_example_of_the_page_runs(module: types.ModuleType, capsys: Any) -> None:
+    page = (ROOT / "docs" / "fla.md").read_text()
+    ((code, output),) = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", page, re.S)
+    exec(code, {})
+    assert capsys.readouterr().out == output and not is_on()
+
+
 # FLA's own tests with isobit inside
 
 

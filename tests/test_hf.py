@@ -1,6 +1,7 @@
 """Log-probabilities of Hugging Face models, held to `log_softmax` of the model's own logits in fp64."""
 
 import doctest
+import functools
 import warnings
 from typing import Any
 
@@ -120,13 +121,17 @@ def test_padded_rows_of_a_head_take_no_part() -> None:
 
 def test_no_logits_of_all_positions_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = made("Llama"), []
-    hook = model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    made_by = model.lm_head.register_forward_hook(
+        lambda module, args, output: shapes.extend(x.shape for x in output)
+    )
     ids, _, _ = batch()
     monkeypatch.setattr(hf._Head, "_why_not", lambda self: None)  # which refuses the hook
     token_logps(model, ids)
-    hook.remove()
-    assert shapes == [(2, 1, V)]
+    made_by.remove()
+    assert shapes == [(2, 1, V), (2, 6)]  # logits of the last position, then log-probabilities
+    assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
     assert not model.lm_head._forward_hooks and not model.base_model._forward_hooks
+    assert not model.lm_head._forward_pre_hooks
 
 
 def test_a_head_in_fp32_is_cast_under_autocast() -> None:
@@ -177,6 +182,42 @@ def test_a_head_with_an_adapter_is_refused() -> None:
     )
 
 
+def test_a_head_inside_of_an_adapter_is_refused() -> None:
+    """As PEFT wraps it: no linear layer itself, which has one and an update of low rank beside it."""
+
+    class LoraLinear(nn.Module):
+        def __init__(self, base_layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.weight = base_layer, base_layer.weight
+            self.A, self.B = nn.Linear(16, 2, bias=False), nn.Linear(2, V, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base_layer(x) + self.B(self.A(x))
+
+    model = made("Llama")
+    model.lm_head = LoraLinear(model.lm_head)
+    refused(model, "its head is a LoraLinear, not an nn.Linear; what an adapter .* would be lost")
+
+
+def test_a_forward_that_was_replaced_on_the_model_is_used_and_stays() -> None:
+    """accelerate does that, to run it under autocast."""
+    model, (ids, _, _), calls = made("Llama"), batch(), []
+    expected, forward = token_logps(model, ids), model.forward
+
+    @functools.wraps(forward)
+    def replaced(*args: Any, **options: Any) -> Any:
+        calls.append(options["logits_to_keep"])
+        return forward(*args, **options)
+
+    model.forward = replaced
+    assert torch.equal(token_logps(model, ids), expected) and calls == [1]
+    assert vars(model)["forward"] is replaced
+    model.config.logit_scale = 7.0
+    hf._compared.discard(model)
+    refused(model, "its logits are up to")
+    assert vars(model)["forward"] is replaced  # also after an error
+
+
 def test_a_head_with_hooks_or_a_forward_of_its_own_is_refused() -> None:
     model = made("Llama")
     hook = model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
@@ -218,9 +259,6 @@ def test_other_models_are_refused() -> None:
         vocab_size=V, d_model=8, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
     )
     refused(transformers.T5ForConditionalGeneration(encoder), "it has an encoder beside its decoder")
-    model = made("Llama")
-    model.lm_head.weight.full_tensor = lambda: None  # as a DTensor has it
-    refused(model, "sharded .a DTensor.; leave the head out of fully_shard")
     model = made("Llama")
     model.forward = lambda input_ids: None
     refused(model, "its forward has no logits_to_keep")

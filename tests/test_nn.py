@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import isobit
 from isobit import ContractError, det_linear
-from isobit.nn import DetLinear, swap_linear
+from isobit.nn import DetLinear, in_forward, swap_linear
 
 BF16 = torch.bfloat16
 
@@ -214,12 +214,37 @@ def test_it_is_called_as_a_linear_layer_is() -> None:
     assert layer.to("meta")(x.to("meta")).shape == (3, 4)
 
 
-@pytest.mark.parametrize("thing", [DetLinear, swap_linear])
+@pytest.mark.parametrize("thing", [DetLinear, swap_linear, in_forward])
 def test_examples_run(thing: object) -> None:
     (test,) = doctest.DocTestFinder(recurse=False).find(thing, "nn")
     output: list[str] = []
     assert test.examples and doctest.DocTestRunner().run(test, out=output.append).failed == 0, "".join(output)
     assert isobit.nn.DetLinear is DetLinear
+
+
+# In the place of a forward
+
+
+def test_a_function_runs_once_in_the_place_of_a_forward() -> None:
+    layer, seen = nn.Linear(6, 4), []
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    layer.register_forward_hook(lambda module, args, output: seen.append(output))
+
+    def function(x: Tensor, scale: int) -> Tensor:
+        assert "forward" not in vars(layer)  # calls of the layer in here are its own again
+        return x * scale
+
+    assert in_forward(layer, function, torch.ones(2), scale=3).tolist() == [6.0, 6.0] == seen[0].tolist()
+    assert "forward" not in vars(layer) and layer(torch.zeros(2, 6)).shape == (2, 4)
+
+
+def test_a_forward_comes_back_after_an_error_too() -> None:
+    layer = nn.Linear(6, 4)
+    layer.register_forward_pre_hook(lambda module, args: 1 / 0)
+    layer.forward = replaced = lambda x: x
+    with pytest.raises(ZeroDivisionError):  # before the function is called
+        in_forward(layer, lambda x: x, torch.ones(2))
+    assert vars(layer)["forward"] is replaced
 
 
 # A Hugging Face model

@@ -224,6 +224,7 @@ PAGES = {
     "docs/losses.md": 5,
     "docs/delta_rule.md": 1,
     "docs/attention.md": 1,
+    "docs/own_loop.md": 4,
 }
 
 

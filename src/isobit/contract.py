@@ -184,7 +184,10 @@ def _why_not_plain(t: Tensor) -> str | None:
         return "must be a dense tensor, it is nested; pass the packed rows (.values()) or a padded tensor"
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(t, distributed.DTensor):
-        return "is a DTensor; pass its local part (.to_local()) or the whole of it (.full_tensor())"
+        return (
+            "is a DTensor; pass its local part (.to_local()) or the whole of it (.full_tensor()), or, for a "
+            "parameter that FSDP2 has sharded, call this through isobit.nn.in_forward"
+        )
     return None
 
 

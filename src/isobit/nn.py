@@ -1,13 +1,14 @@
 """Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
 
 `swap_linear` puts it into a model in place of the linear layers there, or of some of them, and takes it out
-again.
+again. `in_forward` runs a function where the parameters of a module are whole that FSDP2 has sharded.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -113,13 +114,13 @@ class Swap:
     _layers: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Make them `nn.Linear` again. Does nothing the second time. A layer that something else has given
-        another class since (parametrize, FSDP) is an error, and none is touched: undo that first."""
+        """Make them `nn.Linear` again, sharded or not. Does nothing the second time. A layer that something
+        else has given another class since (parametrize) is an error, and none is touched: undo that first."""
         for name, layer in zip(self.swapped, self._layers, strict=False):
-            if type(layer) is not DetLinear:
+            if class_of(layer) is not DetLinear:
                 raise ContractError(f"Swap.undo: {name} is a {type(layer).__name__} by now; undo that first")
         for layer in self._layers:
-            layer.__class__ = nn.Linear
+            _set_class(layer, nn.Linear)
             for option in ("out_dtype", "numerics", "backend"):
                 delattr(layer, option)
         self._layers.clear()
@@ -140,7 +141,8 @@ def swap_linear(
     A subclass of `nn.Linear` may do more than multiply, a layer whose `forward` was replaced on the object
     would not notice a new class, and PyTorch's own transformer layers do not call theirs: such layers are
     left as they are, listed in `skipped`, and warned about. So is the `Conv1D` of transformers, which
-    GPT-2 has in place of linear layers.
+    GPT-2 has in place of linear layers. FSDP2 (`fully_shard`) may shard layers before they are swapped or
+    after.
 
     Args:
         model: any module; itself, if it is an `nn.Linear`, under the name "".
@@ -175,7 +177,7 @@ def swap_linear(
         warnings.warn(f"isobit.nn.swap_linear: left as they are: {text}", stacklevel=2)
     for name, layer in chosen.items():
         if name not in found.skipped:
-            layer.__class__ = DetLinear
+            _set_class(layer, DetLinear)
             layer.out_dtype, layer.numerics, layer.backend = out_dtype, numerics, backend  # type: ignore[assignment]
             found.swapped.append(name)
             found._layers.append(layer)
@@ -231,8 +233,79 @@ def _cannot_swap(layer: nn.Linear) -> str | None:
         return "it is a DetLinear already"
     if _is_conv1d(layer):
         return "it is a Conv1D of transformers, whose weight is the transpose of a linear layer's"
-    if type(layer) is not nn.Linear:
+    if class_of(layer) is not nn.Linear:
         return f"it is a {type(layer).__name__}, which may do more than an nn.Linear"
     if "forward" in vars(layer):
         return "its forward was replaced on the object (by accelerate, for one)"
     return None
+
+
+# Layers that FSDP2 shards
+
+T = TypeVar("T")
+
+
+def in_forward(module: nn.Module, function: Callable[..., T], *inputs: Any, **named: Any) -> T:
+    """Call `function` in the place of the module's own forward, with whatever surrounds that.
+
+    FSDP2 (`fully_shard`) gathers the parameters of a module before its forward and again before its backward;
+    at other times they are shards, DTensors that no op of isobit takes. In here they are whole. A parameter
+    belongs to the innermost module that was given to `fully_shard`, and calls nest: first the whole model,
+    and in its place the head, serves both.
+
+    Args:
+        module: the module that was sharded, such as an LM head or the whole model.
+        function: is called once. Everything that a gradient goes through must be among what it returns: a
+            tensor, or tensors in tuples, lists or dicts.
+        inputs, named: what it is called with, after FSDP2 has cast them as its `mp_policy` says. Tensors that
+            need gradients should be here and not be taken from outside.
+
+    Returns:
+        What the function returns, cast as the `mp_policy` says.
+
+    Example:
+        >>> import torch, isobit
+        >>> head, hidden = torch.nn.Linear(16, 50, bias=False), torch.randn(7, 16)
+        >>> ids = torch.arange(7)
+        >>> logp = isobit.nn.in_forward(head, lambda h: isobit.linear_logp(h, head.weight, ids), hidden)
+        >>> torch.equal(logp, isobit.linear_logp(hidden, head.weight, ids))
+        True
+    """
+    own = vars(module).get("forward")
+
+    def restore() -> None:
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
+
+    def once(*given: Any, **named_given: Any) -> T:
+        restore()
+        return function(*given, **named_given)
+
+    module.forward = once
+    try:
+        return module(*inputs, **named)
+    finally:
+        restore()
+
+
+def class_of(module: nn.Module) -> type:
+    """The class of a module, below the one that `fully_shard` gives it."""
+    cls, fsdp = type(module), sys.modules.get("torch.distributed.fsdp")
+    return cls.__bases__[-1] if fsdp is not None and issubclass(cls, fsdp.FSDPModule) else cls
+
+
+#: By the class of a sharded layer and the class that is to be below it: a class of a sharded layer.
+_sharded: dict[tuple[type, type], type] = {}
+
+
+def _set_class(layer: nn.Module, below: type) -> None:
+    cls, before = type(layer), class_of(layer)
+    if cls is before:
+        layer.__class__ = below
+        return
+    if (cls, below) not in _sharded:  # made as fully_shard makes its own, and known in both directions
+        copying = {"__deepcopy__": vars(cls)["__deepcopy__"]}
+        made = type(f"FSDP{below.__name__}", (*cls.__bases__[:-1], below), copying)
+        _sharded[cls, below], _sharded[made, before] = made, cls
+    layer.__class__ = _sharded[cls, below]

@@ -9,7 +9,7 @@ states and its logits is not guessed: see `_Head`.
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Literal, overload
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isobit.backend import UnsupportedError
 from isobit.contract import ContractError, describe
-from isobit.nn import DetLinear
+from isobit.nn import DetLinear, class_of, in_forward
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.op import linear_logp
 
@@ -66,8 +66,9 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
 
     Args:
         model: a causal LM of transformers (a `PreTrainedModel`). Tied heads, heads with a bias, and the
-            softcaps and logit factors of its configuration are served. A head that is more than an
-            `nn.Linear`, such as one with a LoRA adapter, is refused.
+            softcaps and logit factors of its configuration are served. FSDP2 may shard the model, the head
+            with it or on its own. A head that is more than an `nn.Linear`, such as one with a LoRA adapter,
+            is refused.
         input_ids: [B, T], int64 or int32.
         attention_mask: [B, T], nonzero at tokens; padding may stand on either side. With padding on the left
             pass `position_ids` too, as for the model itself.
@@ -98,22 +99,32 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     """
     inputs = dict(model_inputs or {})
     _check_inputs(model, input_ids, attention_mask, inputs)
-    head = _Head(model)
-    states = head.states(input_ids=input_ids, attention_mask=attention_mask, **inputs)[:, :-1]
+    head, forward = _Head(model), model.forward
     mask = None
     if attention_mask is not None:
         mask = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
-    weight, bias = head.linear.weight, head.linear.bias
-    kind = states.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)  # which the head would compute in
-        states, weight = states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return linear_logp(
-        states, weight, input_ids[:, 1:], bias=bias, mask=mask, temperature=temperature, softcap=head.softcap,
-        logit_scale=head.factor, vocab_size=vocab_size, return_entropy=return_entropy,
-        logits_dtype=logits_dtype, workspace_bytes=workspace_bytes, numerics=numerics, backend=backend,
-    )  # fmt: skip
+
+    def logps(states: Tensor) -> Any:
+        weight, bias, kind = head.linear.weight, head.linear.bias, states.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)  # which the head would compute in
+            states, weight = states.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return linear_logp(
+            states, weight, input_ids[:, 1:], bias=bias, mask=mask, temperature=temperature,
+            softcap=head.softcap, logit_scale=head.factor, vocab_size=vocab_size,
+            return_entropy=return_entropy, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
+            numerics=numerics, backend=backend,
+        )  # fmt: skip
+
+    def whole(**given: Any) -> Any:
+        return head.run(forward, logps, **given)
+
+    # In its forward: there FSDP2 has gathered the model's parameters, and it hooks on to what this returns.
+    found = in_forward(model, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
+    if any(x.dtype not in (torch.float32, torch.float64) for x in (found if return_entropy else (found,))):
+        raise _refusal(model, "the output_dtype of its mp_policy would round log-probabilities; make it None")
+    return found
 
 
 def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
@@ -164,51 +175,65 @@ class _Head:
             return "it has no backbone of its own"
         if linear is None:
             return "it has no output layer"
-        if type(linear) not in (nn.Linear, DetLinear):
+        if class_of(linear) not in (nn.Linear, DetLinear):
             kind = type(linear).__name__
             return f"its head is a {kind}, not an nn.Linear; what an adapter or a wrapper adds would be lost"
         if "forward" in vars(linear):
             return "the forward of its head was replaced on the object"
-        if linear._forward_hooks or linear._forward_pre_hooks:
+        hooks = (*linear._forward_hooks.values(), *linear._forward_pre_hooks.values())
+        if not all(map(_is_of_fsdp, hooks)):
             return "its head has hooks, which would not see what they expect"
-        if hasattr(linear.weight, "full_tensor"):  # a DTensor
-            return "the weight of its head is sharded (a DTensor); leave the head out of fully_shard"
         if not isinstance(self.factor, float | int | None):
             return f"its configuration has {self.factor!r} for a factor of logits"
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             return "its forward has no logits_to_keep, so it makes logits of every position"
         return None
 
-    def states(self, **inputs: Any) -> Tensor:
-        """The hidden states that the head reads, of all positions."""
-        seen: dict[str, Any] = {}
+    def run(self, forward: Callable[..., Any], logps: Callable[[Tensor], Any], **inputs: Any) -> Any:
+        """What `logps` makes of the hidden states that the head reads, of all positions but the last.
+
+        It runs in the one call that the model makes of its head, beside the head's own forward: where the
+        head is sharded on its own, its weight is whole there alone. `forward` is the model's."""
+        linear, own, seen = self.linear, self.linear.forward, dict[str, Any]()
 
         def backbone(module: nn.Module, args: Any, output: Any) -> None:
             seen["states"] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-        def layer(module: nn.Module, args: Any, output: Tensor) -> None:
-            seen["read"], seen["made"] = args[0], output
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+            states: Any = seen.get("states")
+            read: Any = args[0] if args else None
+            if not (_are_last(read, states) and "made" not in seen):
+                reason = "its head does not read the last of the states that its backbone returns"
+                raise _refusal(self.model, reason)
+            return read, states[:, :-1]
+
+        def both(read: Tensor, states: Tensor) -> tuple[Tensor, Any]:
+            seen["made"] = own(read)
+            return seen["made"], logps(states)
+
+        def after(module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> Tensor:
+            made, seen["found"] = output
+            return made
 
         hooks = (
             self.model.base_model.register_forward_hook(backbone),
-            self.linear.register_forward_hook(layer),
+            # Around those of FSDP2, which gather the weight, for what goes in and what comes out.
+            linear.register_forward_pre_hook(before, prepend=True),
+            linear.register_forward_hook(after),
         )
+        linear.forward = both
         try:
-            logits = self.model(**inputs, logits_to_keep=1, use_cache=False, return_dict=True).logits
+            logits = forward(**inputs, logits_to_keep=1, use_cache=False, return_dict=True).logits
         finally:
+            del linear.forward
             for hook in hooks:
                 hook.remove()
-        if "states" not in seen or "read" not in seen:
+        if "found" not in seen:
             raise _refusal(self.model, "its forward does not call its backbone and its head")
-        states, read = seen["states"], seen["read"]
-        if read.untyped_storage().data_ptr() != states.untyped_storage().data_ptr() or read.shape[-2] != 1:
-            raise _refusal(
-                self.model, "its head does not read the last of the states that its backbone returns"
-            )
         if self.model not in _compared:
             self._compare(seen["made"].detach(), logits.detach())
             _compared.add(self.model)
-        return states
+        return seen["found"]
 
     def _compare(self, made: Tensor, logits: Tensor) -> None:
         expected = made.float() if self.factor is None else made.float() * self.factor
@@ -223,6 +248,22 @@ class _Head:
                 self.model, f"its logits are up to {distance:.3g} from what its head and its configuration "
                 f"say (factor {self.factor}, softcap {self.softcap})",
             )  # fmt: skip
+
+
+def _are_last(read: Any, states: Any) -> bool:
+    """Whether these are the states of the last position, and no others that were made of them."""
+    if not (isinstance(read, Tensor) and isinstance(states, Tensor) and read.shape[-2] == 1):
+        return False
+    return read.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    """Whether FSDP2 has registered a hook; it may be wrapped."""
+    while hook is not None:
+        if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False
 
 
 def _refusal(model: Any, reason: str) -> HFError:
