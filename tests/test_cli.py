@@ -77,6 +77,7 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line and line[0] != " ")
     assert lines["isobit"] == __version__ and lines["torch"] == torch.__version__ and lines["arch"] == "cpu"
     assert {"gpu", "driver", "triton", "python", "commit", "source_sha", "date"} <= set(lines)
+    assert lines["hf"].startswith("transformers ") and {"trl", "verl", "fla"} <= set(lines)
     for name, op in public_ops().items():
         assert lines[f"{name}:"] == runner.default_backend(op, torch.device("cpu"))
         for backend in op.backends:

@@ -38,6 +38,7 @@ from isobit.check.runner import Cell, default_backend, observations, run
 from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.contract import ContractError, dtype_name
 from isobit.files import check_writable, write
+from isobit.integrations.seams import seams
 from isobit.op import OPS, public_ops
 from isobit.pages import page
 from isobit.pages.show import show_saved
@@ -465,8 +466,13 @@ def report_on(
 
 
 @app.command()
-def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto") -> None:
-    """Versions, device, and for every op the backend that would serve and why others would not."""
+def info(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    try_them: Annotated[
+        bool, typer.Option("--try", help="turn isobit on and off in TRL, verl and FLA; takes seconds")
+    ] = False,
+) -> None:
+    """Versions, device, where isobit is on, and for every op what would serve and why others would not."""
     where = _device(device)
     if where.type == "meta":
         raise ContractError("device 'meta' holds no values, so nothing serves there: ask about cpu or cuda")
@@ -474,7 +480,10 @@ def info(device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch
         print(f"{key:12s}{value}")
     for folder in sorted({OPS[name].folder for name in PUBLIC}):
         print(f"{'kernels':12s}{kernel_sha(folder)} of {folder}")
-    print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}\n")
+    print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}")
+    for name, state in seams(try_them).items():
+        print(f"{name:12s}{state}")
+    print()
     for name in PUBLIC:
         print(f"{name}: {default_backend(OPS[name], where)}")
         op: Any = OPS[name]
