@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import isobit
 from isobit.integrations.hf import token_logps
+from isobit.integrations.logprobs import Call
 from isobit.nn import DetLinear, in_forward, swap_linear
 
 V, D, WORLD = 53, 16, 2
@@ -97,7 +98,10 @@ def logps(rank: int, head: str, steps: int = 2, tied: bool = False, **options: A
     expected, distances = mean_gradients(theirs, from_logits), []
     for _ in range(steps):
         model.zero_grad()
+        with torch.no_grad():
+            old = token_logps(model, ids_of(rank), temperature=0.7)
         found = token_logps(model, ids_of(rank), temperature=0.7, return_entropy=True)
+        assert torch.equal(old, found[0]) and not old.requires_grad
         loss = weighed(*found)
         loss.backward()
         exact = from_logits(theirs, rank)
@@ -106,8 +110,8 @@ def logps(rank: int, head: str, steps: int = 2, tied: bool = False, **options: A
     return distances
 
 
-def own_loop(rank: int, head: str, fused: bool) -> list[float]:
-    """As docs/own_loop.md says: `linear_logp`, or a loss at once."""
+def own_loop(rank: int, head: str, how: str) -> list[float]:
+    """As docs/own_loop.md says: `linear_logp`, or a loss at once; or what stands at the seams of trainers."""
     theirs, model = made(), sharded(made(), head)
 
     def loss(model: Any, rank: int) -> Tensor:
@@ -115,8 +119,11 @@ def own_loop(rank: int, head: str, fused: bool) -> list[float]:
 
         def at_the_head(states: Tensor) -> Tensor:
             weight, targets = model.lm_head.weight, ids[:, 1:]
-            if not fused:
+            if how == "linear_logp":
                 return (weights * isobit.linear_logp(states, weight, targets)).sum()
+            if how == "seam":
+                options = {"temperature": 1.0, "softcap": None, "logit_scale": None, "return_entropy": False}
+                return (weights * Call(options, None)(states, weight, None, targets)[0]).sum()
             given = {"advantages": weights, "normalizer": 1}
             return isobit.linear_policy_loss(
                 states, weight, targets, loss_fn=isobit.losses.dapo, inputs=given
@@ -211,7 +218,8 @@ def main(rank: int, place: str) -> None:
         "rounded": rounded_outputs(rank), "refusals": refusals(rank),
     }  # fmt: skip
     for head in ("root", "own", "group"):
-        found[f"own loop, {head}"] = own_loop(rank, head, False) + own_loop(rank, head, True)
+        for how in ("linear_logp", "loss", "seam"):
+            found[f"{how}, {head}"] = own_loop(rank, head, how)
     for first in ("swap", "shard"):
         found |= {f"{first} first, {head}": layers(rank, head, first) for head in ("root", "own")}
     Path(place, str(rank)).write_text(json.dumps(found))
