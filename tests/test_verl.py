@@ -121,9 +121,12 @@ def test_the_loss_of_that_name_is_vanilla(found: dict[str, Any]) -> None:
         assert max(loss, gradient) <= 1e-9 and metrics <= 1e-6, name  # verl has metrics in fp32
 
 
-def test_the_example_of_the_page_runs(found: dict[str, Any]) -> None:
+def test_the_page_runs_and_names_settings_that_verl_has(found: dict[str, Any]) -> None:
     printed, expected = found["page"]
     assert printed == expected
+    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+    names = [f"{model}.external_lib", f"{model}.use_fused_kernels", f"{actor}.policy_loss.loss_mode"]
+    assert found["settings"] == dict.fromkeys(names, True)
 
 
 def test_importing_isobit_does_not_import_verl() -> None:

@@ -29,6 +29,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CI="1")
 
 import torch
 import verl
+from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.models.transformers import monkey_patch
@@ -334,12 +335,25 @@ def page(path: str) -> list[str]:
     return [printed.getvalue(), expected]
 
 
+def settings(path: str) -> dict[str, bool]:
+    """By setting of verl's that a page names: whether the configuration of its trainer has it."""
+    (generated,) = Path(str(verl.__file__)).parent.glob("trainer/config/_generated_ppo_trainer.yaml")
+    config: Any = OmegaConf.to_container(OmegaConf.load(generated), resolve=False)
+    named = re.findall(r"^    (actor_rollout_ref\.[\w.]+)=", Path(path).read_text(), re.M)
+
+    def has(keys: list[str], part: Any) -> bool:
+        return not keys or (isinstance(part, dict) and keys[0] in part and has(keys[1:], part[keys[0]]))
+
+    return {name: has(name.split("."), config) for name in named}
+
+
 def main(documentation: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {"version": verl.__version__, "registered": registered()}
     found |= {"calls": calls(), "models": models(), "passing": passing(), "refusals": refusals()}
     found |= {"external": external(), "losses": losses(), "page": page(documentation)}
+    found["settings"] = settings(documentation)
     sys.meta_path.insert(0, Megatron())
     found["switching"] = switching()
     print(json.dumps(found))
