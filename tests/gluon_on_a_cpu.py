@@ -139,7 +139,8 @@ class Device:
         def load(p: Pointer) -> Array:
             at = torch.from_numpy(np.asarray(p.at, dtype=np.int64))
             assert (at >= 0).all() and (at < p.base.numel()).all(), "read outside"
-            return array(p.base.view(-1)[at].float().numpy() if p.base.is_floating_point() else p.base[at])
+            found = p.base.view(-1)[at]
+            return array((found.float() if found.is_floating_point() else found).numpy())
 
         def store(p: Pointer, x: Any, mask: Any = True) -> None:
             at, mask, x = np.broadcast_arrays(p.at, np.asarray(mask), np.asarray(x))
@@ -264,18 +265,15 @@ class Device:
                     scope[name] = _record(found, scope)
                 elif type(found).__name__ == "constexpr":
                     scope[name] = found.value
-        return scope | other if not other else _updated(scope, other)
+        scope.update(other)  # functions hold this very dict
+        return scope
 
     def run(self, scope: dict[str, Any], kernel: Any, args: Any) -> None:
         fn = FunctionType(kernel.fn.__code__, scope)
         with np.errstate(all="ignore"):
-            for self.program in range(self.programs):
+            for program in range(self.programs):
+                self.program = program
                 fn(*map(_argument, args))
-
-
-def _updated(scope: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    scope.update(other)  # functions hold this very dict
-    return scope
 
 
 def _record(cls: Any, scope: dict[str, Any]) -> Callable[..., Any]:
