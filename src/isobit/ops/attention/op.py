@@ -28,7 +28,7 @@ from torch import Tensor
 from isobit.arch import arch_key
 from isobit.backend import NONE, Lazy
 from isobit.blocks import bounds
-from isobit.blocks.devices import triton_cannot_run
+from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, dtype_name
 from isobit.numerics import Numerics
 from isobit.op import op
@@ -221,8 +221,17 @@ forward.value_rule(_bounds_hold)
 
 # Backends, fastest first
 
+_hopper = Lazy(f"{__package__}.kernels_hopper")
 _triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
 _model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
+
+
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["q"].device) or _hopper.why_not(args)
+
+
+def _hopper_would_waste(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -236,6 +245,13 @@ def _of_this_hardware(device: torch.device) -> str:
         return str(ATTN_1_CPU)
     arch = arch_key(device)
     return str(ATTN_1) if arch == "sm_90" else f"{ATTN_1}/{arch}"
+
+
+@forward.backend(
+    "hopper", numerics=str(ATTN_1), when=_hopper_cannot_serve, unasked=_hopper_would_waste, launches=True
+)
+def _(**args: Any) -> Any:
+    return _hopper.attention(**args)
 
 
 @forward.backend(
@@ -397,7 +413,7 @@ def attention(
             out of bounds.
         numerics: the class that the bits must be of, "attn/1" on a Hopper GPU; None takes that of the backend
             that serves. A class that cannot be kept is an error.
-        backend: force "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
 
     Returns:
         out, like q; or (out, lse) with lse [B, H, T] fp32, packed [H, N]. A query that sees no key gives 0

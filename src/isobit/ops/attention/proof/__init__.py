@@ -82,14 +82,37 @@ def memory(case: Case, backend: str, direction: str) -> int:
     return states + 8 * rows + (1 << 20)
 
 
+def _base() -> dict[str, Any]:
+    base: dict[str, Any] = {"causal": True, "scale": None, "window": None, "softcap": None}
+    return base | dict.fromkeys(("key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table"))
+
+
+def record_hopper(launch: Any, dtype: torch.dtype) -> None:
+    """Every kernel, and every branch fixed at compile time."""
+    from isobit.ops.attention import kernels_hopper
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ints = {n: empty(2, dtype=torch.int32) for n in ("key_start", "key_end")}
+    calls: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((2, 300, 300, 4, 1, 128), {}),
+        ((1, 300, 300, 2, 2, 64), {"window": 200, "cu_seqlens_q": empty(4, dtype=torch.int64)}),
+        ((2, 300, 900, 2, 1, 80), {"causal": False, **ints}),
+        ((1, 300, 300, 2, 1, 256), {"softcap": 2.0, "return_lse": False}),
+    ]
+    for (B, T, S, H, KV, D), options in calls if dtype == BF16 else calls[:1]:
+        args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
+        kernels_hopper.attention(launch, **args | {n: empty(B, S, KV, D) for n in ("k", "v")} | options)
+
+
 def record(launch: Any, dtype: torch.dtype) -> None:
     """Every kernel, and every branch fixed at compile time: packed, paged or bounded, windows and caps, a D
     that is filled up and one that is not. Of a second dtype, whose code differs in conversions, each kernel
     once."""
     from isobit.ops.attention import kernels_triton, kernels_triton_bwd
 
-    base: dict[str, Any] = {"causal": True, "scale": None, "window": None, "softcap": None}
-    base |= dict.fromkeys(("key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table"))
+    base = _base()
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -190,7 +213,10 @@ PROOF = Proof(
     ],
     mutants=MUTANTS,
     bad_value=_beyond,
-    kernels={"triton": Kernels(record)},
+    kernels={
+        "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
+        "triton": Kernels(record),
+    },
     rows="B P N",
     batch_sizes=(1,),
     exact=exact,

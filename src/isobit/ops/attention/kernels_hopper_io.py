@@ -1,0 +1,327 @@
+"""What flows around the attention kernel on Hopper: which program takes which queries, where their keys lie,
+and the warp that brings both.
+
+An *item* is 128 queries of one head: two parts of 64, one for each of two warpgroups. Programs take items by
+turns, those with most keys first, every other round in the opposite direction, so that each gets about as
+many blocks as the others. Heads that share keys are neighbours, and so read them from L2 at about the same
+time. Nothing of this decides bits.
+
+Tensors are read where they lie, [B, H, T, D] to TMA in whatever order of strides: what is outside of T or D
+comes as zeros.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.blocks.hopper_pipe import (
+    ROWS,
+    TensorDescriptor,
+    after,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    record,
+    tma,
+    tma_load,
+)
+from isobit.kinds import Kind, remember
+
+#: Warpgroups that multiply, and so parts of an item.
+PARTS = gl.constexpr(2)
+
+ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def clamped(at, low, high):
+    """The integer at this address, inside of [low, high]: nobody has looked at it."""
+    return gl.minimum(gl.maximum(gl.load(at), low), high).to(gl.int32)
+
+
+@record
+class Item:
+    """128 queries of a head, and the keys that some of them see: `blocks` blocks from `begin` on, counted
+    from the sequence's first key."""
+
+    blocks: gl.tensor  # -1: there is no more work
+    begin: gl.tensor
+    keys: gl.tensor  # of the sequence
+    position: gl.tensor  # of the first query
+    live: gl.tensor  # queries from the first to the sequence's last
+    row: gl.tensor  # the first query's, in q
+    batch: gl.tensor
+    head: gl.tensor
+
+
+@record
+class Work:
+    """All items of a call."""
+
+    key_start: gl.tensor
+    key_end: gl.tensor
+    cu_q: gl.tensor
+    cu_k: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    sequences: gl.tensor
+    window: gl.tensor
+    tiles: gl.tensor  # of 128 queries, of all sequences together
+    H: gl.tensor
+    G: gl.tensor  # heads that share a head of k and v
+    BLOCK: gl.constexpr
+    PACKED: gl.constexpr
+    STARTS: gl.constexpr
+    ENDS: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOWED: gl.constexpr
+
+    @gluon.jit
+    def rounds(self):
+        return gl.cdiv(self.tiles * self.H, gl.num_programs(0))
+
+    @gluon.jit
+    def turn(self, i):
+        """The number of the item that this program takes in round i; there may be no such item."""
+        place = gl.program_id(0)
+        if i % 2 == 1:
+            place = gl.num_programs(0) - 1 - place
+        return i * gl.num_programs(0) + place
+
+    @gluon.jit
+    def _piece(self, tile):
+        """(sequence, its first row, its rows, first of them in this tile). Packed sequence s begins with tile
+        cu[s] // 128 + s, which leaves room for all before it; some tiles are empty."""
+        PER: gl.constexpr = PARTS * ROWS
+        if self.PACKED:
+            sequence = gl.to_tensor(0)
+            beyond = self.sequences
+            while beyond - sequence > 1:
+                middle = (sequence + beyond) // 2
+                begun = clamped(self.cu_q + middle, 0, self.T) // PER + middle <= tile
+                sequence = gl.where(begun, middle, sequence)
+                beyond = gl.where(begun, beyond, middle)
+            row = clamped(self.cu_q + sequence, 0, self.T)
+            rows = clamped(self.cu_q + sequence + 1, row, self.T) - row
+            start = gl.maximum(tile - (row // PER + sequence), 0) * PER
+        else:
+            # The last queries see most keys: they come first, those of all sequences.
+            sequence = tile % self.sequences
+            start = (tile // self.sequences) * PER
+            row = gl.to_tensor(0)
+            rows = self.T
+        return sequence, row, rows, start
+
+    @gluon.jit
+    def item(self, t):
+        """(item t, where its keys begin in k)."""
+        head = t % self.H
+        sequence, row, rows, start = self._piece(self.tiles - 1 - t // self.H)
+        first = gl.to_tensor(0)
+        last = self.S
+        batch = sequence
+        if self.PACKED:
+            first = clamped(self.cu_k + sequence, 0, self.S)
+            last = clamped(self.cu_k + sequence + 1, first, self.S)
+            batch = gl.to_tensor(0)
+        if self.STARTS:
+            first = clamped(self.key_start + sequence, 0, self.S)
+        if self.ENDS:
+            last = clamped(self.key_end + sequence, first, self.S)
+        keys = gl.maximum(last - first, 0)
+        position = keys - rows + start
+        begin = gl.to_tensor(0)
+        end = keys
+        if self.CAUSAL:
+            newest = keys - rows + gl.minimum(start + PARTS * ROWS, rows)
+            end = gl.minimum(gl.maximum(newest, 0), keys)
+        if self.WINDOWED:
+            begin = gl.maximum(position - self.window + 1, 0) // self.BLOCK * self.BLOCK
+        blocks = gl.maximum(gl.cdiv(end - begin, self.BLOCK), 0)
+        return Item(blocks, begin, keys, position, rows - start, row + start, batch, head), first
+
+
+@record
+class Ring:
+    """Shared memory: an item's queries, and stages of blocks of keys and values. `ready`: bytes have arrived;
+    `empty`: whoever multiplies with them is done. What an item is comes with its queries, in one of two
+    slots: it is needed until the results are stored, when queries of the next may have come."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    D: gl.constexpr  # filled up
+    BLOCK: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def create(
+        q_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr
+    ):
+        q = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, D], FLAT)
+        k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], FLAT)
+        v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], FLAT)
+        items = gl.allocate_shared_memory(gl.int32, [16, 1], ONE)
+        bars: gl.constexpr = mbarrier.MBarrierLayout()
+        q_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
+        q_empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        for i in gl.static_range(PARTS):
+            mbarrier.init(q_ready.index(i), count=1)
+            mbarrier.init(q_empty.index(i), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_ready.index(i), count=1)
+            mbarrier.init(k_empty.index(i), count=PARTS)
+            mbarrier.init(v_ready.index(i), count=1)
+            mbarrier.init(v_empty.index(i), count=PARTS)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return Ring(
+            q_desc, k_desc, v_desc, q, k, v, items, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+            D, BLOCK, STAGES,
+        )  # fmt: skip
+
+    @gluon.jit
+    def tell(self, slot, item):
+        """By the loader, before queries are ready."""
+        values = (
+            item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch, item.head
+        )  # fmt: skip
+        for i in gl.static_range(8):
+            self.items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, ONE_EACH) + values[i])
+
+    @gluon.jit
+    def told(self, slot, WHICH: gl.constexpr):
+        """One of the numbers of an item, by its place in `Item`."""
+        return gl.max(self.items.index(slot * 8 + WHICH).load(ONE_OF_FOUR), 0)
+
+
+@gluon.jit
+def _load(desc, batch, head, row, room, ready, empty, phase):
+    """One box, as soon as its room is free."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    box = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    tma_load(desc, [batch, head, row, 0], ready, box)
+
+
+@gluon.jit
+def load_items(work, ring):
+    """The loader. Keys of a block are asked for before the values of the block before: that is the order in
+    which they are multiplied, and room becomes free."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    slot = gl.to_tensor(0)
+    for i in range(work.rounds()):
+        t = work.turn(i)
+        if t < work.tiles * work.H:
+            item, first = work.item(t)
+            if item.live > 0:
+                kv = item.head // work.G
+                at = first + item.begin
+                if item.blocks > 0:
+                    _load(
+                        ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
+                        ring.k_empty.index(stage), phase,
+                    )  # fmt: skip
+                for w in gl.static_range(PARTS):
+                    mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
+                ring.tell(slot, item)
+                for w in gl.static_range(PARTS):
+                    if item.blocks > 0:
+                        _load(
+                            ring.q_desc, item.batch, item.head, item.row + w * ROWS, ring.q.index(w),
+                            ring.q_ready.index(w), ring.q_empty.index(w), slot ^ 1,
+                        )  # fmt: skip
+                    else:
+                        mbarrier.arrive(ring.q_ready.index(w))
+                slot = slot ^ 1
+                for block in range(item.blocks):
+                    k_stage, k_phase = after(stage, phase, ring.STAGES)
+                    if block + 1 < item.blocks:
+                        _load(
+                            ring.k_desc, item.batch, kv, at + ring.BLOCK, ring.k.index(k_stage),
+                            ring.k_ready.index(k_stage), ring.k_empty.index(k_stage), k_phase,
+                        )  # fmt: skip
+                    _load(
+                        ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
+                        ring.v_empty.index(stage), phase,
+                    )  # fmt: skip
+                    at += ring.BLOCK
+                    stage, phase = after(stage, phase, ring.STAGES)
+    for w in gl.static_range(PARTS):
+        mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
+    none = gl.to_tensor(-1)
+    ring.tell(slot, Item(none, none, none, none, none, none, none, none))
+    for w in gl.static_range(PARTS):
+        mbarrier.arrive(ring.q_ready.index(w))
+
+
+# Host side
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@lru_cache(maxsize=64)
+def flat_layout(D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of boxes in shared memory, for multiplying: D is filled up."""
+    return gl.NVMMASharedLayout.get_default_for([64, D], _TYPES[dtype])
+
+
+@lru_cache(maxsize=64)
+def _box_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, D], _TYPES[dtype])
+
+
+#: What descriptors hold beside their tensor.
+_descriptors: dict[Kind, dict[str, Any]] = {}
+
+
+def why_not_tma(name: str, t: Tensor) -> str | None:
+    """Why TMA cannot read [B, T, H, D] where it lies, or None. A dimension of 1 has any stride."""
+    each = 16 // t.element_size()
+    if t.device.type != "meta" and t.data_ptr() % 16:
+        return f"{name} begins at no multiple of 16 bytes, which TMA needs"
+    for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride % each):
+            return f"TMA reads rows that are multiples of 16 bytes apart; strides of {name} are not"
+    return None
+
+
+def descriptor(t: Tensor, rows: int, D: int) -> TensorDescriptor:
+    """What TMA needs to read [B, T, H, D] in boxes of some rows of one head, D filled up."""
+    kind = (t.shape, t.stride(), t.dtype, rows, D)
+    known = _descriptors.get(kind)
+    if known is None:
+        known = _form(t, rows, D)
+        remember(_descriptors, kind, known)
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=t)
+    return made
+
+
+def _form(t: Tensor, rows: int, D: int) -> dict[str, Any]:
+    """What descriptors of such a tensor have in common; with a place for tensor maps, see `entry.Entry`."""
+    B, T, H, width = t.shape
+    b, r, h, _ = t.stride()
+    whole = -(-width // 8) * 8  # a stride that is not taken, as TMA wants it
+    strides = [b if B > 1 else whole, h if H > 1 else whole, r if T > 1 else whole, 1]
+    made = TensorDescriptor(t, [B, H, T, width], strides, [1, 1, rows, D], _box_layout(rows, D, t.dtype))
+    return vars(made) | {"base": None, "maps": []}

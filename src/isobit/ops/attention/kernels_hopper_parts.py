@@ -1,0 +1,122 @@
+"""Softmax of the attention kernel on Hopper, with the operations and orders of `kernels_triton_parts`, in the
+registers of a `wgmma` accumulator.
+
+Of 64 x 128 scores a thread holds two rows, and of a row the keys 8 g + 2 i and 8 g + 2 i + 1 for its own i of
+4: a *lane*. So sums by lanes are sums in one thread.
+"""
+
+from isobit.blocks.hopper_pipe import ROWS, accumulator_layout, gl, gluon
+
+
+def _lanes(block: int) -> gl.DistributedLinearLayout:
+    """A thread's share of 64 x block scores, as (row, g, lane, parity): key = 8 g + 2 lane + parity."""
+    groups = (block // 8 - 1).bit_length()
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *([0, 1 << b, 0, 0] for b in range(groups))],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, block // 8, 4, 2],
+    )
+
+
+OF_128, OF_64 = gl.constexpr(_lanes(128)), gl.constexpr(_lanes(64))
+#: A thread's (row, lane).
+LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, _lanes(128))))
+#: Totals in shared memory: eight rows of one store lie in different banks.
+TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+#: Columns of acc that are folded at once: more would need registers that there are not.
+PIECE = gl.constexpr(32)
+OF_PIECE = gl.constexpr(accumulator_layout(32))
+STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def halved(parts):
+    """Each tensor cut in two by columns, in order."""
+    found = ()
+    for i in gl.static_range(len(parts)):
+        x = parts[i]
+        x = gl.permute(gl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1))
+        first, second = gl.split(x)
+        found = found + (first, second)
+    return found
+
+
+@gluon.jit
+def finite(m):
+    """What to subtract for a maximum: 0 where no key has been seen, because -inf - -inf is NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def tanh(x):
+    a = gl.abs(x)
+    e = gl.exp2(a * -2.8853900817779268)
+    far = gl.div_rn(1.0 - e, 1.0 + e)
+    y = x * x
+    near = 0.13333333333333333 + y * (-0.053968253968253968 + y * 0.021869488536155203)
+    near = a + a * y * (-0.33333333333333333 + y * near)
+    found = gl.where(a < 0.25, near, far)
+    return gl.where(x < 0, -found, found)
+
+
+@gluon.jit
+def lane_sums(p):
+    """Sums of a block's keys by lanes, [64, 4]: halves of g, then pairs. All in one thread."""
+    GROUPS: gl.constexpr = p.shape[1] // 8
+    x = gl.reshape(p, (ROWS, GROUPS, 4, 2))
+    x = gl.convert_layout(x, OF_128 if GROUPS == 16 else OF_64, assert_trivial=True)
+    for _ in gl.static_range(4):
+        if x.shape[1] > 1:
+            x = gl.sum(gl.reshape(x, (ROWS, 2, x.shape[1] // 2, 4, 2)), 1)
+    x = gl.sum(gl.reshape(x, (ROWS, 4, 2)), 2)
+    return gl.convert_layout(x, LANES, assert_trivial=True)
+
+
+@gluon.jit
+def row_maxima(z):
+    """Maxima of rows: halves first, which do not wait for one another."""
+    for _ in gl.static_range(2):
+        z = gl.max(gl.reshape(z, (ROWS, 2, z.shape[1] // 2)), 1)
+    return gl.max(z, 1)
+
+
+@gluon.jit
+def packed(p, DTYPE: gl.constexpr):
+    """Probabilities rounded to DTYPE, two in a word, as they are multiplied. In words, and by an instruction
+    of our own, because the compiler would move halves about between one block and the next."""
+    even, odd = gl.split(gl.reshape(p, (ROWS, p.shape[1] // 2, 2)))
+    ASM: gl.constexpr = (
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    )
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [even, odd], gl.int32, True, 1)
+
+
+@gluon.jit
+def unpacked(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (gl.int16, gl.int16), True, 1
+    )
+    p = gl.join(even.to(DTYPE, bitcast=True), odd.to(DTYPE, bitcast=True))
+    return gl.convert_layout(gl.reshape(p, (ROWS, 2 * words.shape[1])), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def joined(lanes):
+    """(0 + 1) + (2 + 3)."""
+    x = gl.sum(gl.sum(gl.reshape(lanes, (ROWS, 2, 2)), 2), 1)
+    return x
+
+
+@gluon.jit
+def per_lane(x):
+    """A row's number for each of its lanes."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+
+
+@gluon.jit
+def per_column(x, OF_ACC: gl.constexpr):
+    """A row's number for each column of acc."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, OF_ACC), assert_trivial=True), 1)

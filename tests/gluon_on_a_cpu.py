@@ -1,0 +1,309 @@
+"""Gluon kernels on a CPU: their own functions, with numpy in the place of the language.
+
+Gluon has no interpreter. But a kernel is Python, and what it does with tiles, barriers and shared memory can
+be done by threads and arrays: each partition of `warp_specialize` is a thread, a copy by TMA happens as soon
+as it is asked for, and a product as late as it may, when it is waited for. So memory that is given away too
+early is overwritten before it is read, and a barrier that nobody completes is noticed. Arithmetic is that of
+the numpy model, layouts are nothing.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PATIENCE_S = 20.0
+F32 = np.float32
+
+
+class Array(np.ndarray):
+    """A tile, or a number."""
+
+    def __array_wrap__(self, found: Any, context: Any = None, return_scalar: bool = False) -> "Array":
+        return np.asarray(found).view(Array)
+
+    def __getitem__(self, at: Any) -> "Array":
+        return np.asarray(super().__getitem__(at)).view(Array)
+
+    def to(self, kind: Any, bitcast: bool = False) -> "Array":
+        if isinstance(kind, torch.dtype):
+            return self if bitcast else rounded(self, kind)
+        return self.astype(kind)
+
+
+def array(x: Any, dtype: Any = None) -> Array:
+    return np.array(x, dtype=dtype).view(Array)
+
+
+def rounded(x: np.ndarray, dtype: torch.dtype) -> Array:
+    return array(torch.from_numpy(np.ascontiguousarray(x)).to(dtype).float().numpy())
+
+
+class Pointer:
+    def __init__(self, base: Tensor, at: Any = 0) -> None:
+        self.base, self.at = base, at
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.base, self.at + np.asarray(more, dtype=np.int64))
+
+
+class Barrier:
+    """As many arrivals as `count` and all expected bytes complete a phase."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.done = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def update(self, arrivals: int, nbytes: int) -> None:
+        with self.changed:
+            self.left -= arrivals
+            self.bytes += nbytes
+            assert self.left >= 0, "more arrive than there are"
+            if self.left == self.bytes == 0:
+                self.left, self.done = self.count, self.done + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.done % 2 != int(parity), PATIENCE_S), "nobody comes"
+
+
+class Shared:
+    """A piece of shared memory: its parts by number, or what was stored last, under whatever name."""
+
+    def __init__(self, dtype: Any, shape: Any) -> None:
+        self.dtype, self.shape = dtype, [int(n) for n in shape]
+        self.parts: dict[int, Any] = {}
+        self.value: Any = None
+
+    def index(self, i: Any) -> Any:
+        assert 0 <= int(i) < self.shape[0], f"part {i} of {self.shape[0]}"
+        if int(i) not in self.parts:
+            self.parts[int(i)] = Shared(self.dtype, self.shape[1:])
+        return self.parts[int(i)]
+
+    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
+        self.shape = [int(n) for n in shape]
+        return self
+
+    def slice(self, start: int, length: int) -> Any:
+        def store(x: Any) -> None:
+            self.value[start : start + length] = x
+
+        return SimpleNamespace(load=lambda layout: self.value[start : start + length], store=store)
+
+    def permute(self, order: Any) -> Any:
+        return SimpleNamespace(read=lambda: self.value.T)
+
+    def read(self) -> Any:
+        return self.value
+
+    def store(self, x: Any) -> None:
+        self.value = array(x)
+
+    def load(self, layout: Any) -> Any:
+        return array(self.value)
+
+
+class Pending:
+    """A product that is on its way."""
+
+    def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.found: Any = None
+
+
+class Device:
+    """One program at a time of a kernel, with `product` and `fma` as an arithmetic has them."""
+
+    def __init__(self, do: Any, programs: int) -> None:
+        self.do, self.programs, self.program = do, programs, 0
+        self.mine = threading.local()
+
+    # Language
+
+    def language(self) -> Any:
+        def where(c: Any, a: Any, b: Any) -> Array:
+            floats = [x for x in (a, b) if isinstance(x, np.ndarray)]
+            found = np.where(c, a, b)
+            return array(found, floats[0].dtype if floats else None)
+
+        def load(p: Pointer) -> Array:
+            at = torch.from_numpy(np.asarray(p.at, dtype=np.int64))
+            assert (at >= 0).all() and (at < p.base.numel()).all(), "read outside"
+            found = p.base.view(-1)[at]
+            return array((found.float() if found.is_floating_point() else found).numpy())
+
+        def store(p: Pointer, x: Any, mask: Any = True) -> None:
+            at, mask, x = np.broadcast_arrays(p.at, np.asarray(mask), np.asarray(x))
+            at = torch.from_numpy(at[mask].astype(np.int64))
+            assert (at >= 0).all() and (at < p.base.numel()).all(), "written outside"
+            p.base.view(-1)[at] = torch.from_numpy(x[mask]).to(p.base.dtype)
+
+        def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
+            if text.startswith("mov.b32"):
+                return array(args[0].real), array(args[0].imag)
+            assert text.startswith("cvt.rn.") and text.endswith("$0, $2, $1;"), text
+            kind = torch.bfloat16 if "bf16x2" in text else torch.float16
+            word = np.empty(args[0].shape, np.complex64)
+            word.real, word.imag = rounded(args[0], kind), rounded(args[1], kind)
+            return array(word)
+
+        def split(x: Any) -> Any:
+            assert x.shape[-1] == 2
+            return array(x[..., 0]), array(x[..., 1])
+
+        def allocate(dtype: Any, shape: Any, layout: Any) -> Any:
+            made = Shared(dtype, shape)
+            if dtype == "int64":
+                made.parts = {i: Barrier() for i in range(int(shape[0]))}
+            return made
+
+        return SimpleNamespace(
+            to_tensor=array, num_programs=lambda axis: array(self.programs),
+            program_id=lambda axis: array(self.program), static_range=range, constexpr=None,
+            minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
+            cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
+            arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
+            expand_dims=lambda x, axis: array(np.expand_dims(x, axis)),
+            full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),
+            zeros=lambda shape, dtype, layout: array(
+                np.zeros([int(n) for n in shape]), F32 if isinstance(dtype, torch.dtype) else dtype
+            ),
+            zeros_like=lambda x: array(np.zeros_like(x)), full_like=lambda x, y: array(np.full_like(x, y)),
+            reshape=lambda x, shape: array(np.reshape(x, [int(n) for n in shape])),
+            permute=lambda x, order: array(np.transpose(x, order)),
+            join=lambda a, b: array(np.stack((a, b), -1)), sum=lambda x, axis: array(np.sum(x, axis)),
+            max=lambda x, axis: array(np.fmax.reduce(x, axis)), abs=lambda x: array(np.abs(x)),
+            exp2=lambda x: array(self.do.exp2(np.asarray(x))),
+            log2=lambda x: array(self.do.log2(np.asarray(x))),
+            div_rn=lambda a, b: array(a / b), convert_layout=lambda x, *rest, **more: x,
+            fma=lambda a, b, c: array(self.do.fma(np.asarray(a), np.asarray(b), np.asarray(c))),
+            inline_asm_elementwise=assembly, allocate_shared_memory=allocate,
+            warp_specialize=self.specialize, SliceLayout=lambda *rest: None,
+            DotOperandLayout=lambda *rest: None, float32=F32, int32=np.int32, int16=np.int16, int64="int64",
+            bfloat16=torch.bfloat16, float16=torch.float16,
+        )  # fmt: skip
+
+    # Units beside the threads
+
+    def load_box(self, desc: Any, where: list[Any], bar: Barrier, room: Shared) -> None:
+        """What is outside of the tensor comes as zeros."""
+        box, source = desc.block_type.shape, desc.tensor
+        found = torch.zeros(box)
+        first = [int(i) for i in where]
+        ends = [min(i + n, size) for i, n, size in zip(first, box, source.shape, strict=True)]
+        assert all(i >= 0 for i in first)
+        if all(end > i for i, end in zip(first, ends, strict=True)):
+            part = source[tuple(slice(i, end) for i, end in zip(first, ends, strict=True))].float()
+            found[tuple(slice(0, n) for n in part.shape)] = part
+        room.store(found.numpy().reshape(box[-2:]))
+        bar.update(0, -desc.block_type.nbytes)
+
+    def multiply(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
+        made = Pending(a, b, acc, use_acc)
+        self.mine.__dict__.setdefault("pending", []).append(made)
+        return made
+
+    def multiply_wait(self, left: int, deps: Any) -> Any:
+        pending = self.mine.pending
+        while len(pending) > left:
+            one = pending.pop(0)
+            a, b = (x.read() if hasattr(x, "read") else x for x in (one.a, one.b))
+            acc = np.asarray(one.acc if one.use_acc else np.zeros_like(one.acc))
+            one.found = array(self.do.product(np.asarray(a), np.asarray(b), acc, None))
+        found = tuple(d.found if isinstance(d, Pending) and d.found is not None else d for d in deps)
+        return found[0] if len(found) == 1 else found
+
+    def specialize(self, work: Any, warps: Any, registers: Any) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(fn: Any, args: Any) -> None:
+            try:
+                with np.errstate(all="ignore"):
+                    fn(*args)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=guarded, args=each, daemon=True) for each in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * PATIENCE_S)
+        if errors:
+            raise errors[0]
+        assert not any(thread.is_alive() for thread in threads), "a partition does not end"
+
+    # Kernels
+
+    def scope(self, *modules: ModuleType, **other: Any) -> dict[str, Any]:
+        """Globals of the functions of these modules."""
+        scope: dict[str, Any] = {
+            "gl": self.language(), "fence_async_shared": lambda: None, "tma_load": self.load_box,
+            "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiply_wait,
+            "mbarrier": SimpleNamespace(
+                wait=lambda bar, parity: bar.wait(parity), arrive=lambda bar: bar.update(1, 0),
+                expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
+                MBarrierLayout=lambda: None,
+            ),
+        }  # fmt: skip
+        for module in modules:
+            for name, found in vars(module).items():
+                if name in scope:
+                    continue
+                if hasattr(found, "fn") and inspect.isfunction(found.fn):
+                    scope[name] = FunctionType(found.fn.__code__, scope, name, found.fn.__defaults__)
+                elif inspect.isclass(found) and hasattr(found, "__triton_aggregate__"):
+                    scope[name] = _record(found, scope)
+                elif type(found).__name__ == "constexpr":
+                    scope[name] = found.value
+        scope.update(other)  # functions hold this very dict
+        return scope
+
+    def run(self, scope: dict[str, Any], kernel: Any, args: Any) -> None:
+        fn = FunctionType(kernel.fn.__code__, scope)
+        with np.errstate(all="ignore"):
+            for program in range(self.programs):
+                self.program = program
+                fn(*map(_argument, args))
+
+
+def _record(cls: Any, scope: dict[str, Any]) -> Callable[..., Any]:
+    # The class that was written is what functions of Triton's own still hold.
+    names = list(inspect.getclosurevars(cls.__setattr__).nonlocals["cls"].__annotations__)
+    methods = {n: f.fn for n, f in vars(cls).items() if hasattr(f, "fn") and inspect.isfunction(f.fn)}
+
+    def make(*values: Any) -> Any:
+        made = SimpleNamespace(**dict(zip(names, values, strict=True)))
+        for name, fn in methods.items():
+            bound = FunctionType(fn.__code__, scope, name, fn.__defaults__)
+            setattr(made, name, lambda *args, bound=bound, **more: bound(made, *args, **more))
+        return made
+
+    for name, fn in methods.items():  # those that make one
+        setattr(make, name, FunctionType(fn.__code__, scope, name, fn.__defaults__))
+    return make
+
+
+def _argument(value: Any) -> Any:
+    """As a kernel has it."""
+    if hasattr(value, "block_shape"):
+        shape, strides = value.shape, value.strides
+        box = SimpleNamespace(shape=list(value.block_shape), nbytes=1)
+        tensor = value.base.as_strided(shape, strides, value.base.storage_offset())
+        return SimpleNamespace(block_type=box, dtype=value.base.dtype, layout=None, tensor=tensor)
+    if isinstance(value, Tensor):
+        return Pointer(value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return array(value, np.int32)
+    return array(value, F32) if isinstance(value, float) else value

@@ -1,0 +1,108 @@
+"""The attention kernel of Hopper without one: run on a CPU it has the bits of the numpy model, its ring is
+given away in time, and it compiles to what it was meant to be."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_calls import BF16, F16, ints, made, same
+from gluon_on_a_cpu import Device
+from isobit.blocks import hopper_pipe
+from isobit.ops.attention import kernels_hopper, kernels_hopper_io, kernels_hopper_parts, model
+
+
+def on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], segment: int = 64, block: int = 32,
+    programs: int = 3, **changes: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Segments and blocks so small that few keys cross their borders."""
+    device = Device(model.CPU, programs)
+    device.do = model.CPU._replace(product=lambda a, b, acc, _: model.CPU.product(a, b, acc, BF16))
+    scope = device.scope(
+        hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper, _SEGMENT=segment, **changes
+    )
+    monkeypatch.setattr(kernels_hopper, "block_keys", lambda D: block)
+    monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: programs)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
+        device.programs = grid[0]
+        device.run(scope, kernel, values)
+
+    return kernels_hopper.attention(launch, **args)
+
+
+CASES = {
+    "dense": partial(made, 2, 150, 150, 2, 1, 64),
+    "queries behind other keys": partial(made, 1, 70, 333, 2, 2, 64, F16),
+    "window": partial(made, 1, 140, 300, 1, 1, 64, window=40),
+    "bounds and a cap": partial(
+        made, 3, 80, 200, 1, 1, 80, softcap=3.0, key_start=ints(5, 150, 90), key_end=ints(200, 190, 90)
+    ),
+    "every query sees all": partial(made, 1, 65, 170, 1, 1, 96, causal=False),
+    "fewer keys than queries": partial(made, 1, 140, 60, 1, 1, 64, key_end=ints(50)),
+    "packed": partial(made, 1, 300, 300, 2, 1, 64, cu_seqlens_q=ints(0, 3, 3, 140, 300)),
+    "totals in memory": partial(made, 1, 70, 150, 1, 1, 256),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = CASES[name]()
+    if args["key_end"] is not None:  # what lies outside of the bounds may be anything
+        for b, end in enumerate(args["key_end"].tolist()):
+            args["k"][b, end:], args["v"][b, end:] = torch.nan, torch.nan
+    ours = on_a_cpu(monkeypatch, args)
+    same(name, ours, model.attention(segment=64, block=32, **args))
+
+
+def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = CASES["dense"]()
+    wanted = model.attention(segment=64, block=32, **args)[1]
+    for change in ({"segment": 128}, {"block": 64}):
+        found = on_a_cpu(monkeypatch, args, **change)[1]
+        assert found is not None and wanted is not None and not torch.equal(found, wanted), change
+
+
+def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are free when they have been multiplied with, not when that has begun."""
+    args = made(1, 70, 200, 1, 1, 64)
+    wanted = model.attention(segment=64, block=32, **args)
+    same("in time", on_a_cpu(monkeypatch, args), wanted)
+    original = Device.multiply
+
+    def early(self: Device, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
+        found = original(self, a, b, *rest, **more)
+        if hasattr(a, "read"):  # q times k: somebody else writes there from now on
+            b.read()[...] = 0.0
+        return found
+
+    monkeypatch.setattr(Device, "multiply", early)
+    with pytest.raises(AssertionError):
+        same("too early", on_a_cpu(monkeypatch, args), wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"q": torch.empty(1, 70, 2, 64, dtype=torch.float32)}, "bf16 and fp16"),
+        ({"block_table": ints(1)}, "pages"),
+        ({"k": torch.empty(1, 0, 1, 64, dtype=BF16)}, "no keys"),
+        ({"k": torch.empty(1, 70, 1, 66, dtype=BF16)[..., :64].expand(1, 70, 1, 64)}, "strides of k"),
+        ({"v": torch.empty(1 * 70 * 64 + 1, dtype=BF16)[1:].view(1, 70, 1, 64)}, "v begins at"),
+        ({"q": torch.empty(1, 1, 2, 64, dtype=BF16).expand(1, 70, 2, 64)}, "strides of q"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_read_is_left_to_others(change: dict[str, Any], reason: str) -> None:
+    args = made(1, 70, 70, 2, 1, 64)
+    assert kernels_hopper.why_not(args) is None
+    assert reason in (kernels_hopper.why_not(args | change) or "")
+
+
+def test_few_queries_are_left_to_others() -> None:
+    assert kernels_hopper.why_rather_not(made(1, 64, 64, 2, 1, 64)) is None
+    assert "63 a sequence" in (kernels_hopper.why_rather_not(made(9, 63, 63, 2, 1, 64)) or "")
+    packed = made(1, 300, 300, 2, 1, 64, cu_seqlens_q=ints(0, 100, 200, 290, 295, 300))
+    assert "60 a sequence" in (kernels_hopper.why_rather_not(packed) or "")
