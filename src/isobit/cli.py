@@ -1,4 +1,4 @@
-"""The `isobit` command: check, memcheck, bench, report, info."""
+"""The `isobit` command: check, memcheck, bench, report, demo, info."""
 
 import json
 import re
@@ -37,6 +37,7 @@ from isobit.check.request import Request, ops_of
 from isobit.check.runner import Cell, default_backend, observations, run
 from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.contract import ContractError, dtype_name
+from isobit.demo.run import run_demo
 from isobit.files import check_writable, write
 from isobit.op import OPS, public_ops
 from isobit.pages import page
@@ -462,6 +463,20 @@ def report_on(
     for line in lines(found, stale):
         print(line)
     raise typer.Exit(int(strict and any(result.stale for result in found)))
+
+
+@app.command()
+def demo(
+    zero_drift: Annotated[
+        bool, typer.Option("--zero-drift", help="train with isobit's functions, too: slow on a CPU")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="of training")] = None,
+    seed: Annotated[int, typer.Option(help="of weights, prompts and samples")] = 0,
+    html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
+) -> None:
+    """GRPO from scratch with nothing downloaded: exit code 1 if the task was not learned."""
+    raise typer.Exit(int(not run_demo(_device(device), steps, seed, zero_drift, html)))
 
 
 @app.command()

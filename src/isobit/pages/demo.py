@@ -12,7 +12,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": f"GRPO, {len(steps)} steps with {NAMES[trained_with]}",
         "passed": report["passed"],
-        "verdict": report["verdict"],
+        "verdict": [report["verdict"], report["drift"]],
         "charts": [
             {
                 "title": "Reward",
@@ -67,12 +67,13 @@ def _drift_in_words(steps: Any, trained_with: str) -> list[str]:
         "forward of training, all tokens at once. The weights are the same, so the difference should be 0, "
         "and the ratio at the first update of a step exactly 1.",
         *found,
-        "PyTorch sums in another order for another shape, and where bf16 then rounds the other way, the "
-        "difference grows. isobit fixes the order.",
+        "PyTorch sums in another order for another shape, and log_softmax in decoding in another than the "
+        "loss in training: last digits of fp32. Where bf16 then rounds the other way, the difference grows. "
+        "isobit fixes the order.",
     ]
 
 
 def _told(ops: str, largest: list[float], trained: bool) -> str:
-    how = "in training" if trained else "in some answers that were decoded again with the same weights"
+    how = "in training" if trained else "in answers that were decoded again with the same weights"
     size = "exactly 0" if max(largest) == 0 else f"up to {max(largest):.1e}"
     return f"With {NAMES[ops]} it is {size} over {len(largest)} steps, {how}."
