@@ -1,5 +1,6 @@
 # make check   prove every op on this machine        make lint    style and types
 # make test    run the test suite                    make bench   time every op beside its rivals
+# make demo    train a tiny transformer with GRPO, and draw the curves
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
 #
@@ -13,7 +14,7 @@ FLA := 0.6.0 0.5.2
 INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint compat parity bench tables clean
+.PHONY: check test lint demo compat parity bench tables clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -27,6 +28,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md docs/delta_rule.md
+
+demo: $(READY)
+	$(BIN)/isobit demo --html demo.html
 
 # CHEAP=1 is the part for CI: no tests, one dtype, one target, the oldest Triton and the newest.
 compat: $(READY)
@@ -59,4 +63,4 @@ $(PARITY): $(READY) tests/parity.txt
 	touch $@
 
 clean:
-	rm -rf .venv .compat .parity check.json
+	rm -rf .venv .compat .parity check.json demo.html

@@ -1,4 +1,4 @@
-"""The `isobit` command: check, memcheck, bench, report, info."""
+"""The `isobit` command: check, memcheck, bench, report, demo, info."""
 
 import json
 import re
@@ -25,26 +25,25 @@ from isobit.bench.report import show
 from isobit.bench.runner import run as timed
 from isobit.bench.suites import suite_names
 from isobit.bench.vouch import CheckFailed
-from isobit.blocks.devices import triton_cannot_run
 from isobit.check import report
-from isobit.check.law import LAWS, small_case
+from isobit.check.law import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.named import load_candidate
 from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
-from isobit.check.proofs import proof_of, proofs
+from isobit.check.proofs import proofs
 from isobit.check.request import Request, ops_of
-from isobit.check.runner import Cell, default_backend, observations, run
+from isobit.check.runner import Cell, observations, run
 from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.contract import ContractError, dtype_name
+from isobit.demo.run import run_demo
 from isobit.files import check_writable, write
-from isobit.integrations.seams import seams
+from isobit.info import info_lines
 from isobit.op import OPS, public_ops
 from isobit.pages import page
 from isobit.pages.show import show_saved
-from isobit.sources import kernel_sha
 from isobit.stale import lines, results_in
-from isobit.stamp import gpu_name, results_folder, stamp
+from isobit.stamp import gpu_name, results_folder
 
 app = typer.Typer(
     add_completion=False,
@@ -466,6 +465,20 @@ def report_on(
 
 
 @app.command()
+def demo(
+    zero_drift: Annotated[
+        bool, typer.Option("--zero-drift", help="train with isobit's functions, too: slow on a CPU")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="of training")] = None,
+    seed: Annotated[int, typer.Option(help="of weights, prompts and samples")] = 0,
+    html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
+) -> None:
+    """GRPO from scratch with nothing downloaded: exit code 1 if the task was not learned."""
+    raise typer.Exit(int(not run_demo(_device(device), steps, seed, zero_drift, html)))
+
+
+@app.command()
 def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     try_them: Annotated[
@@ -473,21 +486,5 @@ def info(
     ] = False,
 ) -> None:
     """Versions, device, where isobit is on, and for every op what would serve and why others would not."""
-    where = _device(device)
-    if where.type == "meta":
-        raise ContractError("device 'meta' holds no values, so nothing serves there: ask about cpu or cuda")
-    for key, value in {"isobit": isobit.__version__, **stamp(where), "arch": arch_name(where)}.items():
-        print(f"{key:12s}{value}")
-    for folder in sorted({OPS[name].folder for name in PUBLIC}):
-        print(f"{'kernels':12s}{kernel_sha(folder)} of {folder}")
-    print(f"{'triton runs':12s}{triton_cannot_run(where) or f'on {where}'}")
-    for name, state in seams(try_them).items():
-        print(f"{name:12s}{state}")
-    print()
-    for name in PUBLIC:
-        print(f"{name}: {default_backend(OPS[name], where)}")
-        op: Any = OPS[name]
-        spec = next(p.spec for p in op.contract.params if p.spec is not None)
-        for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
-            args = proof_of(op).make(replace(small_case(proof_of(op)), dtype=dtype), where, InputOptions())
-            print(f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  "))
+    for line in info_lines(_device(device), try_them):
+        print(line)

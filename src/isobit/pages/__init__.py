@@ -1,8 +1,9 @@
-"""Reports of `isobit check` and `isobit bench` as one self-contained HTML page: no script, no network.
+"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no script, no
+network.
 
 A page shows any number of reports, one section each: what was proven, how far errors stay below their bounds,
-which bits were compared, what was timed beside whom. It is made from the JSON that the commands write, so a
-saved file gives the same page as the run that made it.
+which bits were compared, what was timed beside whom, what a run learned. It is made from the JSON that check
+and bench write, so a saved file gives the same page as the run that made it.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from isobit.bench.report import format_stamp
 from isobit.contract import ContractError
-from isobit.pages import bench, check
+from isobit.pages import bench, check, demo
 
 
 def page(reports: Sequence[dict[str, Any]], title: str = "isobit") -> str:
@@ -30,6 +31,8 @@ def _section(report: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "check", **head, **check.section(report)}
     if "rows" in report:
         return {"kind": "bench", **head, **bench.section(report)}
+    if "steps" in report:
+        return {"kind": "demo", **head, **demo.section(report)}
     raise ContractError(f"a page shows reports of check and bench, not of {report.get('suite')!r}")
 
 

@@ -34,8 +34,8 @@ def roofline(points: Sequence[Point], copy_tbps: float, best_tflops: float) -> s
         *(_tick(x(t), f"{t:g}") for t in _decades(low, high)),
         f'<path class="roof" d="M{x(start)} {y(min(start * copy_tbps, best_tflops))}'
         f'L{x(ridge)} {y(best_tflops)}H{x(high)}"/>',
-        _text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, "FLOP a byte", "middle"),
-        _text(LEFT, TOP - 4, f"TFLOP/s; roofs {copy_tbps:.3g} TB/s and {best_tflops:.4g} TFLOP/s"),
+        text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, "FLOP a byte", "middle"),
+        text(LEFT, TOP - 4, f"TFLOP/s; roofs {copy_tbps:.3g} TB/s and {best_tflops:.4g} TFLOP/s"),
     ]
     for px, py, name, what in points:
         colour = COLOURS[min(names.index(name), len(COLOURS) - 1)]
@@ -46,7 +46,7 @@ def roofline(points: Sequence[Point], copy_tbps: float, best_tflops: float) -> s
     for i, name in enumerate(names):
         at = TOP + HEIGHT + BELOW + 18 * i
         parts.append(f'<circle cx="{LEFT + 6}" cy="{at}" r="4" fill="{COLOURS[min(i, len(COLOURS) - 1)]}"/>')
-        parts.append(_text(LEFT + 16, at + 4, name))
+        parts.append(text(LEFT + 16, at + 4, name))
     return "\n".join([*parts, "</svg>"])
 
 
@@ -56,14 +56,12 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def _line_across(y: float, label: str) -> str:
-    return f'<path class="grid" d="M{LEFT} {y}H{LEFT + WIDTH}"/>' + _text(LEFT - 6, y + 4, label, "end")
+    return f'<path class="grid" d="M{LEFT} {y}H{LEFT + WIDTH}"/>' + text(LEFT - 6, y + 4, label, "end")
 
 
 def _tick(x: float, label: str) -> str:
-    return f'<path class="grid" d="M{x} {TOP}V{TOP + HEIGHT}"/>' + _text(
-        x, TOP + HEIGHT + 16, label, "middle"
-    )
+    return f'<path class="grid" d="M{x} {TOP}V{TOP + HEIGHT}"/>' + text(x, TOP + HEIGHT + 16, label, "middle")
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'

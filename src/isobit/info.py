@@ -1,0 +1,41 @@
+"""What `isobit info` says: versions, device, where isobit is on, and what would serve each op here."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import isobit
+from isobit.arch import arch_key
+from isobit.blocks.devices import triton_cannot_run
+from isobit.check.law import small_case
+from isobit.check.proof import InputOptions
+from isobit.check.proofs import proof_of
+from isobit.check.runner import default_backend
+from isobit.contract import ContractError, dtype_name
+from isobit.integrations.seams import seams
+from isobit.op import OPS, public_ops
+from isobit.sources import kernel_sha
+from isobit.stamp import stamp
+
+
+def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
+    """Line by line, because some take a while. `try_them` turns isobit on and off in other libraries."""
+    if device.type == "meta":
+        raise ContractError("device 'meta' holds no values, so nothing serves there: ask about cpu or cuda")
+    known = {"isobit": isobit.__version__, **stamp(device), "arch": arch_key(device)}
+    yield from (f"{key:12s}{value}" for key, value in known.items())
+    names = sorted(public_ops())
+    for folder in sorted({OPS[name].folder for name in names}):
+        yield f"{'kernels':12s}{kernel_sha(folder)} of {folder}"
+    yield f"{'triton runs':12s}{triton_cannot_run(device) or f'on {device}'}"
+    yield from (f"{name:12s}{state}" for name, state in seams(try_them).items())
+    yield ""
+    for name in names:
+        yield f"{name}: {default_backend(OPS[name], device)}"
+        op: Any = OPS[name]
+        spec = next(p.spec for p in op.contract.params if p.spec is not None)
+        for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
+            args = proof_of(op).make(replace(small_case(proof_of(op)), dtype=dtype), device, InputOptions())
+            yield f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  ")
