@@ -131,6 +131,11 @@ def calls() -> dict[str, Call]:
             v=randn(2, 16, 1, 64, dtype=BF16), cu_seqlens_q=torch.tensor([0, 1, 3]),
             block_table=torch.tensor([[1], [0]]), key_end=torch.tensor([5, 16]),
         ),
+        "rms_norm": Call(
+            "rms_norm", "x", "weight", "residual", x=randn(2, 3, 40, dtype=BF16), weight=randn(40),
+            residual=randn(2, 3, 40, dtype=BF16), offset=1.0, cast="after",
+        ),
+        "rms_norm of nothing": Call("rms_norm", "x", "weight", x=randn(0, 9), weight=randn(9)),
         "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
         "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
         "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),

@@ -157,6 +157,16 @@ def _pair_bwd(N: int, V: int, **more: Any) -> Call:
     )
 
 
+def _norm(N: int, D: int, **more: Any) -> Call:
+    return Call("rms_norm", "triton", {"x": shape(N, D), "weight": shape(D), "return_rstd": True, **more})
+
+
+def _norm_bwd(N: int, D: int, **more: Any) -> Call:
+    given = {"h": shape(N, D), "weight": shape(D), "rstd": shape(N, dtype=F32), "dout": shape(N, D)}
+    given |= {"dsummed": None, "offset": 0.0, "want_h": True, "want_weight": True}
+    return Call("rms_norm_bwd", "triton", {**given, **more})
+
+
 def _loss(B: int, T: int, V: int, backend: str = "triton", **more: Any) -> Call:
     given = {
         "policy_logits": shape(B, T, V),
@@ -248,6 +258,10 @@ CALLS = {
     ),
     "ratio_kl backward, of a sum": _pair_bwd(5, 1000),
     "ratio_kl, hopper": _pair(5, 1000, "hopper", mask=shape(5, dtype=BOOL)),
+    "rms_norm": _norm(33, 256),
+    "rms_norm, residual": _norm(5, 2100, residual=shape(5, 2100), return_rstd=False, offset=1.0),
+    "rms_norm backward": _norm_bwd(33, 256, dsummed=shape(33, 256)),
+    "rms_norm backward, long rows": _norm_bwd(5, 8200),
     "grpo_loss": _loss(4, 3, 1000),
     "grpo_loss, many rows": _loss(16, 132, 1100, normalizer=shape(dtype=INT64), reduction="sequence_mean"),
     "grpo_loss, boundaries": _loss(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpreted import in_interpreter
-from isobit import logp, ratio_kl
+from isobit import logp, ratio_kl, rms_norm
 
 #: Bytes around every guarded tensor.
 ROOM = 1 << 12
@@ -81,14 +81,17 @@ def rows(N: int, V: int, stride: int, dtype: torch.dtype) -> Tensor:
 
 
 def touched(N: int, V: int, stride: int, dtype: torch.dtype) -> list[str]:
-    """Forward and backward of both ops."""
+    """Forward and backward of these ops."""
     guard = Guard()
     z, ref = (guard.around(rows(N, V, stride, dtype)).requires_grad_() for _ in "zr")
     ids = guard.around(torch.arange(N) * 7 % V)
+    weight, dout = guard.around(torch.ones(V, dtype=dtype)).requires_grad_(), guard.around(ref.detach())
     with guard.watching():
         logp(z, ids, backend="triton").sum().backward()
         ratio, kl = ratio_kl(z, ref.detach(), ids, backend="triton")
         (ratio + kl).sum().backward()
+        out, summed = rms_norm(z, weight, residual=ref, backend="triton")
+        torch.autograd.backward((out, summed), (dout, dout))
     return guard.touched
 
 

@@ -216,7 +216,7 @@ def blocks(page: str) -> list[tuple[str, str | None]]:
 
 PAGES = {
     "README.md": 5,
-    "docs/numerics.md": 5,
+    "docs/numerics.md": 6,
     "docs/linear_logp.md": 2,
     "docs/linear_policy_loss.md": 4,
     "docs/ratio_kl.md": 3,
@@ -225,6 +225,7 @@ PAGES = {
     "docs/delta_rule.md": 1,
     "docs/attention.md": 1,
     "docs/own_loop.md": 4,
+    "docs/rms_norm.md": 1,
 }
 
 

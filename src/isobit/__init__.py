@@ -14,6 +14,7 @@ from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
+from isobit.ops.rms_norm import rms_norm
 
 __version__ = "0.1.0"
 
@@ -55,4 +56,5 @@ __all__ = [
     "losses",
     "nn",
     "ratio_kl",
+    "rms_norm",
 ]

@@ -198,7 +198,7 @@ def _rows_at(spec: Spec | None) -> tuple[int, int] | None:
     return before, len(spec.dims) - before - 1
 
 
-def _given(value: Any) -> bool:
+def is_given(value: Any) -> bool:
     """Of what decides whether an output is there."""
     return isinstance(value, Tensor) or bool(value)
 
@@ -404,7 +404,7 @@ class Contract:
         for spec in self.outputs:
             if spec.like is not None:
                 shape = list(values[self.names.index(spec.like)].shape)
-            elif spec.when is not None and not _given(values[self.names.index(spec.when)]):
+            elif spec.when is not None and not is_given(values[self.names.index(spec.when)]):
                 shape = [0]
             else:
                 shape = []

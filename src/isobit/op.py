@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from isobit.autograd import Applied, Body, Refusal, Saved, Through, function_of
 from isobit.backend import Args, Backend, Explanation, backend_named, choose, explain
-from isobit.contract import Contract, ContractError, Param
+from isobit.contract import Contract, ContractError, Param, is_given
 from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.numerics import Numerics
 from isobit.ways import Way
@@ -174,7 +174,7 @@ class Op:
             saved = body.saved
             if saved is None:
                 args = dict(zip(names, body.values(tensors), strict=True))
-                unasked = [i for i, when in optional if i in constant or not args[str(when)]]
+                unasked = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
                 saved = Saved.of(save(args, outputs), (*tensors, *several), unasked)
                 # One that is given twice, as in a a^T, is saved from the place where it comes first. The next
                 # call has two there.

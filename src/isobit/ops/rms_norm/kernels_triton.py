@@ -1,0 +1,246 @@
+"""`rms_norm` in portable Triton: NVIDIA, AMD, and the CPU interpreter. Class rms/1, see docs/numerics.md.
+
+Forward: a program holds some short rows or one long one in registers, sums the squares and writes: one read
+and one write. Rows too long for registers are read twice.
+
+Backward, `kernels_triton_bwd`: the same for dx, and dweight from the same read.
+
+Order of a row's sum: lane j takes columns j, j + 1024, ..., one after another from +0; then lanes by a tree
+of neighbours. Each addition of the tree is one of two elements, so no layout of registers can choose an
+order. Division and square root are rounded to nearest, and no product is contracted with a sum. So the bits
+are those of IEEE arithmetic: tiles, warps, and how many rows a program takes are free.
+"""
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.blocks.interpreter import narrow, rounded
+from isobit.blocks.launch import Launch, run
+from isobit.blocks.rows import row_strides
+from isobit.blocks.triton_rows import row_offset
+from isobit.ops.rms_norm.order import log_lanes
+
+#: Elements of a tile that short rows share: 16 for each thread of four warps.
+TILE = 2048
+
+#: The longest row that a program of the forward holds in registers: 64 elements a thread of eight warps.
+HELD = 16384
+
+#: Chunks of a longer row that are read at once.
+UNROLL = 4
+
+
+# Kernels
+
+#: What follows the batch: a kernel that is specialised on them is compiled again.
+BATCH = ("N", "inner", "x_so", "x_si", "residual_so", "residual_si")
+
+
+@triton.jit
+def tree_sums(x, ROWS: tl.constexpr, LOG: tl.constexpr):
+    """Sums of rows of 2**LOG numbers: neighbours are added, again and again."""
+    for i in tl.static_range(LOG):
+        # An axis of two: one commutative addition, whatever threads hold the two.
+        x = tl.sum(tl.reshape(x, [ROWS, 1 << (LOG - 1 - i), 2]), axis=2)
+    return tl.reshape(x, [ROWS])
+
+
+@triton.jit
+def mask_of(row, col, N, D: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Which elements of the chunk from column FIRST on exist; None where all do."""
+    mask = None
+    if ROWS > 1 and FIRST + LANES > D:
+        mask = (row < N)[:, None] & (col < D)[None, :]
+    elif ROWS > 1:
+        mask = (row < N)[:, None] & (col >= 0)[None, :]
+    elif FIRST + LANES > D:
+        mask = (row >= 0)[:, None] & (col < D)[None, :]
+    return mask
+
+
+@triton.jit
+def load_tile(ptr, start, col, mask):
+    """Columns of rows that start at these offsets; 0 where there is nothing."""
+    at = ptr + start[:, None] + col[None, :]
+    if mask is None:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit
+def load_weight(weight, offset, col, D: tl.constexpr):
+    """Columns of the weight that rows are multiplied by, in fp32: with the offset, where there is one."""
+    w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
+    if offset is not None:
+        w = w + offset
+    return w[None, :]
+
+
+@triton.jit
+def store_tile(ptr, start, col, value, mask):
+    at = ptr + start[:, None] + col[None, :]
+    if mask is None:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=mask)
+
+
+@triton.jit
+def read_sum(x, residual, x_start, residual_start, col, mask):
+    """Columns of x, or of x + residual rounded to the dtype of both."""
+    h = load_tile(x, x_start, col, mask)
+    if residual is not None:
+        r = load_tile(residual, residual_start, col, mask)
+        h = rounded(h.to(tl.float32) + r.to(tl.float32), x.dtype.element_ty)
+    return h
+
+
+@triton.jit
+def inverse_root(squares, eps, D: tl.constexpr):
+    """1 / sqrt(squares / D + eps), every step rounded to nearest."""
+    mean = tl.div_rn(squares, tl.full(squares.shape, D, tl.float32))
+    return tl.div_rn(tl.full(squares.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def normalised(h, scale, w, BEFORE: tl.constexpr):
+    """h scale w in fp32; BEFORE: h scale is rounded to the dtype of h first."""
+    y = h.to(tl.float32) * scale[:, None]
+    if BEFORE:
+        y = rounded(y, h.dtype).to(tl.float32)
+    return y * w
+
+
+@triton.jit(do_not_specialize=BATCH)
+def norm_rows(
+    x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
+    D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """One program ROWS rows, which it holds in registers. Strides are given in words of WORD elements."""
+    LANES: tl.constexpr = 1 << LOG_LANES
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    x_start = row_offset(row, inner, x_so, x_si) * WORD
+    residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
+    own = row * D
+    tiles = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * LANES + lane
+        mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
+        h = read_sum(x, residual, x_start, residual_start, col, mask)
+        tiles = tiles + (h,)
+    total = tl.zeros([ROWS, LANES], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        h = tiles[i].to(tl.float32)
+        total = total + h * h
+    scale = inverse_root(tree_sums(total, ROWS, LOG_LANES), eps, D)
+    for i in tl.static_range(CHUNKS):
+        col = i * LANES + lane
+        mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
+        w = load_weight(weight, offset, col, D)
+        store_tile(out, own, col, narrow(normalised(tiles[i], scale, w, BEFORE), out), mask)
+        if summed is not None:
+            store_tile(summed, own, col, tiles[i], mask)
+    if rstd is not None:
+        tl.store(rstd + row, scale, mask=row < N)
+
+
+@triton.jit(do_not_specialize=BATCH)
+def norm_long_rows(
+    x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
+    D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, LOG_LANES: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """One program a row, which it reads twice."""
+    LANES: tl.constexpr = 1 << LOG_LANES
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    lane = tl.arange(0, LANES)
+    x_start = row_offset(row, inner, x_so, x_si) * WORD
+    residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
+    own = row * D
+    total = tl.zeros([1, LANES], tl.float32)
+    for first in range(0, D, UNROLL * LANES):
+        for i in tl.static_range(UNROLL):
+            col = first + i * LANES + lane
+            mask = (row < N)[:, None] & (col < D)[None, :]
+            h = read_sum(x, residual, x_start, residual_start, col, mask).to(tl.float32)
+            total = total + h * h
+    scale = inverse_root(tree_sums(total, 1, LOG_LANES), eps, D)
+    for first in range(0, D, UNROLL * LANES):
+        for i in tl.static_range(UNROLL):
+            col = first + i * LANES + lane
+            mask = (row < N)[:, None] & (col < D)[None, :]
+            h = read_sum(x, residual, x_start, residual_start, col, mask)
+            w = load_weight(weight, offset, col, D)
+            store_tile(out, own, col, narrow(normalised(h, scale, w, BEFORE), out), mask)
+            if summed is not None:
+                store_tile(summed, own, col, h, mask)
+    if rstd is not None:
+        tl.store(rstd + row, scale, mask=row < N)
+
+
+# Launchers
+
+
+class Walk(NamedTuple):
+    """How a kernel walks tensors of one leading shape row by row."""
+
+    inner: int | None  # rows of the inner dimension; None where all rows are equally far apart
+    tensors: list[Any]
+    strides: list[int]  # (outer, inner) of each, in words
+    word: int  # elements: what every row of every tensor begins at a multiple of
+
+
+def walk(lead: torch.Size, D: int, *tensors: Tensor | None) -> Walk:
+    inner, found, strides = row_strides(lead, tensors)
+    pairs = list(zip(strides[::2], strides[1::2], strict=True))
+    even = lead.numel() <= inner or all(outer == inner * step for outer, step in pairs)
+    # A word of 16 bytes, or what of it divides all rows: kernels multiply by it, so that loads are as wide as
+    # they can be, and nothing is compiled anew for another stride.
+    itemsize = next(t.element_size() for t in tensors if t is not None)
+    word = gcd(16 // itemsize, D, *strides)
+    return Walk(None if even else inner, found, [s // word for s in strides], word)
+
+
+def tile_of(D: int, elements: int) -> dict[str, int]:
+    """Rows that a program takes at once, lanes and chunks, for rows of D columns."""
+    log = log_lanes(D)
+    rows = max(1, min(elements >> log, 32)) if 1 << log >= D else 1
+    return {"ROWS": rows, "LOG_LANES": log, "CHUNKS": triton.cdiv(D, 1 << log)}
+
+
+def or_none(offset: float) -> float | None:
+    """An offset of 0 is not added: -0 would become +0."""
+    return offset or None
+
+
+def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
+    """(out, summed, rstd); None for what was not asked."""
+    x, residual, weight = args["x"], args["residual"], args["weight"]
+    lead, D = x.shape[:-1], x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = None if residual is None else torch.empty_like(out)
+    rstd = torch.empty(lead, dtype=torch.float32, device=x.device) if args["return_rstd"] else None
+    N = lead.numel()
+    inner, given, strides, word = walk(lead, D, x, residual)
+    tensors = (*given, weight, out, summed, rstd, args["eps"], or_none(args["offset"]))
+    common = {"D": D, "WORD": word, "BEFORE": args["cast"] == "before"}
+    if D > HELD:
+        launch(
+            norm_long_rows, (N,), *tensors, N, inner, *strides, **common, LOG_LANES=log_lanes(D),
+            UNROLL=UNROLL, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        tile = tile_of(D, TILE)
+        launch(
+            norm_rows, (triton.cdiv(N, tile["ROWS"]),), *tensors, N, inner, *strides, **common, **tile,
+            num_warps=4 if D <= HELD // 2 else 8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, summed, rstd

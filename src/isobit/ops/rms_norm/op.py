@@ -1,0 +1,263 @@
+"""RMSNorm, with the residual added in front if there is one.
+
+For a row x of D numbers and a weight, with everything in between in fp32:
+
+    h    = x                                    or x + residual, rounded to the dtype of x
+    rstd = 1 / sqrt(mean(h^2) + eps)
+    y    = h rstd                               rounded to the dtype of x where cast is "before"
+    out  = y (offset + weight)                  rounded to the dtype of x
+
+With a residual both out and h are returned: h is what the next residual is. Backward, with g = dout (offset +
+weight) and y as it was before its rounding,
+
+    dx = dresidual = rstd (g - y mean(g y)) + dh
+    dweight        = sum over all rows of dout y
+"""
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from isobit.backend import NONE, Lazy
+from isobit.blocks.devices import triton_cannot_run
+from isobit.contract import F32, Contract, Float, dtype_name
+from isobit.numerics import Numerics
+from isobit.op import op
+
+RMS_1 = Numerics(
+    "rms/1",
+    "A row's sum of squares, and in the gradient of products, in fp32: 1024 lanes, lane j takes columns j,"
+    " j + 1024, ... one after another, lanes are added by a tree of neighbours. Gradients of the weight:"
+    " groups of 16 rows one after another, groups by a tree of neighbours. No contraction; division and"
+    " square root rounded to nearest; roundings to the input's dtype where the op's formula has them.",
+    "any GPU through Triton, any CPU through the model",
+)
+
+
+@op("rms_norm")
+def forward(
+    x: Float[Tensor, "* D"],
+    weight: Float[Tensor, "D"],
+    residual: Float[Tensor, "* D"] | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "before",
+    return_rstd: bool = False,
+) -> tuple[Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]]:
+    """(out, h, rstd): h where there is a residual."""
+
+
+@op("rms_norm_bwd")
+def backward(
+    h: Float[Tensor, "* D"],
+    weight: Float[Tensor, "D"],
+    rstd: F32[Tensor, "*"],
+    dout: Float[Tensor, "* D"],
+    dsummed: Float[Tensor, "* D"] | None,
+    offset: float,
+    want_h: bool,
+    want_weight: bool,
+) -> tuple[Float[Tensor, "* D in h if want_h"], Float[Tensor, "D in weight if want_weight"]]:
+    """(dx, dweight), those that are wanted; dx is dresidual too."""
+
+
+# Rules that annotations cannot express
+
+
+def _has_columns(contract: Contract, args: dict[str, Any]) -> None:
+    if args["x"].shape[-1] == 0:
+        raise contract.error("x", args["x"], "D must be at least 1")
+
+
+def _dtypes(contract: Contract, args: dict[str, Any]) -> None:
+    x, weight, residual = args["x"], args["weight"], args["residual"]
+    wanted = dtype_name(x.dtype)
+    if weight.dtype not in (x.dtype, torch.float32):
+        either = "" if x.dtype == torch.float32 else ", or fp32"
+        raise contract.error("weight", weight, f"dtype must be that of x, {wanted}{either}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise contract.error("residual", residual, f"dtype must be that of x, {wanted}")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    if not 0 <= args["eps"] < math.inf:
+        raise contract.error("eps", args["eps"], "must be a finite number, 0 or more")
+    if not math.isfinite(args["offset"]):
+        raise contract.error("offset", args["offset"], "must be a finite number")
+    if args["cast"] not in ("before", "after"):
+        raise contract.error("cast", args["cast"], "must be 'before' or 'after' (the weight)")
+
+
+for _rule in (_has_columns, _dtypes, _scalars):
+    forward.rule(_rule)
+
+
+# Backends, fastest first
+
+# Imported when a call first needs them.
+_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
+_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
+
+
+def _first(args: dict[str, Any]) -> Tensor:
+    """x, or in the backward what was normalised."""
+    found: Tensor = args["x"] if "x" in args else args["h"]
+    return found
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    return _is_fp64(args) or triton_cannot_run(_first(args).device)
+
+
+def _is_fp64(args: dict[str, Any]) -> str | None:
+    return "x is fp64; class rms/1 is fp32 arithmetic" if _first(args).dtype == torch.float64 else None
+
+
+def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if _first(args).device.type == "cpu":
+        return None
+    return "it takes one PyTorch kernel an addition: ask for it by name to compare"
+
+
+@forward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
+def _(**args: Any) -> Any:
+    return _triton.rms_norm(**args)
+
+
+@backward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
+def _(**args: Any) -> Any:
+    return _triton_bwd.rms_norm_bwd(**args)
+
+
+@forward.backend("model", numerics=str(RMS_1), when=_is_fp64, unasked=_not_on_the_cpu)
+def _(**args: Any) -> Any:
+    return _model.rms_norm(**args)
+
+
+@backward.backend("model", numerics=str(RMS_1), when=_is_fp64, unasked=_not_on_the_cpu)
+def _(**args: Any) -> Any:
+    return _model.rms_norm_bwd(**args)
+
+
+@forward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.rms_norm(**args)
+
+
+@backward.backend("reference", numerics=NONE)
+def _(**args: Any) -> Any:
+    return _reference.rms_norm_bwd(**args)
+
+
+# Autograd, once for all backends
+
+
+def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    _, summed, rstd = outputs
+    h = args["x"] if args["residual"] is None else summed
+    return {"h": h, "weight": args["weight"], "rstd": rstd}
+
+
+def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    dout, dsummed, _ = grads
+    needs = kept["needs"]
+    if dout is None:  # only the sum was used
+        return {name: dsummed for name in ("x", "residual") if name in needs}
+    dx, dweight = backward(
+        h=kept["h"], weight=kept["weight"], rstd=kept["rstd"], dout=_by_columns(dout),
+        dsummed=_by_columns(dsummed), offset=kept["offset"],
+        want_h="x" in needs or "residual" in needs, want_weight="weight" in needs, **kept["follow"],
+    )  # fmt: skip
+    found = {"x": dx, "residual": dx, "weight": dweight}
+    return {name: g for name, g in found.items() if name in needs}
+
+
+def _by_columns(grad: Tensor | None) -> Tensor | None:
+    """A gradient as kernels read it. That of a sum is one number, expanded to all of its columns. (A clone:
+    of a tensor without elements contiguous() is the tensor itself, whatever its strides.)"""
+    if grad is None or grad.stride(-1) == 1:
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+forward.derivative(
+    "x", "weight", "residual", save=_save, gradient=_gradient, constant=(2,), flags=("return_rstd",)
+)
+backward.not_differentiable(
+    "isobit.rms_norm has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate torch.nn.functional.rms_norm instead where you need one."
+)
+
+
+# What people call
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, *, residual: None = ..., eps: float = ..., offset: float = ...,
+    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, *, residual: Tensor, eps: float = ..., offset: float = ...,
+    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
+    numerics: str | Numerics | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@forward.public
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: Literal["before", "after"] = "before",
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row, in bits that do not depend on the batch.
+
+    Args:
+        x: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides, the
+            last dimension contiguous.
+        weight: [D], of the dtype of x or fp32.
+        residual: [*, D], of the dtype of x: what is normalised is x + residual, rounded to that dtype, as if
+            it had been added before the call.
+        eps: a number of 0 or more, added to the mean of squares.
+        offset: is added to the weight in fp32. 1.0 is Gemma's (1 + weight), with cast="after".
+        cast: where the normalised row is rounded to the dtype of x: "before" it is multiplied by the weight,
+            and once more after it, as Hugging Face's Llama, Mistral and Qwen do; or only "after" it, as
+            `torch.nn.functional.rms_norm` and Hugging Face's Gemma do.
+        validate: as in every op; here there is nothing to check but what every call checks.
+        numerics: the class that the bits must be of, "rms/1"; None takes that of the backend that serves,
+            which `isobit.explain` reports. A class that cannot be kept is an error.
+        backend: force "triton", "model" or "reference"; None takes the first that can serve.
+
+    Returns:
+        [*, D] in the dtype of x; with a residual, (that, x + residual). In class rms/1 a row's bits are a
+        function of that row and of the weight.
+
+    Gradients: those of x and residual are one tensor, rounded once. dweight is a sum over the rows in their
+    order, by groups of 16, rounded once: it does not depend on the leading shape, on strides or on the
+    schedule, and rows at the end whose dout is 0 change nothing in it.
+
+    Example:
+        >>> import torch, isobit
+        >>> x, weight = torch.tensor([[3.0, 4.0], [0.6, 0.8]]), torch.tensor([1.0, 2.0])
+        >>> isobit.rms_norm(x, weight, eps=0.0)
+        tensor([[0.8485, 2.2627],
+                [0.8485, 2.2627]])
+        >>> out, summed = isobit.rms_norm(x, weight, residual=x, eps=0.0)
+        >>> summed
+        tensor([[6.0000, 8.0000],
+                [1.2000, 1.6000]])
+    """
+    out, summed, _ = forward(
+        x=x, weight=weight, residual=residual, eps=eps, offset=offset, cast=cast,
+        validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
+    return out if residual is None else (out, summed)

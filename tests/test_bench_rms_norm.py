@@ -1,0 +1,64 @@
+"""What is timed of `rms_norm`: bytes, rivals that do the same work, and goals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.bench.cases import series_of
+from isobit.bench.contenders import calls_of
+from isobit.bench.goals import summary
+from isobit.bench.report import ROW
+from isobit.bench.series import Pool
+from isobit.check.proof import Case
+from isobit.op import known_op
+from isobit.ops.rms_norm import rivals
+
+CPU = torch.device("cpu")
+SERIES = {one.name: one for one in series_of(known_op("rms_norm"))}
+
+
+def test_what_is_declared() -> None:
+    assert list(SERIES) == ["rms_norm", "rms_norm_heads", "rms_norm_residual"]
+    sizes = {(case.dims["N"], case.dims["D"]) for case in SERIES["rms_norm"].cases}
+    assert sizes >= {(N, D) for N in (1, 32768) for D in (1024, 2048, 4096, 8192)}
+    assert set(SERIES["rms_norm"].rivals) == {"native", "eager", "torch.compile", "liger"}
+    assert "liger" not in SERIES["rms_norm_residual"].rivals
+
+
+def test_bytes_are_those_that_must_move() -> None:
+    dims, rows = {"N": 1000, "D": 4096}, 1000 * 4096 * 2
+    plain, residual = (SERIES[name].cost(dims, torch.bfloat16) for name in ("rms_norm", "rms_norm_residual"))
+    assert plain.fwd_bytes == pytest.approx(2 * rows, rel=1e-3)
+    assert plain.bwd_bytes == pytest.approx(3 * rows, rel=1e-3)
+    assert residual.fwd_bytes == pytest.approx(4 * rows, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["native", "eager"])
+@pytest.mark.parametrize("series", ["rms_norm", "rms_norm_residual"])
+def test_rivals_do_the_same_work(series: str, name: str) -> None:
+    case = Case({"N": 9, "D": 33}, torch.float32, data="random", options=dict(SERIES[series].options))
+    args = SERIES[series].make(case, Pool(CPU))[0]
+    judge, direction = SERIES[series].judge(args), "fwd" if series.endswith("residual") else "fwd_bwd"
+    with torch.set_grad_enabled(direction != "fwd"):
+        (call,) = calls_of(rivals.RIVALS[name].function, [args], ("x", "weight"), direction)
+        assert judge is not None
+        found = judge.error(direction, call())
+    assert found is not None and found < 1e-5
+
+
+def met(direction: str, D: int, **ms: float) -> dict[str, bool]:
+    """Which goals are met at these times, where bytes alone take 1 ms."""
+    common: dict[str, Any] = dict.fromkeys(ROW) | {"op": "rms_norm", "case": f"N=32768 D={D} bf16"}
+    common |= {"direction": direction, "method": "graph", "floor_ms": 1.0}
+    rows = [common | {"impl": impl.replace("_", "."), "ms": time} for impl, time in ms.items()]
+    found = summary(rows, None, SERIES["rms_norm"].goals)
+    return {goal["what"].partition(":")[0]: goal["met"] for goal in found}
+
+
+def test_goals() -> None:
+    assert met("fwd", 2048, isobit=1.08)["forward"] and not met("fwd", 2048, isobit=1.1)["forward"]
+    both = "forward and backward"
+    assert met("fwd_bwd", 4096, isobit=1.15)[both] and not met("fwd_bwd", 4096, isobit=1.17)[both]
+    assert met("fwd", 1024, isobit=9.0) == {}
+    assert not met("fwd", 2048, isobit=1.0, native=0.9)["fwd, beside native"]

@@ -1,0 +1,130 @@
+"""Guards the kernels of `rms_norm`: bits of the model in the interpreter, and what compilers make of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from interpreted import in_interpreter
+from isobit.blocks.launch import Recorder
+from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
+
+pytestmark = pytest.mark.compat
+
+BF16, F32 = torch.bfloat16, torch.float32
+KERNELS = {"norm_rows", "norm_long_rows", "gradient_rows", "gradient_long_rows", "sum_groups", "fold"}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(in_interpreter(Path(__file__).parent / "rms_norm_calls.py"))
+    return found
+
+
+def test_kernels_have_the_bits_of_the_model(interpreted: dict[str, Any]) -> None:
+    assert interpreted["wrong"] == []
+
+
+def test_every_kernel_was_compared(interpreted: dict[str, Any]) -> None:
+    launched = interpreted["launched"]
+    assert {name for names in launched.values() for name in names} == KERNELS
+    assert launched["two steps"].count("fold") == 2  # five programs, four sums a time
+
+
+# Compiled
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def forward(launch: Recorder, N: int, D: int, dtype: torch.dtype = BF16) -> None:
+    options: dict[str, Any] = {
+        "residual": None,
+        "eps": 1e-6,
+        "offset": 0.0,
+        "cast": "before",
+        "return_rstd": True,
+    }
+    kernels_triton.rms_norm(launch, x=empty(N, D, dtype=dtype), weight=empty(D, dtype=dtype), **options)
+
+
+def backward(launch: Recorder, N: int, D: int) -> None:
+    options: dict[str, Any] = {"dsummed": None, "offset": 0.0, "want_h": True, "want_weight": True}
+    x, rstd = empty(N, D), empty(N, dtype=F32)
+    kernels_triton_bwd.rms_norm_bwd(launch, h=x, weight=empty(D), rstd=rstd, dout=x, **options)
+
+
+def ptx_of(call: Any, *sizes: int) -> dict[str, str]:
+    """PTX for Hopper, by kernel."""
+    recorder = Recorder()
+    call(recorder, *sizes)
+    return {
+        name: triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        for name, source, options in recorder.sources()
+    }
+
+
+def counted(ptx: str, pattern: str) -> int:
+    return len(re.findall(pattern, ptx))
+
+
+@pytest.mark.parametrize("D", [2048, 128])
+def test_rows_are_read_and_written_in_words_of_16_bytes(D: int) -> None:
+    """Rows and weight, and dx; what is not in such words is one number a row."""
+    ptx = ptx_of(forward, 64, D)["norm_rows"]
+    tile = max(D, 2048) // 1024
+    assert counted(ptx, r"ld\.global\S*\.v4") >= tile and counted(ptx, r"st\.global\S*\.v4") == tile
+    assert counted(ptx, r"ld\.global") - counted(ptx, r"ld\.global\S*\.v4") <= 1  # 128 numbers of the weight
+
+
+def test_nothing_is_contracted_flushed_or_approximate() -> None:
+    found = ptx_of(forward, 64, 2048) | ptx_of(backward, 64, 2048)
+    assert set(found) == {"norm_rows", "gradient_rows", "fold"}
+    for name, ptx in found.items():
+        assert not counted(ptx, r"\b(?:fma|atom|red)\.|\bmad\.\w+\.f|\.ftz|\.approx"), name
+    assert counted(found["norm_rows"], r"sqrt\.rn\.f32") and counted(found["norm_rows"], r"div\.rn\.f32")
+
+
+def keys(call: Any, N: int, D: int) -> dict[str, set[str]]:
+    recorder, found = Recorder(), dict[str, set[str]]()
+    call(recorder, N, D)
+    for name, source, options in recorder.sources():
+        found.setdefault(name, set()).add(f"{source.hash()} {sorted(options.items())}")
+    return found
+
+
+@pytest.mark.parametrize("D", [128, 1003, 4096, 20000])
+@pytest.mark.parametrize("call", [forward, backward])
+def test_another_batch_compiles_nothing(call: Any, D: int) -> None:
+    first, *others = (keys(call, N, D) for N in (1, 33, 64, 2048))
+    assert all(found == first for found in others)
+
+
+# Strides
+
+
+def words(*tensors: Tensor) -> int:
+    return kernels_triton.walk(tensors[0].shape[:-1], tensors[0].shape[-1], *tensors).word
+
+
+def test_words_are_as_wide_as_all_rows_allow() -> None:
+    assert words(empty(4, 64)) == 8 and words(empty(4, 64, dtype=F32)) == 4
+    assert words(empty(4, 68)) == 4 and words(empty(4, 7)) == 1
+    assert words(empty(4, 70)[:, :64]) == 2  # rows that begin at a multiple of 70
+    assert words(empty(4, 64), empty(4, 68)[:, :64]) == 4
+    assert words(empty(2, 5, 64)[:, :4]) == 8
+
+
+def test_rows_that_are_equally_far_apart_need_no_division() -> None:
+    def inner(t: Tensor) -> int | None:
+        return kernels_triton.walk(t.shape[:-1], t.shape[-1], t).inner
+
+    assert inner(empty(4, 64)) is inner(empty(3, 4, 64)) is inner(empty(64)) is inner(empty(1, 4, 64)) is None
+    assert inner(empty(3, 5, 64)[:, :4]) == 4
