@@ -20,7 +20,7 @@ check: $(READY)
 	$(BIN)/isobit check --json check.json
 
 test: $(READY) $(PARITY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,8 +5,15 @@ import pytest
 import whole_check
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In a run of all tests by several processes (`-n`), which know nothing of each other: before they start."""
+    all_of_them = config.args == config.getini("testpaths") and not config.option.keyword
+    if getattr(config.option, "dist", "no") != "no" and all_of_them and not config.option.collectonly:
+        whole_check.started()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """In a run of all tests. A run of a few waits for the check where it needs it."""
+    """In a run of all tests by one. A run of a few waits for the check where it needs it."""
     wanted = any(item.path.name == "test_ops.py" for item in session.items)
     if wanted and len(session.items) > 100 and not session.config.option.collectonly:
         whole_check.started()

@@ -131,12 +131,13 @@ class Groups:
 @dataclass(frozen=True)
 class Kernels:
     """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
-    meta tensors; `targets` are what they must compile for, on any machine."""
+    meta tensors; `targets` are what they must compile for, on any machine: the one they are made for first.
+    """
 
     record: Callable[[Any, torch.dtype], None]
     targets: Sequence[tuple[str, int | str, int]] = (
-        ("cuda", 80, 32),
         ("cuda", 90, 32),
+        ("cuda", 80, 32),
         ("hip", "gfx942", 64),
     )
 
