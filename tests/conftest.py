@@ -6,7 +6,7 @@ import whole_check
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a run of all tests by several processes (`-n`), which know nothing of each other: before they start."""
+    """In a run of all tests by several processes (`-n`), which know nothing of each other: ahead of them."""
     all_of_them = config.args == config.getini("testpaths") and not config.option.keyword
     if getattr(config.option, "dist", "no") != "no" and all_of_them and not config.option.collectonly:
         whole_check.started()
