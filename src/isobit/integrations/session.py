@@ -5,9 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 from isobit.backend import UnsupportedError
 from isobit.caller import warn
+
+H = TypeVar("H", bound="Handle")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,7 +42,7 @@ class Session:
 
 
 class Switch:
-    """One place where isobit is on or off. `name` is the module that has it, as messages say it."""
+    """One place where isobit is on or off. `name` is who has it, as messages say it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,16 +51,20 @@ class Switch:
 
     def on(self, backend: str | None, begin: Callable[[], Session]) -> "Enabled":
         """Begin a session; where there is one with the same backend it goes on."""
+        return Enabled(self, *self.begun(backend, begin))
+
+    def begun(self, backend: str | None, begin: Callable[[], Session]) -> tuple[Session, bool]:
+        """(session, whether it is new)."""
         with self.lock:
             if self.session is None:
                 self.session = begin()
-                return Enabled(self, self.session, turned_on=True)
+                return self.session, True
             if self.session.backend != backend:
                 raise UnsupportedError(
                     f"{self.name}.enable(backend={backend!r}): it is on with "
                     f"{self.session.backend!r}; disable() it first"
                 )
-            return Enabled(self, self.session, turned_on=False)
+            return self.session, False
 
     def off(self) -> None:
         """End the session. Nothing happens where there is none."""
@@ -67,29 +74,13 @@ class Switch:
                 session.end()
 
 
-class Enabled:
-    """What `enable` returns: counts, and a context manager whose end restores what was before."""
+class Handle:
+    """A context manager whose end restores what was before."""
 
     def __init__(self, switch: Switch, session: Session, turned_on: bool) -> None:
         self._switch, self._session, self._turned_on = switch, session, turned_on
 
-    @property
-    def backend(self) -> str | None:
-        """isobit's backend that serves; None is the first that can."""
-        return self._session.backend
-
-    @property
-    def served(self) -> int:
-        """Calls that isobit has computed, since it was turned on."""
-        return self._session.served
-
-    @property
-    def passed(self) -> Counter[str]:
-        """Calls that went on to the library's own function, by reason; a copy."""
-        with self._session.lock:
-            return self._session.passed.copy()
-
-    def __enter__(self) -> "Enabled":
+    def __enter__(self: H) -> H:
         with self._switch.lock:
             if self._session is not self._switch.session:
                 raise UnsupportedError(f"{self._switch.name}: it has been turned off; enable() it again")
@@ -106,6 +97,26 @@ class Enabled:
             over = not (self._session.blocks or self._session.until_disabled)
             if over and self._session is self._switch.session:
                 self._switch.off()
+
+
+class Enabled(Handle):
+    """What `enable` returns: counts, and a context manager."""
+
+    @property
+    def backend(self) -> str | None:
+        """isobit's backend that serves; None is the first that can."""
+        return self._session.backend
+
+    @property
+    def served(self) -> int:
+        """Calls that isobit has computed, since it was turned on."""
+        return self._session.served
+
+    @property
+    def passed(self) -> Counter[str]:
+        """Calls that went on to the library's own function, by reason; a copy."""
+        with self._session.lock:
+            return self._session.passed.copy()
 
     def __repr__(self) -> str:
         passed = sum(self.passed.values())
