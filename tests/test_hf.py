@@ -11,8 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from isobit import ContractError
-from isobit.integrations import hf
-from isobit.integrations.hf import HFError, token_logps
+from isobit.integrations.hf import HFError, logps, token_logps
 from isobit.nn import DetLinear, swap_linear
 
 V = 53
@@ -125,7 +124,7 @@ def test_no_logits_of_all_positions_are_made(monkeypatch: pytest.MonkeyPatch) ->
         lambda module, args, output: shapes.extend(x.shape for x in output)
     )
     ids, _, _ = batch()
-    monkeypatch.setattr(hf._Head, "_why_not", lambda self: None)  # which refuses the hook
+    monkeypatch.setattr(logps._Head, "_why_not", lambda self: None)  # which refuses the hook
     token_logps(model, ids)
     made_by.remove()
     assert shapes == [(2, 1, V), (2, 6)]  # logits of the last position, then log-probabilities
@@ -213,7 +212,7 @@ def test_a_forward_that_was_replaced_on_the_model_is_used_and_stays() -> None:
     assert torch.equal(token_logps(model, ids), expected) and calls == [1]
     assert vars(model)["forward"] is replaced
     model.config.logit_scale = 7.0
-    hf._compared.discard(model)
+    logps._compared.discard(model)
     refused(model, "its logits are up to")
     assert vars(model)["forward"] is replaced  # also after an error
 

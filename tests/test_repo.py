@@ -64,6 +64,7 @@ def test_an_import_takes_no_device_and_loads_no_kernels() -> None:
     code = (
         "import sys, torch, isobit\n"
         "assert not torch.cuda.is_initialized()\n"
+        "assert not {'transformers', 'trl', 'fla'} & set(sys.modules)\n"  # so nothing is registered there
         "print(*(m for m in sys.modules if m.split('.')[0] == 'isobit'))\n"
     )
     loaded = in_a_fresh_process(code).split()

@@ -16,8 +16,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from isobit.backend import UnsupportedError
 from isobit.contract import ContractError, describe
+from isobit.integrations.hf.errors import HFError
 from isobit.nn import DetLinear, class_of, in_forward
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.op import linear_logp
@@ -30,10 +30,6 @@ _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 #: Models whose own logits have been compared with what their configuration says.
 _compared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-class HFError(UnsupportedError):
-    """This model's log-probabilities cannot be had from hidden states and head. The message says why."""
 
 
 @overload

@@ -1,0 +1,291 @@
+"""`attn_implementation="isobit"` for transformers: `isobit.attention` under a model's own masks and caches.
+
+    isobit.integrations.hf.register_attention()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", attn_implementation="isobit")
+
+Two functions are registered by this name. transformers calls the first once a forward to make a mask, and the
+second in every layer. The mask is not [B, 1, T, S] here but says the same in two numbers a row: which keys of
+the cache are the row's own. Causal order and windows need no numbers.
+
+**A window whose cache has dropped keys.** `isobit.attention` counts segments from a sequence's own first key.
+A cache of a sliding window keeps the last keys only, so the first is gone, and where segments begin has to be
+known without it. The keys that are there get so many zeros in front that they stand where they stood, modulo
+a segment. The window hides the zeros, and what is hidden changes no bit.
+"""
+
+import inspect
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isobit.integrations.hf.errors import HFError
+from isobit.ops.attention.model import SEGMENT
+from isobit.ops.attention.op import attention
+
+NAME = "isobit"
+
+
+class Says(NamedTuple):
+    """What a mask says beside the numbers of its rows."""
+
+    keys: int  # that the cache will hand over
+    window: int | None = None
+    dropped: bool = False  # the cache has dropped keys
+    front: int = 0  # zeros that take their place
+    starts: bool = False  # rows begin at other keys than the first
+    ends: bool = False  # the cache has room behind the last key
+    packed: bool = False  # the numbers are where packed sequences begin
+
+
+class KeyBounds(Tensor):
+    """A mask as transformers passes it around: a tensor of four dimensions, and `says`. It is [2, 1, 1, B]
+    with the first key of each row and the one behind its last, [1, 1, 1, sequences + 1], or [0, 1, 1, B]."""
+
+    says: Says
+    kept: tuple[Tensor, ...] | None = None
+
+    @classmethod
+    def of(cls, numbers: Tensor, says: Says) -> "KeyBounds":
+        made = numbers[:, None, None].as_subclass(cls)
+        made.says = says
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, cls) and "says" not in vars(made) and isinstance(args[0], cls):
+            made.says = args[0].says  # on another device, for one
+        return made
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Its numbers, for all layers of a forward."""
+        if self.kept is None:
+            self.kept = self.as_subclass(Tensor)[:, 0, 0].unbind()
+        return self.kept
+
+
+# The mask, once a forward
+
+
+def mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **more: Any,
+) -> KeyBounds:
+    """What transformers calls, with its arguments: queries and keys of this forward, how many came before,
+    and which of the latter the cache has dropped (`kv_offset`)."""
+    window, packed = _read(mask_function, use_vmap)
+    if packed is not None:
+        return KeyBounds.of(_boundaries(packed)[None], Says(kv_length, window, packed=True))
+    # A sum, and so a tensor of its own: that of a static cache counts on while this forward runs. Older
+    # versions have it in one dimension.
+    end = (q_offset.reshape(()) if isinstance(q_offset, Tensor) else q_offset) + q_length
+    first, padded = None, False
+    if attention_mask is not None:
+        first, padded = _padding(attention_mask, end)
+    ends = isinstance(end, Tensor) or end - kv_offset != kv_length
+    front = (SEGMENT - 1 if padded else kv_offset % SEGMENT) if kv_offset else 0
+    says = Says(kv_length, window, kv_offset > 0, front, starts=padded, ends=ends)
+    if not (padded or ends):
+        return KeyBounds.of(torch.empty((0, batch_size), dtype=torch.int64, device=device), says)
+    behind = end - kv_offset + front
+    own_end = (
+        behind.expand(batch_size) if isinstance(behind, Tensor)
+        else torch.full((batch_size,), behind, device=device)
+    )  # fmt: skip
+    if first is None:
+        return KeyBounds.of(torch.stack((torch.zeros_like(own_end), own_end)), says)
+    # The row's first key, or where one of its segments begins that the cache still has a key of.
+    dropped = (kv_offset - first).clamp(min=0) // SEGMENT * SEGMENT
+    start = first + dropped - kv_offset + front
+    return KeyBounds.of(torch.stack((torch.minimum(start, own_end), own_end)), says)
+
+
+def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
+    """(window, which packed sequence each token is of) of one of transformers' mask functions. They are made
+    of others, and tell what they were made with in their closures."""
+    module = import_module("transformers.masking_utils")
+    if custom:
+        raise _refusal("the model adds a mask function of its own")
+    window, packed, pending, causal = None, None, [function], False
+    while pending:
+        one = pending.pop()
+        held = _held(one)
+        made_by = getattr(one, "__qualname__", repr(one)).partition(".")[0]
+        if one is module.causal_mask_function:
+            causal = True
+        elif made_by == "and_masks" and "mask_functions" in held:
+            pending += held["mask_functions"]
+        elif made_by == "sliding_window_overlay" and isinstance(held.get("sliding_window"), int):
+            window = held["sliding_window"]
+        elif made_by == "packed_sequence_mask_function" and "packed_sequence_mask" in held:
+            packed = held["packed_sequence_mask"]
+        else:
+            raise _refusal(f"{made_by} of transformers is no mask of causal order, windows and packing")
+    if not causal:
+        raise _refusal("the mask is not causal")
+    return window, packed
+
+
+def _held(function: Any) -> dict[str, Any]:
+    """The variables that a function has from where it was defined."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _boundaries(packed: Tensor) -> Tensor:
+    """Where sequences begin in all rows one behind the other, and the end. Reads how many there are."""
+    B, T = packed.shape
+    begins = torch.ones((B, T), dtype=torch.bool, device=packed.device)
+    begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
+    end = torch.full((1,), B * T, device=packed.device)
+    return torch.cat((begins.flatten().nonzero()[:, 0], end))
+
+
+def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
+    """([B] first tokens, whether any is not 0). Tokens of a row must follow one another: one look by the
+    host, as transformers takes for its own masks. A graph that is captured or compiled cannot look."""
+    if given.ndim != 2:
+        raise _refusal(f"attention_mask has {given.ndim} dimensions and not 2")
+    tokens = given != 0
+    first = (tokens.cumsum(-1) == 0).sum(-1)
+    capturing = given.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or torch.compiler.is_compiling():
+        return first, True
+    runs = (tokens[:, 1:] & ~tokens[:, :-1]).sum(-1) + tokens[:, 0]
+    looks = [first.amax(), runs.amax(), *([end] if isinstance(end, Tensor) else [])]
+    most, most_runs, *counted = torch.stack(looks).tolist()
+    ends_at = counted[0] if counted else end
+    if most_runs > 1:
+        raise _refusal("attention_mask has padding between tokens of a row: put it in front of them all")
+    if given.shape[1] < ends_at:
+        raise _refusal(f"attention_mask has {given.shape[1]} columns for {ends_at} tokens")
+    return first, most > 0
+
+
+# Attention, in every layer
+
+#: What layers pass beside the arguments of `attend`, and what changes no number here. Others may.
+_HARMLESS = frozenset((
+    "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits",
+    "num_items_in_batch", "max_length_q", "max_length_k", "is_causal",
+))  # fmt: skip
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls: query [B, H, T, D], key and value [B, KV, S, D]; returns [B, T, H, D]."""
+    if dropout:
+        raise _refusal(f"dropout={dropout} of {_layer(module)}: set attention_dropout to 0 in its config")
+    _check_more(module, more, attention_mask)
+    if more.get("is_causal") is False:
+        raise _refusal(f"is_causal=False for {_layer(module)}")
+    q, k, v = (t.transpose(1, 2) for t in _in_one_dtype(query, key, value))
+    if attention_mask is None:
+        if not more.get("is_causal") and not getattr(module, "is_causal", False):
+            raise _refusal(f"{_layer(module)} is not causal")
+        says, numbers = Says(k.shape[1], sliding_window), None
+    elif isinstance(attention_mask, KeyBounds):
+        says, numbers = attention_mask.says, attention_mask.rows()
+    else:
+        shape = list(attention_mask.shape)
+        raise _refusal(f"attention_mask {shape} is a mask of its own making; pass one of [B, tokens]")
+    if sliding_window is not None and sliding_window != says.window:
+        raise _refusal(f"{_layer(module)} has a window of {sliding_window}, and its mask {says.window}")
+    if k.shape[1] != says.keys:
+        raise _refusal(f"{_layer(module)} has {k.shape[1]} keys, and its mask is for {says.keys}")
+    if says.dropped and says.window is None:  # a model may make a mask that no layer takes: not earlier
+        raise _refusal(f"the cache has dropped keys that {_layer(module)} sees")
+    options: dict[str, Any] = {"scale": scaling, "window": says.window, "softcap": softcap}
+    if says.packed:
+        assert numbers is not None
+        B, T = q.shape[:2]
+        q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))
+        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0], None
+    if says.front:
+        k, v = (nn.functional.pad(t, (0, 0, 0, 0, says.front, 0)) for t in (k, v))
+    options["key_start"] = numbers[0] if numbers and says.starts else None
+    options["key_end"] = numbers[1] if numbers and says.ends else None
+    return attention(q, k, v, **options), None
+
+
+def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) -> None:
+    for name, value in more.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        if name == "output_attentions":
+            raise _refusal("output_attentions=True: probabilities are never stored")
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+            if not (isinstance(mask, KeyBounds) and mask.says.packed):
+                raise _refusal(f"{name} without position_ids that begin anew: these say where sequences are")
+            continue
+        raise _refusal(f"{_layer(module)} passes {name}, which isobit.attention does not have")
+
+
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts for PyTorch's own attention."""
+    kind = tensors[0].device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        tensors = tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+    dtype = tensors[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise _refusal(f"queries are {dtype}: bits are kept in bf16 and fp16")
+    return tensors
+
+
+def _layer(module: nn.Module) -> str:
+    index = getattr(module, "layer_idx", None)
+    return type(module).__name__ + ("" if index is None else f" of layer {index}")
+
+
+def _refusal(reason: str) -> HFError:
+    return HFError(f'isobit.integrations.hf: attn_implementation="{NAME}": {reason}')
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="isobit"` known to transformers. No model changes by this: ask for it with
+    `from_pretrained(..., attn_implementation="isobit")` or `model.set_attn_implementation("isobit")`.
+
+    Served is causal attention in bf16 and fp16 with padding, sliding windows, softcaps, grouped heads,
+    dynamic and static caches, prefill in chunks, and sequences packed by `position_ids`. What
+    `isobit.attention` does not have is refused with an `HFError`: dropout, attention sinks, masks with holes
+    or of other patterns.
+
+    Example:
+        >>> import torch, transformers, isobit
+        >>> isobit.integrations.hf.register_attention()
+        >>> sizes = dict(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=1)
+        >>> model = transformers.LlamaForCausalLM(config).bfloat16()
+        >>> model.set_attn_implementation("isobit")
+        >>> model(torch.tensor([[7, 3, 11, 2]])).logits.shape
+        torch.Size([1, 4, 50])
+    """
+    masks = import_module("transformers.masking_utils")
+    if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
+        version = import_module("transformers").__version__
+        raise _refusal(f"transformers {version} asks for masks in another way; 5.10 and 5.22 are tested")
+    import_module("transformers.modeling_utils").AttentionInterface.register(NAME, attend)
+    masks.AttentionMaskInterface.register(NAME, mask)
