@@ -32,6 +32,8 @@ def made(family: str, **options: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(family, {}) | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
+        if parameter.ndim == 1:  # weights of norms, and biases: neither all ones nor all zeros
+            parameter.data += 0.2 * torch.randn(parameter.shape)
         parameter.data = parameter.data.bfloat16()
     model.generation_config.eos_token_id = None  # all rows decode to the end
     return model.eval()

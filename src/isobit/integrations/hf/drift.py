@@ -1,0 +1,270 @@
+"""A causal LM of transformers in which no token's bits depend on the batch: `zero_drift`.
+
+    with isobit.integrations.hf.zero_drift(model) as on:
+        print(on)
+        model.generate(...)
+
+What sums is computed by isobit: attention, linear layers, the LM head. What is left (embeddings, rotary
+embeddings, activations, norms) is torch's, and is tried: see `trial`. A model that has more than that, or
+that fails, is refused and stays as it was.
+"""
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from isobit.integrations.hf import trial
+from isobit.integrations.hf.attention import NAME, register_attention
+from isobit.integrations.hf.errors import HFError
+from isobit.integrations.session import Handle, Session, Switch
+from isobit.nn import DetLinear, Swap, swap_linear
+
+#: Kinds of layers that read keys and values.
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `zero_drift` did to a model."""
+
+    model: str
+    changed: dict[str, list[str]]  # names of modules, by the function of isobit that computes them
+    left: dict[str, int]  # how many modules of each kind are torch's: each kind was tried
+    untried: dict[str, int]  # of which no call was seen
+
+    def __str__(self) -> str:
+        width = max(map(len, [*self.changed, *self.left, *self.untried]))
+        rows = [(name, len(names), "computed by isobit") for name, names in self.changed.items()]
+        rows += [(name, count, "left, same bits alone and in a batch") for name, count in self.left.items()]
+        rows += [(name, count, "left, never called") for name, count in self.untried.items()]
+        return "\n".join(
+            [self.model, *(f"  {name:{width}s} {count:5d}  {what}" for name, count, what in rows)]
+        )
+
+
+# What there is in a model
+
+
+def _why_not(model: Any) -> str | None:
+    """Why a model as a whole is not for this, or None."""
+    if not isinstance(model, import_module("transformers").PreTrainedModel):
+        hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        return f"it is no transformers.PreTrainedModel{hint}"
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it has an encoder beside its decoder"
+    if config.get_text_config(decoder=True) is not config:
+        return "it has more than a language model in it; pass its language model"
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        return "it is no causal language model: it has no head over a vocabulary"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if others:
+        return f"it has layers of {', '.join(others)}"
+    if not model._can_set_attn_implementation():
+        return "its attention does not ask transformers' AttentionInterface"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    if sharded is not None:
+        return f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard"
+    return None
+
+
+def _refused(model: nn.Module) -> dict[str, str]:
+    """Modules that cannot be kept, and why."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            found[name] = f"Dropout(p={module.p}) is random in training"
+        elif not isinstance(module, nn.Linear | nn.Embedding):
+            own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
+            if own:
+                found[name] = (
+                    f"{type(module).__name__} multiplies by its {', '.join(own)} in a way of its own"
+                )
+        elif isinstance(module, nn.Linear) and module.weight.dtype not in (torch.bfloat16, torch.float16):
+            kind = module.weight.device.type
+            if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+                found[name] = (
+                    f"its weight is {module.weight.dtype}; cast the model to bf16, or call zero_drift under "
+                    "torch.autocast, as the model will be called"
+                )
+    return found
+
+
+def _swapped(model: nn.Module) -> tuple[Swap, dict[str, str]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # they are refused
+        swap = swap_linear(model, where=lambda name, layer: not isinstance(layer, DetLinear))
+    return swap, swap.skipped
+
+
+# On and off
+
+
+@dataclass(eq=False, kw_only=True)
+class _Session(Session):
+    """What to restore. It keeps no model alive."""
+
+    model: "weakref.ref[Any]"
+    attention: str
+    disable_compile: bool | None
+    linears: list[str] = field(default_factory=list)
+    report: Report | None = None
+
+    def end(self) -> None:
+        model = self.model()
+        if model is None:
+            return
+        Swap(self.linears, _layers=[model.get_submodule(name) for name in self.linears]).undo()
+        model.set_attn_implementation(self.attention)
+        if model.generation_config is not None:
+            model.generation_config.disable_compile = self.disable_compile
+
+
+class ZeroDrift(Handle):
+    """What `zero_drift` returns. `print` it to see what was changed; the end of a with-block, or `disable`,
+    restores the model."""
+
+    @property
+    def report(self) -> Report:
+        assert isinstance(self._session, _Session) and self._session.report is not None
+        return self._session.report
+
+    @property
+    def changed(self) -> dict[str, list[str]]:
+        """Names of modules, by the function of isobit that computes them."""
+        return self.report.changed
+
+    @property
+    def left(self) -> dict[str, int]:
+        """How many modules of each kind torch computes as before. All of them were tried."""
+        return self.report.left
+
+    def disable(self) -> None:
+        """Make the model what it was. Nothing happens the second time."""
+        if self._session is self._switch.session:
+            self._switch.off()
+
+    def __repr__(self) -> str:
+        return str(self.report)
+
+
+_switches: "weakref.WeakKeyDictionary[nn.Module, Switch]" = weakref.WeakKeyDictionary()
+
+
+def zero_drift(model: Any) -> ZeroDrift:
+    """Make a causal LM of transformers give every token the same bits: in training, in prefill whole or in
+    chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
+
+    Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
+    `isobit.det_linear`. All other modules stay torch's. Each kind of them is tried on this machine, and so is
+    the model as a whole: `trial` says how. A static cache lets `generate` compile its steps on a GPU; that is
+    turned off, because compiled code rounds in other places.
+
+    Args:
+        model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
+            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are tested; others are tried.
+
+    Returns:
+        A handle: `print` it, `disable()` it, or use it as a context manager. `changed` and `left` say what
+        was done. A model that is on already stays on.
+
+    Raises:
+        HFError: the model cannot be kept. The message names the modules and says why; the model is as before.
+
+    Example:
+        >>> import torch, transformers, isobit
+        >>> sizes = dict(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=1)
+        >>> model = transformers.LlamaForCausalLM(config).bfloat16()
+        >>> with isobit.integrations.hf.zero_drift(model) as on:
+        ...     ids = torch.tensor([[7, 3, 11, 2], [5, 5, 8, 1]])
+        ...     torch.equal(model(ids).logits[1], model(ids[1:]).logits[0])
+        True
+        >>> len(on.changed["isobit.det_linear"])
+        8
+    """
+    switch = _switches.get(model) if isinstance(model, nn.Module) else None
+    if switch is None:
+        switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__})")
+    handle = ZeroDrift(switch, *switch.begun(None, lambda: _begin(model)))
+    _switches[model] = switch
+    return handle
+
+
+def _begin(model: Any) -> _Session:
+    reason = _why_not(model)
+    if reason is not None:
+        raise _refusal(model, reason)
+    refused = _refused(model)
+    if refused:
+        raise _refusal(model, _listed(refused))
+    register_attention()
+    settings = model.generation_config
+    session = _Session(
+        backend=None, instead="", model=weakref.ref(model), attention=model.config._attn_implementation,
+        disable_compile=None if settings is None else settings.disable_compile,
+    )  # fmt: skip
+    try:
+        session.report = _turned_on(model, session)
+    except BaseException:
+        session.end()
+        raise
+    return session
+
+
+def _turned_on(model: Any, session: _Session) -> Report:
+    swap, skipped = _swapped(model)
+    session.linears = swap.swapped
+    if skipped:
+        raise _refusal(model, _listed(skipped))
+    model.set_attn_implementation(NAME)
+    if model.generation_config is not None:
+        model.generation_config.disable_compile = True
+    layers = [
+        name for name, m in model.named_modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")
+    ]
+    if not layers or model.config._attn_implementation != NAME:
+        raise _refusal(model, "no module in it asks transformers' AttentionInterface")
+    changed = {"isobit.attention": layers, "isobit.det_linear": swap.swapped}
+    kinds = Counter(map(trial.kind_of, _leaves(model)))
+    tried = _tried(model, kinds)
+    left, untried = Counter[str](), Counter[str]()
+    for kind, count in kinds.items():
+        (left if kind in tried else untried)[kind[0].__name__] += count
+    return Report(type(model).__name__, changed, dict(left), dict(untried))
+
+
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    """What computes, and is not isobit's."""
+    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, DetLinear)]
+
+
+def _tried(model: Any, left: Collection[trial.Kind]) -> set[trial.Kind]:
+    """The kinds of modules that were called, and depend on no batch; nor does the model as a whole."""
+    found, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
+    wrong = {kind[0].__name__: reason for kind, call in calls.items() if (reason := trial.of_module(call))}
+    if wrong:
+        raise _refusal(model, f"these depend on the batch on this machine: {_listed(wrong)}")
+    for what, count in found.items():
+        if count:
+            raise _refusal(model, f"{count} logits have other bits {what}; no module of it shows why")
+    return set(calls)
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    """The first few, and how many more."""
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:4])
+    return shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+
+
+def _refusal(model: Any, reason: str) -> HFError:
+    return HFError(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__}): {reason}")
