@@ -221,6 +221,7 @@ PAGES = {
     "docs/linear_logp.md": 2,
     "docs/linear_policy_loss.md": 4,
     "docs/ratio_kl.md": 3,
+    "docs/zero_drift.md": 2,
     "docs/grpo_loss.md": 3,
     "docs/losses.md": 5,
     "docs/delta_rule.md": 1,

@@ -4,8 +4,11 @@ sequence alone against those in a batch, and what is refused or restored."""
 import copy
 import doctest
 import gc
+import runpy
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -370,6 +373,22 @@ def test_under_autocast_parameters_may_be_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16), zero_drift(model), torch.no_grad():
         whole = model(ids).logits
         assert differing(whole[1], model(ids[1:]).logits[0]) == 0
+
+
+def test_the_program_in_examples_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "examples" / "zero_drift.py"
+    program = runpy.run_path(str(path))
+    monkeypatch.setitem(program["main"].__globals__, "WAYS", ((2, "dynamic", 7), (1, "static", None)))
+    monkeypatch.setattr(sys, "argv", [str(path), "--tokens", "2"])
+    assert program["main"]() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[-2:]] == [
+        ["2", "dynamic", "7", "4"],
+        ["1", "static", "-", "2"],
+    ]
+    assert all(line.split()[-2:] == ["0", "0.0e+00"] for line in lines[-2:])
 
 
 def test_the_example_runs() -> None:
