@@ -34,7 +34,9 @@ def timed(of: Subject, **options: Any) -> dict[str, Any]:
 
 def test_no_suite_has_the_name_of_a_results_file_of_an_op() -> None:
     assert suite_names() and not set(suite_names()) & {op.folder for op in OPS.values()}
-    with pytest.raises(ContractError, match="unknown suite 'lunch'; known: fla, launch, train_step"):
+    with pytest.raises(
+        ContractError, match="unknown suite 'lunch'; known: fla, launch, train_step, zero_drift"
+    ):
         suite_of("lunch")
 
 
@@ -72,7 +74,10 @@ def test_a_case_of_ones_own_goes_to_the_series_that_have_its_sizes() -> None:
 def test_a_new_module_is_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("from isobit.bench.suites.launch import SERIES\n")
     monkeypatch.setattr(suites, "__path__", [*suites.__path__, str(tmp_path)])
-    assert suite_names() == ["fla", "launch", "mine", "train_step"] and suite_of("mine").file == "mine"
+    assert (
+        suite_names() == ["fla", "launch", "mine", "train_step", "zero_drift"]
+        and suite_of("mine").file == "mine"
+    )
 
 
 # Host times: goals and tables

@@ -149,6 +149,8 @@ class Lineup:
 
         def verdict(calls: Sequence[Call], result: Any) -> Verdict:
             error = None if judge is None else judge.error(direction, result)
+            if isinstance(error, Verdict):
+                return error
             if isinstance(error, Errors):
                 more = asdict(error)
                 return Verdict(more.pop("max_abs"), more=more)

@@ -32,6 +32,8 @@ MORE_COLUMNS = {
     "x baseline": ("vs_baseline", ".3f"),
     "= bits": ("equal_bits", ".5f"),
     "rel rms": ("rel_rms", ".2e"),
+    "tokens": ("tokens", "d"),
+    "that differ": ("tokens_differ", "d"),
 }
 
 CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing about speed on a GPU."

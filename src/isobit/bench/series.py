@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.bench.goals import Goal
 from isobit.bench.rival import DIRECTIONS, Rival
-from isobit.bench.timing import copies_for
+from isobit.bench.timing import Verdict, copies_for
 from isobit.bench.truth import Errors, truth_of
 from isobit.check.options import known_options
 from isobit.check.proof import Args, Case, Cost, InputOptions
@@ -22,7 +22,7 @@ from isobit.op import Op, known_op
 class Judge(Protocol):
     """Knows the truth of some part of a result."""
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | Errors | None:
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> float | Errors | Verdict | None:
         """Largest error of what it knows, NaN if there is one, or more about them; None where it knows
         nothing."""
 

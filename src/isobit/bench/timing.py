@@ -61,7 +61,7 @@ class Verdict:
 
     max_abs: float | None = None
     equal_bits: float | None = None
-    #: `mean_abs`, `max_rel` and `rel_rms`, of series whose judge knows them.
+    #: More keys of a row, of series whose judge knows them: `mean_abs`, `max_rel` and `rel_rms`, for one.
     more: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -1,0 +1,273 @@
+"""A Hugging Face model without drift beside the same model on PyTorch's attention: what it costs, and what it
+is worth. Random weights, bf16, eager.
+
+    sdpa     the model as it is
+    isobit   the same parameters after `isobit.integrations.hf.zero_drift`
+
+Two kinds of steps, timed on the wall. `decode` is one more token for each of B sequences with S keys in a
+dynamic cache, as `generate` makes it; the keys are random numbers. `fwd_bwd` is a training step, with the
+model's own loss and gradients of all parameters.
+
+Before anything is timed, `generate` prefills prompts of different lengths in chunks, padded on the left, and
+decodes them in a batch. Then each sequence goes through the model alone, in one forward as in training.
+`tokens` is how many were decoded, and `tokens_differ` how many of them have other bits of log-probability in
+the two; `max_abs` is the largest difference. With isobit both must be 0, and the mean log-probability that of
+`sdpa` up to `CLOSE`. Training steps are held to the loss and the gradients of `sdpa` as in `train_step`.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.bench.goals import Cell, Goal
+from isobit.bench.rival import Rival
+from isobit.bench.series import Pool, Series
+from isobit.bench.suites.train_step import Config, Models, agreement, plain
+from isobit.bench.timing import Verdict
+from isobit.bench.vouch import CheckFailed
+from isobit.check.compare import differing
+from isobit.check.proof import Args, Case, Cost
+from isobit.integrations.hf import zero_drift
+from isobit.ops.logp.op import logp
+
+#: How far the mean log-probability of decoded tokens may be from that of `sdpa`, relatively.
+CLOSE = 1e-2
+
+
+# Models
+
+LLAMA = Config("Llama", 128256, 4096, 14336, 8, 32, 8, tie_word_embeddings=False, rope_theta=5e5)
+QWEN = Config("Qwen3", 151936, 1024, 3072, 28, 16, 8, tie_word_embeddings=True, rope_theta=1e6)
+LLAMA_NAME, QWEN_NAME = "llama-3-8b-8-layers", "qwen3-0.6b"
+
+
+def tiny(config: Config) -> Config:
+    """One of that kind for a CPU, with heads that `isobit.attention` takes."""
+    return Config(config.kind, 256, 64, 64, 2, 1, 1, config.tie_word_embeddings, config.rope_theta)
+
+
+def models_of(config: Config, device: torch.device, dtype: torch.dtype, seed: int) -> Models:
+    """A model as it is, and once more without drift, of the very same parameters."""
+    as_it_is = config.build(device, dtype, seed)
+    kept = {id(t): t for t in (*as_it_is.parameters(), *as_it_is.buffers())}
+    ours = copy.deepcopy(as_it_is, kept)
+    zero_drift(ours)
+    names, parameters = zip(*as_it_is.named_parameters(), strict=True)
+    return Models(as_it_is, ours, names, parameters)
+
+
+# Drift
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Lengths of prompts, the size of a chunk of prefill, and how many tokens follow."""
+
+    lengths: tuple[int, ...]
+    chunk: int
+    new: int
+
+
+LONG = Rollout((200, 131, 17, 64, 1, 183, 90, 33), chunk=64, new=32)
+SHORT = Rollout((9, 2, 5), chunk=4, new=3)
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Log-probabilities of decoded tokens, in decoding and in one forward of one row."""
+
+    decoded: Tensor
+    trained: Tensor
+
+    def verdict(self) -> Verdict:
+        largest = float((self.decoded - self.trained).abs().max())
+        count = int(differing(self.decoded, self.trained).sum())
+        return Verdict(largest, more={"tokens": self.decoded.numel(), "tokens_differ": count})
+
+
+@torch.no_grad()
+def drift_of(model: Any, rollout: Rollout) -> Drift:
+    """Greedy, since what is chosen does not matter."""
+    device, T = model.lm_head.weight.device, max(rollout.lengths)
+    gen = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (len(rollout.lengths), T), generator=gen).to(device)
+    mask = (torch.arange(T) >= T - torch.tensor(rollout.lengths)[:, None]).long().to(device)
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=rollout.new, min_new_tokens=rollout.new, do_sample=False,
+        use_cache=True, prefill_chunk_size=rollout.chunk, return_dict_in_generate=True, output_logits=True,
+        pad_token_id=0,
+    )  # fmt: skip
+    decoded, trained = [], []
+    for row, length in enumerate(rollout.lengths):
+        tokens = found.sequences[row, T - length :]
+        logits = model(tokens[None], use_cache=False).logits[0, length - 1 : -1].float()
+        trained.append(logp(logits, tokens[length:]))
+        decoded.append(logp(torch.stack([step[row] for step in found.logits]), tokens[length:]))
+    return Drift(torch.stack(decoded), torch.stack(trained))
+
+
+# Steps
+
+#: Which model a decoding step was of, among its results.
+OURS, THEIRS = torch.tensor(0), torch.tensor(1)
+
+
+@dataclass
+class Decoding:
+    """One more token, and the cache is as before."""
+
+    model: Any
+    cache: Any
+    inputs: dict[str, Tensor]
+
+    def step(self) -> Tensor:
+        with torch.no_grad():
+            made = self.model(**self.inputs, past_key_values=self.cache, use_cache=True)
+        self.cache.crop(-1)
+        logits: Tensor = made.logits
+        return logits
+
+
+def decoding(model: Any, B: int, S: int, seed: int) -> Decoding:
+    """With random keys and values, as large as those that norms and rotations leave."""
+    import transformers
+
+    config, weight = model.config, model.lm_head.weight
+    heads, D = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    gen = torch.Generator(weight.device).manual_seed(seed)
+    cache = transformers.DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        k, v = (torch.empty(B, heads, S, D, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        cache.update(k.normal_(generator=gen), v.normal_(generator=gen), layer)
+    ones = torch.ones(B, S + 1, dtype=torch.int64, device=weight.device)
+    inputs = {"input_ids": ones[:, :1], "attention_mask": ones, "position_ids": ones[:, :1] * S}
+    return Decoding(model, cache, inputs)
+
+
+def decode(mark: Tensor, args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
+    assert backend is None
+    made: Decoding = args["ours" if mark is OURS else "theirs"]
+    return made.step(), mark
+
+
+def train(args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
+    """What `plain` is, with the model without drift."""
+    assert backend is None
+    models: Models = args["models"]
+    return plain({**args, "models": Models(models.swapped, models.swapped, models.names, models.parameters)})
+
+
+# The check
+
+
+@dataclass
+class Judge:
+    """Drift of both models, measured once each."""
+
+    models: Models
+    rollout: Rollout
+    known: dict[bool, Drift] = field(default_factory=dict)
+
+    def drift(self, ours: bool) -> Drift:
+        if ours not in self.known:
+            self.known[ours] = drift_of(self.models.swapped if ours else self.models.plain, self.rollout)
+        return self.known[ours]
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> Verdict:
+        """Raises CheckFailed where isobit drifts, or is another model."""
+        ours = result[1] is OURS
+        found = self.drift(ours)
+        verdict = found.verdict()
+        if ours:
+            if verdict.more["tokens_differ"]:
+                raise CheckFailed(
+                    f"zero_drift: {verdict.more['tokens_differ']} of {verdict.more['tokens']} tokens have "
+                    "other bits in decoding than in one forward, so nothing is timed"
+                )
+            mean, wanted = float(found.trained.mean()), float(self.drift(False).trained.mean())
+            if not abs(mean - wanted) <= CLOSE * abs(wanted):  # NaN is never close
+                raise CheckFailed(
+                    f"zero_drift: the mean log-probability is {mean:.6g} and that of sdpa {wanted:.6g}, so "
+                    "nothing is timed"
+                )
+        return verdict
+
+
+def judge(args: Args) -> Judge:
+    return Judge(args["models"], args["rollout"])
+
+
+# Series
+
+
+def _cases(first: str, second: str, *sizes: tuple[int, int]) -> list[Case]:
+    return [Case({first: a, second: b}, torch.bfloat16, data="random") for a, b in sizes]
+
+
+DECODE = _cases("B", "S", (1, 4096), (16, 4096), (64, 1024), (16, 16384))
+DECODE_SMALL = _cases("B", "S", (2, 12))
+TRAIN = _cases("B", "T", (1, 4096), (8, 1024), (4, 4096))
+TRAIN_SMALL = _cases("B", "T", (2, 12))
+
+
+def _make(name: str, config: Config, training: bool, case: Case, pool: Pool) -> list[Args]:
+    on_cpu = pool.device.type == "cpu"
+    config = tiny(config) if on_cpu else config
+    seed = pool.inputs.seed
+    models = pool.made(name, partial(models_of, config, pool.device, case.dtype, seed))
+    B, length = case.dims.values()
+    if training:
+        gen = torch.Generator().manual_seed(seed)
+        ids = torch.randint(config.vocab_size, (B, length), generator=gen).to(pool.device)
+        return [{"models": models, "ids": ids}]
+    return [{
+        "models": models, "rollout": SHORT if on_cpu else LONG,
+        "ours": decoding(models.swapped, B, length, seed), "theirs": decoding(models.plain, B, length, seed),
+    }]  # fmt: skip
+
+
+def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
+    """Products of the linear layers and the head, and attention; every weight, and every key, read once."""
+    B, length = dims.values()
+    head = 128  # of both models
+    q, kv = head * config.num_attention_heads, head * config.num_key_value_heads
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+    read = weights * dtype.itemsize
+    if not training:
+        keys = config.num_hidden_layers * B * length * kv * 2 * dtype.itemsize
+        flops = 2 * B * weights + config.num_hidden_layers * 4 * B * length * q
+        return Cost(read + keys, 0, flops, 0)
+    flops = 2 * B * length * weights + config.num_hidden_layers * 2 * B * length * length * q
+    return Cost(read, 2 * read, flops, 2 * flops)
+
+
+def _series(name: str, config: Config, training: bool) -> Series:
+    direction = "fwd_bwd" if training else "decode"
+    theirs: Callable[[Args], Any] = plain if training else partial(decode, THEIRS)
+    cases = TRAIN if training else DECODE
+
+    def own(cell: Cell) -> bool:
+        return (cell.op, cell.direction) == (name, direction)
+
+    return Series(
+        op=None, name=name, cases=cases, core=cases[:2], small=TRAIN_SMALL if training else DECODE_SMALL,
+        make=partial(_make, name, config, training), call=train if training else partial(decode, OURS),
+        cost=partial(cost, config, training), judge=agreement if training else judge,
+        rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
+        needs=("attention", "det_linear", "logp"), imports=("transformers",), step=True, against="sdpa",
+        copy=False, shared=lambda case: (name, case.dtype),
+        goals=[Goal(f"{name}, a {'training' if training else 'decoding'} step", own, most=1.10)],
+    )  # fmt: skip
+
+
+SERIES: Sequence[Series] = tuple(
+    _series(name, config, training)
+    for name, config in ((LLAMA_NAME, LLAMA), (QWEN_NAME, QWEN))
+    for training in (False, True)
+)
