@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import isobit
 from hf_models import FAMILIES, SIZES, made, prompts
-from isobit.integrations.hf import HFError, token_logps, zero_drift
+from isobit.integrations.hf import HFError, norms, token_logps, zero_drift
+from isobit.integrations.hf.norms import DetRMSNorm, options_of
 from isobit.integrations.hf.trial import differing
 from isobit.nn import DetLinear
 from isobit.ops.attention import model as attention_model
@@ -190,7 +191,7 @@ def test_another_order_of_gradients_is_found_out(
     frozen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above can fail: blocks of 8 keys in place of 128."""
-    ids, _ = prompts([10])
+    ids, _ = prompts([40])
     whole = gradients(frozen["Llama"], ids, torch.ones_like(ids))
     monkeypatch.setattr(attention_model, "block_keys", lambda D: 8)
     other = gradients(frozen["Llama"], ids, torch.ones_like(ids))
@@ -242,7 +243,8 @@ def test_it_says_what_it_did_and_a_model_is_restored() -> None:
         assert model.generation_config.disable_compile and parts(model)["training"] == before["training"]
         assert on.changed["isobit.attention"] == [f"model.layers.{i}.self_attn" for i in range(2)]
         assert len(on.changed["isobit.det_linear"]) == 15 and "lm_head" in on.changed["isobit.det_linear"]
-        assert on.left.keys() >= {"Embedding", "LlamaRotaryEmbedding", "SiLUActivation"}
+        assert len(on.changed["isobit.rms_norm"]) == 5 and "model.norm" in on.changed["isobit.rms_norm"]
+        assert on.left == {"Embedding": 1, "LlamaRotaryEmbedding": 1, "SiLUActivation": 2}
         text = str(on)
         assert text.startswith("LlamaForCausalLM\n") and "15  computed by isobit" in text
         assert "1  left, same bits alone and in a batch" in text
@@ -270,6 +272,41 @@ def test_a_model_that_is_on_can_be_copied_and_forgotten() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+# Norms
+
+
+NORMS = {"Llama": ("before", 0.0), "Qwen3": ("before", 0.0), "Gemma3": ("after", 1.0)}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_norms_are_known_by_what_they_compute(models: dict[str, Any], family: str) -> None:
+    found = [m for m in models[family].modules() if "RMSNorm" in type(m).__name__]
+    assert all(type(m) is DetRMSNorm for m in found)
+    assert {(m.options.cast, m.options.offset) for m in found} == {NORMS[family]}
+
+
+class DoubleRMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_norms_that_compute_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(nn.RMSNorm(64, eps=1e-5).bfloat16()) == (1e-5, "after", 0.0)
+    assert options_of(DoubleRMSNorm(64, eps=1e-5).bfloat16()) is None
+    assert options_of(nn.RMSNorm(64).bfloat16()) is None  # no eps of its own
+    assert options_of(nn.LayerNorm(64).bfloat16()) is None
+    monkeypatch.setattr(norms, "AGREE", 0.0)
+    assert options_of(nn.RMSNorm(64, eps=1e-5)) is None  # in fp32: classes differ in what they give for bf16
+
+
+def test_a_norm_that_has_another_class_by_now_is_not_undone() -> None:
+    model = made("Llama")
+    on = zero_drift(model)
+    model.model.norm.__class__ = nn.Identity
+    with pytest.raises(HFError, match=r"model\.norm is a Identity by now"):
+        on.disable()
 
 
 class Leaky(nn.Module):

@@ -260,8 +260,8 @@ def _series(name: str, config: Config, training: bool) -> Series:
         make=partial(_make, name, config, training), call=train if training else partial(decode, OURS),
         cost=partial(cost, config, training), judge=agreement if training else judge,
         rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
-        needs=("attention", "det_linear", "logp"), imports=("transformers",), step=True, against="sdpa",
-        copy=False, shared=lambda case: (name, case.dtype),
+        needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
+        against="sdpa", copy=False, shared=lambda case: (name, case.dtype),
         goals=[Goal(f"{name}, a {'training' if training else 'decoding'} step", own, most=1.10)],
     )  # fmt: skip
 

@@ -4,9 +4,9 @@
         print(on)
         model.generate(...)
 
-What sums is computed by isobit: attention, linear layers, the LM head. What is left (embeddings, rotary
-embeddings, activations, norms) is torch's, and is tried: see `trial`. A model that has more than that, or
-that fails, is refused and stays as it was.
+What sums is computed by isobit: attention, linear layers, the LM head, norms. What is left (embeddings,
+rotary embeddings, activations, other norms) is torch's, and is tried: see `trial`. A model that has more than
+that, or that fails, is refused and stays as it was.
 """
 
 import warnings
@@ -23,6 +23,7 @@ from torch import nn
 from isobit.integrations.hf import trial
 from isobit.integrations.hf.attention import NAME, register_attention
 from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.norms import DetRMSNorm, swap_norms, undo_norms
 from isobit.integrations.session import Handle, Session, Switch
 from isobit.nn import DetLinear, Swap, swap_linear
 
@@ -117,12 +118,14 @@ class _Session(Session):
     attention: str
     disable_compile: bool | None
     linears: list[str] = field(default_factory=list)
+    norms: dict[str, type] = field(default_factory=dict)
     report: Report | None = None
 
     def end(self) -> None:
         model = self.model()
         if model is None:
             return
+        undo_norms(model, self.norms)
         Swap(self.linears, _layers=[model.get_submodule(name) for name in self.linears]).undo()
         model.set_attn_implementation(self.attention)
         if model.generation_config is not None:
@@ -165,9 +168,9 @@ def zero_drift(model: Any) -> ZeroDrift:
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
     Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
-    `isobit.det_linear`. All other modules stay torch's. Each kind of them is tried on this machine, and so is
-    the model as a whole: `trial` says how. A static cache lets `generate` compile its steps on a GPU; that is
-    turned off, because compiled code rounds in other places.
+    `isobit.det_linear`, norms through `isobit.rms_norm`. All other modules stay torch's. Each kind of them is
+    tried on this machine, and so is the model as a whole: `trial` says how. A static cache lets `generate`
+    compile its steps on a GPU; that is turned off, because compiled code rounds in other places.
 
     Args:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
@@ -226,6 +229,7 @@ def _turned_on(model: Any, session: _Session) -> Report:
     session.linears = swap.swapped
     if skipped:
         raise _refusal(model, _listed(skipped))
+    session.norms = swap_norms(model)
     model.set_attn_implementation(NAME)
     if model.generation_config is not None:
         model.generation_config.disable_compile = True
@@ -235,6 +239,7 @@ def _turned_on(model: Any, session: _Session) -> Report:
     if not layers or model.config._attn_implementation != NAME:
         raise _refusal(model, "no module in it asks transformers' AttentionInterface")
     changed = {"isobit.attention": layers, "isobit.det_linear": swap.swapped}
+    changed |= {"isobit.rms_norm": list(session.norms)} if session.norms else {}
     kinds = Counter(map(trial.kind_of, _leaves(model)))
     tried = _tried(model, kinds)
     left, untried = Counter[str](), Counter[str]()
@@ -245,7 +250,8 @@ def _turned_on(model: Any, session: _Session) -> Report:
 
 def _leaves(model: nn.Module) -> list[nn.Module]:
     """What computes, and is not isobit's."""
-    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, DetLinear)]
+    ours = DetLinear | DetRMSNorm
+    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, ours)]
 
 
 def _tried(model: Any, left: Collection[trial.Kind]) -> set[trial.Kind]:

@@ -1,0 +1,101 @@
+"""RMSNorms of transformers through `isobit.rms_norm`.
+
+Models have classes of their own for it, which differ in two things: where the normalised row is rounded, and
+whether the weight is an offset from 1. No attribute says so. Therefore a copy of a module with random weights
+is compared with `isobit.rms_norm` in each of these ways, and the module is swapped if one of them is it.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isobit.integrations.hf.errors import HFError
+from isobit.ops.rms_norm import rms_norm
+
+#: (cast, offset) of `isobit.rms_norm`.
+WAYS = (("before", 0.0), ("after", 0.0), ("after", 1.0), ("before", 1.0))
+
+#: Rows that are compared, and the share of elements that must have the same bits. A sum in another order
+#: moves a few of them by a rounding; a rounding in another place moves every fourth.
+ROWS, AGREE = 64, 0.97
+
+NAMES_OF_EPS = ("variance_epsilon", "eps")
+
+
+class Options(NamedTuple):
+    eps: float
+    cast: Any
+    offset: float
+
+
+class DetRMSNorm(nn.Module):
+    """What a norm becomes: the object that it was, with the same weight, and another class."""
+
+    weight: Tensor
+    options: Options
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps, cast, offset = self.options
+        return rms_norm(x, self.weight, eps=eps, cast=cast, offset=offset)
+
+    def extra_repr(self) -> str:
+        eps, cast, offset = self.options
+        return f"{tuple(self.weight.shape)}, eps={eps}, cast={cast!r}, offset={offset}"
+
+
+def _eps_of(module: nn.Module) -> Any:
+    return next((getattr(module, name) for name in NAMES_OF_EPS if hasattr(module, name)), None)
+
+
+@torch.no_grad()
+def options_of(module: nn.Module) -> Options | None:
+    """How `isobit.rms_norm` computes what this module does; None where it does not."""
+    eps, parameters = _eps_of(module), dict(module.named_parameters())
+    if not isinstance(eps, float) or "RMSNorm" not in type(module).__name__ or "forward" in vars(module):
+        return None
+    if list(parameters) != ["weight"] or any(True for _ in module.children()) or dict(module.named_buffers()):
+        return None
+    weight = parameters["weight"]
+    if weight.ndim != 1 or weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    gen = torch.Generator().manual_seed(0)
+    drawn = torch.randn(ROWS + 1, len(weight), generator=gen).to(weight)
+    twin = copy.deepcopy(module)
+    twin.weight = nn.Parameter(drawn[0] * 0.3 + 1.0, requires_grad=False)
+    theirs = twin(drawn[1:])
+    for cast, offset in WAYS:
+        options = Options(eps, cast, offset)
+        ours = rms_norm(drawn[1:], twin.weight, eps=eps, cast=options.cast, offset=offset)
+        if ours.dtype == theirs.dtype and (ours == theirs).double().mean() >= AGREE:
+            return options
+    return None
+
+
+def swap_norms(model: nn.Module) -> dict[str, type]:
+    """Turn every RMSNorm of a model into a `DetRMSNorm`, in place. Returns what they were, by name."""
+    known: dict[Any, Options | None] = {}
+    found: dict[str, type] = {}
+    for name, module in model.named_modules():
+        weights = [(p.shape, p.dtype) for p in module.parameters(recurse=False)]
+        key = (type(module), _eps_of(module), *weights, "forward" in vars(module))
+        if key not in known:  # hundreds of norms are of two or three kinds
+            known[key] = options_of(module)
+        if (options := known[key]) is not None:
+            found[name] = type(module)
+            module.__class__ = DetRMSNorm
+            module.options = options
+    return found
+
+
+def undo_norms(model: nn.Module, was: dict[str, type]) -> None:
+    """Make them what they were. One that something else has given another class since is an error, and none
+    is touched: undo that first."""
+    modules = {name: model.get_submodule(name) for name in was}
+    for name, module in modules.items():
+        if type(module) is not DetRMSNorm:
+            raise HFError(f"{name} is a {type(module).__name__} by now; undo that first")
+    for name, module in modules.items():
+        module.__class__ = was[name]
+        del module.options
