@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +19,17 @@ except ModuleNotFoundError as missing:
 import isobit
 from isobit.arch import arch_key as arch_name
 from isobit.arch import default_device
+from isobit.bench.candidate import NAME as CANDIDATE
 from isobit.bench.candidate import check_candidate, with_candidate
-from isobit.bench.cases import parse_case, subject_of, suite_of
+from isobit.bench.cases import subject_of, suite_of
 from isobit.bench.report import show
+from isobit.bench.runner import NothingTimed, not_timed
 from isobit.bench.runner import run as timed
 from isobit.bench.suites import suite_names
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.vouch import CheckFailed, check_vouching
+from isobit.bench.wanted import Wanted
 from isobit.check import report
+from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.named import load_candidate
@@ -33,15 +37,16 @@ from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proofs
 from isobit.check.request import Request, ops_of
-from isobit.check.runner import Cell, observations, run
+from isobit.check.runner import UNSUPPORTED, Cell, NothingRan, observations, run
 from isobit.check.tolerances import Tolerances, read_tolerances
-from isobit.contract import ContractError, dtype_name
+from isobit.contract import ContractError
 from isobit.demo.run import run_demo
 from isobit.files import check_writable, write
 from isobit.info import info_lines
-from isobit.op import OPS, public_ops
+from isobit.op import OPS, Op, public_ops
 from isobit.pages import page
 from isobit.pages.show import show_saved
+from isobit.parsing import check_commit, device_of, dims_of, dtypes_of, given, known
 from isobit.stale import lines, results_in
 from isobit.stamp import gpu_name, results_folder
 
@@ -76,54 +81,9 @@ def main() -> None:
         sys.exit(f"isobit: {error}")
 
 
-def _device(text: str) -> torch.device:
-    if text == "auto":
-        return default_device()
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0].split(". ")[0]  # torch goes on with paragraphs
-        raise ContractError(
-            f"device {text!r} is not usable here: {why}; this machine has {_devices()}"
-        ) from None
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _devices() -> str:
-    return " and ".join(dict.fromkeys(("cpu", default_device().type)))
-
-
-def _dtypes(names: list[str]) -> tuple[torch.dtype, ...]:
-    for name in names:
-        if name not in DTYPES:
-            raise ContractError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-    return tuple(DTYPES[name] for name in names)
-
-
-def _dims(pairs: list[str], batch: int | None, seq: int | None, vocab: int | None) -> dict[str, int] | None:
-    dims = {name: size for name, size in (("B", batch), ("T", seq)) if size is not None}
-    for pair in pairs:
-        found = re.fullmatch(r"(\w+)=(-?[0-9]+)", pair)
-        if found is None:
-            raise ContractError(f"--dim {pair}: write it as NAME=SIZE, for example V=50257")
-        dims[found[1]] = int(found[2])
-    if vocab is not None:
-        dims["V"] = vocab
-    return dims or None
-
-
-def _known(kind: str, names: list[str], known: list[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in known:
-            raise ContractError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
-    return tuple(names)
-
-
 Names = list[str] | None
 ARCHS = ("cpu", "gfx942", "sm_80", "sm_90")  # keys that tolerance overrides may have
+SHORT = {"--batch": "--dim", "--seq": "--dim", "--vocab": "--dim", "--gradient": "--no-gradient"}
 PUBLIC = sorted(public_ops())
 SUITES = suite_names()
 TARGETS = sorted({t for name in PUBLIC for k in proofs()[name].kernels.values() for t in k.by_name()})
@@ -132,6 +92,7 @@ TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # 
 
 @app.command()
 def check(
+    ctx: typer.Context,
     op: Annotated[Names, typer.Option(help="op to check; repeatable; all by default")] = None,
     backend: Annotated[
         Names, typer.Option(help="backend; repeatable; all that can exist here by default")
@@ -183,16 +144,16 @@ def check(
     commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
 ) -> None:
     """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
-    _known("input mode", [input_mode], ["edge", "random", "constant"])
-    _known("gradient mode", [grad_mode], ["random", "ones"])
+    known("input mode", [input_mode], ["edge", "random", "constant"])
+    known("gradient mode", [grad_mode], ["random", "ones"])
     request = Request(
-        ops=_known("op", op or [], PUBLIC),
+        ops=known("op", op or [], PUBLIC),
         backends=tuple(backend or ()),
-        laws=("compile",) if compile else _known("law", law or [], list(LAWS)),
-        dtypes=_dtypes(dtype or []),
-        device=_device(device),
+        laws=("compile",) if compile else known("law", law or [], list(LAWS)),
+        dtypes=dtypes_of(dtype or []),
+        device=device_of(device),
         arch=arch_key and re.sub(r"^sm(?=\d)", "sm_", arch_key),
-        dims=_dims(dim or [], batch, seq, vocab),
+        dims=dims_of(dim or [], batch, seq, vocab),
         case=case,
         data=input_mode,
         vary=parse_options(option or []),
@@ -200,10 +161,11 @@ def check(
         gradient=gradient,
         grad_mode=grad_mode,
         grad_seed=grad_seed,
-        targets=_known("target", target or [], TARGETS),
+        targets=known("target", target or [], TARGETS),
         tolerances=Tolerances() if tolerances is None else read_tolerances(tolerances),
     )
     _consistent(request, compile and bool(law), json_path)
+    check_commit(commit, json_path, results, html)
     if tolerances is not None and results is not None:
         raise ContractError("--tolerances are your own, and --results are of isobit's: write with --json")
     if candidate is not None:
@@ -211,11 +173,12 @@ def check(
             raise ContractError(
                 "--candidate is for one --op, without --backend and --results; --json keeps its report"
             )
-        (dtype_out,) = _dtypes([output_dtype]) if output_dtype else (None,)
+        (dtype_out,) = dtypes_of([output_dtype]) if output_dtype else (None,)
         theirs = load_candidate(request.ops[0], candidate, request.device, adapter, dtype_out)
         request = replace(request, candidate=theirs)
     elif adapter is not None or output_dtype is not None:
         raise ContractError("--adapter and --output-dtype are for a --candidate: give one with them")
+    check_effects(request, given(ctx, SHORT))
     start = time.perf_counter()
     to_stdout = json_path is not None and str(json_path) == "-"
     say = (lambda text: None) if to_stdout else print
@@ -229,11 +192,15 @@ def check(
     if html is not None:
         check_writable(html, "--html")
     if results is not None:
-        for folder in dict.fromkeys(one.folder for one in ops_of(request)):
+        for folder in _folders(ops_of(request)):
             check_writable(_check_file(results, folder, request.device), "--results")
-    cells = run(request, progress)
-    seen = observations(request)
-    found = report.to_json(cells, request.device, commit, seen, request.command())
+    nothing: NothingRan | None = None
+    try:
+        cells = run(request, progress)
+    except NothingRan as error:  # the report says so, and then the command does
+        cells, nothing = error.cells, error
+    seen, why = ([], str(nothing)) if nothing else (observations(request), None)
+    found = report.to_json(cells, request.device, commit, seen, request.command(), why)
     if request.candidate is not None:
         found["candidates"] = [one | {"serves": request.candidate.summary} for one in found["candidates"]]
         say(f"\n{candidate}: {request.candidate.in_words}")
@@ -247,18 +214,19 @@ def check(
         say(f"LOOSER than isobit's: {line}")
     for line in report.notes(cells):
         say(line)
-    verdict = "all laws hold" if found["passed"] else f"{found['fail']} cells FAIL"
     say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
-        f"{time.perf_counter() - start:.0f} s: {verdict}")  # fmt: skip
+        f"{time.perf_counter() - start:.0f} s: {report.verdict(found)}")  # fmt: skip
     # Last: what cannot be written after all is at least on the screen.
     if to_stdout:
         print(json.dumps(found, indent=1))
     elif json_path is not None:
         write(json_path, json.dumps(found, indent=1) + "\n")
     if results is not None:
-        _write_results(results, cells, seen, request, commit, say)
+        _write_results(results, cells, seen, request, commit, say, found.get("nothing_ran"))
     if html is not None:
         write(html, page([found], "isobit check"))
+    if nothing is not None:
+        raise nothing
     raise typer.Exit(int(not found["passed"]))
 
 
@@ -278,10 +246,6 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
     for seed in (request.inputs.seed, request.grad_seed):
         if not 0 <= seed < 2**63:
             raise ContractError(f"seed {seed} is outside [0, 2^63)")
-    for dtype in request.dtypes if request.data == "constant" else ():
-        if abs(request.inputs.constant) > torch.finfo(dtype).max:
-            value = f"--constant-value {request.inputs.constant:g}"
-            raise ContractError(f"{value}: {dtype_name(dtype)} holds {torch.finfo(dtype).max:g} at most")
     if json_path is not None and not json_path.parent.is_dir():  # a mistyped path; it is not made
         raise ContractError(f"--json {json_path}: no folder {json_path.parent}")
 
@@ -293,16 +257,26 @@ def _write_results(
     request: Request,
     commit: str | None,
     say: Callable[[str], None],
+    nothing: str | None,
 ) -> None:
     """One file a folder of ops: what is declared together is proven together."""
-    for name in dict.fromkeys(OPS[c.op].folder for c in cells):
+    for name, ops in _folders(ops_of(request)).items():
         path = _check_file(folder, name, request.device)
-        mine = [c for c in cells if OPS[c.op].folder == name]
-        facts = [fact for fact in seen if OPS[fact["op"]].folder == name]
-        command = replace(request, ops=tuple(dict.fromkeys(c.op for c in mine))).command()
-        found = report.to_json(mine, request.device, commit, facts, command)
+        mine = [c for c in cells if c.op in ops]
+        facts = [fact for fact in seen if fact["op"] in ops]
+        command = replace(request, ops=tuple(ops)).command()
+        why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
+        found = report.to_json(mine, request.device, commit, facts, command, why)
         write(path, json.dumps(found, indent=1) + "\n")
         say(f"wrote {path}")
+
+
+def _folders(ops: Sequence[Op]) -> dict[str, list[str]]:
+    """The names of ops by their folders."""
+    found: dict[str, list[str]] = {}
+    for one in ops:
+        found.setdefault(one.folder, []).append(one.name)
+    return found
 
 
 def _check_file(results: Path, folder: str, device: torch.device) -> Path:
@@ -318,20 +292,23 @@ def memcheck(
     timeout: Annotated[float, typer.Option(help="seconds that one op and backend may take")] = 900.0,
 ) -> None:
     """Run the cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
-    ops = _known("op", op or [], PUBLIC) or tuple(PUBLIC)
-    known = list(dict.fromkeys(b for name in ops for b in proofs()[name].kernels))
-    wanted = _known("backend", backend or [], known) or tuple(known)
+    check_commit(commit, results)
+    ops = known("op", op or [], PUBLIC) or tuple(PUBLIC)
+    there = list(dict.fromkeys(b for name in ops for b in proofs()[name].kernels))
+    wanted = known("backend", backend or [], there) or tuple(there)
+    pairs = {name: [(name, b) for b in wanted if b in proofs()[name].kernels] for name in ops}
+    for name in (name for name in ops if op and not pairs[name]):
+        has = ", ".join(proofs()[name].kernels) or "none"
+        raise ContractError(f"--op {name}: no kernels of {', '.join(wanted) or 'its own'}; it has {has}")
     print(f"isobit {isobit.__version__} memcheck; a minute or more each")
-    passed, folders = True, dict.fromkeys(OPS[name].folder for name in ops)
+    passed, folders = True, _folders([OPS[name] for name in ops if pairs[name]])
     files = {} if results is None else {
         folder: results / results_folder(default_device()) / f"memcheck_{folder}.json" for folder in folders
     }  # fmt: skip
     for path in files.values():
         check_writable(path, "--results")
-    for folder in folders:
-        names = [name for name in ops if OPS[name].folder == folder]
-        pairs = [(name, b) for name in names for b in wanted if b in proofs()[name].kernels]
-        found = under_sanitizer(pairs, commit, timeout, print)
+    for folder, names in folders.items():
+        found = under_sanitizer([pair for name in names for pair in pairs[name]], commit, timeout, print)
         passed = passed and found["passed"]
         if folder in files:
             write(files[folder], json.dumps(found, indent=1) + "\n")
@@ -390,29 +367,52 @@ def bench(
         raise ContractError("--resume goes on with a file: say with --results where it is")
     if core and case:
         raise ContractError("--core are declared cases and --case makes one: give one of them")
-    where = _device(device)
+    if minutes is not None and minutes <= 0:
+        raise ContractError(f"--minutes {minutes:g}: must be more than 0")
+    check_commit(commit, results, html)
+    where = device_of(device)
     if where.type == "meta":
         raise ContractError("device 'meta' computes nothing that could be timed: choose cpu or cuda")
-    ops = _known("op", op or [], PUBLIC) or (() if suite else TIMED)
-    end = None if minutes is None else time.monotonic() + 60 * minutes
-    if html is not None:
-        check_writable(html, "--html")
-    reports = []
-    subjects = [*(subject_of(OPS[name]) for name in ops), *map(suite_of, suite or [])]
+    ops = known("op", op or [], PUBLIC) or (() if suite else TIMED)
+    for names in _folders([OPS[name] for name in ops]).values():
+        if len(names) > 1:
+            raise ContractError(f"--op {names[1]}: is timed together with {names[0]}: name one of them")
+    subjects = [*(subject_of(OPS[name]) for name in ops), *map(suite_of, known("suite", suite or [], SUITES))]
+    theirs = None
     if candidate is not None:
         if len(op or ()) != 1 or suite:
             raise ContractError("--candidate is for one --op: name it")
+        if impl and CANDIDATE not in impl:
+            raise ContractError(f"--candidate is not timed without --impl {CANDIDATE}: add it, or no --impl")
         theirs = load_candidate(ops[0], candidate, where, adapter, None)
         subjects = [with_candidate(subjects[0], theirs)]
     elif adapter is not None:
         raise ContractError("--adapter is for a --candidate: give one with it")
+    if html is not None:
+        check_writable(html, "--html")
+    wanted = Wanted(
+        tuple(case or ()),
+        tuple(direction or ()),
+        backend,
+        tuple(impl or ()),
+        parse_options(option or []),
+        core,
+    )
+    jobs = [wanted.planned(subject, where) for subject in subjects]  # all of them before the first is timed
+    if core and jobs == [replace(wanted, core=False).planned(subject, where) for subject in subjects]:
+        raise ContractError(f"--core has no effect on {where}: the cases are the same without it")
+    if check_report is not None:
+        check_vouching(check_report, [name for subject in subjects for name in subject.ops])
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    reports: list[dict[str, Any]] = []
+    failed = None
     for subject in subjects:
         try:
-            if candidate is not None and not skip_check:
+            if theirs is not None and not skip_check:
                 check_candidate(theirs, where, print)
             found = timed(
                 subject,
-                [parse_case(text, subject) for text in case or []] or None,
+                wanted.cases(subject),
                 direction,
                 where,
                 backend,
@@ -421,19 +421,25 @@ def bench(
                 impl or None,
                 commit=commit,
                 check_report=check_report,
-                options=parse_options(option or []),
+                options=wanted.options,
                 core=core,
                 resume=resume,
                 minutes=None if end is None else (end - time.monotonic()) / 60,
             )
+        except NothingTimed as error:
+            reports, failed = [*reports, error.report], str(error)
+            break
         except CheckFailed as error:
-            sys.exit(f"isobit: {error}")
+            reports, failed = [*reports, not_timed(subject, where, commit, str(error))], str(error)
+            break
         reports.append(found)
         if found["rows"]:
             print()
             show(found)
     if html is not None:
         write(html, page(reports, "isobit bench"))
+    if failed is not None:
+        sys.exit(f"isobit: {failed}")
 
 
 @app.command("report")
@@ -445,20 +451,24 @@ def report_on(
     against: Annotated[
         Path | None, typer.Option(help="an older file: say what is worse in the one that is given")
     ] = None,
-    slower: Annotated[float, typer.Option(help="times an older time that count as worse")] = 1.05,
-    results: Annotated[Path, typer.Option(help="folder of result files")] = Path("results"),
+    slower: Annotated[
+        float | None, typer.Option(help="times an older time that count as worse; 1.05 by default")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="folder of result files; results by default")] = None,
     stale: Annotated[bool, typer.Option("--stale", help="only those whose kernels have changed")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if one is stale")] = False,
 ) -> None:
     """Show saved reports together, or compare one with an older one (exit code 1 if something is worse).
     Without files: which result files are of today's kernels, and the command that renews each that is not."""
     if files:
-        if stale or strict:
-            raise ContractError("--stale and --strict are about the folder of results: leave the files out")
+        if stale or strict or results is not None:
+            raise ContractError(
+                "--stale, --strict and --results are about a folder of results: leave the files out"
+            )
         raise typer.Exit(int(show_saved(files, html, against, slower)))
-    if html is not None or against is not None:
-        raise ContractError("--html and --against are for files: name them")
-    found = results_in(results)
+    if html is not None or against is not None or slower is not None:
+        raise ContractError("--html, --against and --slower are for files: name them")
+    found = results_in(results or Path("results"))
     for line in lines(found, stale):
         print(line)
     raise typer.Exit(int(strict and any(result.stale for result in found)))
@@ -475,7 +485,7 @@ def demo(
     html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
 ) -> None:
     """GRPO from scratch with nothing downloaded: exit code 1 if the task was not learned."""
-    raise typer.Exit(int(not run_demo(_device(device), steps, seed, zero_drift, html)))
+    raise typer.Exit(int(not run_demo(device_of(device), steps, seed, zero_drift, html)))
 
 
 @app.command()
@@ -486,5 +496,5 @@ def info(
     ] = False,
 ) -> None:
     """Versions, device, where isobit is on, and for every op what would serve and why others would not."""
-    for line in info_lines(_device(device), try_them):
+    for line in info_lines(device_of(device), try_them):
         print(line)

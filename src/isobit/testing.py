@@ -14,6 +14,7 @@ import torch
 from isobit.arch import default_device
 from isobit.check import report
 from isobit.check.candidate import candidate_of
+from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.proofs import proof_of
 from isobit.check.request import Request, small_args
@@ -76,6 +77,7 @@ def check(
         ops=(op,), laws=tuple(laws), dtypes=tuple(dtypes), device=device, case=case, candidate=candidate,
         dims=None if dims is None else dict(dims), vary=dict(options or {}),
     )  # fmt: skip
+    check_effects(request)
     cells = run(request)
     result = report.to_json(cells, device, command=None if found is None else request.command())
     if not result["passed"]:

@@ -32,10 +32,15 @@ class Subject:
     candidate: str | None = None  # flags that name someone else's function beside the rivals
 
     @property
+    def ops(self) -> list[str]:
+        """The ops whose kernels decide its numbers."""
+        own = [one.op.name for one in self.series if one.op is not None]
+        return list(dict.fromkeys([*own, *(name for one in self.series for name in one.needs)]))
+
+    @property
     def folders(self) -> set[str]:
-        """Folders of the ops whose kernels decide its numbers."""
-        ops = {one.op.folder for one in self.series if one.op is not None}
-        return ops | {known_op(name).folder for one in self.series for name in one.needs}
+        """The folders of these ops."""
+        return {known_op(name).folder for name in self.ops}
 
 
 def subject_of(op: Op) -> Subject:

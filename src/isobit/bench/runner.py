@@ -65,11 +65,9 @@ def run(
     device = default_device() if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    _all_known(subject, directions or (), backend, impls or ())
-    _all_there(subject)
+    jobs = planned(subject, cases, directions, device, backend, impls, options, core)
     if device.type == "cpu":
         say(CPU_WARNING)
-    jobs = _jobs(name, all_series, cases, directions, device, options or {}, core)
     path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
     if path is not None:
         check_writable(path, "--results")
@@ -128,15 +126,77 @@ def run(
     if left:
         listed = "; ".join(f"{one.name} {case_name(case)}" for one, case, _ in left)
         say(f"stopped for want of time: {len(left)} of {len(jobs)} cases are left ({listed})")
-        say("the same command with --resume goes on")
-    elif not rows:
-        raise ContractError(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})")
-    if path is not None and rows:
+        if path is not None:
+            say("the same command with --resume goes on")
+    found = so_far(len(left))
+    if path is not None and (rows or not left):  # also a file that says why nothing was timed
+        write(path, to_json(found))
         say(f"written: {path}")
-    return so_far(len(left))
+    if not rows and not left:
+        raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", found)
+    return found
+
+
+class NothingTimed(ContractError):
+    """A benchmark that is asked for in vain. `report` says so too."""
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+def not_timed(subject: Subject, device: torch.device, commit: str | None, why: str) -> Report:
+    """The report of a subject that failed its check."""
+    head: Report = {
+        "schema": SCHEMA,
+        "suite": "isobit bench",
+        "command": f"isobit bench {subject.flag} {subject.name}",
+    }
+    return head | {"stamp": stamp(device, commit, subject.folders), "notes": [why], "rows": []}
 
 
 Job = tuple[Series, Case, Sequence[str]]
+
+
+def planned(
+    subject: Subject,
+    cases: Sequence[Case] | None,
+    directions: Sequence[str] | None,
+    device: torch.device,
+    backend: str | None,
+    impls: Sequence[str] | None,
+    options: Mapping[str, Any] | None,
+    core: bool,
+) -> list[Job]:
+    """What a run would time. Names that are none, and what is named and would not be timed, are errors."""
+    _all_known(subject, directions or (), backend, impls or ())
+    _all_there(subject)
+    jobs = _jobs(subject.name, subject.series, cases, directions, device, options or {}, core)
+
+    def left_out(what: str) -> ContractError:
+        return ContractError(f"bench {subject.name}: {what} has no part in what would be timed: leave it out")
+
+    for case in (varied(case, options or {}) for case in cases or ()):
+        if not any(case == other for _, other, _ in jobs):
+            raise left_out(f"--case {case_name(case)}")
+    for direction in directions or ():
+        if not any(direction in wanted for _, _, wanted in jobs):
+            raise left_out(f"--direction {direction}")
+    for impl in impls or ():
+        name = impl.removesuffix(NEW)
+        if not any(name in _impls(series, backend, wanted) for series, _, wanted in jobs):
+            raise left_out(f"--impl {impl}")
+    return jobs
+
+
+def _impls(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
+    """Who may be timed of a series in these directions, if it can be here."""
+    beside = [*([backend] if backend else []), *series.also, *series.ways]
+    rivals = [
+        name for name, rival in series.rivals.items()
+        if rival.directions is None or set(rival.directions) & set(directions)
+    ]  # fmt: skip
+    return ["isobit", *(f"isobit:{name}" for name in beside), *rivals, *(["copy"] if series.copy else [])]
 
 
 def _jobs(

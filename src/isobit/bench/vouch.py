@@ -2,7 +2,7 @@
 what is timed."""
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,34 @@ class Vouch:
             self.check(op, served, {})
 
 
+def check_vouching(path: Path, ops: Sequence[str]) -> None:
+    """Raise ContractError unless a report of `isobit check` is about one of these ops."""
+    found = {one["op"] for one in read_check(path)["candidates"]}
+    if not found & set(ops):
+        raise ContractError(
+            f"--check-report {path} has no effect: it is about {', '.join(sorted(found)) or 'nothing'}, "
+            f"and {', '.join(ops)} would be timed"
+        )
+
+
+def read_check(path: Path) -> dict[str, Any]:
+    """A report of `isobit check`."""
+    try:
+        found = json.loads(path.read_text())
+        known = isinstance(found, dict) and "stamp" in found and "candidates" in found
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
+    if not known:
+        raise ContractError(f"{path}: not a report of isobit check")
+    return dict(found)
+
+
 def proven(op: str, backend: str, device: torch.device, path: Path, options: Set[str]) -> bool:
     """Whether a report of `isobit check` speaks for these kernels on this device, for numbers and bits of
     this backend, and for calls with each of these options, whatever its value: the error of what is timed is
     in its own row. A backend that promises no bits is asked for none."""
+    report = read_check(path)
     try:
-        report = json.loads(path.read_text())
         stamp = report["stamp"]
         mine = [c for c in report["candidates"] if (c["op"], c["candidate"]) == (op, backend)]
         passed = [case for c in mine for case in c["cases"] if case["status"] == "ok"]
@@ -74,7 +96,7 @@ def proven(op: str, backend: str, device: torch.device, path: Path, options: Set
         tried = {name for case in passed for name in case.get("options", ())}
         promised = _NEEDED if any(c["numerics"] != "none" for c in mine) else {"accuracy"}
         written_by = (stamp.get("kernels", {}).get(known_op(op).folder), stamp["gpu"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
     if not mine:
         return False

@@ -12,12 +12,15 @@ from isobit.check.trial import Trial
 @dataclass(frozen=True)
 class Law:
     """One promise. `once`: it is about calls more than about numbers, so one case from the command line will
-    do."""
+    do. `reads` names the flags of the command line that can change what it finds; those that every law reads
+    are not among them. `bounds` are the directions of tolerances that it holds errors against."""
 
     name: str
     run: Callable[[Trial], list[OutputCheck]]
     cases: Callable[[Proof], Sequence[Case]]
     once: bool = False
+    reads: frozenset[str] = frozenset()
+    bounds: tuple[str, ...] = ()
 
 
 def small_case(proof: Proof) -> Case:
@@ -39,19 +42,30 @@ def _compile_cases(proof: Proof) -> Sequence[Case]:
     return [first, *others[:1]]
 
 
+# Flags of the command line that not every law reads.
+_SIZES = frozenset({"--dim", "--option", "--input-mode"})
+_INPUTS = _SIZES | {"--seed", "--constant-value", "--token-value"}
+_COTANGENTS = frozenset({"--grad-mode", "--grad-seed"})
+_BACKWARD = _INPUTS | _COTANGENTS | {"--no-gradient"}
+_BOUNDS = frozenset({"--arch-key", "--tolerances"})
+
 #: In the order they run: forward before backward, numbers before machinery.
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
-        Law("accuracy", laws.accuracy, lambda proof: proof.cases),
-        Law("gradient", laws.gradient, _gradient_cases),
-        Law("repeatable", laws_bits.repeatable, lambda proof: proof.cases[::3]),
-        Law("written", laws_bits.written, lambda proof: proof.cases[::3]),
-        Law("invariant", laws_bits.invariant, lambda proof: proof.bit_cases),
-        Law("agree", laws_bits.agree, lambda proof: proof.agree_cases or proof.bit_cases[:1]),
-        Law("contract", laws_system.contract, lambda proof: [small_case(proof)], once=True),
-        Law("traceable", laws_system.traceable, lambda proof: [small_case(proof)], once=True),
-        Law("memory", laws_system.memory, lambda proof: proof.memory_cases),
-        Law("compile", laws_system.compiles, _compile_cases, once=True),
+        Law("accuracy", laws.accuracy, lambda proof: proof.cases, reads=_INPUTS | _BOUNDS,
+            bounds=("forward",)),
+        Law("gradient", laws.gradient, _gradient_cases, reads=_BACKWARD | _BOUNDS,
+            bounds=("forward", "gradient")),
+        Law("repeatable", laws_bits.repeatable, lambda proof: proof.cases[::3], reads=_BACKWARD),
+        Law("written", laws_bits.written, lambda proof: proof.cases[::3], reads=_BACKWARD),
+        Law("invariant", laws_bits.invariant, lambda proof: proof.bit_cases, reads=_BACKWARD),
+        Law("agree", laws_bits.agree, lambda proof: proof.agree_cases or proof.bit_cases[:1],
+            reads=_BACKWARD),
+        Law("contract", laws_system.contract, lambda proof: [small_case(proof)], once=True, reads=_BACKWARD),
+        Law("traceable", laws_system.traceable, lambda proof: [small_case(proof)], once=True,
+            reads=_INPUTS | _COTANGENTS),
+        Law("memory", laws_system.memory, lambda proof: proof.memory_cases, reads=_SIZES),
+        Law("compile", laws_system.compiles, _compile_cases, once=True, reads=frozenset({"--target"})),
     )
-}
+}  # fmt: skip

@@ -24,9 +24,11 @@ def to_json(
     commit: str | None = None,
     observations: Sequence[dict[str, Any]] = (),
     command: str | None = None,
+    nothing_ran: str | None = None,
 ) -> dict[str, Any]:
     """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals.
-    Observations are facts that were seen in the same run and that nobody promises. `command` repeats it."""
+    Observations are facts that were seen in the same run and that nobody promises. `command` repeats it.
+    `nothing_ran` says why nothing was checked, or nothing of an op that was named; that is no pass."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
@@ -47,7 +49,17 @@ def to_json(
     head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit, folders)}
     head |= {"command": command} if command else {}
     seen = {"observations": list(observations)} if observations else {}
-    return {**head, **totals(cells), **seen, "candidates": candidates}
+    failed = {"passed": False, "nothing_ran": nothing_ran} if nothing_ran else {}
+    return {**head, **totals(cells), **failed, **seen, "candidates": candidates}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """What a report comes to, in words."""
+    if found["fail"]:
+        return f"{found['fail']} cells FAIL"
+    if found.get("nothing_ran"):
+        return str(found["nothing_ran"]).partition(":")[0]
+    return "all laws hold" if found["passed"] else "nothing was checked"
 
 
 def _case(cell: Cell) -> dict[str, Any]:

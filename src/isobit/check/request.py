@@ -40,6 +40,18 @@ class Request:
     tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # someone else's function, in the place of the op's backends
 
+    def for_law(self, name: str) -> "Request":
+        """The same without what this law does not read."""
+        found, default = self, Request()
+        for flag in BEHIND:
+            if flag not in LAWS[name].reads:
+                found = changed(found, flag, behind(default, flag))
+        return found
+
+    def given(self) -> dict[str, str]:
+        """The flags that not every law reads, as far as this request is other than a plain one."""
+        return {flag: flag for flag in BEHIND if behind(self, flag) != behind(Request(), flag)}
+
     def command(self) -> str:
         """The line that repeats this request."""
         parts = ["isobit check"]
@@ -83,6 +95,29 @@ class Request:
         return " ".join(parts)
 
 
+#: What of a request stands behind each flag that not every law reads.
+BEHIND = {
+    "--dim": "dims", "--option": "vary", "--input-mode": "data", "--seed": "inputs.seed",
+    "--constant-value": "inputs.constant", "--token-value": "inputs.token", "--no-gradient": "gradient",
+    "--grad-mode": "grad_mode", "--grad-seed": "grad_seed", "--arch-key": "arch",
+    "--tolerances": "tolerances", "--target": "targets",
+}  # fmt: skip
+
+
+def behind(request: Request, flag: str) -> Any:
+    """The value that a flag gives."""
+    found: Any = request
+    for part in BEHIND[flag].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def changed(request: Request, flag: str, value: Any) -> Request:
+    """The same request with another value of a flag."""
+    first, _, rest = BEHIND[flag].partition(".")
+    return replace(request, **{first: replace(getattr(request, first), **{rest: value}) if rest else value})
+
+
 def ops_of(request: Request) -> list[Op]:
     """The ops that are named; without names all, or of all those that have dimensions and options of these
     names."""
@@ -120,7 +155,7 @@ def small_args(op: Op, device: torch.device) -> Args:
 
 def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     """The cases a law runs on: declared ones, or the one the command line describes."""
-    proof, chosen = proof_of(op), LAWS[law]
+    proof, chosen, request = proof_of(op), LAWS[law], request.for_law(law)
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
         made = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(proof).dtype,))]

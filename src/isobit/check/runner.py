@@ -55,10 +55,29 @@ def run(
                 done(cell)
     for cell in iter(elsewhere.get, None):
         done(cell)
-    if not part and all(c.status == UNSUPPORTED for c in cells):
-        raise ContractError(f"nothing was checked: {_why_nothing(cells)}")
     order, laws = [(op.name, backend) for op, backend in pairs], list(LAWS)
-    return sorted(cells, key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law)))
+    cells.sort(key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law)))
+    if not part:
+        _something_ran(cells, request)
+    return cells
+
+
+class NothingRan(ContractError):
+    """A check that is asked for in vain: nothing ran, or nothing of an op that was named. `cells` say why."""
+
+    def __init__(self, message: str, cells: list[Cell]) -> None:
+        super().__init__(message)
+        self.cells = cells
+
+
+def _something_ran(cells: list[Cell], request: Request) -> None:
+    ran = {c.op for c in cells if c.status != UNSUPPORTED}
+    if not ran:
+        raise NothingRan(f"nothing was checked: {_why_nothing(cells)}", cells)
+    for name in request.ops:
+        if name not in ran:
+            mine = [c for c in cells if c.op == name]
+            raise NothingRan(f"nothing of {name} was checked: {_why_nothing(mine)}", cells)
 
 
 def quick_check(
@@ -117,7 +136,7 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     """What is asked of workers, law by law."""
     laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
     return [
-        replace(request, ops=(op.name,), backends=(backend,), laws=(law,))
+        replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,))
         for law in laws
         if cases_of(op, law, request)
     ]
@@ -131,14 +150,15 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     for law in request.laws or LAWS:
         if _is_elsewhere(op, backend, law, request):
             continue
+        asked = request.for_law(law)
         why = op.lacks.get(law) if isinstance(op, Candidate) else never if law != "compile" else None
         if why is not None:
-            again = _command(op, backend, law, None, request)
+            again = _command(op, backend, law, None, asked)
             yield Cell(op.name, backend, law, "", UNSUPPORTED, why, command=again)
             continue
-        for case in cases_of(op, law, request):
+        for case in cases_of(op, law, asked):
             if not (case.heavy and slow) and not (case.gpu_gb and request.device.type == "cpu"):
-                yield _one(op, backend, law, case, request)
+                yield _one(op, backend, law, case, asked)
 
 
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:

@@ -40,6 +40,16 @@ class Tolerances:
                     return float(found)
         return 1.0
 
+    def has(self, op_class: str, direction: str, dtype: torch.dtype, arch: str) -> bool:
+        """Whether the caller's file says something about this figure."""
+        tables = (self.table.get("arch", {}).get(arch, {}), self.table.get("classes", {}))
+        return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
+
+    def has_on(self, arch: str, op_class: str, direction: str, dtype: torch.dtype) -> bool:
+        """Whether any table has a figure of this architecture alone."""
+        tables = (table.get("arch", {}).get(arch, {}) for table in (self.table, _own()))
+        return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
+
     def looser(self) -> list[str]:
         """The figures of the file that allow more than isobit's do. A report must name them."""
         lines = []

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from typing import Any
 
+from isobit.check.report import verdict
 from isobit.check.worst import worst_first
 
 #: Laws that compare bits.
@@ -19,11 +20,11 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     cases = [case for one in report["candidates"] for case in one["cases"]]
     errors = worst_first(cases)
     counts = ", ".join(f"{report[key]} {name}" for key, name in COUNTS)
-    verdict = "all laws hold" if report["passed"] else f"{report['fail']} cells FAIL"
     return {
         "title": ", ".join(dict.fromkeys(one["op"] for one in report["candidates"])) or "nothing ran",
         "passed": report["passed"],
-        "verdict": f"{counts}: {verdict}",
+        "nothing_ran": report.get("nothing_ran"),
+        "verdict": f"{counts}: {verdict(report)}",
         "matrix": _matrix(report),
         "failures": [case for case in cases if case["status"] == "FAIL"],
         "errors": errors[:SHOWN],

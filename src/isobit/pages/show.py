@@ -8,21 +8,31 @@ from isobit.files import check_writable, write
 from isobit.pages import page
 from isobit.pages.saved import compare, read_report, summary_line
 
+#: Times an older time that count as worse.
+SLOWER = 1.05
 
-def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, slower: float) -> bool:
+
+def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, slower: float | None) -> bool:
     """Print a line for each file, or what differs from the older one, and write the page that is asked for.
     Returns whether something is worse."""
     if html is not None:
         check_writable(html, "--html")
     reports = [read_report(path) for path in files]
     worse = 0
+    if slower is not None:
+        if against is None:
+            raise ContractError("--slower is for a comparison: name the older file with --against")
+        if "candidates" in reports[0]:
+            raise ContractError("--slower has no effect on checks: they have no times to compare")
+        if slower < 1:
+            raise ContractError(f"--slower {slower:g}: times an older time that count as worse, from 1 on")
     if against is None:
         for path, one in zip(files, reports, strict=True):
             print(f"{path}: {summary_line(one)}")
     else:
         if len(reports) != 1:
             raise ContractError("--against compares one file with one older file: name one")
-        changes = compare(read_report(against), reports[0], slower)
+        changes = compare(read_report(against), reports[0], slower or SLOWER)
         for change in changes:
             print(change)
         worse = sum(change.worse for change in changes)

@@ -1,0 +1,214 @@
+"""Guards against silence: an option without effect, a name for which nothing runs, and a run of nothing that
+leaves no report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import third_party
+from isobit import testing
+from isobit.check.law import LAWS
+from isobit.check.request import BEHIND, Request
+from isobit.cli import app
+from isobit.contract import ContractError
+
+LOGP = ("check", "--op", "logp", "--device", "cpu", "--backend", "reference")
+BENCH = ("bench", "--op", "logp", "--device", "cpu")
+
+
+def error(*arguments: str) -> str:
+    """What a command that must not run answers."""
+    done = CliRunner().invoke(app, list(arguments))
+    assert isinstance(done.exception, ContractError), (done.output, done.exception)
+    assert "isobit" not in done.output  # nothing had begun
+    return str(done.exception)
+
+
+# Checks
+
+
+def test_every_flag_has_a_reader_and_something_behind_it() -> None:
+    assert set(BEHIND) == frozenset().union(*(law.reads for law in LAWS.values()))
+    plain = Request()
+    assert plain.given() == {} and all(plain.for_law(law) == plain for law in LAWS)
+
+
+def test_a_law_is_asked_without_what_it_does_not_read() -> None:
+    asked = Request(dims={"N": 3, "V": 5}, grad_seed=7, targets=("cuda:90",), data="random")
+    assert asked.for_law("compile") == Request(targets=("cuda:90",))
+    assert asked.for_law("accuracy") == Request(dims={"N": 3, "V": 5}, data="random")
+    assert asked.for_law("gradient").given() == {f: f for f in ("--dim", "--input-mode", "--grad-seed")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--law", "accuracy", "--compile"), "give one of --law and --compile"),
+        (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "give one of them"),
+        (("--target", "cuda:90"), "give --law compile with it"),
+        (("--compile", "--target", "sm_90"), "unknown target 'sm_90'; known: cuda:80, cuda:90, hip:gfx942"),
+        (("--arch-key", "nope"), "unknown arch key 'nope'; known: cpu"),
+        (("--arch-key", "sm90"), "no figure of logprob differs on sm_90"),
+        (("--seed", str(2**63)), "is outside [0, 2^63)"),
+        (("--device", "meta"), "holds no values to check"),
+        (("--json", "/no/such/folder/x.json"), "no folder /no/such/folder"),
+        (("--compile", "--vocab", "7"), "--vocab has no effect on the law compile: leave it out"),
+        (("--compile", "--seed", "123"), "--seed has no effect on the law compile"),
+        (("--law", "memory", "--grad-mode", "ones"), "--grad-mode has no effect on the law memory"),
+        (("--law", "accuracy", "--no-gradient"), "--no-gradient has no effect on the law accuracy"),
+        (("--law", "gradient", "--no-gradient", "--grad-seed", "7"), "no effect with --no-gradient"),
+        (("--constant-value", "3"), "--constant-value has no effect in --input-mode edge: give --input-mode"),
+        (("--law", "accuracy", "--dim", "V=1", "--token-value", "3"), "--token-value has no effect on the"),
+        (("--vocab", "7", "--dim", "V=8"), "--dim V=8: V is given twice"),
+        (("--law", "accuracy", "--law", "accuracy"), "law 'accuracy' is given twice"),
+        (("--law", "memory", "--case", "N=20 V=1 bf16"), "unknown case 'N=20 V=1 bf16'"),
+        (("--law", "accuracy", "--law", "memory", "--case", "N=20 V=1 bf16"), "--law memory: has no case"),
+        (("--commit", "abc"), "--commit abc has no effect without a file"),
+        (("--op", "det_gemm"), "--op det_gemm: has no backend reference; it has hopper, triton, model"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_options_that_would_be_ignored_are_errors(options: tuple[str, ...], message: str) -> None:
+    assert message in error(*LOGP, *options)
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "message"),
+    [
+        ("group_advantages", ("--grad-seed", "5"), "no effect on group_advantages: it has no gradients"),
+        ("det_gemm", ("--token-value", "5"), "no effect on the inputs of det_gemm"),
+        (
+            "det_gemm",
+            ("--law", "accuracy", "--input-mode", "constant", "--seed", "5"),
+            "--seed has no effect",
+        ),
+        ("chunk_gated_delta_rule_bwd_dhu", ("--law", "accuracy", "--input-mode", "constant"), "--input-mode"),
+        ("logp", ("--input-mode", "constant", "--constant-value", "1e30"), "fp16 holds 65504 at most"),
+    ],
+)
+def test_what_an_op_does_not_have_is_an_error(op: str, options: tuple[str, ...], message: str) -> None:
+    assert message in error("check", "--device", "cpu", "--op", op, *options)
+
+
+def test_figures_of_other_ops_are_an_error_and_those_of_an_architecture_are_asked_for(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"classes": {"product": {"forward": {"bf16": 0.5}}}}))
+    small = (*LOGP, "--law", "accuracy", "--dim", "N=3", "--dim", "V=9", "--tolerances", str(own))
+    assert "no figure of logprob for the laws and dtypes that run" in error(*small)
+    own.write_text(json.dumps({"arch": {"sm_90": {"logprob": {"forward": {"fp32": 0.5}}}}}))
+    assert "--tolerances has no effect" in error(*small)  # they are of another architecture
+    for key in ("sm90", "sm_90"):  # either way of writing it
+        done = CliRunner().invoke(app, [*small, "--arch-key", key, "--json", "-"])
+        assert done.exit_code == 0 and '"arch": "sm_90"' in done.output
+
+
+def test_a_function_in_a_test_suite_is_asked_for_no_less() -> None:
+    with pytest.raises(ContractError, match="holds 65504 at most"):
+        testing.check_effects(Request(ops=("logp",), data="constant", inputs=_large()))
+    with pytest.raises(ContractError, match="has no case"):
+        testing.check(
+            third_party.right, "logp", laws=("accuracy", "memory"), case="N=20 V=1 bf16", device="cpu"
+        )
+
+
+def _large() -> Any:
+    from isobit.check.proof import InputOptions
+
+    return InputOptions(constant=1e30)
+
+
+# A run of nothing
+
+
+def test_a_named_op_of_which_nothing_ran_fails_and_the_files_say_so(tmp_path: Path) -> None:
+    files = {"--json": tmp_path / "c.json", "--html": tmp_path / "c.html"}
+    asked = ["check", "--device", "cpu", "--law", "gradient", "--op", "det_gemm_dw", "--op", "logp"]
+    asked += ["--backend", "model", "--backend", "reference", "--case", "N=20 V=1 bf16"]
+    assert "--op det_gemm_dw: none of its cases was chosen" in error(*asked)
+    asked = ["check", "--device", "cpu", "--law", "gradient", "--op", "det_gemm_dw", "--backend", "model"]
+    flags = [str(part) for pair in files.items() for part in pair]
+    done = CliRunner().invoke(app, [*asked, *flags, "--results", str(tmp_path)])
+    assert done.exit_code == 1 and "nothing was checked: det_gemm_dw model: " in str(done.exception)
+    for path in (files["--json"], tmp_path / "cpu" / "check_det_gemm.json"):
+        found = json.loads(path.read_text())
+        assert not found["passed"] and found["nothing_ran"] == str(done.exception)
+    text = files["--html"].read_text()
+    assert "nothing was checked" in text and "all laws hold" not in text
+    shown = CliRunner().invoke(app, ["report", str(files["--json"])])
+    assert shown.exit_code == 0 and "0 ok, 0 failed" in shown.output
+
+
+def test_one_op_that_ran_does_not_stand_for_another() -> None:
+    asked = ["check", "--device", "cpu", "--law", "gradient", "--op", "det_gemm_dw", "--op", "logp"]
+    done = CliRunner().invoke(
+        app, [*asked, "--backend", "model", "--backend", "reference", "--dtype", "fp32"]
+    )
+    assert done.exit_code == 1 and str(done.exception).startswith("nothing of det_gemm_dw was checked: ")
+    assert "nothing of det_gemm_dw was checked" in done.output and "all laws hold" not in done.output
+
+
+# Benchmarks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*BENCH, "--op", "logp"), "op 'logp' is given twice"),
+        (("bench", "--op", "det_gemm", "--op", "det_linear"), "det_linear: is timed together with det_gemm"),
+        ((*BENCH, "--minutes", "0"), "--minutes 0: must be more than 0"),
+        ((*BENCH, "--commit", "abc"), "--commit abc has no effect without a file"),
+        ((*BENCH, "--impl", "isobit", "--candidate", "third_party:right"), "not timed without --impl cand"),
+        (("bench", "--suite", "launch", "--core", "--device", "cpu"), "--core has no effect on cpu"),
+        ((*BENCH, "--direction", "bwd", "--impl", "liger"), "--impl liger has no part in what would be tim"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_timed_is_an_error(arguments: tuple[str, ...], message: str) -> None:
+    assert message in error(*arguments)
+
+
+def test_a_report_about_something_else_vouches_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    path.write_text(json.dumps({"stamp": {}, "candidates": [{"op": "det_gemm"}]}))
+    assert "it is about det_gemm, and logp would be timed" in error(*BENCH, "--check-report", str(path))
+
+
+def test_a_benchmark_of_nothing_leaves_a_report_that_says_why(tmp_path: Path) -> None:
+    page = tmp_path / "b.html"
+    files = ["--html", str(page), "--results", str(tmp_path)]
+    case = ["--case", "N=3,V=9,dtype=fp32", "--impl", "liger", "--skip-check"]
+    done = CliRunner().invoke(app, [*BENCH, *case, *files])
+    assert done.exit_code != 0 and "nothing was timed" in str(done.exception)
+    found = json.loads((tmp_path / "cpu" / "logp.json").read_text())
+    assert found["rows"] == [] and any(note.startswith("liger: ") for note in found["notes"])
+    assert "nothing was timed" in page.read_text() and "liger: " in page.read_text()
+    wrong = ["--candidate", "third_party:drops_a_tail", "--html", str(page)]
+    done = CliRunner().invoke(app, [*BENCH, "--case", "N=3,V=9,dtype=fp32", *wrong])
+    assert done.exit_code != 0 and "drops_a_tail fails its check" in page.read_text()
+
+
+# Saved reports, and memcheck
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("a.json", "--results", "results"), "leave the files out"),
+        (("--slower", "1.1"), "are for files"),
+        (("{check}", "--slower", "1.1"), "name the older file with --against"),
+        (("{check}", "--against", "{check}", "--slower", "1.1"), "no effect on checks"),
+        (("{bench}", "--against", "{bench}", "--slower", "0.5"), "from 1 on"),
+    ],
+)
+def test_options_of_report_without_effect_are_errors(options: tuple[str, ...], message: str) -> None:
+    folder = Path(__file__).parent.parent / "results" / "h200"
+    names = {"check": str(folder / "check_logp.json"), "bench": str(folder / "logp.json")}
+    assert message in error("report", *(text.format(**names) for text in options))
+
+
+def test_a_memcheck_of_no_kernel_is_an_error() -> None:
+    asked = ("memcheck", "--op", "logp", "--op", "group_advantages", "--backend", "hopper")
+    assert "--op group_advantages: no kernels of hopper; it has triton" in error(*asked)
+    assert "--commit abc has no effect" in error("memcheck", "--commit", "abc")
