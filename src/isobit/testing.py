@@ -17,7 +17,7 @@ from isobit.check.candidate import candidate_of
 from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.proofs import proof_of
-from isobit.check.request import Request, small_args
+from isobit.check.request import Request
 from isobit.check.runner import run
 from isobit.contract import ContractError, dtype_name
 from isobit.op import known_op
@@ -70,7 +70,7 @@ def check(
     device = default_device() if device is None else torch.device(device)
     named, found = known_op(op), _flags(function, adapter, output_dtype)
     candidate = candidate_of(
-        named, proof_of(named), function, small_args(named, device), name=_name(function) or repr(function),
+        named, proof_of(named), function, device, name=_name(function) or repr(function),
         flags=found, adapter=adapter, output_dtype=output_dtype,
     )  # fmt: skip
     request = Request(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend
-from isobit.check.proof import Args, Proof
+from isobit.backend import Backend, UnsupportedError
+from isobit.check.proof import Args, Case, InputOptions, Proof
+from isobit.composed import Composed
 from isobit.contract import MISSING, ContractError, Param, dtype_name
 from isobit.op import CONTROLS, Op
 
@@ -25,6 +26,8 @@ Function = Callable[..., Any]
 
 #: The numerics class of every candidate: it is held to bits of its own, and shares them with nothing.
 OWN_CLASS = "candidate"
+
+_IGNORED = "it does not take ignore_index, and some rows here are ignored"
 
 _CONTROLS = {p.name for p in CONTROLS}
 
@@ -44,6 +47,7 @@ class Candidate(Op):
     whole: Op | None = None  # the op that it stands for
     served: tuple[int, ...] = ()
     output_dtype: torch.dtype | None = None
+    _refused: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forget()
@@ -59,15 +63,72 @@ class Candidate(Op):
 
     def refusal(self, args: Args) -> str | None:
         """Why it cannot be asked for this call. It looks at token ids: rows may be ignored by them."""
-        beside = [p for p in _own(self.contract.params) if p.name in args and p.name not in self.takes]
+        lacks = self._lacking(args)
+        if lacks == [_IGNORED]:
+            return _IGNORED
+        return f"it does not take {', '.join(lacks)}" if lacks else None
+
+    def _lacking(self, args: Args) -> list[str]:
+        """The arguments of a call that it does not take, or the sentence that says what else is wrong."""
+        assert self.proof is not None
+        needless = {*self.takes, *self.proof.hints}
+        beside = [p for p in _own(self.contract.params) if p.name in args and p.name not in needless]
         lacks = [p.name for p in beside if not _is_default(p, args[p.name])]
-        if lacks:
-            return f"it does not take {', '.join(lacks)}"
-        if "ignore_index" in self.contract.names and "ignore_index" not in self.takes:
+        if not lacks and "ignore_index" in self.contract.names and "ignore_index" not in self.takes:
             ignored = args.get("token_ids") == args.get("ignore_index", -100)
             if isinstance(ignored, Tensor) and bool(ignored.any()):
-                return "it does not take ignore_index, and some rows here are ignored"
-        return None
+                return [_IGNORED]
+        return lacks
+
+    def asked(self, cases: Sequence[Case]) -> list[Case]:
+        """The cases that a law is held on. If it takes none of them that has rows, then also what is left of
+        them: a law would say nothing of it where all cases vary something that it does not know."""
+        light = [c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0]
+        if any(not self._lacks_of(case) for case in light):
+            return list(cases)
+        plain = {case.name: case for case in map(self._simpler, light) if not self._lacks_of(case)}
+        return [*cases, *plain.values()]
+
+    def _lacks_of(self, case: Case) -> list[str]:
+        assert self.proof is not None
+        if case.name not in self._refused:
+            made = self.proof.make(case, torch.device("cpu"), InputOptions())
+            self._refused[case.name] = self._lacking(made)
+        return self._refused[case.name]
+
+    def _is_call(self, case: Case) -> bool:
+        """Whether a case that nobody declared is a call of the op."""
+        assert self.proof is not None and self.whole is not None
+        try:
+            self.whole.explain(**self.proof.make(case, torch.device("cpu"), InputOptions()))
+        except ContractError:
+            return False
+        return True
+
+    def _simpler(self, case: Case) -> Case:
+        """The case with fewer of its options, or with others of the declared ones, as long as it then has
+        fewer arguments that are not taken."""
+        assert self.proof is not None
+        fixed = {name for name in self.proof.essential if name in case.options}
+        declared = {(k, text): v for c in self.proof.cases for k, v in c.options.items() for text in [str(v)]}
+        while left := self._lacks_of(case):
+            options = case.options
+            ways = [{k: v for k, v in options.items() if k != name} for name in options if name not in fixed]
+            ways += [options | {name: value} for (name, _), value in declared.items() if name not in fixed]
+            others = [replace(case, options=way) for way in ways]
+            fewer = [other for other in others if len(self._lacks_of(other)) < len(left)]
+            fewer = [other for other in fewer if self._is_call(other)]
+            if not fewer:
+                break
+            case = min(fewer, key=lambda other: len(self._lacks_of(other)))
+        return case
+
+    def small(self) -> Case | None:
+        """The first case that it takes, by which it is asked what it returns."""
+        assert self.proof is not None
+        light = [c for c in self.asked(self.proof.cases) if not c.heavy and not c.gpu_gb]
+        taken = (c for c in light if min(c.dims.values(), default=0) > 1 and not self._lacks_of(c))
+        return next(taken, None)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -84,35 +145,38 @@ class Candidate(Op):
     def in_words(self) -> str:
         found = self.summary
         text = f"takes {', '.join(found['takes'])}; judged by {', '.join(found['outputs'])}"
-        return text + ("" if found["gradients"] else "; forward only")
+        assert self.whole is not None
+        forward_only = self.whole.differentiable and not found["gradients"]
+        return text + ("; forward only" if forward_only else "")
 
 
 def candidate_of(
     op: Op,
     proof: Proof,
     function: Any,
-    small: Args,
+    device: torch.device,
     *,
     name: str,
     flags: str | None = None,
     adapter: Function | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Candidate:
-    """The candidate that a function is for an op. `small` are arguments of a small call, by which it is asked
-    what it returns."""
+    """The candidate that a function is for an op. A small call on the device shows what it returns."""
     given = _callable(function, name)
     called = given if adapter is None else _callable(adapter(given), f"what the adapter made of {name}")
     takes = _taken(called, op, name)
     expected = _expected(op, proof, takes)
-    served, differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
-    contract = copy.copy(op.contract)
-    contract.outputs = [op.contract.outputs[i] for i in served]
     backend = Backend(name, called, OWN_CLASS, lambda args: None, False, lambda args: None)
     found = Candidate(
-        contract, op.package, op.sizes, op.flops, [backend], list(op.rules), list(op.value_rules),
-        _public(called, op, takes, expected, served), differentiable, takes=takes, flags=flags,
-        written=(given, called), whole=op, served=served, output_dtype=output_dtype,
+        copy.copy(op.contract), op.package, op.sizes, op.flops, [backend], list(op.rules),
+        list(op.value_rules), takes=takes, flags=flags, written=(given, called), whole=op, proof=proof,
+        output_dtype=output_dtype,
     )  # fmt: skip
+    case = found.small()
+    small = proof.make(case, device, InputOptions()) if case is not None else None
+    found.served, found.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
+    found.contract.outputs = [op.contract.outputs[i] for i in found.served]
+    found.function = _public(called, op, takes, expected, found.served)
     found.proof = _cut(proof, found)
     found.lacks = _lacks(proof, found)
     return found
@@ -219,12 +283,14 @@ def _probe(
     op: Op,
     takes: Sequence[str],
     expected: Sequence[tuple[int, str, str | None]],
-    small: Args,
+    small: Args | None,
     total: int,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(outputs that it returns, arguments that get a gradient), from small calls. One that fails is taken to
-    serve everything that it could: the laws then say how it fails."""
+    """(outputs that it returns, arguments that get a gradient), from small calls. One that fails, or that can
+    be asked for none, is taken to serve everything that it could: the laws then say how it fails."""
     everything = tuple(i for i, _, _ in expected)
+    if small is None:
+        return everything, op.differentiable
     flags = {flag: True for _, _, flag in expected if flag is not None}
     there = {i: o.numel() > 0 or o.shape != (0,) for i, o in enumerate(op.fake(**flags | small)[:total])}
 
@@ -267,7 +333,11 @@ def _public(
 
     def call(**given: Any) -> tuple[Any, ...]:
         passed = {name: given[name] for name in takes if name in given}
-        found = _by_number(function(**passed), expected, passed, defaults)
+        try:
+            returned = function(**passed)
+        except NotImplementedError as error:
+            raise UnsupportedError(f"it says: {error or 'not implemented'}") from error
+        found = _by_number(returned, expected, passed, defaults)
         return tuple(found.get(i) for i in served)
 
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
@@ -326,6 +396,10 @@ def _lacks(proof: Proof, candidate: Candidate) -> dict[str, str]:
         "contract": "to refuse bad calls with isobit's own errors is a promise of isobit's functions",
         "compile": "the kernels behind a candidate are not known here",
     }
+    if isinstance(candidate.whole, Composed):
+        found["traceable"] = (
+            f"rows of what the caller gives {candidate.name} cannot be cut as this law cuts them"
+        )
     if proof.shared is None:
         found["agree"] = "nothing else shares its numerics class"
     if proof.invariant is not None:

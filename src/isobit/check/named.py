@@ -10,7 +10,6 @@ import torch
 
 from isobit.check.candidate import Candidate, candidate_of
 from isobit.check.proofs import proof_of
-from isobit.check.request import small_args
 from isobit.contract import ContractError, dtype_name
 from isobit.op import known_op
 
@@ -28,7 +27,7 @@ def load_candidate(
     flags += [f"--output-dtype {dtype_name(output_dtype)}"] if output_dtype is not None else []
     op = known_op(op_name)
     return candidate_of(
-        op, proof_of(op), function, small_args(op, device),
+        op, proof_of(op), function, device,
         name=target, flags=" ".join(flags), adapter=adapt, output_dtype=output_dtype,
     )  # fmt: skip
 

@@ -208,6 +208,10 @@ class Proof:
     shared: Shared | None = None
     #: For ops whose rows act together in groups.
     groups: Groups | None = None
+    #: Arguments that choose a schedule and change no result: a candidate need not take them.
+    hints: tuple[str, ...] = ()
+    #: Options of cases that they cannot go without, where they have them: without them nobody promises bits.
+    essential: tuple[str, ...] = ()
     #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
     judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
     #: Options of cases whose calls have no gradient, though the op has one.

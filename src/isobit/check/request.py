@@ -162,6 +162,8 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
         made = [varied(case, request.vary) for case in made]
         return made[:1] if chosen.once else made
     cases = list(chosen.cases(proof))
+    if isinstance(op, Candidate):
+        cases = op.asked(cases)
     if request.data != "edge":
         cases = [replace(c, data=request.data) for c in cases]
     if request.vary:

@@ -28,7 +28,7 @@ from isobit.check.request import (
     ops_of,
     small_args,
 )
-from isobit.check.trial import Trial, Unsupported
+from isobit.check.trial import LawBroken, Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
 
@@ -190,6 +190,8 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
             cell.status, cell.reason = FAIL, f"{bad[0].output}: {bad[0].message}"
     except (Unsupported, UnsupportedError) as why:
         cell.status, cell.reason = UNSUPPORTED, str(why)
+    except LawBroken as broken:
+        cell.status, cell.reason = FAIL, str(broken)
     except Exception as error:
         # A backend may raise anything; the suite goes on and the row says what and where.
         where = raised_at(error, op, backend, __file__)

@@ -17,6 +17,9 @@ from isobit.check.tolerances import Tolerances
 from isobit.contract import dtype_name
 from isobit.op import Op
 
+#: Ends what is said of a control that changes nothing in a candidate.
+SILENT = "changes no bit of this function"
+
 
 class Unsupported(Exception):
     """This law cannot apply to this backend here; the message says why."""
@@ -157,11 +160,21 @@ class Trial:
         changed = sum(int(differing(a, b).sum()) for a, b in pairs)
         if changed:
             return passed("control", f"{what} changes bits, as it must: {changed} elements")
+        if isinstance(self.op, Candidate):  # the changes are those that show in isobit's orders of sums
+            return passed("control", f"{what} {SILENT}")
         # Declared cases were to be large enough for it, those from the command line may be too small.
         declared = (*self.proof.bit_cases, *self.proof.agree_cases)
         if all(self.case.dims != case.dims for case in declared):
             raise Unsupported(f"these inputs are too few to show an order: {what} changes no bit")
         return failure("control", f"{what} changed no bit: these inputs cannot show a wrong order")
+
+    def conclusive(self, checks: list[OutputCheck]) -> list[OutputCheck]:
+        """The checks, if they prove something: equal bits of a candidate do where one control at least has
+        changed bits."""
+        controls = [check for check in checks if check.output == "control"]
+        if controls and all(c.message.endswith(SILENT) for c in controls) and all(c.passed for c in checks):
+            raise Unsupported("equal bits prove nothing here: no other order of these inputs changes any")
+        return checks
 
     def _well_formed(self, args: Args, outputs: Any) -> None:
         names = self.proof.outputs

@@ -94,6 +94,7 @@ LOSS = Proof(
     memory=memory,
     cases=_CASES,
     bit_cases=_BITS,
+    essential=("reduction", "normalizer"),
     agree_cases=_AS_RATIO_KL,
     memory_cases=[
         Case({"B": 2, "T": 2, "V": 5003}, F32),

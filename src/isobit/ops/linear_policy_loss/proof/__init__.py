@@ -156,6 +156,7 @@ PROOF = Proof(
     ],
     mutants=inputs.MUTANTS,
     bad_value=lambda args: (alter.one_bad_id(args, len(args["weight"]))[0], None),
+    hints=("cu_seqlens", "workspace_bytes"),
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),  # those of `linear_logp`

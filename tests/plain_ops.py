@@ -1,0 +1,105 @@
+"""Candidates for every op as others would write them: plain PyTorch, few options, right on what they take."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def logp(logits: Tensor, token_ids: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, token_ids.long()[..., None])[..., 0]
+
+
+def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> Tensor:
+    return logp(hidden.float() @ weight.float().T, token_ids)
+
+
+def linear_policy_loss(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, loss_fn: Callable[..., Any], inputs: Any = None
+) -> Tensor:
+    """All rows at once: it needs to know neither chunks nor where sequences begin."""
+    found = loss_fn(linear_logp(hidden, weight, token_ids), None, **inputs or {})
+    return found[0] if isinstance(found, tuple) else found
+
+
+def ratio_kl(
+    policy_logits: Tensor, ref_logits: Tensor, token_ids: Tensor, old_logp: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    ours, theirs = logp(policy_logits, token_ids), logp(ref_logits, token_ids)
+    d = theirs - ours
+    return (ours - (ours.detach() if old_logp is None else old_logp)).exp(), torch.expm1(d) - d
+
+
+def grpo_loss(
+    policy_logits: Tensor,
+    ref_logits: Tensor | None,
+    token_ids: Tensor,
+    old_logp: Tensor | None = None,
+    rewards: Tensor | None = None,
+    samples_per_prompt: int | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """From rewards alone, without a KL penalty, the mean over all tokens."""
+    assert rewards is not None and samples_per_prompt is not None
+    ours = logp(policy_logits, token_ids)
+    ratio = (ours - (ours.detach() if old_logp is None else old_logp)).exp()
+    a = group_advantages(rewards, samples_per_prompt)[:, None]
+    return -torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a).mean()
+
+
+def group_advantages(rewards: Tensor, samples_per_prompt: int) -> Tensor:
+    r = rewards.double().view(-1, samples_per_prompt)
+    r = r - r.mean(-1, keepdim=True)
+    found = r / r.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+    return found.flatten().to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def det_gemm(a: Tensor, b: Tensor) -> Tensor:
+    if a.ndim > 2:
+        raise NotImplementedError("two dimensions alone")
+    return (a.float() @ b.float()).to(a.dtype)
+
+
+def det_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def det_gemm_dw(x: Tensor, dy: Tensor) -> Tensor:
+    return dy.float().flatten(0, -2).T @ x.float().flatten(0, -2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    qh, kh, vh = (t.transpose(1, 2).float() for t in (q, k, v))
+    kh, vh = (t.repeat_interleave(qh.shape[1] // kh.shape[1], 1) for t in (kh, vh))
+    z = qh @ kh.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    T, S = z.shape[-2:]
+    if causal:
+        z = z.masked_fill(~torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T), -torch.inf)
+    return (z.softmax(-1) @ vh).transpose(1, 2).to(q.dtype)
+
+
+def chunk_gated_delta_rule_bwd_dhu(
+    q: Tensor, k: Tensor, w: Tensor, do: Tensor, dv: Tensor, scale: float | None = None, chunk_size: int = 64
+) -> tuple[Tensor, None, Tensor]:
+    """Without gates and states at the ends: D_c = D_{c+1} + scale q^T do - w^T (k D_{c+1} + dv)."""
+    B, T, K, (HV, V) = *q.shape[:2], q.shape[3], dv.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    heads = [t.float().repeat_interleave(HV // t.shape[2], 2).transpose(1, 2) for t in (q, k, w, do, dv)]
+    d, states, parts = q.new_zeros(B, HV, K, V, dtype=torch.float32), [], []
+    for first in reversed(range(0, T, chunk_size)):
+        Q, Kc, W, dO, dV = (t[:, :, first : first + chunk_size] for t in heads)
+        states.append(d)
+        x = (Kc @ d.to(q.dtype).float() + dV).to(q.dtype).float()
+        parts.append(x)
+        d = d + scale * (Q.mT @ dO) - W.mT @ x
+    dv2 = torch.cat(parts[::-1], 2).transpose(1, 2)
+    return torch.stack(states[::-1], 1).to(q.dtype), None, dv2.to(q.dtype).contiguous()
