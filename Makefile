@@ -3,6 +3,7 @@
 # make demo    train a tiny transformer with GRPO, and draw the curves
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
+# make shots   take the pictures of the documents again; needs Chromium
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
 
@@ -10,16 +11,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PARITY := .parity/.ready
+BROWSER := .venv/.browser
+APT := apt-get -qq -o Acquire::http::Timeout=30 -o Acquire::Retries=1
 FLA := 0.6.0 0.5.2
 INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint demo compat parity bench tables clean
+.PHONY: check test lint demo compat parity bench tables shots clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
 
-test: $(READY) $(PARITY)
+test: $(READY) $(PARITY) $(BROWSER)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
@@ -45,6 +48,9 @@ tables: $(READY)
 	$(BIN)/python -m isobit.bench.tables README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md docs/delta_rule.md
 	$(BIN)/python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
 
+shots: $(READY) $(BROWSER)
+	$(BIN)/python tools/shots.py
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton numpy
@@ -60,6 +66,14 @@ $(PARITY): $(READY) tests/parity.txt
 	$(INTO_PARITY) -r tests/parity.txt
 	$(INTO_PARITY) --no-deps verl==0.9.1
 	for v in $(FLA); do $(INTO_PARITY) --no-deps --target .parity/fla/$$v fla-core==$$v einops==0.8.2 || exit 1; done
+	touch $@
+
+# Tests look at pages in a real Chromium. Root of a Debian gets one here; who has none, or may not install it, is
+# told by the tests that they were skipped, and why.
+$(BROWSER): $(READY)
+	@$(BIN)/python tools/chromium.py || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && $(APT) update && $(APT) install -y --no-install-recommends chromium >/dev/null; } \
+	  || echo "there is no Chromium here, and none could be installed: pages are not looked at"
 	touch $@
 
 clean:

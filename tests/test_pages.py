@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from isobit.bench import charts
+from isobit.bench.charts import COLOURS
 from isobit.check.worst import worst_first
 from isobit.cli import app
 from isobit.contract import ContractError
 from isobit.pages import page
+from isobit.pages.bench import section
 from isobit.pages.saved import compare, read_report, summary_line
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
@@ -33,8 +36,9 @@ class Shape(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in ("section", "details", "table", "div", "svg", "nav", "ul", "pre"):
             self.open.append(tag)
-        self.fetched += [v or "" for k, v in attrs if k in ("src", "href") and not (v or "").startswith("#")]
-        if tag in ("script", "link", "img", "iframe"):
+        links = [v or "" for k, v in attrs if k in ("src", "href")]
+        self.fetched += [link for link in links if not link.startswith(("#", "data:"))]
+        if tag in ("img", "iframe"):
             self.fetched.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -83,7 +87,7 @@ def test_every_committed_report_has_a_page_that_fetches_nothing(path: Path) -> N
 def test_a_page_shows_failures_first_with_the_command_that_repeats_them() -> None:
     broken = report_of_a_check(status="FAIL", reason="3 of 4 beyond the bound")
     text = page([broken])
-    assert "1 cells FAIL" in text and "3 of 4 beyond the bound" in text
+    assert "1 cell FAILS" in text and "3 of 4 beyond the bound" in text
     assert "isobit check --op logp &lt;&amp;&gt;" in text  # escaped
     assert text.index("3 of 4 beyond") < text.index("Which laws hold")
     assert "Failures" not in page([report_of_a_check()])
@@ -103,12 +107,56 @@ def test_errors_stand_beside_their_bounds_the_worst_first() -> None:
 
 def test_bits_are_counted_by_what_changed_and_not_by_its_sizes() -> None:
     text = re.sub(r"\s+", " ", page([report_of_a_check()]))
-    assert '<td>n of n rows alone<td class="number">3<td class="number ok">0' in text
+    counted = '<td class="what">some rows alone<td class="number" data-name="compared">{}'
+    differ = '<td class="number" data-name="other bits"><span class="{}">{}</span>'
+    assert counted.format(3) + differ.format("ok", 0) in text
     other = report_of_a_check()
     other["candidates"][0]["cases"][1]["outputs"][0] = other["candidates"][0]["cases"][1]["outputs"][0] | {
         "passed": False
     }
-    assert 'class="number fail">1' in page([other])
+    assert differ.format("fail", 1) in page([other])
+
+
+def test_controls_stand_apart_from_comparisons() -> None:
+    """A control that alters bits is as it should be; among comparisons it would read as a fault."""
+    report = report_of_a_check()
+    outputs = report["candidates"][0]["cases"][1]["outputs"]
+    said = ("the vocabulary rolled by one column changes bits, as it must: 12 elements",
+            "the vocabulary rolled by one column changes no bit of this function")  # fmt: skip
+    report["candidates"][0]["cases"][1]["outputs"] = [
+        *outputs, *(outputs[0] | {"output": "control", "message": text} for text in said)
+    ]  # fmt: skip
+    text = re.sub(r"\s+", " ", page([report]))
+    line = '<td class="what">the vocabulary rolled by one column<td class="number" data-name="tried">2'
+    assert line in text and text.index("Controls") < text.index(line)
+    assert 'data-name="altered bits"><span class="">1</span>' in text
+
+
+def test_one_list_of_colours_shows_on_white_and_on_black() -> None:
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for colour in COLOURS:
+        for paper in ("#ffffff", "#15191f"):
+            low, high = sorted((light(colour), light(paper)))
+            assert (high + 0.05) / (low + 0.05) > 3, (colour, paper)
+    source = Path(charts.__file__).parent.parent
+    held = [path.name for path in source.rglob("*.py") if re.search(r"^COLOURS = ", path.read_text(), re.M)]
+    assert held == ["charts.py"]
+
+
+def test_times_stand_worst_first_beside_the_fastest_rival() -> None:
+    report = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    (forward, *_) = section(report)["groups"]
+    times = [case["times"] for case in forward["cases"]]
+    assert times == sorted(times) and [case["open"] for case in forward["cases"]][:2] == [True, False]
+    worst = forward["cases"][0]
+    mine = [row for row in report["rows"] if f"{row['op']} {row['case']} {row['direction']}" == worst["name"]]
+    ours = next(row["ms"] for row in mine if row["impl"] == "isobit")
+    rivals = [row["ms"] for row in mine if not row["impl"].startswith(("isobit", "copy"))]
+    assert worst["times"] == min(rivals) / ours and worst["bar"].startswith("left:50%")
 
 
 def test_other_reports_are_refused() -> None:

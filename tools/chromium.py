@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,16 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 #: Seconds that an answer may take: a machine may have other things to do.
 PATIENCE = 60.0
+
+#: The browser reads from 3 and writes to 4, whatever numbers the pipes have here.
+START = """
+import os, sys
+from fcntl import F_DUPFD, fcntl
+ends = [fcntl(int(n), F_DUPFD, 10) for n in sys.argv[1:3]]
+for end, number in zip(ends, (3, 4)):
+    os.dup2(end, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 Message = dict[str, Any]
 
@@ -42,17 +53,16 @@ class Chromium:
         there, self._to = os.pipe()
         self._from, back = os.pipe()
         flags = [
-            "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--hide-scrollbars",
-            "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-            f"--user-data-dir={self._folder.name}",
+            "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
+            "--hide-scrollbars", "--disable-background-networking", "--disable-component-update",
+            "--disable-dev-shm-usage", f"--user-data-dir={self._folder.name}",
         ]  # fmt: skip
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # it refuses to run as root with one
-        # The browser reads from 3 and writes to 4.
-        shell = f'exec "$0" "$@" 3<&{there} 4>&{back}'
+        start = [sys.executable, "-I", "-S", "-c", START, str(there), str(back), path]
         self._process = subprocess.Popen(
-            ["sh", "-c", shell, path, *flags], pass_fds=(there, back), stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [*start, *flags], pass_fds=(there, back), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(there)
         os.close(back)
@@ -74,15 +84,17 @@ class Chromium:
         os.close(self._from)
         self._folder.cleanup()
 
-    def open(self, page: Path, width: int, dark: bool = False, height: int = 900, scale: float = 1.0) -> "Tab":
+    def open(
+        self, page: Path, width: int, dark: bool = False, height: int = 900, scale: float = 1.0
+    ) -> "Tab":
         """A tab of this width that shows a file."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = self._tabs[session] = Tab(self, session, target)
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.ask(f"{domain}.enable")
-        tab.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale,
-                mobile=width < 600)  # fmt: skip
+        screen = {"width": width, "height": height, "screenWidth": width, "screenHeight": height}
+        tab.ask("Emulation.setDeviceMetricsOverride", **screen, deviceScaleFactor=scale, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.ask("Emulation.setEmulatedMedia", features=[scheme])
         tab.ask("Page.navigate", url=page.resolve().as_uri())
@@ -159,11 +171,14 @@ class Tab:
     def click(self, selector: str) -> None:
         """Press the mouse where an element is, as a person would."""
         place = self.run(
-            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
-            f" return [r.x + r.width / 2, r.y + r.height / 2]; }})(document.querySelector({json.dumps(selector)}))"
+            "(e => { e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
+            " return [r.x + r.width / 2, r.y + r.height / 2]; })"
+            f"(document.querySelector({json.dumps(selector)}))"
         )
         for kind in ("mousePressed", "mouseReleased"):
-            self.ask("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.ask(
+                "Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1
+            )
 
     def png(self, height: int | None = None) -> bytes:
         """The page as a picture: its first so many pixels, or all of it."""
@@ -174,3 +189,7 @@ class Tab:
 
     def close(self) -> None:
         self._browser.ask("Target.closeTarget", targetId=self._target)
+
+
+if __name__ == "__main__":
+    sys.exit(executable() is None)

@@ -16,32 +16,34 @@ from typing import Any
 from isobit.bench.goals import Cell, cells
 from isobit.bench.report import format_stamp
 
-#: Colours that stay apart for most eyes; shapes beyond them begin anew, dashed.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+#: Colours that stay apart for most eyes, and from white and from black paper; ours is the first. Shapes
+#: beyond them begin anew, dashed.
+COLOURS = ("#1a7fc4", "#cf5a00", "#00936b", "#c065a0", "#7d64d0", "#a87700", "#808080")
 #: Pixels: a panel, what is left of and above it, and a line of the legend.
 WIDTH, HEIGHT, LEFT, TOP, LINE = 300, 200, 56, 40, 16
 
 
-def chart(report: dict[str, Any]) -> str:
-    """The SVG of a report that has one baseline: a panel for each kind of call."""
+def chart(report: dict[str, Any], inline: bool = False) -> str:
+    """The SVG of a report that has one baseline: a panel for each kind of call. As a file it is black on
+    white; `inline` it has the colours of the page, and leaves the stamp to it."""
     found = cells(report["rows"], report["against"])
     panels = {op: [c for c in found if c.op == op] for op in dict.fromkeys(c.op for c in found)}
     shapes = list(dict.fromkeys(_shape(cell) for cell in found))
     top = max(1.1, max((cell.share for cell in found), default=0) * 1.05)
     width = len(panels) * (WIDTH + LEFT) + 20
-    height = TOP + HEIGHT + 40 + LINE * math.ceil(len(shapes) / 3) + 20
+    height = TOP + HEIGHT + 40 + LINE * math.ceil(len(shapes) / 3) + (6 if inline else 20)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        "" if inline else f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for i, (op, mine) in enumerate(panels.items()):
         parts += _panel(op, mine, shapes, LEFT + i * (WIDTH + LEFT), top, report["against"])
     for i, shape in enumerate(shapes):
         x, y = LEFT + i % 3 * (width - LEFT) // 3, TOP + HEIGHT + 50 + i // 3 * LINE
         parts += [_line(i, [(x, y - 4), (x + 24, y - 4)]), _text(x + 30, y, shape)]
-    parts += [_text(LEFT, height - 6, format_stamp(report["stamp"]), size=7), "</svg>"]
-    return "\n".join(parts) + "\n"
+    parts += [] if inline else [_text(LEFT, height - 6, format_stamp(report["stamp"]), size=7)]
+    return "\n".join([*filter(None, parts), "</svg>"]) + "\n"
 
 
 def _shape(cell: Cell) -> str:
@@ -62,8 +64,8 @@ def _panel(
     parts = [_text(left, TOP - 16, f"{op}: share of the speed of {against}", size=12)]
     for tenth in range(0, int(top * 10) + 1, 2):
         y, strong = height(tenth / 10), tenth == 10
-        grey = "#888" if strong else "#ddd"
-        parts.append(f'<path d="M{left} {y}H{left + WIDTH}" stroke="{grey}"/>')
+        grey = "0.5" if strong else "0.15"
+        parts.append(f'<path d="M{left} {y}H{left + WIDTH}" stroke="currentColor" stroke-opacity="{grey}"/>')
         parts.append(_text(left - 24, y + 4, f"{tenth / 10:.1f}"))
     parts += [_text(x - 8, TOP + HEIGHT + 16, str(size)) for size, x in steps.items()]
     parts.append(_text(left + WIDTH // 2, TOP + HEIGHT + 30, name))
@@ -73,8 +75,8 @@ def _panel(
         parts.append(_line(i, points))
         # Hollow where the rival has other bits: it does not do the same work there.
         for (x, y), cell in zip(points, mine, strict=True):
-            fill = "white" if cell.other_bits else _colour(i)
-            parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{fill}" stroke="{_colour(i)}"/>')
+            fill = 'class="paper" fill="white"' if cell.other_bits else f'fill="{_colour(i)}"'
+            parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" {fill} stroke="{_colour(i)}"/>')
     return parts
 
 

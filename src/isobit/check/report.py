@@ -56,7 +56,7 @@ def to_json(
 def verdict(found: dict[str, Any]) -> str:
     """What a report comes to, in words."""
     if found["fail"]:
-        return f"{found['fail']} cells FAIL"
+        return "1 cell FAILS" if found["fail"] == 1 else f"{found['fail']} cells FAIL"
     if found.get("nothing_ran"):
         return str(found["nothing_ran"]).partition(":")[0]
     return "all laws hold" if found["passed"] else "nothing was checked"

@@ -1,5 +1,5 @@
-"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no script, no
-network.
+"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no network, and
+no script but for the buttons that copy commands.
 
 A page shows any number of reports, one section each: what was proven, how far errors stay below their bounds,
 which bits were compared, what was timed beside whom, what a run learned. It is made from the JSON that check
@@ -7,6 +7,7 @@ and bench write, so a saved file gives the same page as the run that made it.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from isobit.bench.report import format_stamp
@@ -17,7 +18,8 @@ from isobit.pages import bench, check, demo
 def page(reports: Sequence[dict[str, Any]], title: str = "isobit") -> str:
     """The page of these reports, in their order."""
     sections = [_section(report) for report in reports]
-    return str(_template().render(title=title, sections=sections))
+    style = Path(__file__).with_name("page.css").read_text()
+    return str(_template().render(title=title, sections=sections, style=style))
 
 
 def _section(report: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a page says of a benchmark: times and memory beside rivals, goals, and the roofline."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 from isobit.bench.charts import chart
 from isobit.bench.report import format_summary
 from isobit.pages import svg
+
+#: Times as fast, at which the bar beside a case is full.
+SCALE = 4
 
 #: Rivals that take longer than this many times ours have a bar that is cut off there.
 CUT = 8
@@ -17,13 +21,52 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     ops = dict.fromkeys(row["op"] for row in rows)
     lines = format_summary(report.get("summary", []))
     return {
-        "title": ", ".join(ops) or "nothing was timed",
-        "goals": [{"met": line.startswith("met"), "text": line} for line in lines],
+        "title": ", ".join(ops) or report.get("command", "").removeprefix("isobit bench ") or "nothing",
+        **_verdict(report, [line.startswith("met") for line in lines]),
+        "goals": [
+            {"met": line.startswith("met"), "text": line.partition(" ")[2]}
+            for line in sorted(lines, key=lambda line: line.startswith("met"))
+        ],
         "notes": report["notes"],
-        "cases": _cases(rows),
+        "groups": _groups(_cases(rows)),
         "roofline": _roofline(report),
-        "shares": chart(report) if report.get("against") else "",
+        "shares": chart(report, inline=True) if report.get("against") and lines else "",
     }
+
+
+def _verdict(report: dict[str, Any], met: Sequence[bool]) -> dict[str, str]:
+    if not report["rows"]:
+        return {"verdict": "nothing was timed", "state": "fail"}
+    if not report["stamp"].get("checked", True):
+        return {"verdict": "timed without a check", "state": "warn"}
+    if not met:
+        return {"verdict": f"{len(report['rows'])} times", "state": ""}
+    return {"verdict": f"{sum(met)} of {len(met)} goals met", "state": "ok" if all(met) else "warn"}
+
+
+def _groups(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cases by kind of call and direction, those where we do worst first; the first of all is open."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        found.setdefault(case["kind"], []).append(case)
+    for mine in found.values():
+        mine.sort(key=lambda c: (c["times"] is None, c["times"] or 0))
+    for first in list(found.values())[:1]:
+        first[0]["open"] = True
+    return [{"name": name, "cases": mine} for name, mine in found.items()]
+
+
+def _against(ours: float, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest rival of a case: its time as a multiple of ours, and a bar from the middle, which is 1, to
+    the left where it is faster and to the right where we are."""
+    rivals = [row for row in rows if not row["impl"].startswith(("isobit", "copy"))]
+    if not rivals:
+        return {"times": None, "rival": None, "bar": ""}
+    best = min(rivals, key=lambda row: row["ms"])
+    times = best["ms"] / ours
+    share = min(abs(math.log(times)) / math.log(SCALE), 1.0) * 50
+    side = "left" if times >= 1 else "right"
+    return {"times": times, "rival": best["impl"], "bar": f"{side}:50%;width:{max(share, 0.5):.1f}%"}
 
 
 def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -35,7 +78,8 @@ def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         longest = min(max(row["ms"] for row in mine), CUT * ours)
         most = max((row["extra_mb"] or 0) for row in mine)
         found.append({
-            "name": f"{op} {case} {direction}",
+            "name": f"{op} {case} {direction}", "kind": f"{op} {direction}", "case": case, "ms": ours,
+            "open": False, **_against(ours, mine),
             "floor": mine[0]["floor_ms"],
             "floor_at": _percent(mine[0]["floor_ms"], longest),
             "rows": [

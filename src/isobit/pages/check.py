@@ -10,7 +10,11 @@ from isobit.check.worst import worst_first
 #: Laws that compare bits.
 BITS = ("repeatable", "written", "invariant", "agree")
 
-COUNTS = (("ok", "ok"), ("fail", "failed"), ("unsupported", "unsupported"))
+#: Totals of a report, their names on a page, and how they look if there are any.
+COUNTS = (("ok", "ok", "ok"), ("fail", "failed", "fail"), ("unsupported", "unsupported", ""))
+
+#: What follows in the words of a control after what it changed.
+CHANGED = r" changes? (?:bits|no bit)| changed no bit"
 
 #: Errors that are shown at once; the others are folded.
 SHOWN = 20
@@ -19,17 +23,22 @@ SHOWN = 20
 def section(report: dict[str, Any]) -> dict[str, Any]:
     cases = [case for one in report["candidates"] for case in one["cases"]]
     errors = worst_first(cases)
-    counts = ", ".join(f"{report[key]} {name}" for key, name in COUNTS)
+    bits, controls = _bits(cases)
     return {
         "title": ", ".join(dict.fromkeys(one["op"] for one in report["candidates"])) or "nothing ran",
-        "passed": report["passed"],
+        "state": "ok" if report["passed"] else "fail",
         "nothing_ran": report.get("nothing_ran"),
-        "verdict": f"{counts}: {verdict(report)}",
+        "verdict": verdict(report),
+        "counts": [(name, report[key], state) for key, name, state in COUNTS],
+        "looser": report.get("tolerances", {}).get("looser", []),
+        "serves": " ".join(_serves(one) for one in report["candidates"]),
+        "several": len(report["candidates"]) > 1,
         "matrix": _matrix(report),
         "failures": [case for case in cases if case["status"] == "FAIL"],
         "errors": errors[:SHOWN],
         "more_errors": errors[SHOWN:],
-        "bits": _bits(cases),
+        "bits": bits,
+        "controls": controls,
         "unsupported": _unsupported(cases),
         "observations": report.get("observations", []),
     }
@@ -44,7 +53,9 @@ def _matrix(report: dict[str, Any]) -> dict[str, Any]:
         for law in laws:
             count = Counter(case["status"] for case in one["cases"] if case["law"] == law)
             why = {case["reason"] for case in one["cases"] if case["law"] == law and case["reason"]}
-            cells.append({"text": _count(count), "state": _state(count), "why": "; ".join(sorted(why))})
+            cells.append(
+                {"law": law, "text": _count(count), "state": _state(count), "why": "; ".join(sorted(why))}
+            )
         rows.append(
             {"op": one["op"], "backend": one["candidate"], "numerics": one["numerics"], "cells": cells}
         )
@@ -61,21 +72,55 @@ def _state(count: Counter[str]) -> str:
     return "fail" if count["FAIL"] else "ok" if count["ok"] else "none"
 
 
-def _bits(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each op, backend, law and kind of change: how often bits were compared, and how often they
-    differed. Numbers in what a comparison says of itself are sizes, and do not make another kind."""
-    kinds: dict[tuple[str, ...], list[bool]] = {}
-    for case in cases:
-        if case["law"] in BITS:
-            for output in case["outputs"]:
-                what = re.sub(r"\d[\d,]*", "n", output["message"]) or output["output"]
-                key = (case["op"], case["backend"], case["law"], what)
-                kinds.setdefault(key, []).append(bool(output["passed"]))
+def _bits(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(comparisons, controls): a line for each op, backend, law and kind of change, what differed first.
+    Numbers in what a comparison says of itself are sizes, and do not make another kind."""
     names = ("op", "backend", "law", "what")
+    kinds: dict[tuple[tuple[str, ...], bool], list[dict[str, Any]]] = {}
+    for case in (case for case in cases if case["law"] in BITS):
+        for output in case["outputs"]:
+            control, said = output["output"] == "control", output["message"]
+            what = re.split(CHANGED, said)[0] if control else said.partition(": ")[0]
+            kind = (case["op"], case["backend"], case["law"], _kind(what) or output["output"])
+            kinds.setdefault((kind, control), []).append(output)
+    bits, controls = [], []
+    for (key, control), found in kinds.items():
+        line: dict[str, Any] = dict(zip(names, key, strict=True))
+        failed = sum(not output["passed"] for output in found)
+        if control:
+            altered = sum(" changes bits" in output["message"] for output in found)
+            controls.append(line | {"tried": len(found), "altered": altered, "failed": failed})
+        else:
+            bits.append(line | {"compared": len(found), "differ": failed})
+    bits.sort(key=lambda line: not line["differ"])
+    controls.sort(key=lambda line: not line["failed"])
+    return _named_once(bits), _named_once(controls)
+
+
+def _named_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whether a line has another op, backend or law than the one above it."""
+    above = [None, *lines]
+    keys = ("op", "backend", "law")
     return [
-        {**dict(zip(names, key, strict=True)), "compared": len(same), "differ": same.count(False)}
-        for key, same in sorted(kinds.items(), key=lambda item: all(item[1]))
+        line | {"again": before is not None and all(line[key] == before[key] for key in keys)}
+        for line, before in zip(lines, above, strict=False)
     ]
+
+
+def _kind(what: str) -> str:
+    """Without the sizes: `3 of 12 rows alone` and `7 of 12 rows alone` are one kind, some rows alone."""
+    found = re.sub(r"^\d+ of \d+ ", "some ", what)
+    found = re.sub(r"\[\d+, \d+\)", "of rows", found)
+    return re.sub(r"\d[\d,]*", "n", found)
+
+
+def _serves(one: dict[str, Any]) -> str:
+    """What someone else's function takes, in words."""
+    found = one.get("serves")
+    if found is None:
+        return ""
+    takes, outputs = ", ".join(found["takes"]), ", ".join(found["outputs"])
+    return f"{one['candidate']} takes {takes}; it is judged by {outputs}."
 
 
 def _unsupported(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     steps, trained_with = report["steps"], report["trained_with"]
     return {
         "title": f"GRPO, {len(steps)} steps with {NAMES[trained_with]}",
-        "passed": report["passed"],
-        "verdict": [report["verdict"], report["drift"]],
+        "state": "ok" if report["passed"] else "fail",
+        "verdict": "learned" if report["passed"] else "not learned",
+        "said": [report["verdict"], report["drift"]],
         "charts": [
             {
                 "title": "Reward",

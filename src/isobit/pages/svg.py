@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-#: Colours that stay apart for most eyes, on white and on black; ours is the first.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#999999")
+from isobit.bench.charts import COLOURS
+
 #: Pixels of the drawing, and around it.
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 620, 300, 60, 16, 44
 
@@ -37,12 +37,11 @@ def roofline(points: Sequence[Point], copy_tbps: float, best_tflops: float) -> s
         text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, "FLOP a byte", "middle"),
         text(LEFT, TOP - 4, f"TFLOP/s; roofs {copy_tbps:.3g} TB/s and {best_tflops:.4g} TFLOP/s"),
     ]
-    for px, py, name, what in points:
+    for px, py, name, what in sorted(points, key=lambda point: -names.index(point[2])):  # ours on top
         colour = COLOURS[min(names.index(name), len(COLOURS) - 1)]
-        label = escape(f"{what}: {py:.4g} TFLOP/s")
-        parts.append(
-            f'<circle cx="{x(px)}" cy="{y(py)}" r="3.5" fill="{colour}"><title>{label}</title></circle>'
-        )
+        label = f"<title>{escape(f'{what}: {py:.4g} TFLOP/s')}</title>"
+        place = f'cx="{x(px)}" cy="{y(py)}" r="3.5"'
+        parts.append(f'<circle {place} fill="{colour}" fill-opacity="0.85">{label}</circle>')
     for i, name in enumerate(names):
         at = TOP + HEIGHT + BELOW + 18 * i
         parts.append(f'<circle cx="{LEFT + 6}" cy="{at}" r="4" fill="{COLOURS[min(i, len(COLOURS) - 1)]}"/>')

@@ -1,0 +1,121 @@
+"""Guards pages as people see them: in a real Chromium, wide and on a phone, light and dark. Where there is no
+Chromium the tests are skipped and say so; `make test` installs one where it may."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chromium import Chromium, Tab, executable
+from isobit.pages import page
+from isobit.pages.saved import read_report
+from test_pages import report_of_a_check
+
+LOOK = Path(__file__).with_name("look.js").read_text()
+RESULTS = Path(__file__).parent.parent / "results" / "h200"
+
+DESKTOP, PHONE = 1280, 390
+
+#: Whether the button says so within three seconds.
+COPIED = """(async () => {
+  for (let i = 0; i < 30; i++) {
+    if (document.querySelector(".failure button").textContent === "copied") return true;
+    await new Promise((done) => setTimeout(done, 100));
+  }
+  return false;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    path = executable()
+    if path is None:
+        pytest.skip("UNSUPPORTED: there is no Chromium here (apt-get install chromium)")
+    with Chromium(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of all there is: a check that fails, a run of nothing, a check that passes, two benchmarks, one
+    of them with goals and charts, and the curves of a demo."""
+    reason = "0:logp: 3 of 4 beyond the bound; worst at [1, 0]: ours 2.25, torch 2.2500002, truth 2.25000019"
+    broken = report_of_a_check(status="FAIL", reason=reason)
+    broken["tolerances"] = {"file": "own.json", "looser": ["logprob forward bf16: 3 units, isobit allows 1"]}
+    broken["candidates"][0]["serves"] = {"takes": ["logits", "token_ids"], "outputs": ["logp"]}
+    nothing = report_of_a_check() | {"passed": False, "nothing_ran": "nothing was checked: no kernels here"}
+    saved = [read_report(RESULTS / name) for name in ("check_linear_logp.json", "det_gemm.json", "logp.json")]
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page([broken, nothing, *saved, demo()], "isobit report"))
+    return path
+
+
+def demo() -> dict[str, Any]:
+    """The report of a run of 40 steps."""
+    figures = ("reward", "solved", "kl", "clipped", "entropy")
+    steps = [
+        {"step": i, **{name: (i + k) / 50 for k, name in enumerate(figures)},
+         "drift": {"torch": {"max": 1e-3 * (1 + i), "mean": 1e-5}, "isobit": {"max": 0.0, "mean": 0.0}}}
+        for i in range(40)
+    ]  # fmt: skip
+    head = {"suite": "isobit demo", "stamp": report_of_a_check()["stamp"], "command": "isobit demo"}
+    said = {"passed": True, "verdict": "solved: mean reward 0.99", "drift": "decoding against training: 0"}
+    return head | said | {"steps": steps, "trained_with": "torch"}
+
+
+def looked_at(browser: Chromium, path: Path, width: int, dark: bool) -> tuple[Tab, list[str]]:
+    """A tab and what is wrong in it."""
+    tab = browser.open(path, width, dark)
+    return tab, [*tab.run(LOOK), *tab.said, *(url for url in tab.asked if url != path.as_uri())]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_a_page_looks_well(browser: Chromium, shown: Path, width: int, dark: bool) -> None:
+    tab, wrong = looked_at(browser, shown, width, dark)
+    assert wrong == []
+    closed = tab.run("document.querySelectorAll('details:not([open])').length")
+    assert closed > 50 and tab.run("document.querySelectorAll('section').length") == 6
+    tab.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    assert tab.run(LOOK) == []
+    papers = tab.run("getComputedStyle(document.body).backgroundColor")
+    assert papers == ("rgb(21, 25, 31)" if dark else "rgb(255, 255, 255)")
+    tab.close()
+
+
+def test_commands_are_copied_and_details_open(browser: Chromium, shown: Path) -> None:
+    tab = browser.open(shown, PHONE)
+    browser.ask("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    tab.ask("Page.bringToFront")
+    tab.click(".failure button")
+    assert tab.run(COPIED)
+    assert tab.run("navigator.clipboard.readText()") == "isobit check --op logp <&>"
+    case = "#s5 details.case:nth-of-type(2)"
+    height = f"document.querySelector('{case}').getBoundingClientRect().height"
+    before = tab.run(height)
+    tab.click(f"{case} summary")
+    assert tab.run(f"document.querySelector('{case}').open") and tab.run(height) > before + 50
+    tab.click("nav a:nth-of-type(3)")
+    assert tab.run("location.hash") == "#s3" and tab.said == []
+    tab.close()
+
+
+FAULTS = {
+    "wide": ("<style>h2 { min-width: 900px; }</style>", "the page is 9"),
+    "faint": ("<style>.soft { color: #999; }</style>", "contrast 2.8 of p.soft"),
+    "overlapping": ("<style>h2 { margin-bottom: -3rem; }</style>", "lies over"),
+    "fetching": ("<img src='no_such.png'>", "no_such.png"),
+    "wrong": ("<script>console.error('the moon');</script>", "the moon"),
+    "thrown": ("<script>undefined.moon;</script>", "Cannot read properties of undefined"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_page_that_does_not_is_found_out(browser: Chromium, tmp_path: Path, fault: str) -> None:
+    text, said = FAULTS[fault]
+    path = tmp_path / "page.html"
+    path.write_text(page([report_of_a_check()]).replace("<header>", f"{text}<header>"))
+    tab, wrong = looked_at(browser, path, PHONE, False)
+    assert any(said in each for each in wrong), wrong
+    tab.close()
