@@ -2,6 +2,8 @@
 repeats it."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,22 @@ def test_a_candidate_is_timed_beside_ours(tmp_path: Path) -> None:
     assert {impl for impl, _ in rows} == {"isobit", "candidate"}
     assert all(rows["candidate", way]["max_abs"] < 1e-5 for way in ("fwd", "bwd", "fwd_bwd"))
     assert "--candidate third_party:right" in report["command"]
+
+
+def test_the_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one small case, and beside isobit alone: the rivals and the sizes of the page take minutes here."""
+    text = (Path(__file__).parent.parent / "docs" / "check_my_kernel.md").read_text()
+    (tmp_path / "my_kernels.py").write_text(
+        re.findall(r"```python\n# my_kernels.py\n(.*?)```", text, re.S)[0]
+    )
+    (line,) = re.findall(r"^isobit (bench .*)$", text, re.M)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = CliRunner().invoke(app, [*shlex.split(line), *BENCH[3:], "--device", "cpu"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "checking my_kernels:logp, cpu, first" in done.output
+    page = (tmp_path / "mine.html").read_text()
+    assert "candidate" in page and "--candidate my_kernels:logp" in page
 
 
 def test_one_without_a_backward_is_timed_forward_alone() -> None:
