@@ -282,7 +282,7 @@ def test_json_in_a_file_and_a_table_for_people(isobit: Isobit, tmp_path: Path) -
     found = json.loads(path.read_text())
     assert done.code == 0 and found["ok"] == 1 and found["stamp"]["commit"] == "abc123"
     assert "logp  reference  1 ok" in done.out
-    assert "ok          logp reference accuracy [B=2 T=3 V=17 fp32]" in done.out  # progress
+    assert "1/1 ok   logp reference accuracy [B=2 T=3 V=17 fp32]" in done.out  # progress
     assert done.out.splitlines()[-1].startswith("1 ok, 0 failed, 0 unsupported in ")
 
 

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 
 from isobit.bench import charts
 from isobit.bench.charts import COLOURS
+from isobit.check.cell import Cell
+from isobit.check.law import LAWS
+from isobit.check.report import notes, progress, table
 from isobit.check.worst import worst_first
 from isobit.cli import app
 from isobit.contract import ContractError
@@ -225,6 +228,46 @@ def test_check_writes_a_page_and_prints_the_worst_error(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert re.search(r"logp reference: worst error \S+, torch \S+, bound \S+ \(\d+%\)", done.output)
     assert "all laws hold" in html.read_text()
+
+
+def cell(law: str, status: str = "ok", backend: str = "triton", reason: str = "", op: str = "logp") -> Cell:
+    return Cell(op, backend, law, "N=4 V=33 fp32", status, reason, command="isobit check", seconds=0.1)
+
+
+def test_the_console_fits_into_eighty_columns() -> None:
+    pairs = [(op, backend) for op in ("logp", "linear_policy_loss") for backend in ("triton", "reference")]
+    cells = [cell(law, op=op, backend=b) for op, b in pairs for law in LAWS for _ in range(12)]
+    cells.append(cell("memory", "FAIL", "reference"))
+    lines = table(cells).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[1] == "logp" and lines[4] == "linear_policy_loss"
+    assert lines[0].split() == [law[:4] for law in LAWS] and lines[3].split()[-2] == "1F"
+    assert table(cells[:24]).splitlines()[1].split() == ["logp", "triton", "12", "ok", "12", "ok"]
+
+
+def test_what_did_not_run_is_said_once_a_reason_and_last() -> None:
+    hopper = "{op}(backend='hopper'): its kernels need an NVIDIA Hopper GPU (sm_90); the tensors are on cpu"
+    cells = [cell(law, "UNSUPPORTED", "hopper", hopper.format(op=op), op)
+             for op in ("logp", "ratio_kl") for law in ("accuracy", "gradient")]  # fmt: skip
+    cells += [cell("accuracy", "UNSUPPORTED", "mine", f"it does not take {names}")
+              for names in ("mask", "mask, temperature")]  # fmt: skip
+    cells.append(cell("memory", "FAIL", "mine", "too much"))
+    assert notes(cells) == [
+        "FAIL logp mine memory [N=4 V=33 fp32]", "     too much", "     isobit check", "",
+        "UNSUPPORTED: its kernels need an NVIDIA Hopper GPU (sm_90); the tensors are on", "    cpu",
+        "    logp hopper, ratio_kl hopper: accuracy, gradient",
+        "UNSUPPORTED: it does not take mask, temperature", "    logp mine: accuracy",
+    ]  # fmt: skip
+
+
+def test_progress_counts_and_leaves_out_what_did_not_run() -> None:
+    said: list[str] = []
+    tell = progress(3, said.append)
+    for one in (cell("accuracy"), cell("memory", "UNSUPPORTED"), cell("written", "FAIL")):
+        tell(one)
+    assert said == [
+        "    1/3 ok   logp triton accuracy [N=4 V=33 fp32] 0.1s",
+        "    3/3 FAIL logp triton written [N=4 V=33 fp32] 0.1s",
+    ]
 
 
 def test_version() -> None:

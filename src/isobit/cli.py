@@ -37,7 +37,7 @@ from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proofs
 from isobit.check.request import Request, ops_of
-from isobit.check.runner import UNSUPPORTED, Cell, NothingRan, observations, run
+from isobit.check.runner import UNSUPPORTED, Cell, NothingRan, how_many, observations, run
 from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.contract import ContractError
 from isobit.demo.run import run_demo
@@ -184,9 +184,6 @@ def check(
     say = (lambda text: None) if to_stdout else print
     say(f"isobit {isobit.__version__} check on {request.device} ({gpu_name(request.device)})")
 
-    def progress(cell: Cell) -> None:
-        say(f"  {cell.status:12s}{cell.op} {cell.backend} {cell.law} [{cell.case}] {cell.seconds:.1f}s")
-
     if json_path is not None and not to_stdout:
         check_writable(json_path, "--json")
     if html is not None:
@@ -196,7 +193,7 @@ def check(
             check_writable(_check_file(results, folder, request.device), "--results")
     nothing: NothingRan | None = None
     try:
-        cells = run(request, progress)
+        cells = run(request, report.progress(how_many(request), say))
     except NothingRan as error:  # the report says so, and then the command does
         cells, nothing = error.cells, error
     seen, why = ([], str(nothing)) if nothing else (observations(request), None)
@@ -212,7 +209,7 @@ def check(
         found["tolerances"] = {"file": request.tolerances.path, "looser": looser}
     for line in looser:
         say(f"LOOSER than isobit's: {line}")
-    for line in report.notes(cells):
+    for line in ("", *report.notes(cells)):
         say(line)
     say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
         f"{time.perf_counter() - start:.0f} s: {report.verdict(found)}")  # fmt: skip

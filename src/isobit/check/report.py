@@ -1,7 +1,8 @@
 """The report of a check: totals, a table for people, JSON for machines (schema in docs/results.md)."""
 
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +14,9 @@ from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.worst import worst_first
 from isobit.op import OPS
 from isobit.stamp import stamp
+
+#: Columns that what is printed fits into, but for commands and names of cases.
+COLUMNS = 80
 
 #: Version of the form of a file. In version 1 a case has no inputs, and a file no command.
 SCHEMA = 2
@@ -93,43 +97,112 @@ def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
     return found
 
 
-def table(cells: list[Cell]) -> str:
-    """op and backend down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported."""
+# For people
+
+
+def progress(total: int, say: Callable[[str], None]) -> Callable[[Cell], None]:
+    """What says of each cell that it is done, and how many of all there are. What did not run is said by
+    reason, at the end."""
+    done = 0
+
+    def tell(cell: Cell) -> None:
+        nonlocal done
+        done += bool(cell.case)
+        if cell.status != UNSUPPORTED:
+            name = f"{cell.op} {cell.backend} {cell.law} [{cell.case}]"
+            say(f"{done:>5}/{total} {cell.status:5s}{name} {cell.seconds:.1f}s")
+
+    return tell
+
+
+def table(cells: list[Cell], columns: int = COLUMNS) -> str:
+    """op and backend down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported. Where that is too wide,
+    counts alone under the first letters of the laws, and `3F` for three that failed."""
     seen = {c.law for c in cells}
     laws = [law for law in LAWS if law in seen]
+    counts = {
+        (op, backend): [
+            Counter(c.status for c in cells if (c.op, c.backend, c.law) == (op, backend, law)) for law in laws
+        ]
+        for op, backend in dict.fromkeys((c.op, c.backend) for c in cells)
+    }
     rows = [["op", "backend", *laws]]
-    for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
-        row = [op, backend]
-        for law in laws:
-            mine = [c for c in cells if (c.op, c.backend, c.law) == (op, backend, law)]
-            fails, oks = sum(c.status == FAIL for c in mine), sum(c.status == OK for c in mine)
-            row.append(f"{fails} FAIL of {len(mine)}" if fails else f"{oks} ok" if oks else "-")
-        rows.append(row)
+    rows += [[op, backend, *map(_in_words, found)] for (op, backend), found in counts.items()]
+    text = _aligned(rows)
+    if max(map(len, text.splitlines())) <= columns:
+        return text
+    rows, lines = [["", *(law[:4] for law in laws)]], []
+    rows += [[f"  {backend}", *map(_in_short, found)] for (_, backend), found in counts.items()]
+    head, *aligned = _aligned(rows).splitlines()
+    for (op, _), line in zip(counts, aligned, strict=True):
+        lines += [*([op] if op not in lines else []), line]
+    return "\n".join([head, *lines])
+
+
+def _aligned(rows: list[list[str]]) -> str:
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(v.ljust(w) for v, w in zip(r, widths, strict=True)).rstrip() for r in rows)
 
 
+def _in_words(count: Counter[str]) -> str:
+    if count[FAIL]:
+        return f"{count[FAIL]} FAIL of {count.total()}"
+    return f"{count[OK]} ok" if count[OK] else "-"
+
+
+def _in_short(count: Counter[str]) -> str:
+    return f"{count[FAIL]}F" if count[FAIL] else str(count[OK]) if count[OK] else "-"
+
+
 def worst(cells: list[Cell]) -> list[str]:
-    """A line for each op and backend: of all errors that have a bound, the one that is nearest to it."""
+    """For each op and backend, of all errors that have a bound the one that is nearest to it; and where."""
     lines = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         for e in worst_first(vars(c) for c in cells if (c.op, c.backend) == (op, backend))[:1]:
             figures = f"worst error {e.ours:.2e}, torch {e.torch:.2e}, bound {e.bound:.2e} ({e.share:.0%})"
-            lines.append(f"{op} {backend}: {figures}: {e.output} [{e.case}]")
+            lines += [f"{op} {backend}: {figures}", f"    {e.output} [{e.case}]"]
     return lines
 
 
 def notes(cells: list[Cell]) -> list[str]:
-    """What did not run and why, then every failure with the command that repeats it."""
-    why: dict[tuple[str, str, str], dict[str, None]] = {}
-    for c in cells:
-        if c.status == UNSUPPORTED:
-            why.setdefault((c.op, c.backend, c.reason), {})[c.law] = None
-    lines = [
-        f"- {op} {backend} {', '.join(laws)}: UNSUPPORTED, {reason}"
-        for (op, backend, reason), laws in sorted(why.items())
-    ]
-    for c in cells:
-        if c.status == FAIL:
-            lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]", f"     {c.reason}", f"     {c.command}"]
+    """Every failure with the command that repeats it, then what did not run, by reason."""
+    lines = []
+    for c in (c for c in cells if c.status == FAIL):
+        lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]", f"     {c.reason}", f"     {c.command}"]
+    why: dict[str, dict[str, dict[str, None]]] = {}
+    for c in (c for c in cells if c.status == UNSUPPORTED):
+        who = why.setdefault(_reason(c), {}).setdefault(f"{c.op} {c.backend}", {})
+        who |= dict.fromkeys([c.law])
+    lines += [""] if lines and why else []
+    for reason, by_whom in _folded(why).items():
+        lines += textwrap.wrap(f"UNSUPPORTED: {reason}", COLUMNS, subsequent_indent="    ", **_WHOLE)
+        laws: dict[tuple[str, ...], list[str]] = {}
+        for name, held in by_whom.items():
+            laws.setdefault(tuple(held), []).append(name)
+        for held_by, names in laws.items():
+            line = f"{', '.join(names)}: {', '.join(held_by)}"
+            lines += textwrap.wrap(line, COLUMNS, initial_indent="    ", subsequent_indent="    ", **_WHOLE)
     return lines
+
+
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+_LACKS = "it does not take "
+
+
+def _reason(cell: Cell) -> str:
+    """Without the call that begins it: it stands beside."""
+    return cell.reason.removeprefix(f"{cell.op}(backend={cell.backend!r}): ")
+
+
+def _folded(why: dict[str, dict[str, dict[str, None]]]) -> dict[str, dict[str, dict[str, None]]]:
+    """One reason for all options that a candidate does not take, whichever of them a case has."""
+    plain = {r: who for r, who in why.items() if not r.startswith(_LACKS) or " and " in r}
+    names: dict[str, None] = {}
+    together: dict[str, dict[str, None]] = {}
+    for reason, by_whom in why.items():
+        if reason not in plain:
+            names |= dict.fromkeys(reason.removeprefix(_LACKS).split(", "))
+            for name, laws in by_whom.items():
+                together.setdefault(name, {}).update(laws)
+    return plain | ({f"{_LACKS}{', '.join(names)}": together} if names else {})

@@ -142,10 +142,28 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     ]
 
 
-def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
+def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case]:
+    """The cases of a law that run on this backend and device."""
     # Heavy cases take minutes each there.
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     slow = slow or (isinstance(op, Candidate) and request.device.type == "cpu")
+    no_gpu = request.device.type == "cpu"
+    return [c for c in cases_of(op, law, request) if not (c.heavy and slow) and not (c.gpu_gb and no_gpu)]
+
+
+def how_many(request: Request) -> int:
+    """How many cells with a case a request has."""
+    total = 0
+    for op, backend in candidates(ops_of(request), request):
+        never = _cannot_serve(op, backend, request.device)
+        for law in request.laws or LAWS:
+            why = op.lacks.get(law) if isinstance(op, Candidate) else never if law != "compile" else None
+            if why is None or _is_elsewhere(op, backend, law, request):
+                total += len(_light_enough(op, backend, law, request))
+    return total
+
+
+def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
     never = _cannot_serve(op, backend, request.device)
     for law in request.laws or LAWS:
         if _is_elsewhere(op, backend, law, request):
@@ -156,9 +174,8 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
             again = _command(op, backend, law, None, asked)
             yield Cell(op.name, backend, law, "", UNSUPPORTED, why, command=again)
             continue
-        for case in cases_of(op, law, asked):
-            if not (case.heavy and slow) and not (case.gpu_gb and request.device.type == "cpu"):
-                yield _one(op, backend, law, case, asked)
+        for case in _light_enough(op, backend, law, asked):
+            yield _one(op, backend, law, case, asked)
 
 
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:

@@ -1,5 +1,5 @@
-"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no network, and
-no script but for the buttons that copy commands.
+"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no network,
+and no script but for the buttons that copy commands.
 
 A page shows any number of reports, one section each: what was proven, how far errors stay below their bounds,
 which bits were compared, what was timed beside whom, what a run learned. It is made from the JSON that check
