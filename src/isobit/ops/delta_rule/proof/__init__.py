@@ -252,6 +252,7 @@ _HEAVY = [
     _case(1, 200, 1, 2, 256, 128, BF16, mode="ht", v_first=True, heavy=True),
     _case(1, 700, 2, 4, 128, 128, BF16, mode="gkht", lengths="117+0+64+257+1+261", heavy=True),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
+    *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
 ]
 _BITS = [
     _case(2, 40, 1, 1, 32, 16, F32, mode="ght", chunk=32),
