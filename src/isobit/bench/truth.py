@@ -28,9 +28,12 @@ class Errors:
 
 def errors_of(found: Tensor, truth: Tensor) -> Errors:
     wrong = (found.double() - truth).abs()
-    largest, mean = float(wrong.max()), float(wrong.mean())
-    rms = float(wrong.square().mean().sqrt() / truth.square().mean().sqrt())
-    return Errors(largest, mean, largest / float(truth.abs().max()), rms)
+
+    def share(of_wrong: Tensor, of_truth: Tensor) -> float:
+        return float(of_wrong / of_truth) if of_wrong else 0.0  # also where all is 0, as it should be
+
+    rms = share(wrong.square().mean().sqrt(), truth.square().mean().sqrt())
+    return Errors(float(wrong.max()), float(wrong.mean()), share(wrong.max(), truth.abs().max()), rms)
 
 
 @dataclass(frozen=True)
