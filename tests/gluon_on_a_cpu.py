@@ -33,7 +33,7 @@ class Array(np.ndarray):
     def to(self, kind: Any, bitcast: bool = False) -> "Array":
         if isinstance(kind, torch.dtype):
             return self if bitcast else rounded(self, kind)
-        return self.astype(kind)
+        return self.view(kind) if bitcast else self.astype(kind)
 
 
 def array(x: Any, dtype: Any = None) -> Array:
@@ -42,6 +42,12 @@ def array(x: Any, dtype: Any = None) -> Array:
 
 def rounded(x: np.ndarray, dtype: torch.dtype) -> Array:
     return array(torch.from_numpy(np.ascontiguousarray(x)).to(dtype).float().numpy())
+
+
+def approximate_reciprocal(x: np.ndarray) -> Array:
+    """By turns over the last bits of x one ulp too small, as near as can be, and one too large."""
+    bits = np.asarray(1 / x, F32).view(np.int32) + (x.view(np.int32) % 3 - 1)
+    return array(bits.astype(np.int32).view(F32))
 
 
 class Pointer:
@@ -151,6 +157,8 @@ class Device:
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
                 return array(args[0].real), array(args[0].imag)
+            if text == "rcp.approx.ftz.f32 $0, $1;":
+                return approximate_reciprocal(args[0])
             assert text.startswith("cvt.rn.") and text.endswith("$0, $2, $1;"), text
             kind = torch.bfloat16 if "bf16x2" in text else torch.float16
             word = np.empty(args[0].shape, np.complex64)
@@ -182,15 +190,16 @@ class Device:
             reshape=lambda x, shape: array(np.reshape(x, [int(n) for n in shape])),
             permute=lambda x, order: array(np.transpose(x, order)),
             join=lambda a, b: array(np.stack((a, b), -1)), sum=lambda x, axis: array(np.sum(x, axis)),
-            max=lambda x, axis: array(np.fmax.reduce(x, axis)), abs=lambda x: array(np.abs(x)),
+            max=lambda x, axis: array(np.fmax.reduce(x, axis)), min=lambda x, axis: array(np.min(x, axis)),
+            abs=lambda x: array(np.abs(x)),
             exp2=lambda x: array(self.do.exp2(np.asarray(x))),
             log2=lambda x: array(self.do.log2(np.asarray(x))),
             div_rn=lambda a, b: array(a / b), convert_layout=lambda x, *rest, **more: x,
             fma=lambda a, b, c: array(self.do.fma(np.asarray(a), np.asarray(b), np.asarray(c))),
             inline_asm_elementwise=assembly, allocate_shared_memory=allocate,
             warp_specialize=self.specialize, SliceLayout=lambda *rest: None,
-            DotOperandLayout=lambda *rest: None, float32=F32, int32=np.int32, int16=np.int16, int64="int64",
-            bfloat16=torch.bfloat16, float16=torch.float16,
+            DotOperandLayout=lambda *rest: None, float32=F32, int32=np.int32, uint32=np.uint32,
+            int16=np.int16, int64="int64", bfloat16=torch.bfloat16, float16=torch.float16,
         )  # fmt: skip
 
     # Units beside the threads

@@ -58,6 +58,15 @@ def test_bits_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
     same(name, ours, model.attention(segment=64, block=32, **args))
 
 
+def test_quotients_of_any_size_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values so small and so large that a quotient is rounded in other ways, and infinite ones."""
+    args = made(1, 70, 150, 2, 2, 64)
+    args["v"][..., 1, :16] *= 2.0**-128  # of bf16 some bits are left
+    args["v"][..., 1, 16:32] *= 2.0**126
+    args["v"][:, 7, 0, 5] = torch.inf
+    same("any size", on_a_cpu(monkeypatch, args), model.attention(segment=64, block=32, **args))
+
+
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = CASES["dense"]()
     wanted = model.attention(segment=64, block=32, **args)[1]

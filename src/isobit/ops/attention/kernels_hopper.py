@@ -65,6 +65,8 @@ from isobit.ops.attention.kernels_hopper_parts import (
     PIECE,
     STAGED,
     TOTALS,
+    divided,
+    divides,
     finite,
     halved,
     joined,
@@ -277,6 +279,14 @@ class Part:
         m, s, old, new, seen = self.fold_sums(total_m, total_s, m, lanes)
         any_key = s != 0.0
         s = gl.where(any_key, s, 1.0)
+        pieces = self.pieces(acc)
+        totals = ()
+        for i in gl.static_range(len(pieces)):
+            totals = totals + (self.fold_piece(pieces[i], old, new, seen, folded, i),)
+        if divides(totals, s):
+            found = divided(totals, s, True)
+        else:
+            found = divided(totals, s, False)
         # Of the item, what nobody has needed so far.
         live, row = ring.told(slot, 4), ring.told(slot, 5)
         batch, head = ring.told(slot, 6).to(gl.int64), ring.told(slot, 7)
@@ -284,13 +294,9 @@ class Part:
         j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
         there = gl.expand_dims(query < live, 1)
-        pieces = self.pieces(acc)
-        for i in gl.static_range(len(pieces)):
-            found = self.fold_piece(pieces[i], old, new, seen, folded, i)
-            found = gl.div_rn(found, per_column(s, OF_PIECE) + gl.zeros_like(found))
-            found = gl.where(per_column(any_key, OF_PIECE), found, 0.0).to(ring.q_desc.dtype)
+        for i in gl.static_range(len(found)):
             room = self.room(i)
-            room.store(found)
+            room.store(gl.where(per_column(any_key, OF_PIECE), found[i], 0.0).to(ring.q_desc.dtype))
             inside = there
             if self.D < ring.D:
                 inside = there & (j + i * PIECE < self.D)

@@ -3,6 +3,12 @@ registers of a `wgmma` accumulator.
 
 Of 64 x 128 scores a thread holds two rows, and of a row the keys 8 g + 2 i and 8 g + 2 i + 1 for its own i of
 4: a *lane*. So sums by lanes are sums in one thread.
+
+Divisions have the bits of `div_rn`, which looks at every operand and branches. With y = RN(1 / b),
+q = RN(a y) and r = RN(b q - a), RN(q - r y) = RN(a / b), unless something over- or underflows. For q - r y
+is a / b up to 1.3 2^-23 ulp; and where the middle between two numbers is that near, r is exact, q is one of
+the two, and a / b, which for a, b from 1 to 2 is at least 2^-24 ulp / b from it, stays on its side. The
+steps, and the one pair of significands that is left, are in `tests/test_attention_division.py`.
 """
 
 from isobit.blocks.hopper_pipe import ROWS, accumulator_layout, gl, gluon
@@ -51,10 +57,29 @@ def finite(m):
 
 
 @gluon.jit
+def quotient(a, b, y):
+    """a / b rounded to nearest, for y = 1 / b rounded to nearest; zeros keep their sign. See above for why,
+    and `divides` for when."""
+    q = a * y
+    return gl.fma(gl.fma(q, b, -a), -y, q)
+
+
+@gluon.jit
+def reciprocal(b):
+    """1 / b rounded to nearest, for b from 1 to 2 - 2^-22. A step from what is within an ulp leaves what is
+    rounded to nearest (only of 2 - 2^-23 not). The step before it sees to that, whatever hardware gives."""
+    y = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], gl.float32, True, 1)
+    one = gl.full_like(b, 1.0)
+    y = gl.fma(gl.fma(-b, y, one), y, y)
+    return gl.fma(gl.fma(-b, y, one), y, y)
+
+
+@gluon.jit
 def tanh(x):
     a = gl.abs(x)
     e = gl.exp2(a * -2.8853900817779268)
-    far = gl.div_rn(1.0 - e, 1.0 + e)
+    b = 1.0 + e  # at most 1.61 where it counts
+    far = quotient(1.0 - e, b, reciprocal(b))
     y = x * x
     near = 0.13333333333333333 + y * (-0.053968253968253968 + y * 0.021869488536155203)
     near = a + a * y * (-0.33333333333333333 + y * near)
@@ -120,3 +145,36 @@ def per_lane(x):
 def per_column(x, OF_ACC: gl.constexpr):
     """A row's number for each column of acc."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, OF_ACC), assert_trivial=True), 1)
+
+
+@gluon.jit
+def divides(pieces, s):
+    """Whether `quotient` serves all of these by their rows' s: numbers from 2^-100 to 2^100, or zeros, by
+    numbers from 2^-20 to 2^20. Then quotients are normal, and r is a whole number of smallest numbers."""
+    MINUS_TWO: gl.constexpr = (1 << 32) - 2
+    LEAST: gl.constexpr = (1 << 32) - 2 * (27 << 23)  # 2^-100
+    largest = gl.abs(pieces[0])
+    least = pieces[0].to(gl.uint32, bitcast=True) * MINUS_TWO  # of zeros 0, of what is next to them the most
+    for i in gl.static_range(1, len(pieces)):
+        largest = gl.maximum(largest, gl.abs(pieces[i]))
+        least = gl.maximum(least, pieces[i].to(gl.uint32, bitcast=True) * MINUS_TWO)
+    s = gl.convert_layout(s, gl.SliceLayout(1, OF_PIECE), assert_trivial=True)
+    usual = (s >= 2.0**-20) & (s <= 2.0**20) & (gl.max(largest, 1) <= 2.0**100) & (gl.max(least, 1) <= LEAST)
+    return gl.min(usual.to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def divided(pieces, s, USUAL: gl.constexpr):
+    """Rows by their s, every quotient rounded to nearest. USUAL: `divides` says so."""
+    y = s
+    if USUAL:
+        y = gl.div_rn(gl.full_like(s, 1.0), s)
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        zeros = gl.zeros_like(pieces[i])
+        each = per_column(s, OF_PIECE) + zeros
+        if USUAL:
+            found = found + (quotient(pieces[i], each, per_column(y, OF_PIECE) + zeros),)
+        else:
+            found = found + (gl.div_rn(pieces[i], each),)
+    return found
