@@ -21,9 +21,7 @@ def on_a_cpu(
     """Segments and blocks so small that few keys cross their borders."""
     device = Device(model.CPU, programs)
     device.do = model.CPU._replace(product=lambda a, b, acc, _: model.CPU.product(a, b, acc, BF16))
-    scope = device.scope(
-        hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper, _SEGMENT=segment, **changes
-    )
+    scope = device.scope(hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper, **changes)
     monkeypatch.setattr(kernels_hopper, "block_keys", lambda D: block)
     monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: programs)
 
@@ -31,7 +29,7 @@ def on_a_cpu(
         device.programs = grid[0]
         device.run(scope, kernel, values)
 
-    return kernels_hopper.attention(launch, **args)
+    return kernels_hopper.attention(launch, segment=segment, **args)
 
 
 CASES = {

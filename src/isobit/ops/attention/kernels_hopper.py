@@ -89,8 +89,6 @@ STAGES = {64: 2, 128: 2, 256: 2}
 #: Queries of a sequence from which on a tile of one head is no waste.
 MANY_QUERIES = 64
 
-_SEGMENT = gl.constexpr(SEGMENT)
-
 
 @record
 class Part:
@@ -115,6 +113,7 @@ class Part:
     TURNS: gl.constexpr
     IN_SHARED: gl.constexpr
     HAS_LSE: gl.constexpr
+    SEGMENT: gl.constexpr
 
     @gluon.jit
     def scores(self, stage, phase):
@@ -229,7 +228,7 @@ class Part:
                 turn = turn ^ 1
             z = warpgroup_mma_wait(1, deps=(z,))
             mbarrier.arrive(ring.k_empty.index(k_stage))
-            fresh = at % _SEGMENT == 0  # the first of a segment
+            fresh = at % self.SEGMENT == 0  # the first of a segment
             top, sums, a, e = self.exponentials(
                 z, gl.where(fresh, float("-inf"), m), gl.where(fresh, 0.0, lanes), at, newest, oldest, MASKED
             )
@@ -404,7 +403,7 @@ def attention_kernel(
     D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr,
     OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, TURNS: gl.constexpr,
-    IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr,
+    IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     work = Work(
         key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
@@ -420,11 +419,11 @@ def attention_kernel(
     CLEAR: gl.constexpr = PACKED or ENDS
     first = Part(
         work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE,
+        IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
     second = Part(
         work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE,
+        IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
     gl.warp_specialize(
         [(_attend, (first,)), (_attend, (second,)), (load_items, (work, ring))],
@@ -459,8 +458,11 @@ def why_rather_not(args: dict[str, Any]) -> str | None:
     return None
 
 
-def attention(launch: Launch = run, turns: bool = True, **args: Any) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). `turns`: whether the two warpgroups multiply by turns; it decides no bit."""
+def attention(
+    launch: Launch = run, turns: bool = True, segment: int = SEGMENT, **args: Any
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse). `turns`: whether the two warpgroups multiply by turns; it decides no bit. The class fixes
+    `segment`."""
     call, factors = call_of(args), factors_of(args)
     q, k, v = args["q"], args["k"], args["v"]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -488,6 +490,6 @@ def attention(launch: Launch = run, turns: bool = True, **args: Any) -> tuple[Te
         call.D, DP, block, STAGES[DP], flat_layout(DP, q.dtype), accumulator_layout(block),
         accumulator_layout(DP), call.packed_q, args["key_start"] is not None, args["key_end"] is not None,
         args["causal"], args["window"] is not None, args["softcap"] is not None, turns, in_shared,
-        lse is not None, num_warps=4, maxnreg=AT_LAUNCH, enable_fp_fusion=False,
+        lse is not None, segment, num_warps=4, maxnreg=AT_LAUNCH, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse

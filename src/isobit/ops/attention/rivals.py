@@ -1,48 +1,234 @@
-"""The sizes at which `attention` is timed, and what must be moved and computed there."""
+"""What people use instead of `attention`, the sizes at which both are timed, and how fast is fast enough.
 
+Series by what they are for and by direction: training and prefill (`attention`, and backward `_bwd`), with
+packed sequences (`_packed`), with a window (`_window`), and decoding from a cache (`_decode`). Rivals are
+PyTorch's: SDPA on cuDNN and on its flash kernel, and FlexAttention with a block mask that is made once. They
+get tensors with heads first, as they like them best.
+
+`isobit:one segment` is the kernel that serves, without segments: it has other bits, and tells what they cost.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.bench.series import by_rows
+from isobit.bench.goals import Base, Cell, Goal, Group
+from isobit.bench.rival import Rival
+from isobit.bench.series import Series, by_rows
+from isobit.bench.truth import cotangent_like
 from isobit.check.proof import Args, Case, Cost
+from isobit.ops.attention.op import forward
 from isobit.ops.attention.proof.inputs import BY_TOKEN
 from isobit.ops.attention.proof.truth import formula
 
 BF16 = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class _OneHead:
-    """The last head of the last batch element in fp64: heads do not meet in any forward sum."""
+# Rivals
 
-    known: Tensor
+
+def _heads_first(args: Args) -> Args:
+    """[B, H, T, D], and what a query sees where that is not said by `is_causal`."""
+    (T, S), device = (args[n].shape[1] for n in ("q", "k")), args["q"].device
+    mask = None
+    if args["causal"] and 1 < T < S:
+        mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+    found = {n: args[n].transpose(1, 2).contiguous() for n in BY_TOKEN}
+    return args | found | {"mask": mask, "is_causal": args["causal"] and T == S}
+
+
+def _lower_right(args: Args) -> Args:
+    """The same with a mask that PyTorch knows by name, so that its flash kernel need not read one."""
+    found = _heads_first(args)
+    if found["mask"] is not None:
+        found["mask"] = causal_lower_right(*found["mask"].shape)
+    return found
+
+
+def sdpa(backend: SDPBackend, args: Args) -> Tensor:
+    with sdpa_kernel(backend):
+        found: Tensor = scaled_dot_product_attention(
+            args["q"], args["k"], args["v"], attn_mask=args["mask"], is_causal=args["is_causal"],
+            enable_gqa=True,
+        )  # fmt: skip
+    return found.transpose(1, 2)
+
+
+def _bounds(args: Args) -> Args:
+    """Of packed sequences, the longest: kernels take it as a number."""
+    cuts = args["cu_seqlens_q"]
+    lengths = [args["q"].shape[1]] if cuts is None else cuts.diff().tolist()
+    return args | {"longest": max(lengths), "shortest": min(lengths)}
+
+
+def _nested(args: Args) -> Tensor:
+    """SDPA on cuDNN over a jagged tensor."""
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(
+            args[n][0], args["cu_seqlens_q"], min_seqlen=args["shortest"], max_seqlen=args["longest"]
+        ).transpose(1, 2)
+        for n in BY_TOKEN
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        found: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return found.transpose(1, 2).values()[None]
+
+
+def _flash(args: Args) -> Tensor:
+    """The kernel behind SDPA's flash, which SDPA hands neither packed sequences nor a window."""
+    cuts, window, longest = args["cu_seqlens_q"], args["window"], args["longest"]
+    q, k, v = (args[n] if cuts is None else args[n][0] for n in BY_TOKEN)
+    left = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    found: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, cuts, cuts, longest, longest, 0.0, True, False, **left
+    )[0]
+    return found if cuts is None else found[None]
+
+
+def _with_block_mask(args: Args) -> Args:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return _heads_first(args) | {"block_mask": create_block_mask(*sees(args), device=args["q"].device)}
+
+
+def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
+    """Whether query q sees key k as FlexAttention asks it, B and H, which do not matter, T and S."""
+    (T, S), window = (args[n].shape[1] for n in ("q", "k")), args["window"]
+    cuts = args["cu_seqlens_q"]
+    if cuts is not None:
+        document = torch.repeat_interleave(torch.arange(len(cuts) - 1, device=cuts.device), cuts.diff())
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        position = q + (S - T)
+        found = k <= position
+        if window is not None:
+            found = found & (k > position - window)
+        if cuts is not None:
+            found = found & (document[q] == document[k])
+        return found
+
+    return mask, None, None, T, S
+
+
+def _flex(args: Args) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    found = flex_attention(
+        args["q"], args["k"], args["v"], block_mask=args["block_mask"], enable_gqa=True,
+        scale=args["scale"],
+    )  # fmt: skip
+    assert isinstance(found, Tensor)
+    return found.transpose(1, 2)
+
+
+def _on_gpus(case: Case, device: torch.device) -> str | None:
+    return "its kernels need a GPU" if device.type == "cpu" else None
+
+
+_FOR_GPUS: dict[str, Any] = {"directions": ("fwd", "bwd"), "available": _on_gpus}
+CUDNN = Rival("cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), prepare=_heads_first, **_FOR_GPUS)
+FLASH = Rival("flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), prepare=_lower_right, **_FOR_GPUS)
+# Jagged tensors ask the device for their sizes.
+NESTED = Rival("cudnn", _nested, prepare=_bounds, takes=("lengths",), graph=False, **_FOR_GPUS)
+FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, takes=("lengths", "window"), **_FOR_GPUS)
+# A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+FLEX = Rival(
+    "flex", _flex, directions=("fwd",), prepare=_with_block_mask, available=_on_gpus, compiled=True,
+    takes=("lengths", "window"),
+)  # fmt: skip
+
+
+def one_segment(args: Args) -> Tensor:
+    """The kernel that serves, with all keys in one segment."""
+    from isobit.ops.attention import kernels_hopper, kernels_triton, model
+
+    modules = {"hopper": kernels_hopper, "triton": kernels_triton, "model": model}
+    served = forward.explain(**args).backend
+    assert served is not None
+    found: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
+    return found
+
+
+# The truth
+
+
+@dataclass(frozen=True)
+class OneHead:
+    """out and dq of the last head of the last batch element in fp64: heads do not meet in any of their sums.
+    At most so many queries that their scores fit."""
+
+    args: Args
+
+    @property
+    def some(self) -> int:
+        return min(1024, self.args["q"].shape[1])
+
+    def known(self, cotangent: Tensor | None) -> Tensor:
+        one = self.args | {n: self.args[n][-1:, :, -1:].double() for n in BY_TOKEN}
+        one["q"] = one["q"][:, -self.some :]
+        if cotangent is None:
+            return formula(one)[0]
+        with torch.enable_grad():
+            leaf = one["q"].requires_grad_()
+            return torch.autograd.grad(formula(one | {"q": leaf})[0], leaf, cotangent)[0]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        if direction != "fwd":
+        first, given = result[0].detach(), self.args["q"]
+        if direction == "fwd_bwd":
             return None
-        return float((result[0][-1:, -self.known.shape[1] :, -1:].double() - self.known).abs().max())
+        if first.shape != given.shape:  # the gradient of what has heads first
+            first = first.transpose(1, 2)
+        cotangent = None
+        if direction == "bwd":
+            cotangent = self.part(cotangent_like(torch.empty_like(given)))
+        return float((self.part(first) - self.known(cotangent)).abs().max())
+
+    def part(self, t: Tensor) -> Tensor:
+        return t[-1:, -self.some :, -1:].double()
 
 
-def _judge(args: Args) -> _OneHead | None:
-    """At most so many queries that their scores fit."""
-    if args["cu_seqlens_q"] is not None or args["block_table"] is not None:
-        return None
-    some = 1024 if args["causal"] else args["q"].shape[1]
-    one = args | {n: args[n][-1:, :, -1:].double() for n in BY_TOKEN}
-    one["q"] = one["q"][:, -some:]
-    return _OneHead(formula(one)[0])
+def _judge(args: Args) -> OneHead | None:
+    """Of packed sequences nothing is known; they are checked."""
+    return None if args["cu_seqlens_q"] is not None else OneHead(args)
 
 
-def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
+# Sizes
+
+
+def _lengths(count: int, total: int) -> str:
+    """So many lengths, from short ones to long, that make up `total`."""
+    steps = [total * (2 * i + 1) // count**2 for i in range(count)]
+    return "+".join(map(str, (*steps[:-1], total - sum(steps[:-1]))))
+
+
+PACKED_LENGTHS = _lengths(40, 32768)
+WINDOW = 4096
+
+
+def seen(T: int, S: int, window: int | None = None, lengths: str | None = None) -> int:
+    """Pairs of a query and a key that it sees, of one batch element and head."""
+    if lengths is not None:
+        return sum(n * (n + 1) // 2 for n in map(int, lengths.split("+")))
+    hidden = 0
+    if window is not None:  # of query t, which sees S - T + t + 1 keys, those before its window
+        beyond = max(S - window, 0)
+        hidden = beyond * (beyond + 1) // 2 - max(beyond - T, 0) * (max(beyond - T, 0) + 1) // 2
+    return T * S - T * (T - 1) // 2 - hidden
+
+
+def cost(dims: dict[str, int], dtype: torch.dtype, **options: Any) -> Cost:
     """q, k and v read once and out written once; backward reads those and dout, and writes three gradients.
-    Products count for the keys that a causal query sees: two forward, five backward."""
+    Products count for keys that are seen: two forward, five backward."""
     B, T, S, H, KV, D = (dims[name] for name in ("B", "T", "S", "H", "KV", "D"))
     rows, keys = B * T * H * D * dtype.itemsize, B * S * KV * D * dtype.itemsize
-    seen = T * S - T * (T - 1) // 2
-    flops = 2 * B * H * seen * D
+    flops = 2 * B * H * seen(T, S, **options) * D
     return Cost(
         fwd_bytes=2 * rows + 2 * keys,
         bwd_bytes=4 * rows + 4 * keys,
@@ -62,8 +248,9 @@ TRAINING = [
     _case(2, 8192, 8192, 32, 8, 128),
     _case(1, 16384, 16384, 32, 8, 128),
     _case(4, 4096, 4096, 16, 8, 64),
-    _case(1, 16384, 16384, 32, 8, 128, window=4096),
 ]
+PACKED = [_case(1, 32768, 32768, 32, 8, 128, lengths=PACKED_LENGTHS)]
+WINDOWED = [_case(1, 16384, 16384, 32, 8, 128, window=WINDOW)]
 DECODING = [
     _case(B, T, S, 8 * group, 8, 128)
     for S in (4096, 32768)
@@ -72,17 +259,87 @@ DECODING = [
     for T in (1, 4)
 ]
 
+#: For a CPU.
+_SMALL = _case(2, 24, 24, 2, 1, 64)
+_SMALL_PACKED = _case(1, 24, 24, 2, 1, 64, lengths="3+0+21")
+_SMALL_WINDOW = _case(1, 24, 24, 2, 1, 64, window=7)
+_SMALL_DECODING = _case(2, 4, 40, 4, 2, 64)
+
+
+# Goals
+
+
+def _best(group: Group) -> float | None:
+    """The fastest of those that could be timed."""
+    times = [group[name]["ms"] for name in ("cudnn", "flash", "flex") if name in group]
+    return min(times, default=None)
+
+
+BEST = Base("the best rival", _best)
+
+
+def _forward(cell: Cell) -> bool:
+    return cell.direction == "fwd" and cell.op != "attention_decode"
+
+
+def _backward(cell: Cell) -> bool:
+    return cell.direction == "bwd"
+
+
+def _decoding(cell: Cell) -> bool:
+    return cell.op == "attention_decode"
+
+
+def _large(cell: Cell) -> bool:
+    """256 MB of keys and values, of 16 bits."""
+    size = cell.sizes
+    return _decoding(cell) and 4 * size["B"] * size["S"] * size["KV"] * size["D"] >= 256 << 20
+
+
+GOALS = (
+    Goal("forward", _forward, mean=0.90, against="cudnn"),
+    Goal("forward", _forward, mean=1.5, against="flash"),
+    Goal("forward", _forward, against="flex"),
+    Goal("segments", _forward, mean=0.97, against="isobit:one segment"),
+    Goal("backward", _backward, mean=0.70, against="cudnn"),
+    Goal("backward", _backward, mean=1.2, against="flash"),
+    Goal("decoding", _decoding, mean=0.92, least=0.80, against=BEST),
+    Goal("decoding, bandwidth, 256 MB and more", _large, least=0.85, against="copy"),
+)
+
+
+# Series
+
+
+def _series(name: str, cases: list[Case], small: Case, rivals: tuple[Rival, ...], **rest: Any) -> Series:
+    options = cases[0].options if len(cases) == 1 else {}
+    return by_rows(
+        "attention", cases, partial(cost, **options), {rival.name: rival for rival in rivals}, name=name,
+        judge=_judge, small=[small], **rest,
+    )  # fmt: skip
+
+
+def _both(name: str, cases: list[Case], small: Case, rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
+    """Forward, as it is without gradients, and backward."""
+    ways = {"one segment": one_segment}
+    back: dict[str, Any] = {k: v for k, v in rest.items() if k != "goals"}
+    return [
+        _series(name, cases, small, rivals, inputs=(), directions=("fwd",), ways=ways, **rest),
+        _series(f"{name}_bwd", cases, small, rivals, directions=("bwd",), **back),
+    ]
+
+
 SERIES = [
-    by_rows("attention", TRAINING, _cost, {}, judge=_judge, core=TRAINING[1:3]),
-    by_rows(
-        "attention",
+    *_both("attention", TRAINING, _SMALL, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], goals=GOALS),
+    *_both("attention_packed", PACKED, _SMALL_PACKED, (NESTED, FLASH_OTHER, FLEX)),
+    *_both("attention_window", WINDOWED, _SMALL_WINDOW, (FLASH_OTHER, FLEX)),
+    _series(
+        "attention_decode",
         DECODING,
-        _cost,
-        {},
-        name="attention_decode",
-        judge=_judge,
-        core=DECODING[2:3],
+        _SMALL_DECODING,
+        (CUDNN, FLASH, FLEX),
         inputs=(),
         directions=("fwd",),
+        core=DECODING[2:3],
     ),
 ]

@@ -1,0 +1,166 @@
+"""What is timed of `attention`: sizes, operations, rivals that do the same work, and goals."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from isobit.bench.cases import series_of
+from isobit.bench.contenders import calls_of
+from isobit.bench.goals import summary
+from isobit.bench.report import ROW
+from isobit.bench.runner import run
+from isobit.bench.series import Pool
+from isobit.check.proof import Case
+from isobit.op import known_op
+from isobit.ops.attention import model, rivals
+
+OP = known_op("attention")
+CPU = torch.device("cpu")
+SERIES = {one.name: one for one in series_of(OP)}
+
+
+def arguments(T: int, S: int, D: int = 64, **options: Any) -> dict[str, Any]:
+    dims = {"B": 1 if "lengths" in options else 2, "T": T, "S": S, "H": 4, "KV": 2, "D": D}
+    case = Case(dims, torch.bfloat16, data="random", options=options)
+    return SERIES["attention"].make(case, Pool(CPU))[0]
+
+
+def test_what_is_declared() -> None:
+    kinds = [f"attention{kind}{back}" for kind in ("", "_packed", "_window") for back in ("", "_bwd")]
+    assert list(SERIES) == [*kinds, "attention_decode"]
+    for name, series in SERIES.items():
+        backward = name.endswith("_bwd")
+        assert series.directions == (("bwd",) if backward else ("fwd",))
+        assert series.inputs == (("q", "k", "v") if backward else ())
+        assert set(series.rivals) == {"flash", "flex"} | (set() if "window" in name else {"cudnn"})
+        assert bool(series.ways) == (not backward and name != "attention_decode")
+    sizes = [tuple(case.dims.values()) for case in SERIES["attention"].cases]
+    assert sizes[0] == (8, 1024, 1024, 32, 8, 128) and sizes[-1] == (4, 4096, 4096, 16, 8, 64)
+    lengths = [int(n) for n in rivals.PACKED_LENGTHS.split("+")]
+    assert len(lengths) == 40 and sum(lengths) == 32768 and min(lengths) < 64 and max(lengths) > 1024
+    decoding = {tuple(case.dims.values()) for case in SERIES["attention_decode"].cases}
+    assert len(decoding) == 36 and (64, 4, 32768, 64, 8, 128) in decoding
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"window": 40}, {"window": 1}, {"lengths": "3+0+5+9"}]
+)
+@pytest.mark.parametrize(("T", "S"), [(17, 17), (5, 17), (1, 17)])
+def test_what_is_seen(T: int, S: int, options: dict[str, Any]) -> None:
+    """By the count of operations, by the mask of FlexAttention, and by the model."""
+    if "lengths" in options and T < S:
+        return
+    args = arguments(T, S, **options)
+    mask, *_ = rivals.sees(args)
+    each = mask(0, 0, torch.arange(T)[:, None], torch.arange(S)[None])
+    assert int(each.sum()) == rivals.seen(T, S, **options)
+    if "lengths" not in options:
+        assert torch.equal(each, torch.from_numpy(model._sees(args, T, S)))
+
+
+@pytest.mark.parametrize(("T", "S"), [(9, 9), (1, 9), (4, 9)])
+def test_rivals_compute_the_same(T: int, S: int) -> None:
+    """On whatever SDPA has on a CPU."""
+    args = arguments(T, S)
+    judge = rivals.OneHead(args)
+    for rival in (rivals.CUDNN, rivals.FLASH):
+        prepared = rival.prepare(args)
+        assert prepared["k"].shape == (2, 2, S, 64) and prepared["k"].is_contiguous()
+        if prepared["mask"] is not None:  # of what PyTorch knows by name, what it stands for
+            assert T == 4
+            prepared["mask"] = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+        found = rivals.sdpa(SDPBackend.MATH, prepared)
+        assert found.shape == args["q"].shape
+        error = judge.error("fwd", (found,))
+        assert error is not None and error < 0.03
+        assert judge.error("fwd", (1.1 * found,)) > 0.03
+    assert (rivals.FLASH.prepare(args)["mask"] is None) == (T != 4)
+
+
+def test_gradients_are_judged_wherever_heads_are() -> None:
+    args = arguments(9, 9)
+    judge = rivals.OneHead(args)
+
+    def wrong(given: dict[str, Any]) -> Tensor:
+        return 1.2 * rivals.sdpa(SDPBackend.MATH, given)
+
+    right = partial(rivals.sdpa, SDPBackend.MATH)
+    for function, largest in ((right, 0.03), (wrong, None)):
+        (call,) = calls_of(function, [rivals.CUDNN.prepare(args)], ("q", "k", "v"), "bwd")
+        error = judge.error("bwd", call())
+        assert error is not None and (error < largest if largest else error > 0.03), error
+    (call,) = calls_of(lambda a: SERIES["attention"].call(a, None), [args], ("q", "k", "v"), "bwd")
+    error = judge.error("bwd", call())
+    assert error is not None and error < 0.03
+
+
+def test_one_segment_has_other_bits() -> None:
+    args = arguments(2, 1100)
+    ours, other = SERIES["attention"].call(args, None), rivals.one_segment(args)
+    assert not torch.equal(ours, other)
+    assert torch.equal(other, model.attention(segment=2048, return_lse=False, **args)[0])
+    short = arguments(2, 900)
+    assert torch.equal(SERIES["attention"].call(short, None), rivals.one_segment(short))
+
+
+def test_packed_sequences_have_bounds() -> None:
+    found = rivals._bounds(arguments(17, 17, lengths="3+0+5+9"))
+    assert (found["longest"], found["shortest"]) == (9, 0)
+    assert rivals._bounds(arguments(9, 9, window=3))["longest"] == 9
+
+
+def test_it_can_be_timed() -> None:
+    """Every series in small."""
+    report = run("attention", device="cpu", repetitions=2, skip_check=True, say=lambda text: None)
+    assert {row["op"] for row in report["rows"]} == set(SERIES)
+    assert {row["impl"] for row in report["rows"]} == {"isobit", "isobit:one segment", "copy"}
+    judged = [row for row in report["rows"] if "isobit" in row["impl"] and "packed" not in row["op"]]
+    assert all(row["max_abs"] < 0.05 for row in judged) and report["summary"] == []
+
+
+# Goals
+
+CASE = "B=4 T=2048 S=2048 H=32 KV=8 D=128 bf16"
+CACHE = "B=16 T=1 S=32768 H=32 KV=8 D=128 bf16"
+
+
+def rows(op: str, direction: str, case: str = CASE, **ms: float) -> list[dict[str, Any]]:
+    kind = {"op": op, "case": case, "direction": direction, "method": "graph"}
+    return [
+        dict.fromkeys(ROW) | kind | {"impl": name.replace("_", " "), "ms": each} for name, each in ms.items()
+    ]
+
+
+def met(found: list[dict[str, Any]]) -> dict[tuple[str, str], bool]:
+    goals = SERIES["attention"].goals
+    return {(entry["what"], entry["against"]): entry["met"] for entry in summary(found, None, goals)}
+
+
+def test_goals() -> None:
+    fast = rows("attention", "fwd", isobit=1.0, cudnn=0.91, flash=1.51, **{"isobit:one_segment": 0.98})
+    names = [("forward", "cudnn"), ("forward", "flash"), ("segments", "isobit:one segment")]
+    assert met(fast) == dict.fromkeys(names, True)
+    slow = rows("attention", "fwd", isobit=1.0, cudnn=0.89, flash=1.49, **{"isobit:one_segment": 0.96})
+    assert met(slow) == dict.fromkeys(names, False)
+    backward = [("backward", "cudnn"), ("backward", "flash")]
+    assert met(rows("attention_bwd", "bwd", isobit=1, cudnn=0.71, flash=1.21)) == dict.fromkeys(
+        backward, True
+    )
+    assert met(rows("attention_bwd", "bwd", isobit=1, cudnn=0.69, flash=1.19)) == dict.fromkeys(
+        backward, False
+    )
+    best, copy = (
+        ("decoding", "the best rival"),
+        ("decoding, bandwidth, 256 MB and more", "copy"),
+    )
+    many = partial(rows, "attention_decode", "fwd")
+    assert met(many(CACHE, isobit=1, cudnn=2.0, flex=0.93, copy=0.86)) == {best: True, copy: True}
+    assert met(many(CACHE, isobit=1, cudnn=0.91, flash=2.0, copy=0.84)) == {best: False, copy: False}
+    short = CACHE.replace("32768", "4096").replace("B=16", "B=1")
+    assert met(many(short, isobit=1, cudnn=0.95, copy=0.1)) == {best: True}
+    uneven = many(CACHE, isobit=1, cudnn=1.2) + many(short, isobit=1, cudnn=0.79)
+    assert met(uneven) == {best: False}
