@@ -189,6 +189,21 @@ def _loss_bwd(B: int, T: int, V: int, backend: str = "triton") -> Call:
     return Call("grpo_loss_bwd", backend, given)
 
 
+def _attention(B: int, T: int, S: int, D: int = 128, backend: str = "hopper", **more: Any) -> Call:
+    given = {"q": shape(B, T, 4, D), "k": shape(B, S, 2, D), "v": shape(B, S, 2, D)}
+    return Call("attention", backend, {**given, **more})
+
+
+def _attention_bwd(B: int, T: int, S: int, D: int = 128, **more: Any) -> Call:
+    given: dict[str, Any] = dict.fromkeys(
+        ("dlse", "scale", "window", "softcap", "key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k",
+         "block_table")
+    )  # fmt: skip
+    given |= _attention(B, T, S, D).given | {"causal": True, "want_q": True, "want_k": True, "want_v": True}
+    given |= {"out": shape(B, T, 4, D), "dout": shape(B, T, 4, D), "lse": shape(B, 4, T, dtype=F32)}
+    return Call("attention_bwd", "triton", {**given, **more})
+
+
 def _of_rows(N: int, *names: str) -> dict[str, Any]:
     return {name: shape(N, dtype=F32) for name in names}
 
@@ -274,6 +289,12 @@ CALLS = {
     "grpo_loss, hopper": _loss(4, 3, 1000, "hopper", rollout_weights=shape(4, 3, dtype=F32)),
     "grpo_loss backward": _loss_bwd(4, 3, 1000),
     "grpo_loss backward, hopper": _loss_bwd(4, 3, 1000, "hopper"),
+    "attention": _attention(
+        2, 70, 200, 64, key_start=shape(2, dtype=INT32), key_end=shape(2, dtype=INT64), return_lse=True
+    ),
+    "attention, prefill by triton": _attention(2, 70, 200, 64, "triton", return_lse=True),
+    "attention, decoding": _attention(2, 1, 3000, backend="triton", key_end=shape(2, dtype=INT32)),
+    "attention backward": _attention_bwd(2, 70, 200, dlse=shape(2, 4, 70, dtype=F32)),
     "group_advantages": Call(
         "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}
     ),

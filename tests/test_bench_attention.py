@@ -21,11 +21,12 @@ from isobit.ops.attention import model, rivals
 OP = known_op("attention")
 CPU = torch.device("cpu")
 SERIES = {one.name: one for one in series_of(OP)}
+#: One feature stands for all.
+PACKED = SERIES["attention_packed"].cases[0].dims | {"H": 1, "KV": 1, "D": 1}
 
 
-def arguments(T: int, S: int, D: int = 64, **options: Any) -> dict[str, Any]:
-    dims = {"B": 1 if "lengths" in options else 2, "T": T, "S": S, "H": 4, "KV": 2, "D": D}
-    case = Case(dims, torch.bfloat16, data="random", options=options)
+def arguments(T: int, S: int) -> dict[str, Any]:
+    case = Case({"B": 2, "T": T, "S": S, "H": 4, "KV": 2, "D": 64}, torch.bfloat16, data="random")
     return SERIES["attention"].make(case, Pool(CPU))[0]
 
 
@@ -40,25 +41,33 @@ def test_what_is_declared() -> None:
         assert bool(series.ways) == (not backward and name != "attention_decode")
     sizes = [tuple(case.dims.values()) for case in SERIES["attention"].cases]
     assert sizes[0] == (8, 1024, 1024, 32, 8, 128) and sizes[-1] == (4, 4096, 4096, 16, 8, 64)
-    lengths = [int(n) for n in rivals.PACKED_LENGTHS.split("+")]
-    assert len(lengths) == 40 and sum(lengths) == 32768 and min(lengths) < 64 and max(lengths) > 1024
+    args = SERIES["attention_packed"].make(Case(PACKED, torch.bfloat16, data="random"), Pool(CPU))[0]
+    lengths = args["cu_seqlens_q"].diff().tolist()
+    assert (
+        args["cu_seqlens_q"][0] == 0
+        and len(lengths) == 40
+        and sum(lengths) == 32768
+        and min(lengths) < 64
+        and max(lengths) > 1024
+    )
     decoding = {tuple(case.dims.values()) for case in SERIES["attention_decode"].cases}
     assert len(decoding) == 36 and (64, 4, 32768, 64, 8, 128) in decoding
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"window": 40}, {"window": 1}, {"lengths": "3+0+5+9"}]
-)
-@pytest.mark.parametrize(("T", "S"), [(17, 17), (5, 17), (1, 17)])
-def test_what_is_seen(T: int, S: int, options: dict[str, Any]) -> None:
+    ("T", "S", "change"),
+    [(17, 17, None), (5, 17, None), (1, 17, None), (170, 170, rivals.packed),
+     (17, 17, rivals.windowed), (40, 40, rivals.windowed), (7, 17, rivals.windowed),
+     (1, 40, rivals.windowed)],
+)  # fmt: skip
+def test_what_is_seen(T: int, S: int, change: Any) -> None:
     """By the count of operations, by the mask of FlexAttention, and by the model."""
-    if "lengths" in options and T < S:
-        return
-    args = arguments(T, S, **options)
+    args = arguments(T, S)
+    args = args if change is None else change(args)
     mask, *_ = rivals.sees(args)
     each = mask(0, 0, torch.arange(T)[:, None], torch.arange(S)[None])
-    assert int(each.sum()) == rivals.seen(T, S, **options)
-    if "lengths" not in options:
+    assert int(each.sum()) == rivals.seen(T, S, change)
+    if change is not rivals.packed:
         assert torch.equal(each, torch.from_numpy(model._sees(args, T, S)))
 
 
@@ -108,9 +117,9 @@ def test_one_segment_has_other_bits() -> None:
 
 
 def test_packed_sequences_have_bounds() -> None:
-    found = rivals._bounds(arguments(17, 17, lengths="3+0+5+9"))
-    assert (found["longest"], found["shortest"]) == (9, 0)
-    assert rivals._bounds(arguments(9, 9, window=3))["longest"] == 9
+    found = rivals._bounds(rivals.packed(arguments(1600, 1600)))
+    assert (found["longest"], found["shortest"]) == (79, 1)
+    assert rivals._bounds(rivals.windowed(arguments(9, 9)))["longest"] == 9
 
 
 def test_it_can_be_timed() -> None:

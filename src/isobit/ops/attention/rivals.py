@@ -9,8 +9,9 @@ get tensors with heads first, as they like them best.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from isobit.ops.attention.proof.inputs import BY_TOKEN
 from isobit.ops.attention.proof.truth import formula
 
 BF16 = torch.bfloat16
+
+Change = Callable[[Args], Args]
 
 
 # Rivals
@@ -136,12 +139,11 @@ _FOR_GPUS: dict[str, Any] = {"directions": ("fwd", "bwd"), "available": _on_gpus
 CUDNN = Rival("cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), prepare=_heads_first, **_FOR_GPUS)
 FLASH = Rival("flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), prepare=_lower_right, **_FOR_GPUS)
 # Jagged tensors ask the device for their sizes.
-NESTED = Rival("cudnn", _nested, prepare=_bounds, takes=("lengths",), graph=False, **_FOR_GPUS)
-FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, takes=("lengths", "window"), **_FOR_GPUS)
+NESTED = Rival("cudnn", _nested, prepare=_bounds, graph=False, **_FOR_GPUS)
+FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, **_FOR_GPUS)
 # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
 FLEX = Rival(
-    "flex", _flex, directions=("fwd",), prepare=_with_block_mask, available=_on_gpus, compiled=True,
-    takes=("lengths", "window"),
+    "flex", _flex, directions=("fwd",), prepare=_with_block_mask, available=_on_gpus, compiled=True
 )  # fmt: skip
 
 
@@ -202,33 +204,40 @@ def _judge(args: Args) -> OneHead | None:
 # Sizes
 
 
-def _lengths(count: int, total: int) -> str:
-    """So many lengths, from short ones to long, that make up `total`."""
-    steps = [total * (2 * i + 1) // count**2 for i in range(count)]
-    return "+".join(map(str, (*steps[:-1], total - sum(steps[:-1]))))
+def lengths(total: int) -> list[int]:
+    """Of 40 packed sequences, from short ones to long, that make up `total`."""
+    steps = [total * (2 * i + 1) // 40**2 for i in range(40)]
+    return [*steps[:-1], total - sum(steps[:-1])]
 
 
-PACKED_LENGTHS = _lengths(40, 32768)
-WINDOW = 4096
+def packed(args: Args) -> Args:
+    cuts = [0, *accumulate(lengths(args["q"].shape[1]))]
+    return args | {"cu_seqlens_q": torch.tensor(cuts, dtype=torch.int32, device=args["q"].device)}
 
 
-def seen(T: int, S: int, window: int | None = None, lengths: str | None = None) -> int:
+def windowed(args: Args) -> Args:
+    """A window of a quarter of the keys."""
+    return args | {"window": args["k"].shape[1] // 4}
+
+
+def seen(T: int, S: int, change: Change | None = None) -> int:
     """Pairs of a query and a key that it sees, of one batch element and head."""
-    if lengths is not None:
-        return sum(n * (n + 1) // 2 for n in map(int, lengths.split("+")))
+    if change is packed:
+        return sum(n * (n + 1) // 2 for n in lengths(T))
     hidden = 0
-    if window is not None:  # of query t, which sees S - T + t + 1 keys, those before its window
-        beyond = max(S - window, 0)
-        hidden = beyond * (beyond + 1) // 2 - max(beyond - T, 0) * (max(beyond - T, 0) + 1) // 2
+    if change is windowed:  # of query t, which sees S - T + t + 1 keys, those before its window
+        last = S - S // 4
+        first = max(last - T, 0)
+        hidden = (last * (last + 1) - first * (first + 1)) // 2
     return T * S - T * (T - 1) // 2 - hidden
 
 
-def cost(dims: dict[str, int], dtype: torch.dtype, **options: Any) -> Cost:
+def cost(change: Change | None, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """q, k and v read once and out written once; backward reads those and dout, and writes three gradients.
     Products count for keys that are seen: two forward, five backward."""
     B, T, S, H, KV, D = (dims[name] for name in ("B", "T", "S", "H", "KV", "D"))
     rows, keys = B * T * H * D * dtype.itemsize, B * S * KV * D * dtype.itemsize
-    flops = 2 * B * H * seen(T, S, **options) * D
+    flops = 2 * B * H * seen(T, S, change) * D
     return Cost(
         fwd_bytes=2 * rows + 2 * keys,
         bwd_bytes=4 * rows + 4 * keys,
@@ -237,9 +246,8 @@ def cost(dims: dict[str, int], dtype: torch.dtype, **options: Any) -> Cost:
     )
 
 
-def _case(B: int, T: int, S: int, H: int, KV: int, D: int, **options: Any) -> Case:
-    dims = {"B": B, "T": T, "S": S, "H": H, "KV": KV, "D": D}
-    return Case(dims, BF16, data="random", options=options)
+def _case(B: int, T: int, S: int, H: int, KV: int, D: int) -> Case:
+    return Case({"B": B, "T": T, "S": S, "H": H, "KV": KV, "D": D}, BF16, data="random")
 
 
 TRAINING = [
@@ -249,8 +257,8 @@ TRAINING = [
     _case(1, 16384, 16384, 32, 8, 128),
     _case(4, 4096, 4096, 16, 8, 64),
 ]
-PACKED = [_case(1, 32768, 32768, 32, 8, 128, lengths=PACKED_LENGTHS)]
-WINDOWED = [_case(1, 16384, 16384, 32, 8, 128, window=WINDOW)]
+PACKED = [_case(1, 32768, 32768, 32, 8, 128)]
+WINDOWED = [_case(1, 16384, 16384, 32, 8, 128)]
 DECODING = [
     _case(B, T, S, 8 * group, 8, 128)
     for S in (4096, 32768)
@@ -260,9 +268,7 @@ DECODING = [
 ]
 
 #: For a CPU.
-_SMALL = _case(2, 24, 24, 2, 1, 64)
-_SMALL_PACKED = _case(1, 24, 24, 2, 1, 64, lengths="3+0+21")
-_SMALL_WINDOW = _case(1, 24, 24, 2, 1, 64, window=7)
+_SMALL = _case(1, 40, 40, 2, 1, 64)
 _SMALL_DECODING = _case(2, 4, 40, 4, 2, 64)
 
 
@@ -311,35 +317,39 @@ GOALS = (
 # Series
 
 
-def _series(name: str, cases: list[Case], small: Case, rivals: tuple[Rival, ...], **rest: Any) -> Series:
-    options = cases[0].options if len(cases) == 1 else {}
-    return by_rows(
-        "attention", cases, partial(cost, **options), {rival.name: rival for rival in rivals}, name=name,
-        judge=_judge, small=[small], **rest,
+def _series(
+    name: str, cases: list[Case], rivals: tuple[Rival, ...], change: Change | None = None, **rest: Any
+) -> Series:
+    """Calls with whatever `change` makes of the arguments. It is no option of a case, which would have to be
+    checked at these sizes: the check of the op has such calls."""
+    series = by_rows(
+        "attention", cases, partial(cost, change), {rival.name: rival for rival in rivals}, name=name,
+        judge=_judge, **{"small": [_SMALL]} | rest,
     )  # fmt: skip
+    if change is None:
+        return series
+    return replace(series, make=lambda case, pool: [change(args) for args in series.make(case, pool)])
 
 
-def _both(name: str, cases: list[Case], small: Case, rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
+def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
     """Forward, as it is without gradients, and backward."""
     ways = {"one segment": one_segment}
-    back: dict[str, Any] = {k: v for k, v in rest.items() if k != "goals"}
+    back = {k: v for k, v in rest.items() if k not in ("goals", "also")}
     return [
-        _series(name, cases, small, rivals, inputs=(), directions=("fwd",), ways=ways, **rest),
-        _series(f"{name}_bwd", cases, small, rivals, directions=("bwd",), **back),
+        _series(name, cases, rivals, inputs=(), directions=("fwd",), ways=ways, **rest),
+        _series(f"{name}_bwd", cases, rivals, directions=("bwd",), **back),
     ]
 
 
 SERIES = [
-    *_both("attention", TRAINING, _SMALL, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], goals=GOALS),
-    *_both("attention_packed", PACKED, _SMALL_PACKED, (NESTED, FLASH_OTHER, FLEX)),
-    *_both("attention_window", WINDOWED, _SMALL_WINDOW, (FLASH_OTHER, FLEX)),
-    _series(
-        "attention_decode",
-        DECODING,
-        _SMALL_DECODING,
-        (CUDNN, FLASH, FLEX),
-        inputs=(),
-        directions=("fwd",),
-        core=DECODING[2:3],
+    *_both(
+        "attention", TRAINING, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], also={"triton": TRAINING[1:3]},
+        goals=GOALS,
     ),
-]
+    *_both("attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), change=packed),
+    *_both("attention_window", WINDOWED, (FLASH_OTHER, FLEX), change=windowed),
+    _series(
+        "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
+        core=DECODING[2:3], small=[_SMALL_DECODING],
+    ),
+]  # fmt: skip
