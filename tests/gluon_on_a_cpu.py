@@ -96,7 +96,7 @@ class Shared:
             self.parts[int(i)] = Shared(self.dtype, self.shape[1:])
         return self.parts[int(i)]
 
-    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
         self.shape = [int(n) for n in shape]
         return self
 
@@ -258,6 +258,7 @@ class Device:
         scope: dict[str, Any] = {
             "gl": self.language(), "fence_async_shared": lambda: None, "tma_load": self.load_box,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiply_wait,
+            "reinterpreted": Shared.reinterpret,
             "mbarrier": SimpleNamespace(
                 wait=lambda bar, parity: bar.wait(parity), arrive=lambda bar: bar.update(1, 0),
                 expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),

@@ -56,6 +56,7 @@ from isobit.ops.attention.kernels_hopper_io import (
     descriptor,
     flat_layout,
     load_items,
+    reinterpreted,
     why_not_tma,
 )
 from isobit.ops.attention.kernels_hopper_parts import (
@@ -267,9 +268,9 @@ class Part:
         if self.IN_SHARED:
             found = self.totals.index(self.WHICH * PIECES + WHERE)
         else:
-            found = ring.q.index(self.WHICH)._reinterpret(ring.q_desc.dtype, [PIECES, ROWS, PIECE], STAGED)
-            found = found.index(WHERE)
-        return found._reinterpret(ring.q_desc.dtype, [ROWS, PIECE], STAGED)
+            whole = reinterpreted(ring.q.index(self.WHICH), ring.q_desc.dtype, [PIECES, ROWS, PIECE], STAGED)
+            found = whole.index(WHERE)
+        return reinterpreted(found, ring.q_desc.dtype, [ROWS, PIECE], STAGED)
 
     @gluon.jit
     def put(self, slot, folded, total_m, total_s, m, lanes, acc):

@@ -30,6 +30,10 @@ from isobit.blocks.hopper_pipe import (
 )
 from isobit.kinds import Kind, remember
 
+# Triton 3.9 has another name for it than 3.6 and 3.7.
+_Shared = gl.shared_memory_descriptor
+reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
+
 #: Warpgroups that multiply, and so parts of an item.
 PARTS = gl.constexpr(2)
 
@@ -218,7 +222,7 @@ def _load(desc, batch, head, row, room, ready, empty, phase):
     """One box, as soon as its room is free."""
     mbarrier.wait(empty, phase)
     mbarrier.expect(ready, desc.block_type.nbytes)
-    box = room._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    box = reinterpreted(room, desc.dtype, desc.block_type.shape, desc.layout)
     tma_load(desc, [batch, head, row, 0], ready, box)
 
 
