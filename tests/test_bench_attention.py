@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import CausalBias
 
 from isobit.bench.cases import series_of
 from isobit.bench.contenders import calls_of
@@ -79,15 +80,15 @@ def test_rivals_compute_the_same(T: int, S: int) -> None:
     for rival in (rivals.CUDNN, rivals.FLASH):
         prepared = rival.prepare(args)
         assert prepared["k"].shape == (2, 2, S, 64) and prepared["k"].is_contiguous()
-        if prepared["mask"] is not None:  # of what PyTorch knows by name, what it stands for
-            assert T == 4
-            prepared["mask"] = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+        assert (prepared["mask"] is None) == (T != 4)
+        if isinstance(prepared["mask"], CausalBias):  # what it stands for
+            prepared["mask"] = prepared["mask"]._materialize(CPU)
         found = rivals.sdpa(SDPBackend.MATH, prepared)
         assert found.shape == args["q"].shape
         error = judge.error("fwd", (found,))
         assert error is not None and error < 0.03
         assert judge.error("fwd", (1.1 * found,)) > 0.03
-    assert (rivals.FLASH.prepare(args)["mask"] is None) == (T != 4)
+    assert isinstance(rivals.FLASH.prepare(args)["mask"], CausalBias) == (T == 4)
 
 
 def test_gradients_are_judged_wherever_heads_are() -> None:
