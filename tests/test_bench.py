@@ -16,6 +16,7 @@ import torch
 from isobit import ContractError
 from isobit.bench import tables
 from isobit.bench.cases import CPU_BYTES, CPU_FLOPS, case_name, parse_case, small_cases
+from isobit.bench.overview import overview
 from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.runner import run
@@ -364,6 +365,55 @@ def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> 
         "<sub>NVIDIA H200, driver 580, torch 2.11, Triton 3.6, Python 3.12; copy 4.26 TB/s, "
         "bf16 product 800 TFLOP/s; commit abc, source def, 2026-01-02</sub>\n"
     )
+
+
+def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp_path: Path) -> None:
+    rows = [
+        a_row("isobit", 0.4),
+        a_row("copy", 0.2),
+        a_row("copy_variant", 0.01),  # of the baseline
+        a_row("isobit:hopper", 0.01),
+        a_row("isobit:new", 0.01),
+        a_row("native", 1.2),
+        a_row("liger", 0.6),
+        a_row("isobit", 9.0, "bwd"),  # a direction without a line
+        a_row("copy", 9.0, "bwd"),
+        a_row("liger", 0.1, "fwd_bwd"),  # without ours
+        a_row("isobit", 0.4) | {"case": "other"},
+        a_row("copy", 0.8) | {"case": "other"},  # the mean of 0.5 and 2 is 1
+        a_row("native", 0.8) | {"case": "other"},
+    ]
+    write_results(tmp_path, *rows)
+    report = json.loads((tmp_path / "logp.json").read_text())
+    (tmp_path / "logp.json").write_text(json.dumps(report | {"summary": [{"met": True}, {"met": False}]}))
+    lines, missing = overview(tmp_path, ["no_file", "logp"])
+    line = ["`logp`, forward", "2", "1.00x copy", "1.50x isobit (liger, 1 cases)", "1 of 2"]
+    assert missing == ["no_file"] and lines[1:] == [line]
+    only_copy = {"against": "native", "rows": [a_row("isobit", 0.4), a_row("native", 0.2)], "figure": "ms"}
+    (tmp_path / "logp.json").write_text(json.dumps(report | only_copy))
+    assert overview(tmp_path, ["logp"])[0][1:] == [["`logp`, forward", "1", "2.00x native", "-", ""]]
+    (tmp_path / "logp.json").write_text(json.dumps(report | only_copy | {"figure": "host_us"}))
+    assert overview(tmp_path, ["logp"])[0][1:] == []
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- results:summary -->\n<!-- /results -->\n    <!-- results:logp -->\n    <!-- /results -->\n"
+    )
+    tables.update(page, tmp_path)
+    text = page.read_text()
+    assert "| call | cases |" in text and "Not measured yet: `attention`" in text
+    assert text.endswith("<!-- /results -->\n    <!-- results:logp -->\n    <!-- /results -->\n")
+
+
+def test_pages_with_marks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tables.main(["--check"]) == 1  # no page at all is an error
+    (tmp_path / "docs").mkdir()
+    for name, text in {
+        "README.md": "none",
+        "docs/a.md": "<!-- results:logp -->\n<!-- /results -->\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert tables.marked_pages() == [Path("docs/a.md")]
 
 
 def test_a_stale_page_is_found_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Markdown tables from result files, and a check that a page still shows what the files say.
 
-    python -m isobit.bench.tables README.md             rewrites the tables of a page
-    python -m isobit.bench.tables --check README.md     exits 1 if one of them is stale
+    python -m isobit.bench.tables                       rewrites the tables of every page here and in docs/
+    python -m isobit.bench.tables --check               exits 1 if one of them is stale
+    python -m isobit.bench.tables README.md             one page, or several
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
@@ -10,6 +11,7 @@ Every table says what an eager call costs the host; of a file whose figure is th
 else. Whole steps get a line a case, beside the rival that they are held against.
 A file that is not there yet leaves a line that says how to make it.
 `<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
+`<!-- results:summary -->` is a table of a line or two for each file (`overview`).
 """
 
 import argparse
@@ -22,13 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.goals import Cell, cells
+from isobit.bench.overview import overview
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.suites import suite_names
 from isobit.op import OPS
 
 RESULTS = Path("results/h200")
+#: What stands in a mark for the table over all files.
+SUMMARY = "summary"
 
-_MARKED = re.compile(r"(<!-- results:([\w-]+)((?: [\w.-]+)*) -->\n).*?(<!-- /results -->)", re.DOTALL)
+#: At the start of a line: an indented mark is an example of one.
+_MARKED = re.compile(
+    r"^(<!-- results:([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /results -->)", re.DOTALL | re.MULTILINE
+)
 
 #: Directions that are shown. A backward alone is in the files; what users pay for is both together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
@@ -43,6 +51,16 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     body = _grids(report, kinds) if report.get("against") else _by_kind(report, kinds)
     parts = [*_goals(report.get("summary", ()), report.get("against")), body]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
+
+
+def render_summary(results_dir: Path) -> str:
+    """A line or two for each op, then for each suite of whole steps; and what was not timed yet."""
+    folders = sorted({op.folder for op in OPS.values()})
+    lines, missing = overview(results_dir, (*folders, *suite_names()))
+    parts = [_markdown(lines, left=1)]
+    if missing:
+        parts.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _missing(name: str) -> str:
@@ -265,10 +283,19 @@ def updated(text: str, results_dir: Path) -> str:
 
     def rendered(found: re.Match[str]) -> str:
         path = results_dir / f"{found[2]}.json"
-        shown = render_op(path, found[3].split()) if path.is_file() else _missing(found[2])
+        if found[2] == SUMMARY:
+            shown = render_summary(results_dir)
+        else:
+            shown = render_op(path, found[3].split()) if path.is_file() else _missing(found[2])
         return f"{found[1]}{shown}{found[4]}"
 
     return _MARKED.sub(rendered, text)
+
+
+def marked_pages(root: Path = Path()) -> list[Path]:
+    """Pages of a checkout that have a marked table: Markdown files at the root and in `docs/`."""
+    found = (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md")))
+    return [page for page in found if _MARKED.search(page.read_text())]
 
 
 def update(path: Path, results_dir: Path = RESULTS) -> bool:
@@ -282,12 +309,15 @@ def update(path: Path, results_dir: Path = RESULTS) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m isobit.bench.tables", description="Tables from results.")
-    parser.add_argument("pages", nargs="+", type=Path, help="Markdown files with marked tables")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; default: every one with a mark")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if a table is stale")
     options = parser.parse_args(argv)
-    stale = False
-    for page in options.pages:
+    stale, pages = False, options.pages or marked_pages()
+    if not pages:
+        print("no page here or in docs/ has a marked table", file=sys.stderr)
+        return 1
+    for page in pages:
         try:
             if options.check:
                 changed = updated(page.read_text(), options.results) != page.read_text()

@@ -1,0 +1,72 @@
+"""One table over all results files: what a page shows between `<!-- results:summary -->` and its end.
+
+A line for each kind of call and direction, with the geometric mean over the cases of the file of two ratios:
+isobit's time over the baseline's, and the best rival's time over isobit's. The baseline is the implementation
+that the file names (`against`), or a copy of as many bytes. A rival does the same work as isobit; the best is
+the one with the smallest mean, on the cases where both ran. Variants of the baseline (`torch.mm_nosplit`) and
+of isobit (`isobit:triton`) are not rivals.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from isobit.bench.report import NEW, Report, Row
+
+#: Directions that have a line. Those with a name of their own (dx, dw) are kinds of calls already.
+_TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "dx": "", "dw": ""}
+HEAD = ["call", "cases", "isobit's time", "best rival's time", "goals met"]
+
+
+def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], list[str]]:
+    """The lines of the table, the head first, and the names that have no file yet."""
+    lines, missing = [HEAD], []
+    for name in names:
+        path = results_dir / f"{name}.json"
+        if path.is_file():
+            lines += _of_file(json.loads(path.read_text()))
+        else:
+            missing.append(name)
+    return lines, missing
+
+
+def _of_file(report: Report) -> list[list[str]]:
+    if report.get("figure", "ms") != "ms":  # host times have no baseline of their own
+        return []
+    baseline = report.get("against") or "copy"
+    rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
+    found: list[list[str]] = []
+    for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
+        mine = [row for row in rows if (row["op"], row["direction"]) == (op, direction)]
+        if ratios := _over_ours(mine, baseline):
+            whole_step = any(row["method"] == "sync" for row in mine)
+            title = f"`{op}`" + (f", {_TITLES[direction]}" if _TITLES[direction] and not whole_step else "")
+            ours = f"{1 / _mean(ratios):.2f}x {baseline}"
+            found.append([title, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
+    if found and (summary := report.get("summary")):
+        found[0][-1] = f"{sum(entry['met'] for entry in summary)} of {len(summary)}"
+    return found
+
+
+def _over_ours(rows: Sequence[Row], name: str) -> list[float]:
+    """Times of one implementation over isobit's, of each case in which both ran."""
+    ours = {row["case"]: row["ms"] for row in rows if row["impl"] == "isobit"}
+    return [row["ms"] / ours[row["case"]] for row in rows if row["impl"] == name and row["case"] in ours]
+
+
+def _best_rival(rows: Sequence[Row], baseline: str) -> str:
+    """How many times isobit's time the best rival takes, its name, and in how many cases it ran."""
+    found = {}
+    for name in dict.fromkeys(row["impl"] for row in rows):
+        variant = name == baseline or name.startswith(f"{baseline}_") or name.partition(":")[0] == "isobit"
+        if not variant and (ratios := _over_ours(rows, name)):
+            found[name] = ratios
+    if not found:
+        return "-"
+    best = min(found, key=lambda name: _mean(found[name]))
+    return f"{_mean(found[best]):.2f}x isobit ({best}, {len(found[best])} cases)"
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
