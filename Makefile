@@ -2,6 +2,7 @@
 # make test    run the test suite                    make bench   time every op beside its rivals
 # make demo    train a tiny transformer with GRPO, and draw the curves
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
+# make docs    build the site of the docs into site/
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
 # make shots   take the pictures of the documents again; needs Chromium
 #
@@ -11,13 +12,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PARITY := .parity/.ready
+DOCS := .venv/.docs
 BROWSER := .venv/.browser
 APT := apt-get -qq -o Acquire::http::Timeout=30 -o Acquire::Retries=1
 FLA := 0.6.0 0.5.2
 INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint demo compat parity bench tables shots clean
+.PHONY: check test lint demo compat parity bench tables shots docs clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -30,7 +32,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m isobit.bench.tables --check README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md docs/delta_rule.md
+	$(BIN)/python -m isobit.bench.tables --check
 
 demo: $(READY)
 	$(BIN)/isobit demo --html demo.html
@@ -45,16 +47,24 @@ bench: $(READY)
 	$(BIN)/isobit bench --results results
 
 tables: $(READY)
-	$(BIN)/python -m isobit.bench.tables README.md docs/linear_logp.md docs/ratio_kl.md docs/grpo_loss.md docs/delta_rule.md
+	$(BIN)/python -m isobit.bench.tables
 	$(BIN)/python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
 
 shots: $(READY) $(BROWSER)
 	$(BIN)/python tools/shots.py
 
+# -W: a link that leads nowhere, or a page that is not in the navigation, is an error.
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -W --keep-going -q -c tools/site -d site/.doctrees . site
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton numpy
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 # verl needs an older transformers than .venv has. What is not in the list, torch above all, is that of .venv.
@@ -77,4 +87,4 @@ $(BROWSER): $(READY)
 	touch $@
 
 clean:
-	rm -rf .venv .compat .parity check.json demo.html
+	rm -rf .venv .compat .parity site check.json demo.html
