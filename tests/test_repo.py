@@ -217,6 +217,8 @@ def blocks(page: str) -> list[tuple[str, str | None]]:
 
 PAGES = {
     "README.md": 5,
+    "docs/logp.md": 2,
+    "docs/det_gemm.md": 5,
     "docs/numerics.md": 6,
     "docs/linear_logp.md": 2,
     "docs/linear_policy_loss.md": 4,
@@ -302,8 +304,8 @@ def test_the_op_of_the_guide_fails_where_its_kernel_is_broken(guided: Path) -> N
 
 def references(text: str) -> list[str]:
     """Backticked paths into this repository, and relative links; without `#anchors` and `:lines`."""
-    quoted = re.findall(r"`([\w./-]+(?:\.(?:py|md|json|toml|txt)|/))(?::\d+)?`", text)
-    rooted = re.findall(r"`((?:src|docs|tests|results)/[\w./-]+)(?::\d+)?`", text)
+    quoted = re.findall(r"`([\w./-]+(?:\.(?:py|md|json|toml|txt|npz|svg|css|c)|/))(?::\d+)?`", text)
+    rooted = re.findall(r"`(?:python )?((?:src|docs|tests|results|tools|examples)/[\w./-]+)(?::\d+)?`", text)
     linked = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
     return sorted({*quoted, *rooted, *linked})
 

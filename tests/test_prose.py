@@ -1,0 +1,200 @@
+"""Guards what pages say: commands, flags, symbols, make targets and anchors that they name are there.
+
+Files that they name are looked up by tests/test_repo.py."""
+
+import importlib.util
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from isobit.bench import tables
+from isobit.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+CHANGELOG = ROOT / "CHANGELOG.md"  # it names what was there once
+TODAY = [page for page in PAGES if page != CHANGELOG]
+
+#: What is wrong in the text of a page.
+Check = Callable[[str], Iterator[str]]
+
+
+def code(text: str) -> Iterator[str]:
+    """What a page sets as code: lines of blocks, joined where they end in a backslash, and `spans`."""
+    for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.M | re.S):
+        yield from re.sub(r"\\\n\s*", " ", block).splitlines()
+    rest = re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.M | re.S)
+    yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", rest))
+
+
+def wrong(check: Check, pages: list[Path]) -> list[str]:
+    return [f"{page.relative_to(ROOT)}: {found}" for page in pages for found in check(page.read_text())]
+
+
+# Commands and flags
+
+COMMANDS: dict[str, set[str]] = {
+    name: {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+    for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+}
+#: Of scripts and modules with a parser of their own, by their source.
+OTHER_FLAGS = {
+    flag
+    for source in (
+        source for folder in ("src", "tools", "examples") for source in (ROOT / folder).rglob("*.py")
+    )
+    for flag in re.findall(r'"(--[a-z][\w-]+)"', source.read_text())
+}
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def bad_flags(text: str) -> Iterator[str]:
+    """Flags that their `isobit` command does not have; alone in a span, flags that no command has."""
+    for line in code(text):
+        line = line.split(" #")[0]
+        called = re.match(r"\s*(?:\.venv/bin/|python -m )?isobit ([a-z]\w*)\b(.*)", line)
+        if called and called[1] not in COMMANDS:
+            yield f"isobit {called[1]}"
+        elif called:
+            given = called[2].partition(" | ")[0]  # what it is piped into has flags of its own
+            yield from (
+                f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
+            )
+        elif line.startswith("--"):
+            known = OTHER_FLAGS.union(*COMMANDS.values())
+            yield from (flag for flag in FLAG.findall(line) if flag not in known)
+
+
+def test_commands_and_flags_exist() -> None:
+    assert {"check", "bench", "report", "info"} <= set(COMMANDS) and "--candidate" in COMMANDS["check"]
+    assert not wrong(bad_flags, TODAY)
+
+
+# Symbols
+
+
+#: The op of the guide in CONTRIBUTING.md, which tests/test_repo.py adds to a copy of the package.
+GUIDE = "weighted_sum"
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None  # looked up, not imported: some act on import
+    except ModuleNotFoundError:
+        return False
+
+
+def resolves(name: str) -> bool:
+    """Whether `isobit.a.b` is a module, or an attribute of one."""
+    parts = name.split(".")
+    end = next(end for end in range(len(parts), 0, -1) if is_module(".".join(parts[:end])))
+    if end == len(parts):
+        return True
+    found = importlib.import_module(".".join(parts[:end]))
+    for part in parts[end:]:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+def bad_symbols(text: str) -> Iterator[str]:
+    for line in code(text):
+        for name in re.findall(r"(?<![\w./-])isobit(?:\.[A-Za-z_]\w*)+", line):
+            if not re.search(rf"\.(py|json|html|md)$|\b{GUIDE}\b", name) and not resolves(name):
+                yield name
+
+
+def test_symbols_exist() -> None:
+    assert not wrong(bad_symbols, TODAY)
+
+
+# Make targets
+
+
+def bad_targets(text: str) -> Iterator[str]:
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    for line in code(text):
+        called = re.match(r"make ([a-z]+)\b", line)
+        if called and called[1] not in known:
+            yield f"make {called[1]}"
+
+
+def test_make_targets_exist() -> None:
+    assert not wrong(bad_targets, TODAY)
+
+
+# Anchors
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings of a page as GitHub and the site name them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        times = sum(one == slug or re.fullmatch(rf"{re.escape(slug)}-\d+", one) is not None for one in found)
+        found.add(f"{slug}-{times}" if times else slug)
+    return found
+
+
+def bad_anchors(page: Path) -> Iterator[str]:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.M | re.S)
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", text):
+        there = page.parent / target if target else page
+        if not there.is_file() or anchor not in anchors(there):
+            yield f"{target}#{anchor}"
+
+
+def test_anchors_exist() -> None:
+    assert not [f"{page.relative_to(ROOT)}: {found}" for page in PAGES for found in bad_anchors(page)]
+
+
+# The site
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    groups = runpy.run_path(str(ROOT / "tools" / "site" / "conf.py"))["NAVIGATION"].values()
+    listed = [page for group in groups for page in group.values()]
+    pages = {str(page.relative_to(ROOT).with_suffix("")) for page in PAGES}
+    assert len(listed) == len(set(listed)) and {*listed} - {"self"} | {"README"} == pages
+
+
+def test_every_generated_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert {Path("README.md"), Path("docs/benchmarks.md")} <= set(tables.marked_pages())
+    assert tables.main(["--check"]) == 0
+
+
+# That all of it can fail
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad", "found"),
+    [
+        (bad_flags, "`isobit check --op logp`", "`isobit check --opp logp`", ["isobit check --opp"]),
+        (bad_flags, "```\nisobit bench --core \\\n  --resume\n```\n",
+         "```\nisobit bench --core \\\n  --resumed\n```\n", ["isobit bench --resumed"]),
+        (bad_flags, "`isobit info`", "`isobit inform`", ["isobit inform"]),
+        (bad_flags, "`--law NAME`, `--save`", "`--no-such-flag`", ["--no-such-flag"]),
+        (bad_flags, "`pytest --durations=30`", "`isobit report --durations`", ["isobit report --durations"]),
+        (bad_symbols, "`isobit.nn.swap_linear(model)`", "`isobit.nn.swap_linears(model)`",
+         ["isobit.nn.swap_linears"]),
+        (bad_symbols, "```\npython -m isobit.bench.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
+         ["isobit.bench.no"]),
+        (bad_symbols, "`isobit.html`", "`isobit.no_such_op`", ["isobit.no_such_op"]),
+        (bad_targets, "`make docs`", "```\nmake doc   what\n```\n", ["make doc"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_found(check: Check, good: str, bad: str, found: list[str]) -> None:
+    assert list(check(good)) == [] and list(check(bad)) == found
+
+
+def test_an_anchor_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b/1`: c\n## Use\n## Use\n[x](#a-b1-c) [y](#use-1) [z](#used) [w](page.md#no)\n")
+    assert list(bad_anchors(page)) == ["#used", "page.md#no"]
