@@ -82,7 +82,7 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
         assert lines[f"{name}:"] == runner.default_backend(op, torch.device("cpu"))
         for backend in op.backends:
             assert f"\n    {backend.name}" in done.out
-    assert "serves this call" in done.out and "ask for it by name" in done.out
+    assert "serves this call" in done.out and "select it by name" in done.out
 
 
 @pytest.mark.parametrize("command", ["info", "check", "bench"])

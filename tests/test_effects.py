@@ -46,9 +46,9 @@ def test_a_law_is_asked_without_what_it_does_not_read() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--law", "accuracy", "--compile"), "give one of --law and --compile"),
-        (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "give one of them"),
-        (("--target", "cuda:90"), "give --law compile with it"),
+        (("--law", "accuracy", "--compile"), "use only one of --law and --compile"),
+        (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "use only one of them"),
+        (("--target", "cuda:90"), "add --law compile"),
         (("--compile", "--target", "sm_90"), "unknown target 'sm_90'; known: cuda:80, cuda:90, hip:gfx942"),
         (("--arch-key", "nope"), "unknown arch key 'nope'; known: cpu"),
         (("--arch-key", "sm90"), "no figure of logprob differs on sm_90"),

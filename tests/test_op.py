@@ -94,7 +94,7 @@ def test_an_unknown_op_lists_the_known_ones() -> None:
 
 def test_explain_says_who_serves_and_why_not_the_others() -> None:
     found = scale.explain(x=torch.ones(3, 5))
-    asked = "on CPU tensors only the interpreter could run it: ask for it by name to check its kernels"
+    asked = "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
     assert (found.op, found.backend, found.numerics) == ("test_op_scale", "exact", "toy/1")
     assert found.reasons == {
         "kernel": asked, "fast": "V=5 is odd", "exact": None, "plain": None, "lonely": None,
@@ -153,7 +153,7 @@ def test_explain_takes_what_the_function_takes(args: tuple[Any, ...], named: dic
 
 
 def test_arguments_are_bound_by_name() -> None:
-    with pytest.raises(ContractError, match=r"^test_op_scale: argument\(s\) unknown: facto$"):
+    with pytest.raises(ContractError, match=r"^test_op_scale: unknown argument\(s\): facto$"):
         scale(x=even(), facto=1.0)
     with pytest.raises(ContractError, match=r"^test_op_scale\(x: None\): is required$"):
         scale(factor=1.0)
@@ -195,7 +195,7 @@ def test_a_backward_without_the_class_of_the_forced_forward_is_an_error() -> Non
     with pytest.raises(UnsupportedError) as error:
         gradient("lonely")
     assert str(error.value) == (
-        "test_op_scale_bwd: no backend of numerics class 'toy/2' can serve this call (there is none)"
+        "test_op_scale_bwd: no backend of numerics class 'toy/2' can serve this call (there are none)"
     )
     assert ran() == ["lonely"]
 

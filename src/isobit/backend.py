@@ -17,11 +17,11 @@ NONE = "none"
 
 
 class UnsupportedError(ContractError):
-    """A backend that was asked for by name cannot serve this call; the message is its reason."""
+    """A backend that was selected by name cannot run this call; the message is the reason."""
 
 
 class Lazy:
-    """A module that is imported when something of it is first asked for."""
+    """A module that is imported when an attribute of it is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,15 +58,15 @@ class Backend:
         return self.numerics if isinstance(self.numerics, str) else self.numerics(device)
 
     def other_class(self, numerics: str | None, device: torch.device) -> str | None:
-        """The reason why it cannot keep a class that was asked for."""
+        """The reason why it cannot keep a required class."""
         if numerics is None or (own := self.numerics_on(device)) == numerics:
             return None
         return f"its numerics class here is {own!r}, not {numerics!r}"
 
     def why_not(self, args: Args, device: torch.device) -> str | None:
-        """The reason not to choose this backend by itself."""
+        """The reason not to choose this backend by default."""
         if self.interpreted and device.type == "cpu":
-            return "on CPU tensors only the interpreter could run it: ask for it by name to check its kernels"
+            return "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
         return self.unasked(args) or self.when(args)
 
 
@@ -120,7 +120,7 @@ def choose(
                 return backend
             reasons[backend.name] = reason
     of_class = "" if numerics is None else f" of numerics class {numerics!r}"
-    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there is none"
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there are none"
     raise UnsupportedError(f"{contract.name}: no backend{of_class} can serve this call ({why})")
 
 
@@ -136,7 +136,7 @@ def explain(
         return Explanation(contract.name, None, None, reasons)
     chosen = choose(contract, backends, args, controls, device)
     if forced:
-        asked = f"can serve; backend={forced!r} was asked for"
+        asked = f"can serve; backend={forced!r} was selected"
         reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
     return Explanation(contract.name, chosen.name, chosen.numerics_on(device), reasons)
 

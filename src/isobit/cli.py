@@ -93,12 +93,12 @@ TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # 
 @app.command()
 def check(
     ctx: typer.Context,
-    op: Annotated[Names, typer.Option(help="op to check; repeatable; all by default")] = None,
+    op: Annotated[Names, typer.Option(help="op to check; repeatable; default: all")] = None,
     backend: Annotated[
-        Names, typer.Option(help="backend; repeatable; all that can exist here by default")
+        Names, typer.Option(help="backend; repeatable; default: all that can run on this machine")
     ] = None,
     candidate: Annotated[
-        str | None, typer.Option(help="a function of yours for one op, my_pkg.my_mod:my_fn")
+        str | None, typer.Option(help="your own function for one op, my_pkg.my_mod:my_fn")
     ] = None,
     adapter: Annotated[
         str | None, typer.Option(help="my_mod:adapt, adapt(fn) -> fn, maps a candidate's names and outputs")
@@ -108,18 +108,18 @@ def check(
     ] = None,
     law: Annotated[Names, typer.Option(help=f"law; repeatable: {', '.join(LAWS)}")] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="only the ahead-of-time compilation law")
+        bool, typer.Option("--compile", help="only the law of ahead-of-time compilation")
     ] = False,
     target: Annotated[
-        Names, typer.Option(help=f"of the compilation law; repeatable: {', '.join(TARGETS)}")
+        Names, typer.Option(help=f"target of the compilation law; repeatable: {', '.join(TARGETS)}")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     dtype: Annotated[Names, typer.Option(help=f"repeatable: {', '.join(DTYPES)}")] = None,
     arch_key: Annotated[str | None, typer.Option(help="tolerance override to use, e.g. sm_90")] = None,
     tolerances: Annotated[
-        Path | None, typer.Option(help="figures of your own beside isobit's (docs/check_my_kernel.md)")
+        Path | None, typer.Option(help="file with your own tolerances (docs/check_my_kernel.md)")
     ] = None,
-    case: Annotated[str | None, typer.Option(help="only the declared case of this name")] = None,
+    case: Annotated[str | None, typer.Option(help="only the declared case with this name")] = None,
     batch: Annotated[int | None, typer.Option(help="B of a case of your own")] = None,
     seq: Annotated[int | None, typer.Option(help="T of a case of your own")] = None,
     vocab: Annotated[int | None, typer.Option(help="V of a case of your own")] = None,
@@ -140,8 +140,8 @@ def check(
         Path | None, typer.Option("--json", help="write the report here, - for standard output")
     ] = None,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/check_<op>.json")] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page of the report here")] = None,
-    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
+    html: Annotated[Path | None, typer.Option(help="write the report as an HTML page")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp if there is no git")] = None,
 ) -> None:
     """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
     known("input mode", [input_mode], ["edge", "random", "constant"])
@@ -167,7 +167,7 @@ def check(
     _consistent(request, compile and bool(law), json_path)
     check_commit(commit, json_path, results, html)
     if tolerances is not None and results is not None:
-        raise ContractError("--tolerances are your own, and --results are of isobit's: write with --json")
+        raise ContractError("--results need isobit's own tolerances: with --tolerances, use --json")
     if candidate is not None:
         if len(request.ops) != 1 or request.backends or results is not None:
             raise ContractError(
@@ -230,11 +230,11 @@ def check(
 def _consistent(request: Request, law_and_compile: bool, json_path: Path | None) -> None:
     """Options that would be ignored, or fail only after minutes, fail now."""
     if law_and_compile:
-        raise ContractError("--compile is short for --law compile: give one of --law and --compile")
+        raise ContractError("--compile is short for --law compile: use only one of --law and --compile")
     if request.case is not None and request.dims is not None:
-        raise ContractError("--case names a declared case and --dim makes one: give one of them")
+        raise ContractError("--case selects a declared case and --dim makes one: use only one of them")
     if request.targets and request.laws != ("compile",):
-        raise ContractError("--target is for the compilation law alone: give --law compile with it")
+        raise ContractError("--target is only for the compilation law: add --law compile")
     if request.device.type == "meta":
         raise ContractError("device 'meta' holds no values to check")
     known = {*ARCHS, arch_name(request.device)}
@@ -282,11 +282,11 @@ def _check_file(results: Path, folder: str, device: torch.device) -> Path:
 
 @app.command()
 def memcheck(
-    op: Annotated[Names, typer.Option(help="op; repeatable; all by default")] = None,
-    backend: Annotated[Names, typer.Option(help="backend; repeatable; all with kernels by default")] = None,
+    op: Annotated[Names, typer.Option(help="op; repeatable; default: all")] = None,
+    backend: Annotated[Names, typer.Option(help="backend; repeatable; default: all with kernels")] = None,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/memcheck_<op>.json")] = None,
-    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds that one op and backend may take")] = 900.0,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp if there is no git")] = None,
+    timeout: Annotated[float, typer.Option(help="limit in seconds for one op and backend")] = 900.0,
 ) -> None:
     """Run the cases of ops, and calls with any integers, under NVIDIA's compute-sanitizer."""
     check_commit(commit, results)
@@ -338,38 +338,38 @@ def bench(
         Path | None, typer.Option(help="a report of `isobit check` from here and now, instead of a check")
     ] = None,
     core: Annotated[
-        bool, typer.Option("--core", help="only the cases that stand for all: minutes, not an hour")
+        bool, typer.Option("--core", help="only representative cases: minutes, not an hour")
     ] = False,
     results: Annotated[Path | None, typer.Option(help="write <results>/<gpu>/<op>.json")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="keep what the file has of these kernels, and time the rest")
+        bool, typer.Option("--resume", help="keep what the file has for these kernels, and time the rest")
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(help="stop between two cases after this long, and say what is left")
+        float | None, typer.Option(help="stop between two cases after so many, and say what is left")
     ] = None,
     candidate: Annotated[
         str | None,
-        typer.Option(help="my_pkg.my_mod:my_fn: your own function, beside the rivals of one --op"),
+        typer.Option(help="my_pkg.my_mod:my_fn: your own function, next to the rivals of one --op"),
     ] = None,
     adapter: Annotated[
         str | None, typer.Option(help="my_mod:adapt, adapt(fn) -> fn, maps a candidate's names and outputs")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page of all that was timed here")] = None,
-    commit: Annotated[str | None, typer.Option(help="commit for the stamp where there is no git")] = None,
+    html: Annotated[Path | None, typer.Option(help="write the results as an HTML page")] = None,
+    commit: Annotated[str | None, typer.Option(help="commit for the stamp if there is no git")] = None,
 ) -> None:
     """Time every op, or a suite, beside rivals and the floor, after checking it: a red op is not timed."""
     if skip_check and check_report is not None:
-        raise ContractError("--skip-check checks nothing and --check-report vouches: give one of them")
+        raise ContractError("--skip-check and --check-report exclude each other: use only one of them")
     if resume and results is None:
-        raise ContractError("--resume goes on with a file: say with --results where it is")
+        raise ContractError("--resume continues a file: say with --results where it is")
     if core and case:
-        raise ContractError("--core are declared cases and --case makes one: give one of them")
+        raise ContractError("--core selects declared cases and --case makes one: use only one of them")
     if minutes is not None and minutes <= 0:
         raise ContractError(f"--minutes {minutes:g}: must be more than 0")
     check_commit(commit, results, html)
     where = device_of(device)
     if where.type == "meta":
-        raise ContractError("device 'meta' computes nothing that could be timed: choose cpu or cuda")
+        raise ContractError("device 'meta' computes nothing, so nothing can be timed: choose cpu or cuda")
     ops = known("op", op or [], PUBLIC) or (() if suite else TIMED)
     for names in _folders([OPS[name] for name in ops]).values():
         if len(names) > 1:
@@ -442,17 +442,17 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="saved JSON files of check and bench to show together")
+        list[Path] | None, typer.Argument(help="JSON files of check and bench, shown together")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="write a page of these files here")] = None,
+    html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[
-        Path | None, typer.Option(help="an older file: say what is worse in the one that is given")
+        Path | None, typer.Option(help="an older file: report what has become worse since")
     ] = None,
     slower: Annotated[
-        float | None, typer.Option(help="times an older time that count as worse; 1.05 by default")
+        float | None, typer.Option(help="multiple of the older time that is worse; default: 1.05")
     ] = None,
-    results: Annotated[Path | None, typer.Option(help="folder of result files; results by default")] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="only those whose kernels have changed")] = False,
+    results: Annotated[Path | None, typer.Option(help="folder of result files; default: results")] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="list files of changed kernels")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if one is stale")] = False,
 ) -> None:
     """Show saved reports together, or compare one with an older one (exit code 1 if something is worse).
@@ -489,7 +489,7 @@ def demo(
 def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     try_them: Annotated[
-        bool, typer.Option("--try", help="turn isobit on and off in TRL, verl and FLA; takes seconds")
+        bool, typer.Option("--try", help="enable and disable isobit in TRL, verl and FLA: seconds")
     ] = False,
 ) -> None:
     """Versions, device, where isobit is on, and for every op what would serve and why others would not."""

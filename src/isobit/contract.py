@@ -7,8 +7,8 @@ int32 or int64 with the same leading shape. A dimension that appears twice must 
 dimensions may follow
 
     "* M K; any strides"            the last dimension need not be contiguous
-    "V D; written"                  the op writes into it, and it is contiguous as a whole
-    "* if return_entropy"           an output that is there only if this argument is true, or given
+    "V D; written"                  the op writes into it, and it is contiguous
+    "* if return_entropy"           an output that exists only if this argument is true, or given
     "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
 
 and `float | F32[Tensor, "*"]` is a number, or one for every row; an `object` may be anything. Arguments are
@@ -179,7 +179,7 @@ def _as_scalar(value: Any, scalar: type) -> Any:
 
 
 def _why_not_plain(t: Tensor) -> str | None:
-    """Why a tensor of a special kind cannot be served, with what to do about it."""
+    """Why a special tensor (DTensor, nested, ...) is not supported, and what to do about it."""
     if t.is_nested:
         return "must be a dense tensor, it is nested; pass the packed rows (.values()) or a padded tensor"
     distributed = sys.modules.get("torch.distributed.tensor")
@@ -199,7 +199,7 @@ def _rows_at(spec: Spec | None) -> tuple[int, int] | None:
 
 
 def is_given(value: Any) -> bool:
-    """Of what decides whether an output is there."""
+    """The condition under which an output exists."""
     return isinstance(value, Tensor) or bool(value)
 
 
@@ -272,11 +272,11 @@ class Contract:
         return tuple(found)
 
     def in_order(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        """The values of a call in the order of the signature, of whatever type they are."""
+        """The values of a call in the order of the signature, of any type."""
         all_ = {**self._defaults, **given}
         if len(all_) > len(self._defaults):
             unknown = ", ".join(sorted(given.keys() - self._defaults.keys()))
-            raise ContractError(f"{self.name}: argument(s) unknown: {unknown}")
+            raise ContractError(f"{self.name}: unknown argument(s): {unknown}")
         return tuple(all_.values())  # what is given has its place among the defaults
 
     def error(self, arg: str, value: Any, rule: str) -> ContractError:
@@ -301,7 +301,7 @@ class Contract:
         return tuple(changed.get(i, v) for i, v in enumerate(values))
 
     def _converted(self, p: Param, value: Any) -> Any:
-        """An argument of another type than is usual, as it can be served; or the rule that it breaks."""
+        """An argument of an unusual type, converted; or an error with the rule that it breaks."""
         if value is MISSING:
             raise self.error(p.name, None, "is required")
         if p.spec is not None and isinstance(value, Tensor):
@@ -399,7 +399,7 @@ class Contract:
         return spec.dtypes[0] if spec.dtypes and dtype not in spec.dtypes else dtype
 
     def empty_outputs(self, values: tuple[Any, ...], dims: dict[str, Any]) -> list[Tensor]:
-        """Outputs with the promised shapes and dtypes, uninitialised; those not asked for are empty."""
+        """Outputs with the promised shapes and dtypes, uninitialised; those not requested are empty."""
         outs = []
         for spec in self.outputs:
             if spec.like is not None:

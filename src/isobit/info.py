@@ -23,7 +23,7 @@ from isobit.stamp import stamp
 def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
     """Line by line, because some take a while. `try_them` turns isobit on and off in other libraries."""
     if device.type == "meta":
-        raise ContractError("device 'meta' holds no values, so nothing serves there: ask about cpu or cuda")
+        raise ContractError("device 'meta' holds no values, so no backend runs there: choose cpu or cuda")
     known = {"isobit": isobit.__version__, **stamp(device), "arch": arch_key(device)}
     yield from (f"{key:12s}{value}" for key, value in known.items())
     names = sorted(public_ops())

@@ -91,7 +91,7 @@ class Op:
         OPS[self.name] = self
 
     def forget(self) -> None:
-        """Ask again of every kind of call. New dictionaries, because another thread may hold the old ones."""
+        """Forget every cached call. New dictionaries, because another thread may hold the old ones."""
         self._ways: dict[Kind, Way] = {}
         self._families: dict[Kind, Way] = {}  # how calls with any number of rows are served
         self._served_of = list(self.backends)  # what was chosen from
@@ -136,7 +136,7 @@ class Op:
         for p in given.values():
             default = declared.get(p.name, inspect)  # inspect: a default that nothing has
             if default != p.default and not (p.default is p.empty and p.name in declared):
-                raise TypeError(f"{self.name}: {function.__name__}({p}) is not what the contract says")
+                raise TypeError(f"{self.name}: {function.__name__}({p}) differs from the contract")
         missing = {p.name for p in CONTROLS if p.name != "prefer"} - given.keys()
         if missing:
             raise TypeError(f"{self.name}: {function.__name__} has no {', '.join(sorted(missing))}")
@@ -442,7 +442,7 @@ class Op:
         return backend_named(self.contract, self.backends, name)
 
     def explain(self, **given: Any) -> Explanation:
-        """What would serve this call, and why not the others. Same validation, nothing is launched."""
+        """Which backend would run this call, and why not the others. Same validation; launches nothing."""
         values = self.bind(given)
         args, _ = self._validated(values)
         controls, device = _pop_controls(args), values[0].device
@@ -482,7 +482,7 @@ def op(
 
 
 def known_op(name: str) -> Op:
-    """The op people call by this name, or an error that lists those there are."""
+    """The public op of this name, or an error that lists the known ones."""
     public = public_ops()
     if name not in public:
         raise ContractError(f"unknown op {name!r}; known: {', '.join(sorted(public))}")
