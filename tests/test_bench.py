@@ -374,6 +374,7 @@ def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp
         a_row("copy_variant", 0.01),  # of the baseline
         a_row("isobit:hopper", 0.01),
         a_row("isobit:new", 0.01),
+        a_row("native:new", 0.01),  # another size every call
         a_row("native", 1.2),
         a_row("liger", 0.6),
         a_row("isobit", 9.0, "bwd"),  # a direction without a line
@@ -395,13 +396,14 @@ def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp
     (tmp_path / "logp.json").write_text(json.dumps(report | only_copy | {"figure": "host_us"}))
     assert overview(tmp_path, ["logp"])[0][1:] == []
     page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- results:summary -->\n<!-- /results -->\n    <!-- results:logp -->\n    <!-- /results -->\n"
-    )
+    example = "    <!-- results:logp -->\n    <!-- /results -->\n"  # indented: code, not a mark
+    page.write_text(f"{example}<!-- results:summary -->\n<!-- /results -->\n{example}")
     tables.update(page, tmp_path)
     text = page.read_text()
     assert "| call | cases |" in text and "Not measured yet: `attention`" in text
-    assert text.endswith("<!-- /results -->\n    <!-- results:logp -->\n    <!-- /results -->\n")
+    assert text.startswith(f"{example}<!-- results:summary") and text.endswith(
+        f"<!-- /results -->\n{example}"
+    )
 
 
 def test_pages_with_marks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
