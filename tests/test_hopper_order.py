@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 def model() -> dict[str, Any]:
     """The functions that the page prints."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    (text,) = (block for block in blocks if "def row_sums(" in block)
+    (text,) = (block for block in blocks if "def row_sums(z, c, " in block)
     scope: dict[str, Any] = {}
     exec(text, scope)
     return scope
