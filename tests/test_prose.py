@@ -3,6 +3,7 @@
 Files that they name are looked up by tests/test_repo.py."""
 
 import importlib.util
+import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ import pytest
 import typer.main
 
 from isobit.bench import tables
+from isobit.bench.declared import render_declared
 from isobit.cli import app
+from isobit.op import public_ops
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
@@ -168,6 +171,27 @@ def test_every_generated_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(ROOT)
     assert {Path("README.md"), Path("docs/benchmarks.md")} <= set(tables.marked_pages())
     assert tables.main(["--check"]) == 0
+
+
+def test_every_op_has_its_declaration_on_a_page() -> None:
+    found = [name for page in PAGES for name in re.findall(r"^<!-- op:(\w+) -->$", page.read_text(), re.M)]
+    assert sorted(found) == sorted(public_ops())
+
+
+def test_a_declaration_is_shown_as_it_is(tmp_path: Path) -> None:
+    shown = render_declared("logp", tmp_path)
+    assert "| `logits` | [\\*, V] | bf16, fp16, fp32, fp64 |   |" in shown
+    assert "| `temperature` | [\\*] or a number | fp32, fp64 | `1.0` |" in shown
+    assert "| `triton` | `lse/triton-1` | - | - |" in shown and "`isobit check --op logp`" in shown
+    cases = [{"law": law, "status": status} for law, status in (("agree", "ok"), ("agree", "fail"))]
+    mine = {"op": "logp", "candidate": "hopper", "numerics": "lse/1", "fail": 1, "cases": cases}
+    stamp = {"gpu": "G", "commit": "abc", "date": "2026-01-02T03:04:05Z"}
+    report = {"stamp": stamp, "candidates": [mine, mine | {"op": "another"}]}
+    (tmp_path / "check_logp.json").write_text(json.dumps(report))
+    shown = render_declared("logp", tmp_path)
+    assert "| `hopper` | `lse/1` | agree 1 | 1 |" in shown and "on G, commit abc, 2026-01-02" in shown
+    with pytest.raises(ValueError, match="op:nothing: no such op; known: attention, "):
+        render_declared("nothing", tmp_path)
 
 
 # That all of it can fail

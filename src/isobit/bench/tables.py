@@ -12,6 +12,7 @@ else. Whole steps get a line a case, beside the rival that they are held against
 A file that is not there yet leaves a line that says how to make it.
 `<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
 `<!-- results:summary -->` is a table of a line or two for each file (`overview`).
+Between `<!-- op:logp -->` and `<!-- /op -->` stands what an op declares (`declared`).
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.declared import render_declared
 from isobit.bench.goals import Cell, cells
 from isobit.bench.overview import overview
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
@@ -35,7 +37,7 @@ SUMMARY = "summary"
 
 #: At the start of a line: an indented mark is an example of one.
 _MARKED = re.compile(
-    r"^(<!-- results:([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /results -->)", re.DOTALL | re.MULTILINE
+    r"^(<!-- (results|op):([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /\2 -->)", re.DOTALL | re.MULTILINE
 )
 
 #: Directions that are shown. A backward alone is in the files; what users pay for is both together.
@@ -282,12 +284,15 @@ def updated(text: str, results_dir: Path) -> str:
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
 
     def rendered(found: re.Match[str]) -> str:
-        path = results_dir / f"{found[2]}.json"
-        if found[2] == SUMMARY:
+        opening, what, name, kinds, closing = found.groups()
+        path = results_dir / f"{name}.json"
+        if what == "op":
+            shown = render_declared(name, results_dir)
+        elif name == SUMMARY:
             shown = render_summary(results_dir)
         else:
-            shown = render_op(path, found[3].split()) if path.is_file() else _missing(found[2])
-        return f"{found[1]}{shown}{found[4]}"
+            shown = render_op(path, kinds.split()) if path.is_file() else _missing(name)
+        return f"{opening}{shown}{closing}"
 
     return _MARKED.sub(rendered, text)
 

@@ -1,0 +1,81 @@
+"""What an op declares, as a page shows it: its arguments, its backends, and the laws that last held.
+
+`<!-- op:logp -->` and `<!-- /op -->` in a page enclose it (`tables`). Arguments and backends come from the
+declaration in the op's `op.py`, laws from the file that `isobit check` has written on a GPU.
+"""
+
+import inspect
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from isobit.contract import Param, dtype_name
+from isobit.op import Op, public_ops
+
+#: Every op has these; the README says what they do.
+_COMMON = ("validate", "numerics", "backend")
+
+
+def render_declared(name: str, results_dir: Path) -> str:
+    ops = public_ops()
+    if name not in ops:
+        raise ValueError(f"op:{name}: no such op; known: {', '.join(sorted(ops))}")
+    op, path = ops[name], results_dir / f"check_{ops[name].folder}.json"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"candidates": []}
+    found = [candidate for candidate in report["candidates"] if candidate["op"] == name]
+    parts = [_table(_arguments(op)), _table(_backends(op, found))]
+    if found:
+        stamp = report["stamp"]
+        where = f"`isobit check` on {stamp['gpu']}, commit {stamp['commit']}, {stamp['date'][:10]}"
+        parts.append(f"<sub>{where}. Cells are cases of a law; `make check` runs them on your machine.</sub>")
+    else:
+        parts.append(f"<sub>No check of it on a GPU is published yet: `isobit check --op {name}`.</sub>")
+    return "\n\n".join(parts) + "\n"
+
+
+def _arguments(op: Op) -> list[list[str]]:
+    assert op.function is not None
+    signature = inspect.signature(op.function).parameters
+    lines = [["argument", "shape", "dtype", "default"]]
+    declared = {param.name: param for param in op.contract.params}
+    for name, given in signature.items():
+        if name not in _COMMON:
+            required = given.default is inspect.Parameter.empty
+            default = "" if required else f"`{given.default!r}`"
+            lines.append([f"`{name}`", *_kind(declared.get(name)), default])
+    return lines
+
+
+def _kind(param: Param | None) -> tuple[str, str]:
+    """Shape and dtypes of a tensor; the type of what is none."""
+    if param is None:  # the public function makes something else of it
+        return "", ""
+    scalar = "" if param.scalar is None else param.scalar.__name__
+    if param.spec is None:
+        return "", scalar
+    shape = f"[{', '.join(param.spec.dims)}]".replace("*", "\\*")
+    dtypes = ", ".join(dtype_name(dtype) for dtype in param.spec.dtypes)
+    return f"{shape} or a number" if scalar else shape, dtypes
+
+
+def _backends(op: Op, found: list[dict[str, Any]]) -> list[list[str]]:
+    """As they are declared, fastest first. A class that depends on the GPU is that of the one checked."""
+    checked = {candidate["candidate"]: candidate for candidate in found}
+    lines = [["backend", "numerics class", "laws that held, with the number of cells", "failed"]]
+    for backend in op.backends:
+        mine = checked.get(backend.name)
+        known = backend.numerics if isinstance(backend.numerics, str) else "depends on the GPU"
+        if mine is None:
+            lines.append([f"`{backend.name}`", f"`{known}`" if " " not in known else known, "-", "-"])
+            continue
+        held = Counter(case["law"] for case in mine["cases"] if case["status"] == "ok")
+        laws = ", ".join(f"{law} {count}" for law, count in held.items())
+        lines.append([f"`{backend.name}`", f"`{mine['numerics']}`", laws or "-", str(mine["fail"])])
+    return lines
+
+
+def _table(lines: list[list[str]]) -> str:
+    head, *rest = ([cell or " " for cell in line] for line in lines)
+    rows = [head, ["---"] * len(head), *rest]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
