@@ -29,7 +29,7 @@ from isobit.bench.goals import Cell, cells
 from isobit.bench.overview import overview
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.suites import suite_names
-from isobit.op import OPS
+from isobit.op import public_ops
 
 RESULTS = Path("results/h200")
 #: What stands in a mark for the table over all files.
@@ -57,7 +57,7 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
 
 def render_summary(results_dir: Path) -> str:
     """A line or two for each op, then for each suite of whole steps; and what was not timed yet."""
-    folders = sorted({op.folder for op in OPS.values()})
+    folders = sorted({op.folder for op in public_ops().values()})
     lines, missing = overview(results_dir, (*folders, *suite_names()))
     parts = [_markdown(lines, left=1)]
     if missing:
@@ -69,7 +69,7 @@ def _missing(name: str) -> str:
     """What stands for the tables of a file that nobody has made yet; a name that is none is an error."""
     if name in suite_names():
         flag = "--suite"
-    elif name in {op.folder for op in OPS.values()}:
+    elif name in {op.folder for op in public_ops().values()}:
         flag = "--op"
     else:
         raise ValueError(f"no {name}.json among the results, and no op or suite of that name")

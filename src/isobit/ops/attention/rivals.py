@@ -346,8 +346,8 @@ SERIES = [
         "attention", TRAINING, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], also={"triton": TRAINING[1:3]},
         goals=GOALS,
     ),
-    *_both("attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), change=packed),
-    *_both("attention_window", WINDOWED, (FLASH_OTHER, FLEX), change=windowed),
+    *_both("attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), change=packed, core=PACKED),
+    *_both("attention_window", WINDOWED, (FLASH_OTHER, FLEX), change=windowed, core=WINDOWED),
     _series(
         "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
         core=DECODING[2:3], small=[_SMALL_DECODING],
