@@ -334,9 +334,10 @@ def a_row(impl: str, ms: float, direction: str = "fwd", **figures: Any) -> dict[
     return dict.fromkeys(ROW) | known | figures
 
 
-def write_results(folder: Path, *rows: dict[str, Any]) -> None:
+def write_results(folder: Path, *rows: dict[str, Any], kernels: dict[str, str] | None = None) -> None:
     stamp = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "python": "3.12"}
     stamp |= {"commit": "abc", "source_sha": "def", "date": "2026-01-02T03:04:05Z"}
+    stamp |= {"kernels": kernels or {}}
     rates = {"copy_tbps": 4.26, "best_tflops": 800.0}
     folder.mkdir(exist_ok=True)
     (folder / "logp.json").write_text(json.dumps({"stamp": stamp | rates, "notes": [], "rows": rows}))
@@ -365,6 +366,17 @@ def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> 
         "<sub>NVIDIA H200, driver 580, torch 2.11, Triton 3.6, Python 3.12; copy 4.26 TB/s, "
         "bf16 product 800 TFLOP/s; commit abc, source def, 2026-01-02</sub>\n"
     )
+
+
+def test_results_of_other_kernels_are_marked(tmp_path: Path) -> None:
+    write_results(tmp_path, *ROWS, kernels={"logp": "of other kernels"})
+    assert "2026-01-02. The kernels have changed since</sub>" in tables.render_op(tmp_path / "logp.json")
+    shown = tables.render_summary(tmp_path)
+    assert (
+        "| `logp`, forward † |" in shown and "\n† The kernels have changed since this was measured." in shown
+    )
+    write_results(tmp_path, *ROWS)
+    assert "†" not in tables.render_summary(tmp_path)
 
 
 def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp_path: Path) -> None:

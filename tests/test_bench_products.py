@@ -260,7 +260,7 @@ def test_the_goals_of_products() -> None:
 
 STAMP = {
     "gpu": "NVIDIA H200", "driver": "580", "torch": "2.11", "triton": "3.6", "python": "3.12",
-    "commit": "abc", "source_sha": "def", "date": "2026-01-02T03:04:05Z",
+    "commit": "abc", "source_sha": "def", "date": "2026-01-02T03:04:05Z", "kernels": {},
     "copy_tbps": 4.26, "best_tflops": 800.0,
 }  # fmt: skip
 

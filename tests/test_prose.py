@@ -8,6 +8,7 @@ import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -185,11 +186,14 @@ def test_a_declaration_is_shown_as_it_is(tmp_path: Path) -> None:
     assert "| `triton` | `lse/triton-1` | - | - |" in shown and "`isobit check --op logp`" in shown
     cases = [{"law": law, "status": status} for law, status in (("agree", "ok"), ("agree", "fail"))]
     mine = {"op": "logp", "candidate": "hopper", "numerics": "lse/1", "fail": 1, "cases": cases}
-    stamp = {"gpu": "G", "commit": "abc", "date": "2026-01-02T03:04:05Z"}
+    stamp: dict[str, Any] = {"gpu": "G", "commit": "abc", "date": "2026-01-02T03:04:05Z", "kernels": {}}
     report = {"stamp": stamp, "candidates": [mine, mine | {"op": "another"}]}
     (tmp_path / "check_logp.json").write_text(json.dumps(report))
     shown = render_declared("logp", tmp_path)
-    assert "| `hopper` | `lse/1` | agree 1 | 1 |" in shown and "on G, commit abc, 2026-01-02" in shown
+    assert "| `hopper` | `lse/1` | agree 1 | 1 |" in shown and "on G, commit abc, 2026-01-02. Cells" in shown
+    stamp["kernels"] = {"logp": "of other kernels"}
+    (tmp_path / "check_logp.json").write_text(json.dumps(report))
+    assert "2026-01-02. The kernels have changed since. Cells" in render_declared("logp", tmp_path)
     with pytest.raises(ValueError, match="op:nothing: no such op; known: attention, "):
         render_declared("nothing", tmp_path)
 

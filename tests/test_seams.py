@@ -44,8 +44,8 @@ def test_versions_that_are_here_and_how_to_get_others(installed: Path) -> None:
         "trl": "trl 1.99.0; off: isobit.integrations.trl.enable() turns it on",
         "verl": "not installed: pip install verl==0.9.1",
         "fla": "not installed: pip install fla-core==0.6.0",
-        "hf": f"transformers {transformers.__version__}; nothing to turn on: "
-        "isobit.integrations.hf.token_logps takes its models",
+        "hf": f"transformers {transformers.__version__}; a model at a time: "
+        "token_logps and zero_drift of isobit.integrations.hf",
     }
     assert "trl" not in sys.modules  # versions are read, and nothing is imported
 

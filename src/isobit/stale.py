@@ -8,8 +8,7 @@ from typing import Any
 
 from isobit.contract import ContractError
 from isobit.op import OPS
-from isobit.sources import kernel_sha
-from isobit.stamp import source_sha
+from isobit.stamp import why_stale
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,9 @@ def examine(path: Path, folder: Path) -> Result:
     try:
         report = json.loads(path.read_text())
         stamp = report["stamp"]
-        return Result(path, _why_stale(stamp), f"{_command(path, report)} {_into(path, folder, report)}")
+        return Result(path, why_stale(stamp), f"{_command(path, report)} {_into(path, folder, report)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a result file of isobit ({type(error).__name__})") from None
-
-
-def _why_stale(stamp: dict[str, Any]) -> str | None:
-    if "kernels" not in stamp:
-        if stamp["source_sha"] == source_sha():
-            return None
-        return f"it is of commit {stamp['commit']} and has no hashes of kernels, which came later"
-    changed = [name for name, sha in stamp["kernels"].items() if kernel_sha(name) != sha]
-    return f"the kernels of {', '.join(changed)} are others than at {stamp['commit']}" if changed else None
 
 
 def _command(path: Path, report: dict[str, Any]) -> str:

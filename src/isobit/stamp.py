@@ -31,6 +31,16 @@ def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = 
     }
 
 
+def why_stale(stamp: dict[str, Any]) -> str | None:
+    """Why a result of this stamp does not speak for today's kernels; None if it does."""
+    if "kernels" not in stamp:
+        if stamp["source_sha"] == source_sha():
+            return None
+        return f"it is of commit {stamp['commit']} and has no hashes of kernels, which came later"
+    changed = [name for name, sha in stamp["kernels"].items() if kernel_sha(name) != sha]
+    return f"the kernels of {', '.join(changed)} are others than at {stamp['commit']}" if changed else None
+
+
 def gpu_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -12,6 +12,7 @@ from typing import Any
 
 from isobit.contract import Param, dtype_name
 from isobit.op import Op, public_ops
+from isobit.stamp import why_stale
 
 #: Every op has these; the README says what they do.
 _COMMON = ("validate", "numerics", "backend")
@@ -28,7 +29,10 @@ def render_declared(name: str, results_dir: Path) -> str:
     if found:
         stamp = report["stamp"]
         where = f"`isobit check` on {stamp['gpu']}, commit {stamp['commit']}, {stamp['date'][:10]}"
-        parts.append(f"<sub>{where}. Cells are cases of a law; `make check` runs them on your machine.</sub>")
+        age = " The kernels have changed since." if why_stale(stamp) else ""
+        parts.append(
+            f"<sub>{where}.{age} Cells are cases of a law; `make check` runs them on your machine.</sub>"
+        )
     else:
         parts.append(f"<sub>No check of it on a GPU is published yet: `isobit check --op {name}`.</sub>")
     return "\n\n".join(parts) + "\n"

@@ -13,9 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from isobit.bench.report import NEW, Report, Row
+from isobit.stamp import why_stale
 
 #: Directions that have a line. Those with a name of their own (dx, dw) are kinds of calls already.
 _TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "dx": "", "dw": ""}
+#: Behind the title of what was measured with other kernels than today's.
+OLDER = " †"
 HEAD = ["call", "cases", "isobit's time", "best rival's time", "goals met"]
 
 
@@ -37,13 +40,14 @@ def _of_file(report: Report) -> list[list[str]]:
     baseline = report.get("against") or "copy"
     rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
     found: list[list[str]] = []
+    age = OLDER if why_stale(report["stamp"]) else ""
     for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
         mine = [row for row in rows if (row["op"], row["direction"]) == (op, direction)]
         if ratios := _over_ours(mine, baseline):
             whole_step = any(row["method"] == "sync" for row in mine)
             title = f"`{op}`" + (f", {_TITLES[direction]}" if _TITLES[direction] and not whole_step else "")
             ours = f"{1 / _mean(ratios):.2f}x {baseline}"
-            found.append([title, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
+            found.append([title + age, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
     if found and (summary := report.get("summary")):
         found[0][-1] = f"{sum(entry['met'] for entry in summary)} of {len(summary)}"
     return found

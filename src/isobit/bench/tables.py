@@ -26,10 +26,11 @@ from typing import Any
 
 from isobit.bench.declared import render_declared
 from isobit.bench.goals import Cell, cells
-from isobit.bench.overview import overview
+from isobit.bench.overview import OLDER, overview
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.suites import suite_names
 from isobit.op import public_ops
+from isobit.stamp import why_stale
 
 RESULTS = Path("results/h200")
 #: What stands in a mark for the table over all files.
@@ -50,6 +51,8 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
+    if why_stale(report["stamp"]):
+        stamp += ". The kernels have changed since"
     body = _grids(report, kinds) if report.get("against") else _by_kind(report, kinds)
     parts = [*_goals(report.get("summary", ()), report.get("against")), body]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
@@ -60,6 +63,8 @@ def render_summary(results_dir: Path) -> str:
     folders = sorted({op.folder for op in public_ops().values()})
     lines, missing = overview(results_dir, (*folders, *suite_names()))
     parts = [_markdown(lines, left=1)]
+    if any(line[0].endswith(OLDER) for line in lines):
+        parts.append(f"{OLDER.strip()} The kernels have changed since this was measured.")
     if missing:
         parts.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n\n".join(parts) + "\n"

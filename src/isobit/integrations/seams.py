@@ -11,7 +11,7 @@ from isobit.integrations.session import Enabled, Switch
 class _Library(NamedTuple):
     distributions: tuple[str, ...]  # names that it is installed under, of which one is enough
     install: str
-    switch: Switch | None  # None: there is nothing to turn on
+    switch: Switch | None  # None: nothing of the library is replaced as a whole
     enable: Callable[[], Enabled] | None
 
 
@@ -44,7 +44,7 @@ def _state(name: str, library: _Library, try_it: bool) -> str:
     if found is None:
         return f"not installed: {library.install}"
     if library.switch is None or library.enable is None:
-        return f"{found}; nothing to turn on: isobit.integrations.{name}.token_logps takes its models"
+        return f"{found}; a model at a time: token_logps and zero_drift of isobit.integrations.{name}"
     session = library.switch.session
     if session is not None:
         return f"{found}; on: {session.served} calls served, {sum(session.passed.values())} passed on"

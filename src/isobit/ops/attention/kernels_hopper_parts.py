@@ -131,8 +131,7 @@ def unpacked(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def joined(lanes):
     """(0 + 1) + (2 + 3)."""
-    x = gl.sum(gl.sum(gl.reshape(lanes, (ROWS, 2, 2)), 2), 1)
-    return x
+    return gl.sum(gl.sum(gl.reshape(lanes, (ROWS, 2, 2)), 2), 1)
 
 
 @gluon.jit
