@@ -293,6 +293,7 @@ class Part:
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
         j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
+        to = gl.multiple_of(self.out + to, (1, 16))  # what is known of `out` is lost on the way here
         there = gl.expand_dims(query < live, 1)
         for i in gl.static_range(len(found)):
             room = self.room(i)
@@ -300,7 +301,7 @@ class Part:
             inside = there
             if self.D < ring.D:
                 inside = there & (j + i * PIECE < self.D)
-            gl.store(self.out + to + i * PIECE, room.load(BY_ROWS), mask=inside)
+            gl.store(to + i * PIECE, room.load(BY_ROWS), mask=inside)
         if self.HAS_LSE:
             LN2: gl.constexpr = 0.6931471805599453
             own = gl.where(any_key, (m * self.c + gl.log2(s)) * LN2, float("-inf"))
@@ -369,7 +370,7 @@ class Part:
         j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
         there = gl.expand_dims(query < live, 1) & (j < self.D)
-        gl.store(self.out + to, gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS), mask=there)
+        gl.store(gl.multiple_of(self.out + to, (1, 16)), gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS), mask=there)
         if self.HAS_LSE:
             at = (batch * work.H + head) * work.T + row + query
             nothing = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, BY_ROWS))
