@@ -31,7 +31,7 @@ def rms_norm(**args: Any) -> tuple[Tensor | None, ...]:
         if residual is not None and summed is not None:
             summed[some] = h + residual[some].float()
             h = summed[some].float()
-        rstd[some] = 1.0 / (row_sums(h * h) / D + args["eps"]).sqrt()
+        rstd[some] = 1.0 / (row_means(h * h) + args["eps"]).sqrt()
         y = h * rstd[some, None]
         if args["cast"] == "before":
             y = y.to(dtype).float()
@@ -58,7 +58,7 @@ def rms_norm_bwd(**args: Any) -> tuple[Tensor | None, Tensor | None]:
             groups.append(group_sums(g * y))
         if dx is not None:
             g = g * w
-            found = rstd[some] * (g - y * (row_sums(g * y) / D)[:, None])
+            found = rstd[some] * (g - y * row_means(g * y)[:, None])
             dx[some] = found if dsummed is None else found + dsummed[some].float()
     dweight = None
     if args["want_weight"]:
@@ -81,6 +81,12 @@ def row_sums(terms: Tensor) -> Tensor:
     while total.shape[1] > 1:
         total = total[:, 0::2] + total[:, 1::2]
     return total[:, 0]
+
+
+def row_means(terms: Tensor) -> Tensor:
+    """Sums of rows by D. On a GPU PyTorch multiplies with the inverse of a number, so D is a tensor too."""
+    sums = row_sums(terms)
+    return sums / sums.new_full((), terms.shape[1])
 
 
 def group_sums(terms: Tensor) -> Tensor:

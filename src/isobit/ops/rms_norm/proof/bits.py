@@ -14,12 +14,14 @@ from isobit.ops.rms_norm.proof.inputs import BY_ROWS, lay_out
 
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:
     """Fused = unfused, roundings to 16 bits are where the class has them, and dweight belongs to the stream
-    of rows: not to how they are laid out, nor to rows behind the last whose dout is 0. Controls: the other
-    `cast`, and the rows in another order."""
+    of rows: not to how they are laid out, nor to rows behind the last whose dout is 0. It is looked at in
+    fp32, since 16 bits of a long sum seldom show its order. Controls: the other `cast`, and the rows in
+    another order."""
     args = trial.args()
     outputs, grads = trial.backward(args)
     given = tuple(trial.cotangents(outputs))
     flat = args | {n: None if args[n] is None else args[n].flatten(0, -2) for n in BY_ROWS}
+    flat["weight"] = args["weight"].float()
     dout, N = given[0].flatten(0, -2), flat["x"].shape[0]
     checks = _unfused(trial, args, outputs) + _in_16_bits(trial, args)
 
@@ -28,10 +30,13 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
         cotangents = (dout, summed)
         return replace(trial, given=cotangents, only=("weight",)).backward(changed)[1]["weight"]
 
-    def same(what: str, changed: Args, dout: Tensor) -> None:
-        checks.append(same_bits("gradient:weight", dweight(changed, dout), grads["weight"], what))
+    whole = dweight(flat, dout)
 
-    same("rows in one dimension", flat, dout)
+    def same(what: str, changed: Args, dout: Tensor) -> None:
+        checks.append(same_bits("gradient:weight", dweight(changed, dout), whole, what))
+
+    once = whole.to(args["weight"].dtype)
+    checks.append(same_bits("gradient:weight", grads["weight"], once, "of rows in one dimension, rounded"))
     halves = {n: None if flat[n] is None else flat[n][None] for n in BY_ROWS}
     same("rows in two dimensions", flat | halves, dout[None])
     for layout in ("padded", "offset"):
@@ -40,9 +45,9 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
         longer = {n: None if flat[n] is None else _followed(flat[n], rows) for n in BY_ROWS}
         ended = torch.cat([dout, torch.zeros_like(dout[:1]).expand(rows, -1)])
         same(f"{rows} rows without a gradient behind", flat | longer, ended)
-    turned = torch.arange(N, device=trial.device).roll(1)
-    rolled = flat | {n: None if flat[n] is None else flat[n][turned] for n in BY_ROWS}
-    checks.append(trial.control("rows rolled by one", [grads["weight"]], [dweight(rolled, dout[turned])]))
+    rolls = torch.arange(N, device=trial.device).roll(1)
+    rolled = flat | {n: None if flat[n] is None else flat[n][rolls] for n in BY_ROWS}
+    checks.append(trial.control("rows rolled by one", [whole], [dweight(rolled, dout[rolls])]))
     return checks
 
 
