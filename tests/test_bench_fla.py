@@ -14,7 +14,7 @@ from isobit.bench.cases import suite_of
 from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
+from isobit.bench.series import NotHere, Pool
 from isobit.bench.suites import fla as suite
 from isobit.bench.vouch import CheckFailed
 
@@ -89,8 +89,26 @@ def test_what_isobit_does_not_serve_is_not_timed(
     on = SimpleNamespace(served=0, passed=Counter(passed))
     monkeypatch.setattr(suite.fla, "enable", lambda backend: contextlib.nullcontext(on))
     monkeypatch.setattr(suite, "both", lambda args: None)
+    monkeypatch.setattr(suite, "backward", lambda args: ())
     args = suite.inputs("chunk_kda", suite.SMALL[0], torch.device("cpu"), 1)
     with pytest.raises(CheckFailed, match=f"isobit has not served chunk_kda, so nothing is timed: {why}"):
+        suite.agreement(args)
+
+
+def test_what_fla_itself_refuses_is_noted_and_the_rest_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = suite.inputs("chunk_kda", suite.SMALL[0], torch.device("cpu"), 1)
+
+    def refuses(error: Exception) -> None:
+        def raising(args: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(suite, "backward", raising)
+
+    refuses(RuntimeError("this Triton produces incorrect results"))
+    with pytest.raises(NotHere, match="FLA without isobit does not run: this Triton produces incorrect"):
+        suite.agreement(args)
+    refuses(torch.OutOfMemoryError("full"))
+    with pytest.raises(torch.OutOfMemoryError):
         suite.agreement(args)
 
 

@@ -17,7 +17,7 @@ from isobit.bench.cases import parse_case, series_of
 from isobit.bench.goals import Goal, cells, sizes_of, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
+from isobit.bench.series import NotHere, Pool
 from isobit.bench.vouch import CheckFailed, Vouch
 from isobit.check.proof import Case
 from isobit.op import known_op
@@ -81,19 +81,28 @@ def test_ops_of_one_folder_are_timed_together() -> None:
     assert series_of(known_op("det_linear")) == series_of(GEMM)
 
 
-def test_what_does_not_fit_into_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (torch.OutOfMemoryError("no"), "M=4 K=16 N=8 bf16 does not fit into memory"),
+        (NotHere("a library refuses"), "a library refuses"),
+    ],
+)
+def test_what_cannot_be_timed_here_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, note: str
+) -> None:
     forward = rivals.SERIES[0]
 
     def make(case: Case, pool: Pool) -> list[Any]:
         if case.dims["M"] == 4:
-            raise torch.OutOfMemoryError("no")
+            raise error
         return forward.make(case, pool)
 
     series = dataclasses.replace(forward, make=make)
     monkeypatch.setattr("isobit.ops.det_gemm.rivals.SERIES", [series])
     report = bench("M=4,K=16,N=8", "M=2,K=16,N=8", impls=["isobit"])
     assert [row["case"] for row in report["rows"]] == ["M=2 K=16 N=8 bf16"]
-    assert report["notes"] == ["det_gemm: M=4 K=16 N=8 bf16 does not fit into memory"]
+    assert report["notes"] == [f"det_gemm: {note}"]
 
 
 def test_the_declared_cells() -> None:
@@ -299,6 +308,18 @@ def test_sizes_that_make_no_grid_get_a_line_a_case_with_the_other_rivals(tmp_pat
     assert sum(line.startswith("| N=") for line in found) == 2 * 3  # times, and errors
 
 
+def test_each_choice_of_options_has_a_grid_of_its_own(tmp_path: Path) -> None:
+    report = write_results(tmp_path / "det_gemm.json")
+    other = a_cell("det_gemm", 1, 8, 0.7)
+    report["rows"] = [*ROWS[:6], *(row | {"case": f"{row['case']} mode=g"} for row in other)]
+    report["notes"] = ["torch: not here", "unfinished: 3 of 4 cases are not timed"]
+    (tmp_path / "det_gemm.json").write_text(json.dumps(report))
+    shown = tables.render_op(tmp_path / "det_gemm.json")
+    assert "`det_gemm`, mode=g, share of the speed of torch.mm\n\n| M | K=16 N=8 |\n" in shown
+    assert "| 1 | 0.50\\* | 0.80 |" in shown
+    assert shown.endswith("2026-01-02; unfinished: 3 of 4 cases are not timed</sub>\n")
+
+
 def test_a_page_may_show_some_kinds_of_calls(tmp_path: Path) -> None:
     write_results(tmp_path / "det_gemm.json")
     page = "<!-- results:det_gemm det_gemm_dx -->\n<!-- /results -->\n"
@@ -323,9 +344,9 @@ def test_grids_show_the_share_of_the_baseline(tmp_path: Path) -> None:
         "| --- | ---: | ---: | ---: |\n"
         "| few rows | 2 | 0.63 (goal 0.60) | 0.50 |\n"
         "\n"
-        "`det_gemm`, share of the speed of torch.mm\n"
+        "`det_gemm`, K=16, share of the speed of torch.mm\n"
         "\n"
-        "| M | K=16 N=8 | K=16 N=32 |\n"
+        "| M | N=8 | N=32 |\n"
         "| ---: | ---: | ---: |\n"
         "| 1 | 0.50\\* | 0.80 |\n"
         "| 4096 | 1.00 | - |\n"

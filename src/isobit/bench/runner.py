@@ -20,7 +20,7 @@ from isobit.bench.lineup import Lineup
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
 from isobit.bench.rival import cannot_import
-from isobit.bench.series import Pool, Series
+from isobit.bench.series import NotHere, Pool, Series
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.bench.vouch import Vouch
 from isobit.check.options import fit, options_of, text_of, varied
@@ -115,6 +115,8 @@ def run(
             )
             try:
                 rows += lineup.rows(case, wanted)
+            except NotHere as why:
+                note(f"{series.name}: {why}")
             except torch.OutOfMemoryError:
                 pool.keep(None)
                 note(f"{series.name}: {case_name(case)} does not fit into memory")

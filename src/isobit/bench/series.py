@@ -27,6 +27,10 @@ class Judge(Protocol):
         nothing."""
 
 
+class NotHere(Exception):
+    """What a series times cannot be called on this machine. The message says why."""
+
+
 class Pool:
     """What several cases share, so that gigabytes are drawn once and not for every size."""
 

@@ -28,6 +28,7 @@ from isobit.bench.declared import render_declared
 from isobit.bench.goals import Cell, cells
 from isobit.bench.overview import OLDER, overview
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
+from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
 from isobit.op import public_ops
 from isobit.stamp import why_stale
@@ -53,6 +54,9 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
         stamp += f". {CPU_WARNING}"
     if why_stale(report["stamp"]):
         stamp += ". The kernels have changed since"
+    for note in report["notes"]:
+        if note.startswith(UNFINISHED):
+            stamp += f"; {note}"
     body = _grids(report, kinds) if report.get("against") else _by_kind(report, kinds)
     parts = [*_goals(report.get("summary", ()), report.get("against")), body]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
@@ -187,17 +191,46 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
         if op not in known:  # timed without the baseline: a line a case says what there is
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
             continue
-        mine = [cell for cell in found if cell.op == op]
-        down, *across = mine[0].sizes
-        room = len({c.sizes[down] for c in mine}) * len({tuple(c.sizes[n] for n in across) for c in mine})
-        if 2 * len(mine) >= room and op not in steps:
-            parts.append(f"`{op}`, share of the speed of {against}\n\n{_grid(mine)}")
+        mine = _by_options([cell for cell in found if cell.op == op])
+        if all(map(_fills_a_grid, mine.values())) and op not in steps:
+            for options, some in mine.items():
+                said = [options] * (len(mine) > 1) + _same_in_all(some)
+                what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}"])
+                parts.append(f"{what}\n\n{_grid(some)}")
             parts += _usual_host(report, op)
         else:
             parts.append(f"`{op}`\n\n{_beside(report, op, against, op in steps)}")
     if any(cell.other_bits for cell in found):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
+
+
+def _by_options(found: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells by what their cases say beside sizes and dtype, which a grid has no place for."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in found:
+        options = (word for word in cell.case.split() if "=" in word and word.split("=")[0] not in cell.sizes)
+        groups.setdefault(" ".join(options), []).append(cell)
+    return groups
+
+
+def _fills_a_grid(found: Sequence[Cell]) -> bool:
+    """At least half of it."""
+    down, *across = found[0].sizes
+    columns = {tuple(cell.sizes[name] for name in across) for cell in found}
+    return 2 * len(found) >= len({cell.sizes[down] for cell in found}) * len(columns)
+
+
+def _different(found: Sequence[Cell]) -> list[str]:
+    """The first size, and of the others those that are not the same in all cells; or all, if all are."""
+    down, *across = found[0].sizes
+    return [down, *([name for name in across if len({cell.sizes[name] for cell in found}) > 1] or across)]
+
+
+def _same_in_all(found: Sequence[Cell]) -> list[str]:
+    named = _different(found)
+    same = " ".join(f"{name}={size}" for name, size in found[0].sizes.items() if name not in named)
+    return [same] if same else []
 
 
 def _usual_host(report: Report, op: str) -> list[str]:
@@ -271,7 +304,7 @@ def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
 
 def _grid(found: Sequence[Cell]) -> str:
     """The first size down, the rest across, each in ascending order; an asterisk where bits differ."""
-    down, *across = found[0].sizes
+    down, *across = _different(found)
     columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in across) for cell in found))
     known = {(cell.sizes[down], tuple(cell.sizes[name] for name in across)): cell for cell in found}
     titles = (" ".join(f"{n}={size}" for n, size in zip(across, sizes, strict=True)) for sizes in columns)

@@ -370,7 +370,11 @@ class Part:
         j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
         there = gl.expand_dims(query < live, 1) & (j < self.D)
-        gl.store(gl.multiple_of(self.out + to, (1, 16)), gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS), mask=there)
+        gl.store(
+            gl.multiple_of(self.out + to, (1, 16)),
+            gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS),
+            mask=there,
+        )
         if self.HAS_LSE:
             at = (batch * work.H + head) * work.T + row + query
             nothing = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, BY_ROWS))
