@@ -1,4 +1,6 @@
-"""What is slow starts first."""
+"""What is slow starts first, and processes share the cores."""
+
+import os
 
 import pytest
 
@@ -7,6 +9,9 @@ import whole_check
 
 def pytest_configure(config: pytest.Config) -> None:
     """In a run of all tests by several processes (`-n`), which know nothing of each other: ahead of them."""
+    if getattr(config.option, "dist", "no") != "no":
+        # Threads of PyTorch and NumPy that wait for each other keep a core busy; other processes want it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     all_of_them = config.args == config.getini("testpaths") and not config.option.keyword
     if getattr(config.option, "dist", "no") != "no" and all_of_them and not config.option.collectonly:
         whole_check.started()

@@ -21,6 +21,7 @@ from triton.runtime.autotuner import Autotuner
 import isobit
 from isobit.bench.cases import suite_of
 from isobit.bench.series import Pool
+from isobit.check.interpreter import quick_interpreter
 
 assert "fla" not in sys.modules  # importing isobit has not imported it
 inside = isobit.integrations.fla
@@ -126,7 +127,8 @@ CASES = {
 
 def main(*cases: str) -> None:
     ops = prepare_fla()
-    print(json.dumps({case: CASES[case](ops) for case in cases}))
+    with quick_interpreter():
+        print(json.dumps({case: CASES[case](ops) for case in cases}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ def in_interpreter(program: str | Path, *arguments: str | Path, quick: bool = Tr
     here = Path(__file__)
     paths = os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+    own = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+    env = {"OMP_NUM_THREADS": "1", **os.environ, **own}  # small matrices: threads would only wait
     kind = "file" if isinstance(program, Path) else "text"
     command = [
         sys.executable,

@@ -39,6 +39,32 @@ def mixed(x, out, sums, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def shaped(x, out, BLOCK: tl.constexpr):
+    """Values of several shapes and dtypes: broadcast, transposed, reshaped, reduced."""
+    at = tl.arange(0, BLOCK)
+    column = tl.load(x + at).to(tl.float32)[:, None]
+    square = column * at[None, :] + tl.trans(column + at[None, :].to(tl.int64))
+    square += (at + at.to(tl.int64))[None, :] + (at[None, :] + column)
+    pairs = tl.reshape(square, (BLOCK * BLOCK // 2, 2))
+    square += tl.max(square, 1)[None, :] + tl.sum(tl.sum(pairs, 1), 0)
+    tl.store(out + at[:, None] * BLOCK + at[None, :], tl.dot(square, square, input_precision="ieee"))
+
+
+@triton.jit
+def there_and_back(x, wide, narrow, BLOCK: tl.constexpr):
+    """bf16 as fp32, and fp32 as bf16."""
+    at = tl.arange(0, BLOCK)
+    tl.store(narrow + at, tl.load(wide + at).to(tl.bfloat16))
+    tl.store(wide + at, tl.load(x + at).to(tl.float32))
+
+
+@triton.jit
+def misfit(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at) + tl.arange(0, 2 * BLOCK))
+
+
+@triton.jit
 def combined(a, b, out, WHAT: tl.constexpr):
     x, y = tl.load(a), tl.load(b)
     if WHAT == "add":
@@ -62,11 +88,50 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+#: fp32 values by their bits: zeros, subnormals, ordinary ones, some that are halfway between two of bf16,
+#: infinities, NaN. The upper half of each is one of bf16.
+USUAL = (0, 0x80000000, 0x3F800000, 0x3F808000, 0x3F818000, 0xC2FFFFFF, 0x7F800000, 0xFF800000, 0x7FC00000,
+         0x7F800001, 0x00800000, 0x7F7FFFFF, 0xFF810000, 0x42280000, 0xBF7FFFFF, 0x80800000)  # fmt: skip
+SUBNORMAL = (*USUAL[:13], 0x00000001, 0x007FFFFF, 0x80400000)
+
+
 def results() -> list[list[float]]:
     x = torch.linspace(-4, 4, 100).bfloat16()
     out, sums = torch.full((100,), -9.0).bfloat16(), torch.zeros(4, dtype=torch.int64)
     mixed[(4,)](x, out, sums, 90, BLOCK=32)
-    return [out.tolist(), sums.tolist()]
+    square = torch.zeros(16, 16)
+    shaped[(1,)](x, square, BLOCK=16)
+    return [out.tolist(), sums.tolist(), square.flatten().tolist()]
+
+
+def converted(values: tuple[int, ...]) -> list[list[int]]:
+    """Bits of what they are as bf16, and of what their upper halves are as fp32."""
+    wide = torch.tensor(values, dtype=torch.int64).to(torch.int32)
+    upper, narrow = (wide >> 16).to(torch.int16), torch.zeros(len(values), dtype=torch.int16)
+    there_and_back[(1,)](
+        upper.view(torch.bfloat16), wide.view(torch.float32), narrow.view(torch.bfloat16), BLOCK=len(values)
+    )
+    return [narrow.tolist(), wide.tolist()]
+
+
+def refused() -> str:
+    """What is said of two shapes that do not fit."""
+    try:
+        misfit[(1,)](torch.zeros(8), torch.zeros(8), BLOCK=8)
+    except interpreter.InterpreterError as error:
+        return str(error)
+    return "nothing"
+
+
+def answers() -> dict[str, Any]:
+    return {
+        "results": results(),
+        "usual": converted(USUAL),
+        "subnormal": converted(SUBNORMAL),
+        "refused": refused(),
+        "debug": overflows(True),
+        "plain": overflows(False),
+    }
 
 
 def overflows(debug: bool) -> list[bool]:
@@ -101,19 +166,19 @@ def interpreted() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with quick_interpreter():
         before = language()
-        found["quick"] = {"results": results(), "debug": overflows(True), "plain": overflows(False)}
+        found["quick"] = answers()
         found["searches"] = calls_of(inspect, "getmembers", results)
         found["language after launches"] = language() == before
     found["put back"] = [getattr(owner, name) for owner, name in REPLACED] == own
     found["own searches"] = calls_of(inspect, "getmembers", results)
-    found["own"] = {"results": results(), "debug": overflows(True), "plain": overflows(False)}
+    found["own"] = answers()
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    answers: dict[str, Any] = json.loads(in_interpreter(Path(__file__), quick=False))
-    return answers
+    said: dict[str, Any] = json.loads(in_interpreter(Path(__file__), quick=False))
+    return said
 
 
 def test_this_triton_has_what_is_replaced() -> None:
@@ -123,6 +188,16 @@ def test_this_triton_has_what_is_replaced() -> None:
 def test_results_are_those_of_tritons_own(found: dict[str, Any]) -> None:
     assert found["quick"]["results"] == found["own"]["results"]
     assert len(set(found["own"]["results"][0])) > 20 and all(found["own"]["results"][1])  # they say something
+    assert len(set(found["own"]["results"][2])) > 100
+
+
+@pytest.mark.parametrize("values", ["usual", "subnormal"])
+def test_bfloat16_is_that_of_tritons_own(found: dict[str, Any], values: str) -> None:
+    assert found["quick"][values] == found["own"][values]
+
+
+def test_shapes_that_do_not_fit_are_refused(found: dict[str, Any]) -> None:
+    assert "incompatible dimensions" in found["own"]["refused"] == found["quick"]["refused"]
 
 
 def test_overflows_are_found_in_debug_mode_alone(found: dict[str, Any]) -> None:

@@ -102,3 +102,18 @@ def test_a_worker_compiles(started: list[Any]) -> None:
     interpreted, compiled = cells_of(replace(small, laws=("accuracy",), case="B=8 fp32 size=2"),
                                      replace(small, laws=("compile",), dtypes=(torch.float32,)))  # fmt: skip
     assert (interpreted.status, compiled.status) == (OK, OK), (interpreted.reason, compiled.reason)
+
+
+@pytest.mark.parametrize(("workers_busy", "threads"), [(0, 4), (1, 3), (2, 2), (9, 2)])
+def test_threads_of_pytorch_leave_a_core_to_every_worker(workers_busy: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with workers.beside([asked()] * workers_busy):
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 4
+        torch.set_num_threads(1)
+        with workers.beside([asked()]):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -48,8 +48,9 @@ def run(
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
     pairs = candidates(ops, request)
-    elsewhere = workers.start([job for pair in pairs for job in _elsewhere(*pair, request)])
-    with quick_interpreter():
+    jobs = [job for pair in pairs for job in _elsewhere(*pair, request)]
+    elsewhere = workers.start(jobs)
+    with quick_interpreter(), workers.beside(jobs):
         for op, backend in pairs:
             for cell in _cells_here(op, backend, request):
                 done(cell)

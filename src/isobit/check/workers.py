@@ -13,8 +13,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import Empty, Queue, SimpleQueue
 from threading import Thread
+
+import torch
 
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request
@@ -56,6 +59,18 @@ def start(requests: list[Request]) -> "Queue[Cell | None]":
 
     Thread(target=work_all, daemon=True).start()
     return cells
+
+
+@contextmanager
+def beside(requests: list[Request]) -> Iterator[None]:
+    """Inside, PyTorch leaves a core to every worker: threads of one operation wait for each other, and a
+    thread that waits keeps a core busy. On two cores they took twice the time of one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before - len(requests[:WORKERS])))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _broken(request: Request, reason: str) -> Cell:
@@ -100,7 +115,9 @@ class _Worker:
 
 def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
+    # Its matrices are small: threads for them would take a core from the other worker to wait on.
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
+           "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
     command = [sys.executable, "-m", "isobit.check.workers"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                             env=env if interpreted else None)  # fmt: skip
