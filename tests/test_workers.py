@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.check import workers
+from isobit.check import runner, workers
+from isobit.check.law import LAWS
+from isobit.check.proofs import proof_of
 from isobit.check.request import Request
-from isobit.check.runner import FAIL, OK, Cell, _elsewhere, run
+from isobit.check.runner import FAIL, OK, Cell, _elsewhere, _is_shared, _shared, run
 from isobit.op import OPS
 
 #: A case of the invariant law alone.
@@ -23,7 +25,7 @@ def asked(**changes: Any) -> Request:
 
 
 def cells_of(*requests: Request) -> list[Cell]:
-    return list(iter(workers.start(list(requests)).get, None))
+    return list(workers.start(list(requests)).rest())
 
 
 @pytest.fixture
@@ -117,3 +119,44 @@ def test_threads_of_pytorch_leave_a_core_to_every_worker(workers_busy: int, thre
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_on_a_gpu_workers_take_every_small_case_and_this_process_the_large_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_cannot_serve", lambda op, backend, device: None)
+    gpu, op = Request(ops=("logp",), device=torch.device("cuda")), OPS["logp"]
+    laws = ("accuracy", "invariant")
+    jobs = _shared(op, "reference", replace(gpu, laws=laws))
+    assert {job.laws for job in jobs} == {("accuracy",), ("invariant",)} and all(job.case for job in jobs)
+    declared = {case.name: case for law in laws for case in LAWS[law].cases(proof_of(op))}
+    assert {job.case for job in jobs} == {n for n, c in declared.items() if not (c.heavy or c.gpu_gb)}
+    assert all(_is_shared(op, gpu) and not _is_shared(op, job) for job in jobs)
+    assert not _is_shared(op, replace(gpu, dims={"N": 4}))
+    assert not _is_shared(op, replace(gpu, device=torch.device("cpu")))
+
+
+def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    request = Request(ops=("group_advantages",), backends=("reference",), laws=("accuracy", "contract"))
+    alone = run(request)
+    assert not started
+    monkeypatch.setattr(runner, "_is_shared", lambda op, request: request.case is None)
+    monkeypatch.setattr(workers, "_interpreted", lambda request: False)
+    together = run(request)
+    assert len(started) == workers.WORKERS and len(alone) > 5
+
+    def seen(cells: list[Cell]) -> list[Any]:
+        return [(c.law, c.case, c.status, c.command, len(c.outputs)) for c in cells]
+
+    assert seen(together) == seen(alone)
+
+
+@pytest.mark.parametrize(("device", "cores", "jobs", "count"), [
+    ("cpu", 64, 9, 2), ("cpu", 64, 1, 1), ("cuda", 64, 99, 12), ("cuda", 8, 99, 6), ("cuda", 1, 9, 1),
+    ("cuda", 64, 3, 3), ("cpu", 2, 0, 0),
+])  # fmt: skip
+def test_how_many_processes(
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, jobs: int, count: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert workers.how_many([asked(device=torch.device(device))] * jobs) == count

@@ -54,13 +54,31 @@ def run(
         for op, backend in pairs:
             for cell in _cells_here(op, backend, request):
                 done(cell)
-    for cell in iter(elsewhere.get, None):
+                for other in elsewhere.now():
+                    done(other)
+    for cell in elsewhere.rest():
         done(cell)
-    order, laws = [(op.name, backend) for op, backend in pairs], list(LAWS)
-    cells.sort(key=lambda c: (order.index((c.op, c.backend)), laws.index(c.law)))
+    cells.sort(key=_order_of(pairs, request))
     if not part:
         _something_ran(cells, request)
     return cells
+
+
+def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell], Any]:
+    """As a run of one process would find them."""
+    laws = list(LAWS)
+    known = [(op.name, backend) for op, backend in pairs]
+    cases = {
+        (op.name, law): [case.name for case in cases_of(op, law, request)]
+        for op, _ in pairs for law in request.laws or laws
+    }  # fmt: skip
+
+    def place(cell: Cell) -> tuple[int, int, int]:
+        mine = cases.get((cell.op, cell.law), [])
+        at = mine.index(cell.case) if cell.case in mine else -1
+        return known.index((cell.op, cell.backend)), laws.index(cell.law), at
+
+    return place
 
 
 class NothingRan(ContractError):
@@ -133,8 +151,34 @@ def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
     return _interpretable(op, backend, request)
 
 
+def _is_shared(op: Op, request: Request) -> bool:
+    """Whether workers take the small cases of all laws: on a GPU, where compiling kernels takes most of the
+    time. Large cases stay here, one after another: several would not fit into memory."""
+    one = request.case is not None or request.dims is not None
+    return request.device.type == "cuda" and not one and not isinstance(op, Candidate)
+
+
+def _is_large(case: Case) -> bool:
+    return case.heavy or bool(case.gpu_gb)
+
+
+def _shared(op: Op, backend: str, request: Request) -> list[Request]:
+    """What is asked of workers on a GPU, case by case."""
+    never = _cannot_serve(op, backend, request.device)
+    return [
+        replace(asked, ops=(op.name,), backends=(backend,), laws=(law,), case=case.name)
+        for law in request.laws or LAWS
+        if law == "compile" or never is None
+        for asked in [request.for_law(law)]
+        for case in _light_enough(op, backend, law, asked)
+        if not _is_large(case)
+    ]
+
+
 def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     """What is asked of workers, law by law."""
+    if _is_shared(op, request):
+        return _shared(op, backend, request)
     laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
     return [
         replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,))
@@ -176,7 +220,8 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
             yield Cell(op.name, backend, law, "", UNSUPPORTED, why, command=again)
             continue
         for case in _light_enough(op, backend, law, asked):
-            yield _one(op, backend, law, case, asked)
+            if _is_large(case) or not _is_shared(op, request):
+                yield _one(op, backend, law, case, asked)
 
 
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:

@@ -1,8 +1,9 @@
 """Processes beside the one that checks: they are sent requests, and answer with cells as they are done.
 
-Most are in Triton's interpreter, and apart because Triton decides when it decorates a kernel whether it is
-compiled or interpreted. Starting one takes as long as many a law, so a few of them share all requests. One
-that dies has broken one request; another is started for the next.
+On a CPU most are in Triton's interpreter, and apart because Triton decides when it decorates a kernel whether
+it is compiled or interpreted. On a GPU there are more of them, because compiling kernels takes most of the
+time. Starting one takes as long as many a law, so they share all requests. One that dies has broken one
+request; another is started for the next.
 """
 
 import base64
@@ -22,16 +23,50 @@ import torch
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request
 
-#: Processes that work at a time, beside the one that asks.
-WORKERS = 2
+#: Processes that work at a time on a CPU, beside the one that asks; and the most of them on a GPU, where each
+#: takes half a gigabyte before it has begun.
+WORKERS, ON_A_GPU = 2, 12
 
 #: A request was answered.
 DONE = "done"
 
 
-def start(requests: list[Request]) -> "Queue[Cell | None]":
-    """Begin with the requests, each of one op, backend and law. None comes after the last cell."""
-    cells: Queue[Cell | None] = Queue()
+class Cells:
+    """The cells of all requests, in the order in which they are done."""
+
+    def __init__(self) -> None:
+        self._queue: Queue[Cell | None] = Queue()  # None comes last
+        self._ended = False
+
+    def put(self, cell: Cell | None) -> None:
+        self._queue.put(cell)
+
+    def now(self) -> Iterator[Cell]:
+        """Those that are there."""
+        while not self._ended and not self._queue.empty():
+            yield from self._next()
+
+    def rest(self) -> Iterator[Cell]:
+        while not self._ended:
+            yield from self._next()
+
+    def _next(self) -> Iterator[Cell]:
+        cell = self._queue.get()
+        self._ended = cell is None
+        if cell is not None:
+            yield cell
+
+
+def how_many(requests: list[Request]) -> int:
+    """Processes that requests are worth."""
+    on_a_gpu = any(request.device.type == "cuda" for request in requests)
+    most = max(1, min(ON_A_GPU, (os.cpu_count() or 1) - 2)) if on_a_gpu else WORKERS
+    return min(most, len(requests))
+
+
+def start(requests: list[Request]) -> Cells:
+    """Begin with the requests, each of one op, backend and law."""
+    cells, count = Cells(), how_many(requests)
     left: SimpleQueue[Request] = SimpleQueue()
     for request in requests:
         left.put(request)
@@ -49,8 +84,8 @@ def start(requests: list[Request]) -> "Queue[Cell | None]":
 
     def work_all() -> None:
         try:
-            with ThreadPoolExecutor(WORKERS) as pool:
-                threads = [pool.submit(work) for _ in requests[:WORKERS]]
+            with ThreadPoolExecutor(max(count, 1)) as pool:
+                threads = [pool.submit(work) for _ in range(count)]
             for thread in threads:
                 if error := thread.exception():  # whoever waits for the cells must hear of it
                     cells.put(_broken(requests[0], f"{type(error).__name__}: {error}"))
@@ -66,7 +101,7 @@ def beside(requests: list[Request]) -> Iterator[None]:
     """Inside, PyTorch leaves a core to every worker: threads of one operation wait for each other, and a
     thread that waits keeps a core busy. On two cores they took twice the time of one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before - len(requests[:WORKERS])))
+    torch.set_num_threads(max(1, before - how_many(requests)))
     try:
         yield
     finally:
@@ -76,11 +111,11 @@ def beside(requests: list[Request]) -> Iterator[None]:
 def _broken(request: Request, reason: str) -> Cell:
     (op,), (backend,), (law,) = request.ops, request.backends, request.laws
     again = ("TRITON_INTERPRET=1 " if _interpreted(request) else "") + request.command()
-    return Cell(op, backend, law, "", FAIL, reason, command=again)
+    return Cell(op, backend, law, request.case or "", FAIL, reason, command=again)
 
 
 def _interpreted(request: Request) -> bool:
-    return request.laws != ("compile",)
+    return request.device.type == "cpu" and request.laws != ("compile",)
 
 
 class _Worker:
@@ -105,7 +140,7 @@ class _Worker:
                 got += 1
                 yield Cell(**json.loads(line))
         self.processes.pop(kind).communicate()
-        which = "interpreter's" if kind else "compiler's"
+        which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
         yield _broken(request, f"the {which} process ended after {got} cells with code {process.returncode}")
 
     def end(self) -> None:
@@ -132,6 +167,8 @@ def _serve() -> None:
             pickle.loads(base64.b64decode(line)), lambda cell: print(json.dumps(vars(cell)), flush=True), True
         )
         print(DONE, flush=True)
+        if torch.cuda.is_initialized():  # what it keeps, the others cannot have
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
