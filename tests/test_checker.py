@@ -31,6 +31,8 @@ FORWARD, BACKWARD = OPS["logp"], OPS["logp_bwd"]
 CPU = torch.device("cpu")
 MASKED, PLAIN, BITS = "N=20 V=257 fp32 mask=bool", "N=20 V=257 bf16 temperature=0.7", "N=17 V=16501 fp32"
 
+WIDE = Request(ops=("logp",), backends=("candidate",), dims={"N": 20, "V": 50257}, dtypes=(torch.float64,))
+
 
 def never(args: dict[str, Any]) -> None:
     """No reason not to serve."""
@@ -206,6 +208,20 @@ def test_unwritten_rows_fail_on_written() -> None:
     with candidate(skips_masked_rows):
         cell = only("written", PLAIN)
     assert cell.status == FAIL and "NaN-filled memory" in cell.reason
+
+
+def test_fp64_is_judged_as_fp64() -> None:
+    """The truth is fp64 too, and has errors of its own; fp32 arithmetic is much further away."""
+
+    def in_fp32(**args: Any) -> tuple[Any, ...]:
+        found = by_rows(**args | {"logits": args["logits"].float()})
+        return tuple(t.double() if t is not None and t.dtype == torch.float32 else t for t in found)
+
+    wide = replace(WIDE, laws=("accuracy",))
+    with candidate(by_rows):
+        assert {cell.status for cell in run(wide)} == {OK}
+    with candidate(in_fp32):
+        assert {cell.status for cell in run(wide)} == {FAIL}
 
 
 def test_memory_beyond_the_declared_bound_fails_on_memory() -> None:

@@ -108,7 +108,9 @@ class Sums:
     """What chunks add up to: the loss and its sums, in the order of the chunks."""
 
     def __init__(self, call: Call, gradients: bool) -> None:
-        self.loss = torch.zeros((), dtype=torch.float32, device=call.args["hidden"].device)
+        hidden = call.args["hidden"]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=wide, device=hidden.device)
         self.stats: dict[str, Any] = {}
         self._call, self._gradients, self._chunks = call, gradients, 0
         self._unchecked = call.check and not torch.is_inference_mode_enabled()
