@@ -351,25 +351,46 @@ def adds(out, N: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(out, tl.sum(tl.arange(0, N), 0))  # threads meet in shared memory, if there is more than one warp
 
 
+def record_adds(launch: Recorder, dtype: torch.dtype) -> None:
+    for warps in (1, 4, 2):
+        launch(adds, (1,), torch.empty(1, dtype=torch.int32, device="meta"), N=256, num_warps=warps)
+
+
 def test_other_targets_get_the_call_with_most_shared_memory_unless_they_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def record(launch: Recorder, dtype: torch.dtype) -> None:
-        for warps in (1, 4, 2):
-            launch(adds, (1,), torch.empty(1, dtype=torch.int32, device="meta"), N=256, num_warps=warps)
-
     def compiled(*targets: str) -> list[tuple[str, str]]:
         with candidate(by_rows):
             cells = run(Request(ops=("logp",), laws=("compile",), targets=targets))
         mine = next(cell for cell in cells if cell.status == OK)
         return [(o["output"], o["message"]) for o in mine.outputs]
 
-    kernels = {"candidate": Kernels(record, targets=[("cuda", 90, 32), ("cuda", 80, 32)])}
+    kernels = {"candidate": Kernels(record_adds, targets=[("cuda", 90, 32), ("cuda", 80, 32)])}
     monkeypatch.setitem(proofs(), "logp", replace(proofs()["logp"], kernels=kernels))
     every, once = compiled("cuda:90", "cuda:80"), compiled()
     assert [name for name, _ in every] == ["adds cuda:90"] * 3 + ["adds cuda:80"] * 3
     assert once[:3] == every[:3] and len(once) == 4
     assert once[3] == every[4] and every[4] not in (every[3], every[5])  # that of four warps
+
+
+@pytest.mark.parametrize(
+    "asked", [{"brief": True}, {}, {"brief": True, "dtypes": (torch.float32, torch.bfloat16)}]
+)
+def test_a_check_of_all_laws_compiles_less_of_a_second_dtype_and_all_of_it_where_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    def record(launch: Recorder, dtype: torch.dtype) -> None:
+        record_adds(launch, dtype)
+        launch(compiles, (1,), torch.empty(1, dtype=dtype, device="meta"))
+
+    kernels = {"candidate": Kernels(record, targets=[("cuda", 90, 32), ("cuda", 80, 32)])}
+    monkeypatch.setitem(proofs(), "logp", replace(proofs()["logp"], kernels=kernels))
+    with candidate(by_rows):
+        cells = run(Request(ops=("logp",), backends=("candidate",), laws=("compile",), **asked))
+    assert [cell.status for cell in cells] == [OK, OK]
+    first, other = ([o["output"] for o in cell.outputs] for cell in cells)
+    assert first == ["adds cuda:90"] * 3 + ["compiles cuda:90", "adds cuda:80", "compiles cuda:80"]
+    assert other == (["adds cuda:90", "compiles cuda:90"] if asked == {"brief": True} else first)
 
 
 def test_a_run_that_checks_nothing_is_an_error() -> None:

@@ -37,6 +37,7 @@ class Request:
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
+    brief: bool = False  # part of a check of all laws: the compile law takes less of a second dtype
     tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # someone else's function, in the place of the op's backends
 

@@ -46,6 +46,7 @@ class Trial:
     only: tuple[str, ...] | None = None  # take no other gradients than these
     bound: str | None = None  # any backend of this numerics class instead of the one that is named
     targets: tuple[str, ...] = ()  # compile for no others than these; for all if there are none
+    brief: bool = False  # compile one call of each kernel, for its first target
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     @property
