@@ -1,9 +1,11 @@
 """What is slow starts first, and processes share the cores."""
 
 import os
+from functools import partial
 
 import pytest
 
+import commands
 import whole_check
 
 
@@ -22,3 +24,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(item.path.name == "test_ops.py" for item in session.items)
     if wanted and len(session.items) > 100 and not session.config.option.collectonly:
         whole_check.started()
+
+
+@pytest.fixture
+def isobit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> commands.Isobit:
+    return partial(commands.run, monkeypatch, capfd)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import third_party
+from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.runner import UNSUPPORTED
 
@@ -124,18 +125,14 @@ def test_a_function_that_cannot_be_called_is_an_error_before_anything_runs(funct
         check(function, "accuracy")
 
 
-def isobit(*arguments: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "isobit", "check", "--device", "cpu", *arguments]
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # the command runs in another folder
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
-
-
-def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(tmp_path: Path) -> None:
+def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(
+    isobit: Isobit, tmp_path: Path
+) -> None:
     path = tmp_path / "report.json"
     candidate = ("--candidate", "torch.nn.functional:cross_entropy", "--adapter", "third_party:adapt")
-    laws = ("--law", "accuracy", "--law", "gradient")
-    done = isobit("--op", "logp", *candidate, *laws, "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    laws = ("--law", "accuracy", "--law", "gradient", "--device", "cpu")
+    done = isobit("check", "--op", "logp", *candidate, *laws, "--json", str(path))
+    assert done.code == 0, done
     report = json.loads(path.read_text())
     assert " ".join(candidate) in report["command"]
     assert report["candidates"][0]["serves"]["takes"] == ["logits", "token_ids", "ignore_index"]
@@ -151,22 +148,26 @@ def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(tmp_p
         (("--op", "logp", "--adapter", "third_party:adapt"), "are for a --candidate"),
     ],
 )
-def test_names_that_are_none_are_errors(arguments: tuple[str, ...], message: str) -> None:
-    done = isobit(*arguments)
-    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1
+def test_names_that_are_none_are_errors(isobit: Isobit, arguments: tuple[str, ...], message: str) -> None:
+    done = isobit("check", "--device", "cpu", *arguments)
+    assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1
 
 
-def test_the_commands_of_the_page_pass(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_pass(isobit: Isobit, tmp_path: Path, monkeypatch: Any) -> None:
     page = (HERE.parent / "docs" / "check_my_kernel.md").read_text()
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
     lines = re.findall(r"^isobit check (.*)$", page, re.MULTILINE)
     assert len(files) == 2 and len(lines) == 3
     for name, text in files:
         (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command adds the current folder
+    monkeypatch.chdir(tmp_path)
     for line in lines:
-        done = isobit(*shlex.split(line), cwd=tmp_path)
-        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+        done = isobit("check", *shlex.split(line))
+        assert done.code == 0, f"{line}: {done}"
+    del sys.modules["my_kernels"]
+    # From a command line of its own, which finds the module of this folder too.
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, "-m", "pytest", "-q", "test_mine.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+    tests = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+    assert tests.returncode == 0 and "1 passed" in tests.stdout, tests.stdout

@@ -4,14 +4,13 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
+from commands import Done, Isobit
 from isobit import __version__, cli, explain
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
@@ -25,32 +24,6 @@ LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
 SMALL = (*LOGP, "--batch", "2", "--seq", "3", "--vocab", "17")
 PUBLIC = ", ".join(sorted(public_ops()))
 BACKENDS = ", ".join(backend.name for backend in OPS["logp"].backends)
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Isobit = Callable[..., Done]
-
-
-@pytest.fixture
-def isobit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Isobit:
-    """Runs the command in this process: importing PyTorch anew for each would cost seconds."""
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["isobit", *arguments])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capfd.readouterr()
-        if isinstance(stop.value.code, str):  # Python prints such a code to standard error and exits with 1
-            return Done(1, out, err + stop.value.code)
-        return Done(int(stop.value.code or 0), out, err)
-
-    return run
 
 
 # Help and info

@@ -1,0 +1,29 @@
+"""The `isobit` command in the process of the tests: importing PyTorch anew for each would cost seconds."""
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from isobit import cli
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Isobit = Callable[..., Done]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> Done:
+    monkeypatch.setattr(sys, "argv", ["isobit", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capfd.readouterr()
+    if isinstance(stop.value.code, str):  # Python prints such a code to standard error and exits with 1
+        return Done(1, out, err + stop.value.code)
+    return Done(int(stop.value.code or 0), out, err)
