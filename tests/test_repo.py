@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import isobit
+from isobit.check.law import LAWS
 from isobit.check.request import small_args
 from isobit.numerics import NUMERICS
 from isobit.op import OPS, public_ops
@@ -266,22 +267,36 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def in_the_guide(place: Path, *words: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(place)}
-    command = [sys.executable, "-m", "isobit", *words, "--op", "weighted_sum", "--device", "cpu"]
+def in_the_guide(place: Path, *commands: str, interpreted: bool = True) -> str:
+    """What commands say, one after another in one process. In the interpreter a check starts no others."""
+    program = """
+import shlex, sys
+from isobit.cli import main
+for line in sys.argv[1:]:
+    sys.argv = ["isobit", *shlex.split(line), "--op", "weighted_sum", "--device", "cpu"]
+    try:
+        main()
+    except SystemExit as stop:
+        print("exit", stop.code)
+"""
+    env = {**os.environ, "PYTHONPATH": str(place), "TRITON_INTERPRET": str(int(interpreted))}
+    command = [sys.executable, "-c", program, *commands]
     done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
 def test_the_op_of_the_guide_can_be_added_and_proven(guided: Path) -> None:
-    told = in_the_guide(guided, "check")
-    assert "all laws hold" in told, told
+    laws = [law for law in LAWS if law != "compile"]
+    check = " ".join(["check", *(f"--law {law}" for law in laws)])
+    told = in_the_guide(guided, check)
+    assert "all laws hold" in told and "exit 0" in told, told
     lines = told.splitlines()
     backend, *held = lines[lines.index("weighted_sum") + 1].split()
     assert backend == "triton" and held.count("-") == 1  # `agree` has nobody to agree with
-    assert sum(count.isdecimal() for count in held) == 9
-    told = in_the_guide(guided, "bench", "--skip-check", "--direction", "fwd")
-    assert "native" in told and "Traceback" not in told, told
+    assert sum(count.isdecimal() for count in held) == 8
+    bench = "bench --skip-check --direction fwd"
+    told = in_the_guide(guided, "check --law compile", bench, interpreted=False)
+    assert "all laws hold" in told and "native" in told and told.count("exit 0") == 2, told
 
 
 def test_the_op_of_the_guide_fails_where_its_kernel_is_broken(guided: Path) -> None:
@@ -293,7 +308,7 @@ def test_the_op_of_the_guide_fails_where_its_kernel_is_broken(guided: Path) -> N
     assert broken != whole
     kernels.write_text(broken)
     try:
-        told = in_the_guide(guided, "check", "--backend", "triton", "--law", "accuracy")
+        told = in_the_guide(guided, "check --backend triton --law accuracy")
     finally:
         kernels.write_text(whole)
     assert "FAIL weighted_sum triton accuracy [N=7 K=257 fp32]" in told, told  # 257 columns: the last is lost
