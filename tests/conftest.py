@@ -1,5 +1,6 @@
 """What is slow starts first, and processes share the cores."""
 
+import gc
 import os
 from functools import partial
 
@@ -21,9 +22,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """In a run of all tests by one. A run of a few waits for the check where it needs it."""
+    _settle_heap()
     wanted = any(item.path.name == "test_ops.py" for item in session.items)
     if wanted and len(session.items) > 100 and not session.config.option.collectonly:
         whole_check.started()
+
+
+def _settle_heap() -> None:
+    """What tests and libraries are made of is no garbage. Benchmarks and the memory law look for some all the
+    time, and would take half a second each to go through it. Benchmarks do the same, and undo it."""
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 @pytest.fixture
