@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from gluon_on_a_cpu import PATIENCE_S, Barrier
 from isobit.blocks import hopper_pipe, hopper_product
-
-PATIENCE_S = 10.0
 
 
 class Terms(tuple):
@@ -24,30 +23,6 @@ class Terms(tuple):
 
     def to(self, dtype: Any) -> "Terms":
         return self
-
-
-class Barrier:
-    """As many arrivals as `count` and all expected bytes complete a phase."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.done = self.bytes = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.left = count
-
-    def update(self, arrivals: int, nbytes: int) -> None:
-        with self.changed:
-            self.left -= arrivals
-            self.bytes += nbytes
-            assert self.left >= 0, "more arrive than there are"
-            if self.left == self.bytes == 0:
-                self.left, self.done = self.count, self.done + 1
-                self.changed.notify_all()
-
-    def wait(self, parity: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.done % 2 != parity, PATIENCE_S), "nobody comes"
 
 
 class Buffer:
