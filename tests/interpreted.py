@@ -3,43 +3,56 @@ kernel whether it is compiled or interpreted; and in the quick one, as the check
 
 import os
 import runpy
-import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
+from functools import cache
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import isobit
+
+#: What programs may import beside what is installed.
+PATHS = (Path(__file__).parent, Path(isobit.__file__).parent.parent)
 
 
 def in_interpreter(program: str | Path, *arguments: str | Path, quick: bool = True) -> str:
     """What a program prints: a file, or its text. It may import what the tests may."""
-    here = Path(__file__)
-    paths = os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        given = (quick, program, [str(each) for each in arguments], str(out), str(err))
+        process = _processes().Process(target=_run, args=given)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f"exit code {process.exitcode}\n{err.read_text()}"
+        return out.read_text()
+
+
+@cache
+def _processes() -> Any:
+    """They are forked from one that has imported PyTorch and Triton: that takes seconds."""
+    paths = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")])
     # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
     own = {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **own}  # small matrices: threads would only wait
-    kind = "file" if isinstance(program, Path) else "text"
-    command = [
-        sys.executable,
-        str(here),
-        "quick" if quick else "own",
-        kind,
-        str(program),
-        *map(str, arguments),
-    ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    # Its matrices are small: threads would only wait for each other.
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **os.environ, **own}):
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["isobit.check.interpreter"])
+        forkserver.ensure_running()
+    return context
 
 
-def main(way: str, kind: str, program: str, *arguments: str) -> None:
+def _run(quick: bool, program: str | Path, arguments: list[str], out: str, err: str) -> None:
+    """In the process of the program."""
+    for number, path in enumerate((out, err), 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     from isobit.check.interpreter import quick_interpreter
 
-    sys.argv = [program if kind == "file" else "-c", *arguments]
-    with quick_interpreter() if way == "quick" else nullcontext():
-        if kind == "file":
-            runpy.run_path(program, run_name="__main__")
+    sys.argv = [str(program) if isinstance(program, Path) else "-c", *arguments]
+    with quick_interpreter() if quick else nullcontext():
+        if isinstance(program, Path):
+            runpy.run_path(str(program), run_name="__main__")
         else:
             exec(compile(program, "<text>", "exec"), {"__name__": "__main__"})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
