@@ -94,9 +94,25 @@ def test_a_case_of_one_law_is_not_asked_of_others(started: list[Any]) -> None:
 def test_kernels_are_compiled_beside_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
     """A check of some backend may be of one that only this process knows."""
     (compiled,) = _elsewhere(OPS["logp"], "hopper", Request())
-    assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",), brief=True)
+    assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
     assert _elsewhere(OPS["logp"], "hopper", Request(**changes)) == []
     assert _elsewhere(OPS["logp"], "reference", Request()) == []  # nothing to compile
+
+
+@pytest.mark.parametrize(("laws", "brief"), [((), True), (("accuracy", "compile"), False)])
+def test_a_check_of_all_laws_is_brief_about_compilation(
+    monkeypatch: pytest.MonkeyPatch, laws: tuple[str, ...], brief: bool
+) -> None:
+    asked: list[Request] = []
+
+    def start(requests: list[Request]) -> Any:
+        asked.extend(requests)
+        raise InterruptedError
+
+    monkeypatch.setattr(workers, "start", start)
+    with pytest.raises(InterruptedError):
+        run(Request(ops=("logp",), laws=laws))
+    assert asked and {request.brief for request in asked} == {brief}
 
 
 def test_a_worker_compiles(started: list[Any]) -> None:

@@ -44,6 +44,7 @@ def run(
         cells.append(cell)
         progress(cell)
 
+    request = replace(request, brief=request.brief or not request.laws)
     ops = ops_of(request)
     check_options(ops, request)
     check_case(ops, request, request.laws or tuple(LAWS))
@@ -180,9 +181,8 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     if _is_shared(op, request):
         return _shared(op, backend, request)
     laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
-    brief = not request.laws
     return [
-        replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,), brief=brief)
+        replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,))
         for law in laws
         if cases_of(op, law, request)
     ]
@@ -267,8 +267,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
 def _is_brief(op: Op, case: Case, request: Request) -> bool:
     """A check of all laws would compile for half of its time, and twice what differs in a dtype alone. Who
     names the law or a dtype gets all of it."""
-    whole = request.brief or not request.laws
-    return whole and not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
+    return request.brief and not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
 
 
 def _fits(op: Op, case: Case, device: torch.device) -> None:
