@@ -218,7 +218,7 @@ def test_the_forward_reads_both_logits_in_vectors_and_fuses_nothing() -> None:
         sizes = re.findall(r"\bld\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", text)
         loads = [int(lanes or 1) * int(bits) // 8 for lanes, bits in sizes]
         assert sum(size >= 8 for size in loads) >= 2 * 2 * 8  # whole steps and the last one, of both
-        unfilled = 2 * 4 * (8 + 1)  # the word that a row does not fill, by element: as in `logp`, of both
+        unfilled = 2 * 4 * (1 + 8 + 1)  # words that are read by element: as in `logp`, of both
         assert sum(size < 8 for size in loads) <= 4 + unfilled and "fma.rn" not in text
 
 
