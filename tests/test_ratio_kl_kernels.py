@@ -191,8 +191,10 @@ def test_rows_that_do_not_count_on_hopper() -> None:
     assert slopes[:, [1, 3]].tolist() == [[1.0, 1.0], [0.0, 0.0]] and stats[:, 1].tolist() == [0.0, 1.0]
 
 
-def test_a_gradient_of_compiled_code() -> None:
-    args = call(2, 260, old_logp=None)
+@pytest.mark.parametrize("V", [260, 2053])
+def test_a_gradient_of_compiled_code(V: int) -> None:
+    """Of one program a row, and of three."""
+    args = call(2, V, old_logp=None)
     args |= {"policy_logits": args["policy_logits"].float()}
     *_, entropy, stats, slopes = reference.ratio_kl(**args)
     ones = torch.ones(()).expand(2)
