@@ -110,8 +110,13 @@ class Block:
                     at[where] = done
                 elif name == "bra":
                     at[where] = labels[operands[0]]
-                elif name not in ("bar", "barrier"):
+                elif opcode == "griddepcontrol.wait":
+                    self.waited()
+                elif name not in ("bar", "barrier", "griddepcontrol"):
                     self._execute(opcode, operands, where)
+
+    def waited(self) -> None:
+        """For the launch before this one. Here it is done long since; a test may let it be done only now."""
 
     # Operands
 

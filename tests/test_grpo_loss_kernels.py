@@ -119,7 +119,7 @@ def test_a_step_is_few_launches() -> None:
     back = Recorder()
     backward.backend_named("triton").run(launch=back, **{n: (args | kept)[n] for n in names})
     assert [kernel.__name__ for kernel, _, _ in there.launches] == [
-        "list_rows", "sum_parts", "finish_rows", "normalize_groups", "sum_chunks", "reduce_batch",
+        "sum_parts", "finish_rows", "normalize_groups", "sum_chunks", "reduce_batch",
     ]  # fmt: skip
     assert [kernel.__name__ for kernel, _, _ in back.launches] == ["scale_slopes", "logits_gradient"]
 

@@ -179,6 +179,33 @@ def test_compiled_kernels_have_the_bits_of_compiled_logp(backend: str, V: int) -
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
+def test_rows_are_finished_early_but_for_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel may start before the first is done, so until it has waited there are no sums."""
+    args = call(3, 300, old_logp=None, mask=torch.tensor([1, 0, 1]))
+    expected = kernels_triton.ratio_kl(ptx.execute, **args)
+    nothing, late = 0x7FC12345, []
+
+    def arrived(block: ptx.Block) -> None:
+        words = block.memory.view(np.uint32)
+        (where,) = np.nonzero(words == nothing)
+        assert len(where) == late[0].numel() and block.registers["%ctaid.x"][0] == 0
+        words[where] = late[0].view(torch.int32).numpy().view(np.uint32).reshape(-1)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
+        assert options["EARLY"] and options.get("launch_pdl", False) == (kernel.__name__ == "finish_rows")
+        if kernel.__name__ == "finish_rows":
+            sums = given[kernel.arg_names.index("sums")]
+            late.append(sums.clone())
+            sums.view(torch.int32).fill_(nothing)
+        text = ptx.execute(kernel, grid, *given, **options)
+        assert ("griddepcontrol.launch_dependents" in text) == (kernel.__name__ == "sum_parts")
+
+    monkeypatch.setattr(ptx.Block, "waited", arrived)
+    monkeypatch.setattr(kernels_triton, "launches_early", lambda device: True)
+    found = kernels_triton.ratio_kl(launch, **args)
+    assert len(late) == 1 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_rows_that_do_not_count_on_hopper() -> None:
     mask = torch.tensor([1, 0, 1, 1])
     args = call(4, 300, mask=mask, old_logp=torch.tensor([NAN, NAN, 0.0, NAN]))
@@ -191,8 +218,10 @@ def test_rows_that_do_not_count_on_hopper() -> None:
     assert slopes[:, [1, 3]].tolist() == [[1.0, 1.0], [0.0, 0.0]] and stats[:, 1].tolist() == [0.0, 1.0]
 
 
-def test_a_gradient_of_compiled_code() -> None:
-    args = call(2, 260, old_logp=None)
+@pytest.mark.parametrize("V", [260, 2053])
+def test_a_gradient_of_compiled_code(V: int) -> None:
+    """Of one program a row, and of three."""
+    args = call(2, V, old_logp=None)
     args |= {"policy_logits": args["policy_logits"].float()}
     *_, entropy, stats, slopes = reference.ratio_kl(**args)
     ones = torch.ones(()).expand(2)
@@ -218,7 +247,7 @@ def test_the_forward_reads_both_logits_in_vectors_and_fuses_nothing() -> None:
         sizes = re.findall(r"\bld\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", text)
         loads = [int(lanes or 1) * int(bits) // 8 for lanes, bits in sizes]
         assert sum(size >= 8 for size in loads) >= 2 * 2 * 8  # whole steps and the last one, of both
-        unfilled = 2 * 4 * (8 + 1)  # the word that a row does not fill, by element: as in `logp`, of both
+        unfilled = 2 * 4 * (1 + 8 + 1)  # words that are read by element: as in `logp`, of both
         assert sum(size < 8 for size in loads) <= 4 + unfilled and "fma.rn" not in text
 
 
@@ -301,22 +330,26 @@ if __name__ == "__main__":
     torch.save(interpreted(), sys.argv[1])
 
 
-MANY_LISTS = """
+SEGMENTS = """
 import torch
 from isobit import ratio_kl
 from isobit.ops.ratio_kl import kernels_triton as kernels
 
-kernels.LISTED, kernels.COUNTED, kernels.LISTS = 8, 16, 3  # 50 rows: three programs of three tiles each
+kernels.SEGMENT = 4  # 15 rows: four segments, of which one has no unmasked row, and one has no others
 gen = torch.Generator().manual_seed(0)
-policy, ref = (torch.randn(50, 9, generator=gen) for _ in range(2))
-ids, mask = torch.randint(0, 9, (50,), generator=gen), torch.rand(50, generator=gen) < 0.5
-found, plain = (ratio_kl(policy, ref, ids, old_logp=-torch.ones(50), mask=mask, backend=b)
-                for b in ("triton", "reference"))
-for ours, theirs in zip(found, plain, strict=True):
-    torch.testing.assert_close(ours, theirs)
+policy, ref = (torch.randn(15, 16400, generator=gen) for _ in range(2))
+ids, mask = torch.randint(0, 16400, (15,), generator=gen), torch.arange(15) % 3 == 0
+mask[4:8], mask[8:12] = False, True
+policy[~mask] = ref[~mask] = float("nan")
+for sms in (1, 7):  # a row is a part, or a split is
+    kernels.sm_count = lambda device: sms
+    found, plain = (ratio_kl(policy, ref, ids, old_logp=-10 * torch.ones(15), mask=mask, backend=b)
+                    for b in ("triton", "reference"))
+    for ours, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
 """
 
 
-def test_programs_that_share_the_list_of_rows_leave_none_out() -> None:
-    """With as many rows as here there is one such program, so it is made to list few."""
-    in_interpreter(MANY_LISTS)
+def test_programs_that_share_a_segment_of_rows_leave_none_out() -> None:
+    """With as many rows as elsewhere there is one segment, so they are made to be short."""
+    in_interpreter(SEGMENTS)

@@ -15,6 +15,15 @@ def sm_count(device: torch.device) -> int:
 
 
 @cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can be started before the one that it depends on is done: NVIDIA's programmatic
+    dependent launch, from Hopper on."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+@cache
 def arch_key(device: torch.device) -> str:
     """`sm_90`, `gfx942`, `cpu`, ...: the key of tolerance overrides."""
     if device.type != "cuda":

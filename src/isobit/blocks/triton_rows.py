@@ -148,8 +148,6 @@ def split_sums(
     lo = split * (STEP * STEPS)
     hi = tl.minimum(lo + STEP * STEPS, V)
     whole = lo + (hi - lo) // STEP * STEP
-    if WORD > 1:  # a whole step also reads the word behind it, which the last may not
-        whole = lo + (hi - lo - 1) // STEP * STEP
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
@@ -175,8 +173,8 @@ def load_step(
     """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on.
 
     Masks are the same for all elements of a word, so that words are read whole. That is so of the one that
-    the row shares with the row before it. The one that it does not fill at its end is read by element:
-    behind the last row the memory may be nobody's.
+    the row shares with the row before it. The word behind a step, and the one that the row does not fill at
+    its end, are read by element: behind the last row the memory may be nobody's.
     """
     lane = tl.arange(0, BLOCK)
     low = float("-inf")
@@ -194,7 +192,7 @@ def load_step(
         if TAIL:
             x = load_before(words, at, tl.minimum(at, hi) + shift, WORD, BLOCK)
         else:
-            x = tl.load(words + at + lane, mask=lane // WORD * WORD < shift, other=low)
+            x = tl.load(words + at + lane, mask=lane < shift, other=low)
         tiles = tiles + (x.to(tl.float32),)
         col = first + (lane - shift + BLOCK) % BLOCK
         z = ()

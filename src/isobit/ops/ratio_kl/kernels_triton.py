@@ -1,15 +1,16 @@
 """`ratio_kl` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-Forward, three kernels:
+Forward, two kernels:
 
-    list_rows      lists the rows that count
     sum_parts      reads the logits, each once: one program a part of a row of the policy or of the reference
     finish_rows    adds the parts of each row and makes its results
 
-A part is a row, or some of its splits where few rows count: so the GPU is as busy with a tenth of the rows as
-with all of them. How many count is known on the device alone, and there the parts are chosen. Rows are summed
-as in `logp`, in its order, whatever the parts: so logp here has the bits of `logp`, and a policy that is
-compared with itself has a ratio of exactly 1.
+Programs share segments of rows, and each finds the unmasked ones of its segment by itself. A part is a row,
+or some of its splits where few rows of the segment are unmasked: so the GPU is as busy with a tenth of the
+rows as with all of them. Rows are summed as in `logp`, in its order, whatever the parts: so logp here has the
+bits of `logp`, and a policy that is compared with itself has a ratio of exactly 1. Where the hardware allows
+it `finish_rows` is started early: it reads all but the sums while `sum_parts` is still running, and waits for
+it then.
 
 Backward, one read and one write of the policy's logits, from the sums and the slopes of ratio and kl that the
 forward kept: `isobit.blocks.triton_logits`.
@@ -27,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import sm_count
+from isobit.arch import launches_early, sm_count
 from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides, walkable
@@ -43,16 +44,35 @@ from isobit.blocks.triton_rows import (
     split_sums,
 )
 
-#: Rows that a program of `list_rows` lists in one go and that it counts in one go, how many programs there
-#: are of it at most, and rows that a program of `finish_rows` finishes. Schedule only.
-LISTED, COUNTED, LISTS, FINISHED = 1024, 8192, 16, 32
+#: Rows of a segment: a program looks at all of them to find its own. Schedule only.
+SEGMENT = 64
 
-#: Programs of `sum_parts` an SM, where rows have splits enough: 16 run at a time, and four times as many
-#: leave no SM idle for long at the end. Schedule only; the interpreter, with one SM, meets both kinds of
-#: parts with few rows.
+#: Parts of either logits that are wanted an SM, where few rows count: 16 are summed at a time, and four times
+#: as many leave no SM idle for long at the end. Schedule only; the interpreter, with one SM, meets both kinds
+#: of parts with few rows.
 PARTS_PER_SM = 16 if INTERPRETED.value else 64
 
-_BATCH = (*BATCH, "old_so", "given_so", "programs", "room", "tiles")
+#: Splits that a program of `sum_parts` takes where all of many rows count. A program that finds nothing to do
+#: costs about a nanosecond too: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us
+#: with 8448, 16896 and 25344 programs (2026-11). Schedule only.
+SPLITS_EACH = 4
+
+_BATCH = (*BATCH, "old_so", "given_so", "segments", "wanted", "room")
+
+
+@triton.jit
+def start_next_launch():
+    """Let the kernel behind this one start, if it was launched to start early: when all programs of this one
+    have come here, or are done."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_last_launch():
+    """Until the kernel before this one is done, and all that it wrote can be read."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -72,36 +92,12 @@ def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si,
     return token, live
 
 
-@triton.jit(do_not_specialize=_BATCH)
-def list_rows(
-    rows, ids, mask, ignore_index, N, inner, tiles, ids_so, ids_si, mask_so, mask_si,
-    LISTED: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """How many rows count, and behind it which, ascending. One program lists those of its own `tiles` times
-    LISTED rows, and counts those before."""
-    begin = tl.program_id(0) * tiles * LISTED
-    before = tl.zeros([COUNTED], tl.int32)
-    for first in range(0, begin, COUNTED):
-        row = first + tl.arange(0, COUNTED)
-        _, live = which_count(
-            ids, mask, row, row < begin, inner, ids_so, ids_si, mask_so, mask_si, ignore_index
-        )
-        before += live.to(tl.int32)
-    found = tl.sum(before, 0)
-    for first in range(begin, tl.minimum(begin + tiles * LISTED, N), LISTED):
-        row = first + tl.arange(0, LISTED)
-        _, live = which_count(ids, mask, row, row < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
-        some = live.to(tl.int32)
-        tl.store(rows + found + tl.cumsum(some, 0), row, mask=live)
-        found += tl.sum(some, 0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(rows, found)
-
-
 @triton.jit
-def parts_of(count, programs, splits):
-    """Into how many parts a row is cut where `count` of them share the programs."""
-    return tl.maximum(tl.minimum(programs // tl.maximum(count, 1), splits), 1)
+def parts_of(count, wanted, splits):
+    """Into how many parts each of `count` rows is cut, where so many parts are wanted of all: into splits if
+    that makes at most half as many again, since parts of unequal length leave SMs idle."""
+    parts = tl.maximum(tl.minimum(wanted // tl.maximum(count, 1), splits), 1)
+    return tl.where(2 * count * splits <= 3 * wanted, splits, parts)
 
 
 @triton.jit
@@ -110,8 +106,8 @@ def sum_part(
     WORD: tl.constexpr, LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(m, s, t) of a part of the row that starts at element `start`, into planes of `room` numbers: those of
-    each split at [place, split], or those of the row at [place] if there is no other part."""
+    """(m, s, t) of a part of the row that starts at element `start`, into planes that are `room` numbers
+    apart: those of each split at [place, split], or those of the row at [place] if there is no other part."""
     index = tl.arange(0, 1 << LOG_SPLITS)
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
     s = tl.zeros([1 << LOG_SPLITS], tl.float32)
@@ -138,31 +134,44 @@ def sum_part(
 
 @triton.jit(do_not_specialize=_BATCH)
 def sum_parts(
-    policy, ref, rows, sums, scales, scale, V, inner, room, policy_so, policy_si, ref_so, ref_si,
+    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, segments, wanted, room,
+    policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
     ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, LOG_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a part of a row that counts, of the policy or of the reference."""
-    program, programs, count = tl.program_id(0), tl.num_programs(0), tl.load(rows)
+    """Parts of rows that count, of the policy by one half of the programs and of the reference by the other.
+    Those of a segment are shared out among its programs, one after another. Neighbours are of different
+    segments, so that the first of all programs have work whatever counts."""
+    if EARLY:
+        start_next_launch()
+    BOTH: tl.constexpr = 1 if ref is None else 2
+    program, of_ref = tl.program_id(0) // BOTH, tl.program_id(0) % BOTH
+    segment, nth, programs = program % segments, program // segments, tl.num_programs(0) // BOTH // segments
+    index = tl.arange(0, SEGMENT)
+    rows = segment * SEGMENT + index
+    _, live = which_count(ids, mask, rows, rows < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
+    found = tl.cumsum(live.to(tl.int32), 0)
+    count = tl.max(found, 0)
     splits = tl.cdiv(V, (UNROLL << LOG_BLOCK) * STEPS)
-    parts = parts_of(count, programs, splits)
-    place = program // parts
-    if place >= count:
-        return
-    part = program - place * parts
-    row = tl.load(rows + 1 + place)
-    place = place.to(tl.int64)
-    scale = own_or(scale, scales, row, None)
-    if tl.program_id(1) == 0:
-        sum_part(
-            policy, offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, room, V,
-            scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
-        )  # fmt: skip
-    elif ref is not None:
-        sum_part(
-            ref, offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * room,
-            place, room, V, scale, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
-        )  # fmt: skip
+    parts = parts_of(count, wanted, splits)
+    plane = segments.to(tl.int64) * room
+    sums += segment.to(tl.int64) * room
+    for k in range(nth, count * parts, programs):
+        place = k // parts
+        part = k - place * parts
+        row = segment * SEGMENT + tl.max(tl.where(live & (found == place + 1), index, 0), 0)
+        own = own_or(scale, scales, row, None)
+        if of_ref == 0:
+            sum_part(
+                policy, offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, plane, V,
+                own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+            )  # fmt: skip
+        elif ref is not None:
+            sum_part(
+                ref, offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * plane,
+                place, plane, V, own, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -173,7 +182,7 @@ def sums_of(
     """(m, s, t) of rows from those of their splits: what `fold` does, of many rows. Of a row that is summed
     already there is one, and it stays as it is."""
     index = tl.arange(0, 1 << LOG_SPLITS)[None, :]
-    at, there = sums + place.to(tl.int64)[:, None] * splits + index, inside[:, None] & (index < splits)
+    at, there = sums + place[:, None] * splits + index, inside[:, None] & (index < splits)
     m = tl.load(at, mask=there, other=float("-inf"))
     s = tl.load(at + room, mask=there, other=0.0)
     t = tl.zeros([ROWS, 1 << LOG_SPLITS], tl.float32)
@@ -188,9 +197,9 @@ def sums_of(
 
 
 @triton.jit
-def logp_of(logits, start, token, good, m, s, t, inverse):
-    """(logp, entropy, s) of rows from their sums; NaN where a token is none."""
-    z = tl.load(logits + start + token, mask=good, other=0.0).to(tl.float32)
+def logp_of(z, good, m, s, t, inverse):
+    """(logp, entropy, s) of rows from their sums and the logits z of their tokens; NaN where a token is
+    none."""
     logp, entropy, _, s = row_results(z, m, s, t, inverse)
     nan = tl.where(good, 0.0, float("nan"))
     return logp + nan, entropy + nan, s
@@ -216,48 +225,54 @@ def store_rows(row, mask, N, ratio, kl, logp, entropy, stats, slopes, found):
 @triton.jit(do_not_specialize=_BATCH)
 def finish_rows(
     policy, ids, mask, ref, old_logp, ref_logp, ratio, kl, logp, entropy, stats, slopes, scales, inverses,
-    scale, inverse, ignore_index, N, V, inner, rows, sums, programs, room, splits,
+    scale, inverse, ignore_index, N, V, inner, sums, wanted, room, splits,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
-    given_si, LOG_SPLITS: tl.constexpr, FINISHED: tl.constexpr,
+    given_si, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program the rows in FINISHED places of the list, and as many that do not count."""
+    """One program a segment of rows."""
     ENTROPY: tl.constexpr = entropy is not None
-    place = tl.program_id(0) * FINISHED + tl.arange(0, FINISHED)
-    _, live = which_count(ids, mask, place, place < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
+    segment = tl.program_id(0)
+    row = segment * SEGMENT + tl.arange(0, SEGMENT)
+    token, live = which_count(ids, mask, row, row < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
     store_rows(
-        place, (place < N) & (live == 0), N, ratio, kl, logp, entropy, stats, slopes,
+        row, (row < N) & (live == 0), N, ratio, kl, logp, entropy, stats, slopes,
         (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
-
-    count = tl.load(rows)
-    inside = place < count
-    row = tl.load(rows + 1 + place, mask=inside, other=0)
-    token = tl.load(ids + offset(row, inner, ids_so, ids_si), mask=inside, other=-1)
-    good = inside & (token >= 0) & (token < V)
-    scale, inverse = own_or(scale, scales, row, inside), own_or(inverse, inverses, row, inside)
-    left = tl.where(parts_of(count, programs, splits) == 1, 1, splits)  # sums of a row
-    m, s, t = sums_of(sums, place, inside, left, room, scale, ENTROPY, FINISHED, LOG_SPLITS)
-    start = offset(row, inner, policy_so, policy_si)
-    own, own_entropy, s = logp_of(policy, start, token, good, m, s, t, inverse)
-    old = own
+    found = tl.cumsum(live.to(tl.int32), 0)
+    left = tl.where(parts_of(tl.max(found, 0), wanted, splits) == 1, 1, splits)  # sums of a row
+    good = live & (token >= 0) & (token < V)
+    scale, inverse = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
+    at = offset(row, inner, policy_so, policy_si) + token
+    own_z = tl.load(policy + at, mask=good, other=0.0).to(tl.float32)
+    if ref is not None:
+        at = offset(row, inner, ref_so, ref_si) + token
+        ref_z = tl.load(ref + at, mask=good, other=0.0).to(tl.float32)
     if old_logp is not None:
-        old = tl.load(old_logp + offset(row, inner, old_so, old_si), mask=inside, other=0.0)
-    penalty = tl.zeros([FINISHED], tl.float32)
-    slope = tl.zeros([FINISHED], tl.float32)
+        old = tl.load(old_logp + offset(row, inner, old_so, old_si), mask=live, other=0.0)
+    if ref_logp is not None:
+        other = tl.load(ref_logp + offset(row, inner, given_so, given_si), mask=live, other=0.0)
+
+    if EARLY:
+        wait_for_last_launch()  # it makes the sums
+    sums += segment.to(tl.int64) * room
+    plane = tl.num_programs(0).to(tl.int64) * room
+    m, s, t = sums_of(sums, found - 1, live, left, plane, scale, ENTROPY, SEGMENT, LOG_SPLITS)
+    own, own_entropy, s = logp_of(own_z, good, m, s, t, inverse)
+    if old_logp is None:
+        old = own
+    penalty = tl.zeros([SEGMENT], tl.float32)
+    slope = tl.zeros([SEGMENT], tl.float32)
     if kl is not None:
         if ref is not None:
-            of_ref = sums + (2 + ENTROPY) * room
+            of_ref = sums + (2 + ENTROPY) * plane
             ref_m, ref_s, none = sums_of(
-                of_ref, place, inside, left, room, scale, False, FINISHED, LOG_SPLITS
+                of_ref, found - 1, live, left, plane, scale, False, SEGMENT, LOG_SPLITS
             )
-            start = offset(row, inner, ref_so, ref_si)
-            other, _, _ = logp_of(ref, start, token, good, ref_m, ref_s, none, inverse)
-        else:
-            other = tl.load(ref_logp + offset(row, inner, given_so, given_si), mask=inside, other=0.0)
+            other, _, _ = logp_of(ref_z, good, ref_m, ref_s, none, inverse)
         penalty, expm1 = k3_and_expm1(other - own)
         slope = -expm1
     store_rows(
-        row, inside, N, ratio, kl, logp, entropy, stats, slopes,
+        row, live, N, ratio, kl, logp, entropy, stats, slopes,
         (exp(own - old), penalty, own, own_entropy, m + tl.where(good, 0.0, float("nan")), s, slope),
     )  # fmt: skip
 
@@ -282,26 +297,25 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     inner, tensors, strides = row_strides(lead, (logits, ids, mask, ref, *of_rows))
     z, ids, mask, ref = tensors[:4]
     scaled, plan = scaling(args["temperature"], N), plan_of(V)
-    programs = max(N, min(N * plan.splits, PARTS_PER_SM * sm_count(device)))
-    # Sums of every split are kept only where a row has two parts or more.
-    room = max(N, min(N, programs // 2) * plan.splits)
-    rows = torch.empty(1 + N, dtype=torch.int32, device=device)
-    sums = empty((2 if ref is None else 4) + (entropy is not None), room)
-    tiles = -(-N // (LISTED * LISTS))
+    segments, rows, splits = -(-N // SEGMENT), min(N, SEGMENT), plan.splits
+    wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # of a segment
+    programs = min(rows * splits, wanted, max(rows * splits // SPLITS_EACH, wanted // 4, 1))
+    # Sums of every split are kept only where rows have two parts or more: of so many rows, see `parts_of`.
+    cut = min(rows, max(wanted // 2, 3 * wanted // (2 * splits)))
+    room = max(rows, cut * splits)
+    sums = empty((2 if ref is None else 4) + (entropy is not None), segments, room)
+    early = launches_early(device)
     launch(
-        list_rows, (-(-N // (LISTED * tiles)),), rows, ids, mask, args["ignore_index"], N, inner, tiles,
-        *strides[2:6], LISTED=LISTED, COUNTED=COUNTED, num_warps=16, enable_fp_fusion=False,
+        sum_parts, (segments * programs * (1 if ref is None else 2),), z, ref, ids, mask, sums,
+        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, segments, wanted, room, *strides[:8],
+        ENTROPY=entropy is not None, WORD=word_of(z, strides[:2]),
+        REF_WORD=1 if ref is None else word_of(ref, strides[6:8]), LOG_SPLITS=plan.log_splits,
+        SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
     )  # fmt: skip
     launch(
-        sum_parts, (programs, 1 if ref is None else 2), z, ref, rows, sums, scaled.scales, scaled.scale,
-        V, inner, room, *strides[:2], *strides[6:8], ENTROPY=entropy is not None,
-        WORD=word_of(z, strides[:2]), REF_WORD=1 if ref is None else word_of(ref, strides[6:8]),
-        LOG_SPLITS=plan.log_splits, **plan.order, **plan.options,
-    )  # fmt: skip
-    launch(
-        finish_rows, (-(-N // FINISHED),), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
-        rows, sums, programs, room, plan.splits, *strides,
-        LOG_SPLITS=plan.log_splits, FINISHED=FINISHED, num_warps=4, enable_fp_fusion=False,
+        finish_rows, (segments,), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
+        sums, wanted, room, splits, *strides, LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT, EARLY=early,
+        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return results
 
