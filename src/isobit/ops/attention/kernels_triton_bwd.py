@@ -204,24 +204,33 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor) -> Tensor:
+    """delta [B, H, T] fp32."""
+    call, dlse = call_of(args), args["dlse"]
+    rows = call.B * call.T * call.H
+    delta = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=dout.device)
+    launch(
+        delta_kernel, (-(-rows // 16),), args["out"], dout, dlse, delta, call.T, rows,
+        dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2),
+        *((0, 0, 0) if dlse is None else dlse.stride()), H=call.H, D=call.D, DP=call.padded, ROWS=16,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return delta
+
+
 def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv), those that are wanted."""
     call, factors = call_of(args), factors_of(args)
     q, k, v, lse, table = (args[name] for name in ("q", "k", "v", "lse", "block_table"))
-    dout, dlse = _rows(args["dout"]), args["dlse"]
+    dout = _rows(args["dout"])
     want_kv = args["want_k"] or args["want_v"]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if args["want_q"] else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if want_kv else None
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if want_kv else None
-    rows, H, D, DP = call.B * call.T * call.H, call.H, call.D, call.padded
-    delta = torch.empty((call.B, H, call.T), dtype=torch.float32, device=q.device)
+    D, DP = call.D, call.padded
+    delta = delta_of(launch, args, dout)
     strides = strides_of(call, q, k, v)
     of_dout = (dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2))
-    launch(
-        delta_kernel, (-(-rows // 16),), args["out"], dout, dlse, delta, call.T, rows, *of_dout,
-        *((0, 0, 0) if dlse is None else dlse.stride()), H=H, D=D, DP=DP, ROWS=16, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
     bounds = (args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args))
     window = args["window"] or 0
     most = 32 if D > 128 else 64
@@ -239,7 +248,7 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
         )  # fmt: skip
     if dk is not None and dk.numel():
         block = _block_for(call, most)
-        blocks = call.S // block + call.sequences if call.packed_k else call.sequences * (-(-call.S // block))
+        blocks = count_blocks(call, block)
         launch(
             dkv_kernel, (blocks * call.KV,), q, k, v, dout, lse, delta, dk, dv, *bounds, call.T, call.S,
             call.sequences, window, *factors, *strides, *of_dout, call.KV,
@@ -251,3 +260,10 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
 def _block_for(call: Call, most: int) -> int:
     """Keys of a program: no more than there are."""
     return min(most, max(16, 1 << (max(call.S, 1) - 1).bit_length()))
+
+
+def count_blocks(call: Call, per: int) -> int:
+    """Blocks of `per` keys: enough for packed ones wherever they begin."""
+    if call.packed_k:
+        return call.S // per + call.sequences if call.sequences else 0
+    return call.sequences * (-(-call.S // per))
