@@ -142,11 +142,15 @@ class Device:
             found = np.where(c, a, b)
             return array(found, floats[0].dtype if floats else None)
 
-        def load(p: Pointer) -> Array:
-            at = torch.from_numpy(np.asarray(p.at, dtype=np.int64))
-            assert (at >= 0).all() and (at < p.base.numel()).all(), "read outside"
-            found = p.base.view(-1)[at]
-            return array((found.float() if found.is_floating_point() else found).numpy())
+        def load(p: Pointer, mask: Any = True, other: Any = 0) -> Array:
+            at, mask = np.broadcast_arrays(np.asarray(p.at, dtype=np.int64), np.asarray(mask))
+            inside = torch.from_numpy(at[mask])
+            assert (inside >= 0).all() and (inside < p.base.numel()).all(), "read outside"
+            found = p.base.view(-1)[inside]
+            values = (found.float() if found.is_floating_point() else found).numpy()
+            whole = np.full(at.shape, other, values.dtype)
+            whole[mask] = values
+            return array(whole)
 
         def store(p: Pointer, x: Any, mask: Any = True) -> None:
             at, mask, x = np.broadcast_arrays(p.at, np.asarray(mask), np.asarray(x))
@@ -191,7 +195,7 @@ class Device:
             permute=lambda x, order: array(np.transpose(x, order)),
             join=lambda a, b: array(np.stack((a, b), -1)), sum=lambda x, axis: array(np.sum(x, axis)),
             max=lambda x, axis: array(np.fmax.reduce(x, axis)), min=lambda x, axis: array(np.min(x, axis)),
-            abs=lambda x: array(np.abs(x)),
+            abs=lambda x: array(np.abs(x)), multiple_of=lambda x, n: x,
             exp2=lambda x: array(self.do.exp2(np.asarray(x))),
             log2=lambda x: array(self.do.log2(np.asarray(x))),
             div_rn=lambda a, b: array(a / b), convert_layout=lambda x, *rest, **more: x,
@@ -208,12 +212,13 @@ class Device:
         """What is outside of the tensor comes as zeros."""
         box, source = desc.block_type.shape, desc.tensor
         found = torch.zeros(box)
-        first = [int(i) for i in where]
-        ends = [min(i + n, size) for i, n, size in zip(first, box, source.shape, strict=True)]
-        assert all(i >= 0 for i in first)
+        where = [int(i) for i in where]
+        first = [max(i, 0) for i in where]
+        ends = [min(i + n, size) for i, n, size in zip(where, box, source.shape, strict=True)]
         if all(end > i for i, end in zip(first, ends, strict=True)):
             part = source[tuple(slice(i, end) for i, end in zip(first, ends, strict=True))].float()
-            found[tuple(slice(0, n) for n in part.shape)] = part
+            inner = (slice(i - j, i - j + n) for i, j, n in zip(first, where, part.shape, strict=True))
+            found[tuple(inner)] = part
         room.store(found.numpy().reshape(box[-2:]))
         bar.update(0, -desc.block_type.nbytes)
 

@@ -194,14 +194,14 @@ def _attention(B: int, T: int, S: int, D: int = 128, backend: str = "hopper", **
     return Call("attention", backend, {**given, **more})
 
 
-def _attention_bwd(B: int, T: int, S: int, D: int = 128, **more: Any) -> Call:
+def _attention_bwd(B: int, T: int, S: int, D: int = 128, backend: str = "triton", **more: Any) -> Call:
     given: dict[str, Any] = dict.fromkeys(
         ("dlse", "scale", "window", "softcap", "key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k",
          "block_table")
     )  # fmt: skip
     given |= _attention(B, T, S, D).given | {"causal": True, "want_q": True, "want_k": True, "want_v": True}
     given |= {"out": shape(B, T, 4, D), "dout": shape(B, T, 4, D), "lse": shape(B, 4, T, dtype=F32)}
-    return Call("attention_bwd", "triton", {**given, **more})
+    return Call("attention_bwd", backend, {**given, **more})
 
 
 def _of_rows(N: int, *names: str) -> dict[str, Any]:
@@ -295,6 +295,7 @@ CALLS = {
     "attention, prefill by triton": _attention(2, 70, 200, 64, "triton", return_lse=True),
     "attention, decoding": _attention(2, 1, 3000, backend="triton", key_end=shape(2, dtype=INT32)),
     "attention backward": _attention_bwd(2, 70, 200, dlse=shape(2, 4, 70, dtype=F32)),
+    "attention backward, hopper": _attention_bwd(2, 70, 200, 64, "hopper", key_end=shape(2, dtype=INT32)),
     "group_advantages": Call(
         "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}
     ),

@@ -221,7 +221,7 @@ forward.value_rule(_bounds_hold)
 
 # Backends, fastest first
 
-_hopper = Lazy(f"{__package__}.kernels_hopper")
+_hopper, _hopper_bwd = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_hopper_bwd")
 _triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
 _model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
 
@@ -232,6 +232,10 @@ def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+
+
+def _hopper_bwd_cannot_serve(args: dict[str, Any]) -> str | None:
+    return hopper_cannot_run(args["q"].device) or _hopper_bwd.why_not(args)
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -259,6 +263,13 @@ def _(**args: Any) -> Any:
 )
 def _(**args: Any) -> Any:
     return _triton.attention(**args)
+
+
+@backward.backend(
+    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, unasked=_hopper_would_waste, launches=True
+)
+def _(**args: Any) -> Any:
+    return _hopper_bwd.attention_bwd(**args)
 
 
 @backward.backend(

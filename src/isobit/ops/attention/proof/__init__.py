@@ -87,9 +87,15 @@ def _base() -> dict[str, Any]:
     return base | dict.fromkeys(("key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table"))
 
 
+def _gradients(out: Tensor, lse: Tensor | None) -> dict[str, Any]:
+    """What a backward takes beside the arguments of its forward."""
+    wanted = dict.fromkeys(("want_q", "want_k", "want_v"), True)
+    return {"out": out, "lse": lse, "dout": out, "dlse": lse, **wanted}
+
+
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     """Every kernel, and every branch fixed at compile time."""
-    from isobit.ops.attention import kernels_hopper
+    from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -98,12 +104,15 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     calls: list[tuple[tuple[int, ...], dict[str, Any]]] = [
         ((2, 300, 300, 4, 1, 128), {}),
         ((1, 300, 300, 2, 2, 64), {"window": 200, "cu_seqlens_q": empty(4, dtype=torch.int64)}),
-        ((2, 300, 900, 2, 1, 80), {"causal": False, **ints}),
-        ((1, 300, 300, 2, 1, 256), {"softcap": 2.0, "return_lse": False}),
+        ((2, 300, 900, 2, 1, 80), {"causal": False, "softcap": 2.0, **ints}),
+        ((1, 300, 300, 2, 1, 256), {"return_lse": False}),
     ]
     for (B, T, S, H, KV, D), options in calls if dtype == BF16 else calls[:1]:
         args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
-        kernels_hopper.attention(launch, **args | {n: empty(B, S, KV, D) for n in ("k", "v")} | options)
+        args |= {n: empty(B, S, KV, D) for n in ("k", "v")} | options
+        out, lse = kernels_hopper.attention(launch, **args)
+        if D < 128 or (D == 128 and dtype != BF16):  # of each dtype some
+            kernels_hopper_bwd.attention_bwd(launch, **args | _gradients(out, lse))
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
@@ -138,9 +147,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         args = base | {"q": empty(B, T, H, D), "k": empty(B, S, KV, D), "v": empty(B, S, KV, D)} | options
         out, lse = kernels_triton.attention(launch, **args, return_lse=True)
         if gradient:
-            more = {"out": out, "lse": lse, "dout": out, "dlse": lse}
-            wanted = dict.fromkeys(("want_q", "want_k", "want_v"), True)
-            kernels_triton_bwd.attention_bwd(launch, **args | more | wanted)
+            kernels_triton_bwd.attention_bwd(launch, **args | _gradients(out, lse))
 
 
 # Cases

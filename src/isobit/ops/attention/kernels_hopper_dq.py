@@ -1,0 +1,378 @@
+"""dq of attention on Hopper: class attn/1, with the formulas and the chain of `kernels_triton_bwd`.
+
+A program has two warpgroups with 64 queries each, and a warp that brings queries, gradients, keys and values.
+Items, their order and their blocks of keys are those of the forward (`kernels_hopper_io.Work`). For every
+block of keys:
+
+    S = Q K^T,  dP = dO V^T      under way
+    S is there:     P = 2^(S c - lse log2e), beside dP
+    dP is there:    dS = P (dP - delta), dq += dS K
+
+S and dP are chains over D from zero, dq is one chain over all blocks of keys in ascending order, which begin
+at multiples of 16 keys. A block that no query of a warpgroup sees is left out, and changes nothing. Keys
+behind a sequence's last may be anything, and 0 NaN is NaN: they are set to zero in shared memory where TMA
+has not done it.
+"""
+
+from isobit.blocks.hopper_pipe import (
+    ROWS,
+    after,
+    fence_async_shared,
+    gl,
+    gluon,
+    kernel,
+    mbarrier,
+    record,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from isobit.blocks.temperature import LOG2E
+from isobit.ops.attention.kernels_hopper_bwd_parts import (
+    LEAVING,
+    OF_LOADER,
+    REGISTERS,
+    clear,
+    load_box,
+    tell,
+    told,
+    turn,
+)
+from isobit.ops.attention.kernels_hopper_io import ONE, ONE_EACH, PARTS, Work
+from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, tanh, unpacked
+
+#: Keys of a block; half as many where scores are capped, which takes registers. 64, with four stages, are
+#: faster at 4 x 2048 (0.360 ms, with delta, instead of 0.373), slower at 2 x 8192 (2.362, 2.322; H200).
+KEYS = {64: 128, 128: 128}
+
+#: Stages of keys and of values: what fits beside queries and results, 227 KB together.
+STAGES = {64: 3, 128: 2}
+
+_LOG2E = gl.constexpr(LOG2E)
+
+
+# The loader
+
+
+@record
+class QueryRing:
+    """Shared memory: an item's queries, gradients and two numbers of each query, and stages of keys and of
+    values. `ready`: bytes have arrived; `empty`: whoever multiplies with them is done. What an item is comes
+    with its queries, in one of two slots: it is needed until the results are stored, when queries of the next
+    may have come."""
+
+    q_desc: tma.tensor_descriptor
+    do_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    base: gl.shared_memory_descriptor  # -lse log2(e)
+    delta: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    D: gl.constexpr  # filled up
+    BLOCK: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def create(
+        q_desc, do_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+        FLAT: gl.constexpr,
+    ):  # fmt: skip
+        q = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, D], FLAT)
+        do = gl.allocate_shared_memory(do_desc.dtype, [PARTS, ROWS, D], FLAT)
+        base = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
+        delta = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
+        k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], FLAT)
+        v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], FLAT)
+        items = gl.allocate_shared_memory(gl.int32, [16, 1], ONE)
+        bars: gl.constexpr = mbarrier.MBarrierLayout()
+        q_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
+        q_empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        for i in gl.static_range(PARTS):
+            mbarrier.init(q_ready.index(i), count=2)
+            mbarrier.init(q_empty.index(i), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_ready.index(i), count=1)
+            mbarrier.init(k_empty.index(i), count=PARTS)
+            mbarrier.init(v_ready.index(i), count=1)
+            mbarrier.init(v_empty.index(i), count=PARTS)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return QueryRing(
+            q_desc, do_desc, k_desc, v_desc, q, do, base, delta, k, v, items, q_ready, q_empty, k_ready,
+            k_empty, v_ready, v_empty, D, BLOCK, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _load(desc, batch, head, row, room, ready, empty, phase):
+    """One box, as soon as its room is free."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    load_box(desc, batch, head, row, room, ready)
+
+
+@gluon.jit
+def load_queries(work, ring, lse, delta):
+    """The loader."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    slot = gl.to_tensor(0)
+    i = gl.arange(0, ROWS, ONE_EACH)
+    for n in range(gl.cdiv(work.tiles * work.H, gl.num_programs(0))):
+        t = turn(n)
+        if t < work.tiles * work.H:
+            item, first = work.item(t)
+            if item.live > 0:
+                kv = item.head // work.G
+                at = first + item.begin
+                if item.blocks > 0:
+                    _load(
+                        ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
+                        ring.k_empty.index(stage), phase,
+                    )  # fmt: skip
+                numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
+                for w in gl.static_range(PARTS):
+                    mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
+                values = (
+                    item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch,
+                    item.head,
+                )  # fmt: skip
+                tell(ring.items, slot, values)
+                for w in gl.static_range(PARTS):
+                    bar = ring.q_ready.index(w)
+                    if item.blocks > 0:
+                        there = w * ROWS + i < item.live
+                        base = -(gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0) * _LOG2E)
+                        own = gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0)
+                        row = item.row + w * ROWS
+                        mbarrier.expect(bar, ring.q_desc.block_type.nbytes + ring.do_desc.block_type.nbytes)
+                        load_box(ring.q_desc, item.batch, item.head, row, ring.q.index(w), bar)
+                        load_box(ring.do_desc, item.batch, item.head, row, ring.do.index(w), bar)
+                        ring.base.index(w).store(base)
+                        ring.delta.index(w).store(own)
+                    else:
+                        mbarrier.arrive(bar)
+                    mbarrier.arrive(bar)  # of the whole warp, which has written
+                slot = slot ^ 1
+                for block in range(item.blocks):
+                    if block > 0:
+                        _load(
+                            ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
+                            ring.k_empty.index(stage), phase,
+                        )  # fmt: skip
+                    _load(
+                        ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
+                        ring.v_empty.index(stage), phase,
+                    )  # fmt: skip
+                    at += ring.BLOCK
+                    stage, phase = after(stage, phase, ring.STAGES)
+    for w in gl.static_range(PARTS):
+        mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
+    none = gl.to_tensor(-1)
+    tell(ring.items, slot, (none, none, none, none, none, none, none, none))
+    for w in gl.static_range(PARTS):
+        mbarrier.arrive(ring.q_ready.index(w))
+        mbarrier.arrive(ring.q_ready.index(w))
+
+
+# Warpgroups
+
+
+@record
+class QueryPart:
+    """What a warpgroup works with."""
+
+    work: Work
+    ring: QueryRing
+    leaving: gl.shared_memory_descriptor
+    dq: gl.tensor
+    c: gl.tensor
+    cap: gl.tensor
+    slope: gl.tensor
+    scale: gl.tensor
+    D: gl.constexpr
+    OF_Z: gl.constexpr
+    OF_ACC: gl.constexpr
+    WHICH: gl.constexpr
+    CAPPED: gl.constexpr
+    CLEAR: gl.constexpr
+
+    @gluon.jit
+    def sees(self, newest, oldest):
+        """Which keys of a block a query sees: those from its oldest to its newest."""
+        key = gl.expand_dims(gl.arange(0, self.ring.BLOCK, gl.SliceLayout(0, self.OF_Z)), 0)
+        found = key <= gl.expand_dims(newest, 1)
+        if self.work.WINDOWED:
+            found = found & (key >= gl.expand_dims(oldest, 1))
+        return found
+
+    @gluon.jit
+    def blocks(self, state, begin, end, keys, newest, oldest, MASKED: gl.constexpr):
+        """Take in the blocks from `begin` to `end`. A row sees the keys from `oldest` to `newest`; without
+        MASKED all rows see all."""
+        ring = self.ring
+        dq, base, delta, stage, phase = state
+        q, do = ring.q.index(self.WHICH), ring.do.index(self.WHICH)
+        for at in range(begin, end, ring.BLOCK):
+            k, v = ring.k.index(stage), ring.v.index(stage)
+            mbarrier.wait(ring.k_ready.index(stage), phase)
+            if MASKED and self.CLEAR:
+                if keys < at + ring.BLOCK:
+                    clear(k, 0, keys - at, ring.BLOCK)
+            nothing = gl.zeros((ROWS, ring.BLOCK), gl.float32, self.OF_Z)
+            z = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(ring.v_ready.index(stage), phase)
+            dp = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            z = warpgroup_mma_wait(1, deps=(z,))
+            if self.CAPPED:
+                y = tanh(z * self.slope)
+                z = self.cap * y
+                bend = 1.0 - y * y
+            p = gl.exp2(gl.fma(z, gl.full_like(z, self.c), gl.expand_dims(base, 1)))
+            if MASKED:
+                p = gl.where(self.sees(newest - at, oldest - at), p, 0.0)
+            # That has happened already. But a compiler moves no arithmetic over this, and so the exponentials
+            # are computed beside the product that is under way.
+            mbarrier.wait(ring.v_ready.index(stage), phase)
+            if MASKED:
+                dp, p, newest, oldest = warpgroup_mma_wait(0, deps=(dp, p, newest, oldest))
+            else:
+                dp, p = warpgroup_mma_wait(0, deps=(dp, p))
+            mbarrier.arrive(ring.v_empty.index(stage))
+            ds = p * (dp - gl.expand_dims(delta, 1))
+            if self.CAPPED:
+                ds = ds * bend
+            if MASKED:
+                ds = gl.where(self.sees(newest - at, oldest - at), ds, 0.0)
+            words = packed(ds, ring.k_desc.dtype)
+            dq = warpgroup_mma(
+                unpacked(words, ring.k_desc.dtype, gl.DotOperandLayout(0, self.OF_ACC, 2)), k, dq,
+                is_async=True,
+            )  # fmt: skip
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(ring.k_empty.index(stage))
+            stage, phase = after(stage, phase, ring.STAGES)
+        return dq, base, delta, stage, phase
+
+    @gluon.jit
+    def skip(self, begin, end, stage, phase):
+        """Blocks that no query of this part sees."""
+        ring = self.ring
+        for _ in range(begin, end, ring.BLOCK):
+            mbarrier.wait(ring.k_ready.index(stage), phase)
+            mbarrier.arrive(ring.k_empty.index(stage))
+            mbarrier.wait(ring.v_ready.index(stage), phase)
+            mbarrier.arrive(ring.v_empty.index(stage))
+            stage, phase = after(stage, phase, ring.STAGES)
+        return stage, phase
+
+    @gluon.jit
+    def sum_up(self, slot, blocks, stage, phase):
+        """dq of an item's part."""
+        work, ring = self.work, self.ring
+        begin, keys = told(ring.items, slot, 1), told(ring.items, slot, 2)
+        here = told(ring.items, slot, 3) + self.WHICH * ROWS  # the position of the part's first query
+        end = begin + blocks * ring.BLOCK
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_Z))
+        newest = i * 0 + keys - 1
+        oldest = here + i - work.window + 1
+        # This part's blocks are those from lo to hi, and from inner to outer all queries see all keys.
+        lo = begin
+        hi = end
+        outer = keys
+        if work.CAUSAL:
+            newest = gl.minimum(here + i, newest)
+            hi = gl.minimum(end, gl.cdiv(gl.maximum(here + ROWS, 0), ring.BLOCK) * ring.BLOCK)
+            outer = gl.minimum(keys, gl.maximum(here + 1, 0))
+        inner = lo
+        if work.WINDOWED:
+            lo = gl.maximum(begin, gl.maximum(here - work.window + 1, 0) // ring.BLOCK * ring.BLOCK)
+            lo = gl.minimum(lo, end)
+            hi = gl.maximum(hi, lo)
+            youngest = gl.maximum(here + ROWS - work.window, 0)  # the oldest key of the last query
+            inner = gl.minimum(gl.maximum(lo, gl.cdiv(youngest, ring.BLOCK) * ring.BLOCK), hi)
+        hi = gl.maximum(hi, lo)
+        outer = gl.maximum(inner, gl.minimum(hi, outer // ring.BLOCK * ring.BLOCK))
+
+        base = ring.base.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        delta = ring.delta.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        stage, phase = self.skip(begin, lo, stage, phase)
+        dq = gl.zeros((ROWS, ring.D), gl.float32, self.OF_ACC)
+        state = (dq, base, delta, stage, phase)
+        if work.WINDOWED:
+            state = self.blocks(state, lo, inner, keys, newest, oldest, True)
+        state = self.blocks(state, inner, outer, keys, newest, oldest, False)
+        dq, _, _, stage, phase = self.blocks(state, outer, hi, keys, newest, oldest, True)
+        mbarrier.arrive(ring.q_empty.index(self.WHICH))
+        stage, phase = self.skip(hi, end, stage, phase)
+        room = self.leaving.index(self.WHICH)
+        room.store((dq * self.scale).to(ring.q_desc.dtype))
+        self.put(slot, room.load(BY_ROWS))
+        return stage, phase
+
+    @gluon.jit
+    def put(self, slot, tile):
+        work, ring = self.work, self.ring
+        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
+        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+        query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
+        j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
+        to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
+        to = gl.multiple_of(self.dq + to, [16, 16])
+        gl.store(to, tile, mask=gl.expand_dims(query < live, 1) & (j < self.D))
+
+
+@gluon.jit
+def _sum_up(part):
+    """A warpgroup: its part of all of the program's items."""
+    ring = part.ring
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)  # of the item, and the phase of its queries
+    mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
+    blocks = told(ring.items, slot, 0)
+    while blocks >= 0:
+        if blocks > 0:
+            stage, phase = part.sum_up(slot, blocks, stage, phase)
+        else:
+            part.put(slot, gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS))
+            mbarrier.arrive(ring.q_empty.index(part.WHICH))
+        slot = slot ^ 1
+        mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
+        blocks = told(ring.items, slot, 0)
+
+
+@kernel
+def dq_kernel(
+    dq, lse, delta, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap, slope,
+    scale, q_desc, do_desc, k_desc, v_desc,
+    D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr,
+    OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
+):  # fmt: skip
+    work = Work(
+        key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
+        CAUSAL, WINDOWED,
+    )  # fmt: skip
+    ring = QueryRing.create(q_desc, do_desc, k_desc, v_desc, DP, BLOCK, STAGES, FLAT)
+    leaving = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, DP], LEAVING)
+    CLEAR: gl.constexpr = PACKED or ENDS
+    first = QueryPart(work, ring, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR)
+    second = QueryPart(work, ring, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR)
+    gl.warp_specialize(
+        [(_sum_up, (first,)), (_sum_up, (second,)), (load_queries, (work, ring, lse, delta))],
+        [4, 1], [REGISTERS, OF_LOADER],
+    )  # fmt: skip
