@@ -38,12 +38,12 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns", "down"), [(64, 128, 128), (64, 128, 256), (1, 100, 100)])
+@pytest.mark.parametrize(("rows", "columns", "stride"), [(64, 128, 128), (64, 128, 256), (1, 100, 100)])
 def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
-    rows: int, columns: int, down: int, dtype: torch.dtype
+    rows: int, columns: int, stride: int, dtype: torch.dtype
 ) -> None:
     hopper_pipe._descriptors.clear()
-    one, other = (torch.zeros(rows, down, dtype=dtype)[:, :columns] for _ in range(2))
+    one, other = (torch.zeros(rows, stride, dtype=dtype)[:, :columns] for _ in range(2))
     first, second = (hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64) for t in (one, other))
     assert type(second) is type(first) and first.base is one and second.base is other
     # By Triton's own constructor, which the first went through.

@@ -181,7 +181,7 @@ class Pipe:
     spans: gl.tensor
     steps: gl.tensor
     SPANS: gl.constexpr
-    A_BY_K: gl.constexpr  # a lies by rows: k is contiguous
+    A_BY_K: gl.constexpr  # k is contiguous in a
     B_BY_K: gl.constexpr
     MULTIPLIERS: gl.constexpr
     COLUMNS: gl.constexpr
@@ -374,30 +374,29 @@ class Matrix(NamedTuple):
     base: Tensor
     rows: int
     columns: int
-    down: int  # elements from a row to the next
-    across: int  # from a column to the next
+    row_stride: int  # elements from a row to the next
+    column_stride: int
 
-    def turned(self) -> "Matrix":
-        return Matrix(self.base, self.columns, self.rows, self.across, self.down)
+    def transposed(self) -> "Matrix":
+        return Matrix(self.base, self.columns, self.rows, self.column_stride, self.row_stride)
 
-    def lies_by_rows(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether rows are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
-        return (self.columns == 1 or self.across == 1) and (self.rows == 1 or self.rows_aligned())
+        return (self.columns == 1 or self.column_stride == 1) and (self.rows == 1 or self.rows_aligned())
 
     def rows_aligned(self) -> bool:
-        return self.down > 0 and self.down * self.base.element_size() % 16 == 0
+        return self.row_stride > 0 and self.row_stride * self.base.element_size() % 16 == 0
 
 
 def matrix(t: Tensor) -> Matrix:
     """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
     *_, rows, columns = t.shape
-    *_, down, across = t.stride()
-    return Matrix(t, rows, columns, down, across)
+    return Matrix(t, rows, columns, *t.stride()[-2:])
 
 
 def aligned_for_tma(m: Matrix) -> bool:
     """Whether TMA can read this matrix in place, by its rows or by its columns."""
-    return m.base.data_ptr() % 16 == 0 and (m.lies_by_rows() or m.turned().lies_by_rows())
+    return m.base.data_ptr() % 16 == 0 and (m.is_row_major() or m.transposed().is_row_major())
 
 
 #: What descriptors hold beside their tensor, by the matrix and the box that they are of.
@@ -405,9 +404,9 @@ _descriptors: dict[Kind, dict[str, Any]] = {}
 
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
-    """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
-    base, size, width, down, _ = m
-    kind = (size, width, down, base.dtype, rows, columns)
+    """What TMA needs to move rows x columns boxes of a row-major matrix."""
+    base, size, width, stride, _ = m
+    kind = (size, width, stride, base.dtype, rows, columns)
     known = _descriptors.get(kind)
     if known is None:
         known = _form(m, rows, columns)
@@ -422,19 +421,19 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
 
 def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
     """What descriptors of such a matrix have in common; with a place for tensor maps, see `entry.Entry`."""
-    down, size = m.down, m.base.element_size()
+    stride, size = m.row_stride, m.base.element_size()
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
-        assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
-        down = 16 * (m.columns * size // 16 + 1) // size
-    known = _checked(m.base.dtype, m.columns, down, rows, columns)
+        assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
+        stride = 16 * (m.columns * size // 16 + 1) // size
+    known = _checked(m.base.dtype, m.columns, stride, rows, columns)
     return {**known, "shape": [m.rows, m.columns], "maps": []}
 
 
 @lru_cache(maxsize=4096)
-def _checked(dtype: torch.dtype, width: int, down: int, rows: int, columns: int) -> dict[str, Any]:
+def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
     """What a descriptor holds, of a matrix with one row: how many there are is nothing that Triton checks."""
     layout = _shared_layout(rows, columns, dtype)
-    made = TensorDescriptor(_Nowhere(dtype), [1, width], [down, 1], [rows, columns], layout)
+    made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
     return vars(made) | {"base": None}
 
 
@@ -448,7 +447,7 @@ class _Nowhere(NamedTuple):
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
-    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether it lies by k."""
-    if m.lies_by_rows():
+    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether k is contiguous."""
+    if m.is_row_major():
         return descriptor(m, side, step), True
-    return descriptor(m.turned(), step, side), False
+    return descriptor(m.transposed(), step, side), False

@@ -381,20 +381,20 @@ def sum_kernel(
 @triton_kernel
 def pack_kernel(
     out, rows, source, words_out, stride_row, stride_column, columns,
-    WORD: tl.constexpr, WHOLE: tl.constexpr, BY_ROWS: tl.constexpr,
+    WORD: tl.constexpr, WHOLE: tl.constexpr, ROW_MAJOR: tl.constexpr,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this.
 
     16 bytes are a word of WORD elements. Rows of out are so many of them apart, and so are those of the
-    source where they lie BY_ROWS; columns are counted in words where they are WHOLE ones."""
+    source where it is ROW_MAJOR; columns are counted in words where they are WHOLE ones."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(rows + slot).to(tl.int64)
     if WHOLE:
         columns = columns * WORD
     inside = (j < columns)[None, :]
-    if BY_ROWS:
+    if ROW_MAJOR:
         at = tl.multiple_of(source + row[:, None] * (stride_row * WORD) + j[None, :], (1, 16))
     else:
         at = source + row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
@@ -414,12 +414,12 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
     if out is None:
         out = t.new_empty(slots, -(-columns // word) * word)[:, :columns]
     whole = columns % word == 0
-    down = t.stride(0) if len(t) > 1 else 0  # the stride of a lone row says nothing
-    by_rows = t.stride(1) == 1 and down % word == 0 and t.data_ptr() % 16 == 0
+    row_stride = t.stride(0) if len(t) > 1 else 0  # that of a lone row says nothing
+    row_major = t.stride(1) == 1 and row_stride % word == 0 and t.data_ptr() % 16 == 0
     launch(
         pack_kernel, (slots // BLOCK, -(-columns // 256)), out, rows, t,
-        out.stride(0) // word, down // word if by_rows else down, t.stride(1),
-        columns // word if whole else columns, word, whole, by_rows, BLOCK, 256, enable_fp_fusion=False,
+        out.stride(0) // word, row_stride // word if row_major else row_stride, t.stride(1),
+        columns // word if whole else columns, word, whole, row_major, BLOCK, 256, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -432,12 +432,12 @@ def sum_into(
     """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; all of it times a factor, if
     there is one. Those rows are a packed stream's, or the first `counted` ones and zeros up to a multiple of
     64, or all. Only the first `rows` rows of out are computed. These numbers are on the device."""
-    a, b = matrix(dy).turned(), matrix(x)
+    a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
     tile, _ = choose_sum_tile(M, N, K, sms, out.element_size())
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
+    b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
     out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     staged_init = False

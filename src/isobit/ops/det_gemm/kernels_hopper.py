@@ -182,7 +182,7 @@ def product(
     for z in range(lead[0] if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
-            left, right = right.turned(), left.turned()
+            left, right = right.transposed(), left.transposed()
         _multiply(out[z] if z else out, left, right, bias, tile, launch)
     return out
 
@@ -194,8 +194,8 @@ def _multiply(
     M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     wide, rest = tile.parts[0], tile.parts[-1]  # where there is one part, the other is not used
-    b_desc, b_by_k = operand_descriptor(b.turned(), wide, tile.step)
-    b_rest, _ = operand_descriptor(b.turned(), rest, tile.step)
+    b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
+    b_rest, _ = operand_descriptor(b.transposed(), rest, tile.step)
     staged = out.shape[-1] * out.element_size() % 16 == 0
     outs = [a_desc, a_desc]
     if staged:
