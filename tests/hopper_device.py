@@ -40,15 +40,15 @@ def assert_apart(written: Tensor, *read: Tensor) -> None:
         assert end <= its_first or its_end <= first, f"{list(written.shape)} overlaps {list(t.shape)}"
 
 
-def strided(t: Tensor, rows: int, columns: int, stride: int, across: int = 1) -> Tensor:
+def strided(t: Tensor, rows: int, columns: int, stride: int, column_stride: int = 1) -> Tensor:
     """What a kernel reaches from a pointer; an error if it lies outside of the memory behind it."""
-    return torch.as_strided(t, (rows, columns), (stride, across), t.storage_offset())
+    return torch.as_strided(t, (rows, columns), (stride, column_stride), t.storage_offset())
 
 
 def described(desc: TensorDescriptor) -> Tensor:
     """The matrix that TMA reads or writes."""
-    base, (rows, columns), (stride, across) = desc.base, desc.shape, desc.strides
-    assert base.data_ptr() % 16 == 0 and stride * base.element_size() % 16 == 0 and across == 1
+    base, (rows, columns), (stride, column_stride) = desc.base, desc.shape, desc.strides
+    assert base.data_ptr() % 16 == 0 and stride * base.element_size() % 16 == 0 and column_stride == 1
     return strided(base, rows, columns, stride)
 
 
@@ -125,12 +125,12 @@ def pack_kernel(grid: tuple[int, ...], k: Any) -> None:
     assert k.WORD * k.out.element_size() == 16
     out = strided(k.out, slots, columns, k.words_out * k.WORD)
     row = k.rows[:slots]
-    down = k.stride_row * k.WORD if k.BY_ROWS else k.stride_row
+    row_stride = k.stride_row * k.WORD if k.ROW_MAJOR else k.stride_row
     in_words(out, k.words_out * k.WORD)
-    if k.BY_ROWS:
+    if k.ROW_MAJOR:
         assert k.stride_column == 1
-        in_words(k.source, down)
-    source = strided(k.source, int(row.max()) + 1, columns, down, k.stride_column)
+        in_words(k.source, row_stride)
+    source = strided(k.source, int(row.max()) + 1, columns, row_stride, k.stride_column)
     assert_apart(out, source, row)
     out.zero_()
     out[row >= 0] = source[row[row >= 0].long()]

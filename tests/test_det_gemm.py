@@ -364,8 +364,8 @@ def test_opcheck() -> None:
 
     opcheck("det_linear", x=x, weight=weight, bias=bias, out_dtype=F32)
     opcheck("det_linear", x=x.float(), weight=weight.float(), bias=bias, operand_dtype=BF16)
-    turned = weight.t().contiguous().t()
-    opcheck("det_linear", x=x, weight=turned, numerics="chain16", backend="model")
+    transposed = weight.t().contiguous().t()
+    opcheck("det_linear", x=x, weight=transposed, numerics="chain16", backend="model")
     opcheck("det_gemm", a=x, b=x.detach().mT, out_dtype=F16)
     x, weight, bias = operands(requires_grad=False)
     mask, cu = torch.ones(2, 5).int(), torch.tensor([0, 3, 10])

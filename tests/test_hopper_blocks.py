@@ -38,12 +38,12 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns", "down"), [(64, 128, 128), (64, 128, 256), (1, 100, 100)])
+@pytest.mark.parametrize(("rows", "columns", "stride"), [(64, 128, 128), (64, 128, 256), (1, 100, 100)])
 def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
-    rows: int, columns: int, down: int, dtype: torch.dtype
+    rows: int, columns: int, stride: int, dtype: torch.dtype
 ) -> None:
     hopper_pipe._descriptors.clear()
-    one, other = (torch.zeros(rows, down, dtype=dtype)[:, :columns] for _ in range(2))
+    one, other = (torch.zeros(rows, stride, dtype=dtype)[:, :columns] for _ in range(2))
     first, second = (hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64) for t in (one, other))
     assert type(second) is type(first) and first.base is one and second.base is other
     # By Triton's own constructor, which the first went through.
@@ -209,63 +209,6 @@ def test_blocks_share_the_slots_that_are_taken() -> None:
     assert [len(b.hidden) for b in blocks] == [128, 128, 44]
     assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]
     assert all(b.weights.shape == (4, 128) and b.weights.stride(0) == 384 for b in blocks)
-
-
-# Tiles
-
-
-def waves(tile: products.Tile, M: int, N: int) -> float:
-    rows, columns = (N, M) if tile.swapped else (M, N)
-    return -(-rows // tile.rows) * -(-columns // tile.columns) / SMS
-
-
-def test_decode_gives_the_weight_the_rows_and_keeps_most_multiprocessors_busy() -> None:
-    for M in (1, 4, 16):
-        tile = products.choose_tile(M, 4096, SMS)
-        assert tile.swapped and tile.columns == 16
-        assert waves(tile, M, 4096) >= 64 / SMS
-
-
-def test_large_products_take_the_large_tile_unless_a_smaller_one_fills_the_waves_better() -> None:
-    assert products.choose_tile(4096, 4096, SMS).columns == 256  # 3.9 waves
-    assert products.choose_tile(1024, 6144, SMS).columns == 128  # 2.9 waves of half the size, not 1.5
-    assert not products.choose_tile(8192, 151936, SMS).swapped
-
-
-def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
-    assert products.choose_tile(4096, 4096, SMS, staged_fp32=True).columns == 128
-
-
-def test_sums_of_few_rows_take_the_tile_that_keeps_most_multiprocessors_busy() -> None:
-    def tile(M: int, N: int) -> tuple[int, int]:
-        chosen = hopper_product.choose_sum_tile(M, N, SMS)
-        return chosen.rows, chosen.columns
-
-    assert tile(4096, 2048) == tile(65536, 896) == (128, 128)
-    assert tile(1024, 896) == tile(1024, 1024) == (64, 128)  # 112 tiles where there were 56
-    assert tile(64, 4096) == tile(128, 512) == (64, 64)
-
-
-@pytest.mark.parametrize("tile", hopper_product._SUMS)
-def test_sums_leave_room_for_their_output(tile: products.Tile) -> None:
-    ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
-    assert ring + tile.rows * tile.columns * 4 + 1024 <= 227 * 1024
-    assert tile.registers[0] >= (tile.columns if tile.multipliers == 1 else 0)  # both sums of a thread
-
-
-FOLDS = [forward._FOLD, forward._FOLD_FEW, forward.TILE_STAGED]
-
-
-@pytest.mark.parametrize("tile", [*products._DIRECT, *products._SWAPPED, *hopper_product._SUMS, *FOLDS])
-def test_tiles_fit_an_sm(tile: products.Tile) -> None:
-    ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
-    assert ring <= 227 * 1024
-    at_launch, own = tile.registers
-    warps = 4 * tile.multipliers + 4
-    assert at_launch * warps * 32 <= 65536
-    if tile.multipliers > 1:  # the first multiplier gets what the others and the loader leave
-        rest = at_launch * warps - 4 * own * (tile.multipliers - 1) - 4 * hopper_pipe.LOADER_REGISTERS.value
-        assert rest // 4 >= own
 
 
 def test_splits_are_a_function_of_the_vocabulary() -> None:

@@ -142,6 +142,7 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, mul
         steps=2, COLUMNS=256, STEP=64, STAGES=4, MULTIPLIERS=multipliers, A_BY_K=True, B_BY_K=True,
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
+        rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0,
     )  # fmt: skip
     for name in ("rows", "load"):
         setattr(pipe, name, partial(FunctionType(getattr(hopper_pipe.Pipe, name).fn.__code__, numbers), pipe))

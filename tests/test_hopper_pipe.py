@@ -1,10 +1,10 @@
-"""Loader and multipliers of the segmented sum side by side: the kernels' own code with Python's numbers, a
-thread for each of them, and barriers and copies as late as the hardware may make them. Whoever waits for what
-never comes, or reads what is not there any more, shows."""
+"""Loader and multipliers side by side, of the segmented sum and of the product: the kernels' own code with
+Python's numbers, a thread for each of them, and barriers and copies as late as the hardware may make them.
+Whoever waits for what never comes, or reads what is not there any more, shows."""
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 
 from gluon_on_a_cpu import PATIENCE_S, Barrier
 from isobit.blocks import hopper_pipe, hopper_product
+from isobit.ops.det_gemm import kernels_hopper
 
 
 class Terms(tuple):
@@ -23,6 +24,19 @@ class Terms(tuple):
 
     def to(self, dtype: Any) -> "Terms":
         return self
+
+
+class Sum:
+    """An accumulator: what complete groups have added to it."""
+
+    def __init__(self) -> None:
+        self.terms: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.terms)
+
+    def to(self, dtype: Any) -> Terms:
+        return Terms(self.terms)
 
 
 class Buffer:
@@ -54,9 +68,8 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
         return mine.__dict__.setdefault("stores", [])
 
     def store_wait(left: int) -> None:
-        for copy in pending():
-            copy()
-        pending().clear()
+        while len(pending()) > left:
+            pending().pop(0)()
 
     def tma_store(desc: Any, where: list[int], buffer: Buffer) -> None:
         pending().append(lambda: out.__setitem__((where[0], where[1]), buffer.value))
@@ -66,16 +79,15 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
         bar.update(0, -desc.block_type.nbytes)
 
     def multiply(a: Buffer, b: Buffer, acc: Any, use_acc: bool, is_async: bool) -> Any:
-        if not use_acc:
-            mine.groups = [Terms()]
-        mine.__dict__.setdefault("inflight", []).append((a, b))
+        acc = acc if use_acc else Sum()
+        mine.__dict__.setdefault("inflight", []).append((acc, a, b))
         return acc
 
-    def multiply_wait(left: int, deps: tuple[Any]) -> Any:
+    def multiply_wait(left: int, deps: tuple[Any, ...]) -> Any:
         while len(mine.inflight) > left:
-            a, b = mine.inflight.pop(0)
-            mine.groups[0] += ((*a.value, *b.value),)
-        return mine.groups[0]
+            acc, a, b = mine.inflight.pop(0)
+            acc.terms.append((*a.value, *b.value))
+        return deps if len(deps) > 1 else deps[0]
 
     def arrive(bar: Barrier, pred: bool = True) -> None:
         if pred:
@@ -95,21 +107,29 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
             expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
         ),
     }  # fmt: skip
-    for name in ("after", "_before", "_item", "put_tile"):
-        scope[name] = FunctionType(getattr(hopper_pipe, name).fn.__code__, scope)
+    for name in ("after", "_item", "put_tile"):
+        scope[name] = function_in(scope, getattr(hopper_pipe, name))
+    scope["_finish"] = function_in(scope, kernels_hopper._finish)
     return scope
+
+
+def function_in(scope: dict[str, Any], jitted: Any) -> Any:
+    made = FunctionType(jitted.fn.__code__, scope)
+    made.__defaults__ = jitted.fn.__defaults__
+    return made
 
 
 def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> Any:
     """An instance of a kernel's class, with these of its methods."""
     made = SimpleNamespace(**fields)
     for name in names:
-        setattr(made, name, partial(FunctionType(getattr(record, name).fn.__code__, scope), made))
+        setattr(made, name, partial(function_in(scope, getattr(record, name)), made))
     return made
 
 
-def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int) -> Any:
-    """One program's sums of a matrix of tiles, by their corner."""
+def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int) -> Any:
+    """What one program makes of a matrix of tiles of 128 columns, by their corner: sums in segments, from a
+    start value on; or, with a `rest`, a product whose last so many columns have their own accumulator."""
     out: dict[tuple[int, int], Terms] = {}
     programs = 2
     scope = kernel_language(out, programs)
@@ -117,39 +137,47 @@ def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, progr
     box = SimpleNamespace(nbytes=100)
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
     pipe = methods(
-        hopper_pipe.Pipe, scope, "items", "item", "multiply", "rows", "load",
+        hopper_pipe.Pipe, scope,
+        "items", "item", "issue", "before", "multiply", "multiply_both", "rows", "load",
         a_desc=a, b_desc=b, a_ring=ring(stages * multipliers, Buffer), b_ring=ring(stages, Buffer),
+        rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
         spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, MULTIPLIERS=multipliers,
         COLUMNS=128, STEP=64, STAGES=stages, GROUP=8,
     )  # fmt: skip
-    staging = ring(multipliers, Buffer)
+    outputs = [
+        methods(
+            hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
+            staging=ring(multipliers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
+            SWAPPED=False,
+        )
+        for offset in (0, 128 - rest)
+    ]  # fmt: skip
     begin = methods(
-        hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=staging,
+        hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=outputs[0].staging,
         ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=True,
     )  # fmt: skip
     for bars, count in ((pipe.ready, 1), (pipe.empty, multipliers), (begin.ready, 1), (begin.empty, 1)):
         for bar in bars.all:
             bar.init(count)
-    desc = SimpleNamespace(dtype=None)
-    output = methods(
-        hopper_product.Output, scope, "store", desc=desc, staging=staging, HAS_EXTRA=False, STAGED=True,
-        LAYOUT=None,
-    )  # fmt: skip
     errors: list[BaseException] = []
 
     def guarded(fn: Any, *args: Any) -> None:
         try:
-            FunctionType(fn.fn.__code__, scope)(*args)
+            function_in(scope, fn)(*args)
         except BaseException as error:
             errors.append(error)
 
-    work: list[tuple[Any, ...]] = [
-        (hopper_product._segments, w, pipe, output, begin, None, None, None, False, False)
-        for w in range(multipliers)
-    ]
-    threads = [threading.Thread(target=guarded, args=args, daemon=True)
-               for args in (*work, (hopper_product._load_sums, pipe, begin))]  # fmt: skip
+    work: list[tuple[Any, ...]]
+    if rest:
+        work = [(kernels_hopper._chains, w, pipe, *outputs) for w in range(multipliers)]
+        work += [(hopper_pipe.load_tiles, pipe)]
+    else:
+        rest_of_it = (None, None, None, False, False)
+        work = [(hopper_product._segments, w, pipe, outputs[0], begin, *rest_of_it)
+                for w in range(multipliers)]  # fmt: skip
+        work += [(hopper_product._load_sums, pipe, begin)]
+    threads = [threading.Thread(target=guarded, args=args, daemon=True) for args in work]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -158,26 +186,53 @@ def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, progr
     return out
 
 
-@pytest.mark.parametrize("multipliers", [1, 2])
-@pytest.mark.parametrize("steps", [1, 4, 5, 6, 8, 9, 21])
-def test_sums_go_on_from_the_start_value(steps: int, multipliers: int) -> None:
-    """Also where a tile has fewer steps of k than the ring has stages, or one more."""
+def every_tile(steps: int, multipliers: int, rest: int) -> None:
+    """Run, and compare with what should come out."""
     tiles, rows = (3, 4), 64 * multipliers
     found: dict[tuple[int, int], Terms] = {}
     for program in (0, 1):
-        found |= run(tiles, steps, multipliers, 5, program)
-    corners = itertools.product(range(0, tiles[0] * rows, 64), range(0, tiles[1] * 128, 128))
+        found |= run(tiles, steps, multipliers, 5, program, rest)
+    parts = [0, 128 - rest] if rest else [0]
+    columns = [n * 128 + offset for n in range(tiles[1]) for offset in parts]
+    corners = itertools.product(range(0, tiles[0] * rows, 64), columns)
     assert found == {
-        (row, column): ("start", row, column,
+        (row, column): (*(() if rest else ("start", row, column)),
                         *(("a", row, 64 * step, "b", column, 64 * step) for step in range(steps)))
         for row, column in corners
     }  # fmt: skip
 
 
-def test_a_buffer_that_is_asked_for_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(self, WHICH):  # type: ignore[no-untyped-def]
-        mbarrier.arrive(self.empty.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
+@pytest.mark.parametrize("multipliers", [1, 2])
+@pytest.mark.parametrize("steps", [1, 4, 5, 6, 8, 9, 21])
+def test_sums_go_on_from_the_start_value(steps: int, multipliers: int) -> None:
+    """Also where a tile has fewer steps of k than the ring has stages, or one more."""
+    every_tile(steps, multipliers, 0)
 
-    monkeypatch.setattr(hopper_product.Start, "ask", SimpleNamespace(fn=ask))
+
+@pytest.mark.parametrize("multipliers", [1, 3])
+@pytest.mark.parametrize("steps", [1, 5, 6, 9])
+def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: int) -> None:
+    every_tile(steps, multipliers, 32)
+
+
+def _ask_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]
+    mbarrier.arrive(self.empty.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_buffer_that_is_asked_for_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_product.Start, "ask", SimpleNamespace(fn=_ask_without_waiting))
     with pytest.raises(AssertionError):
-        test_sums_go_on_from_the_start_value(8, 1)
+        every_tile(8, 1, 0)
+
+
+def test_a_buffer_that_is_filled_again_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two accumulators one store may be under way, and not both."""
+
+    def put_tile(tile, desc, staging, row, column, WHICH, SWAPPED, OTHERS):  # type: ignore[no-untyped-def]
+        tma.store_wait(OTHERS + 1)  # type: ignore[name-defined]  # noqa: F821
+        staging.index(WHICH).store(tile)
+        tma_store(desc, [row, column], staging.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
+
+    monkeypatch.setattr(hopper_pipe, "put_tile", SimpleNamespace(fn=put_tile))
+    with pytest.raises(AssertionError):
+        every_tile(8, 1, 32)

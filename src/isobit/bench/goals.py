@@ -48,6 +48,11 @@ def floors(times: float, and_us: float) -> Base:
     return Base(f"{times:g} floors + {and_us:g} us", figure)
 
 
+def prediction() -> Base:
+    """What the rule expects that chose the tile."""
+    return Base("predicted_ms", lambda group: group.get("isobit", {}).get("predicted_ms"))
+
+
 def longer_of_floor_and(name: str) -> Base:
     """One implementation, or the time that bytes and operations alone take, where that is longer."""
 

@@ -77,6 +77,8 @@ class Lineup:
                 figures = _figures(name, timing, floor_ms, nbytes, flops, baseline)
                 served = ours.get(name.removesuffix(NEW))
                 more = {name: _rounded(name, value) for name, value in timing.verdict.more.items()}
+                if name == "isobit" and (expected := series.predict(served, copies[0])) is not None:
+                    more["predicted_ms"] = _rounded("predicted_ms", expected)
                 rows.append({**where, **figures, **self.inputs(case), "backend": served, **more})
             found += rows
             times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)

@@ -31,6 +31,7 @@ MORE_COLUMNS = {
     "TFLOP/s": ("tflops", ".4g"),
     "x baseline": ("vs_baseline", ".3f"),
     "= bits": ("equal_bits", ".5f"),
+    "predicted": ("predicted_ms", ".4g"),
     "rel rms": ("rel_rms", ".2e"),
     "tokens": ("tokens", "d"),
     "that differ": ("tokens_differ", "d"),

@@ -213,6 +213,8 @@ def _jobs(
     """Every case of every series with the directions to time; cases that share tensors stand together."""
     jobs: list[Job] = []
     for series in all_series:
+        if cases and series.declared_only:
+            continue
         wanted = [d for d in series.directions if directions is None or d in directions]
         declared = replace(series, cases=series.core) if core else series
         small = small_cases(declared) if device.type == "cpu" else ()

@@ -110,6 +110,10 @@ class Series:
     figure: str = "ms"
     #: The cases that stand for all, where there is no time for all.
     core: Sequence[Case] = ()
+    #: Sizes that are asked for are timed by another series of the same calls, and not once more by this one.
+    declared_only: bool = False
+    #: What a backend's own rule expects of a call, in milliseconds; None where it has none.
+    predict: Callable[[str | None, Args], float | None] = lambda backend, args: None
     #: Backends that are timed beside the default, each at some of the cases.
     also: Mapping[str, Sequence[Case]] = field(default_factory=dict)
     directions: tuple[str, ...] = DIRECTIONS

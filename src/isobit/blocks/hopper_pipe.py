@@ -112,13 +112,23 @@ def record(cls: type) -> Any:
 
 
 @gluon.jit
-def put_tile(tile, desc, staging, row, column, WHICH: gl.constexpr):
-    """A multiplier's part of a tile, rounded, out through its own buffer and TMA."""
+def put_tile(
+    tile, desc, staging, row, column, WHICH: gl.constexpr, SWAPPED: gl.constexpr = False,
+    OTHERS: gl.constexpr = 0,
+):  # fmt: skip
+    """A multiplier's part of a tile, rounded, out through its own buffer and TMA; its transpose, if SWAPPED.
+    OTHERS: how many other buffers were sent off since this one was."""
     buffer = staging.index(WHICH)
-    tma.store_wait(0)  # the tile before has left the buffer
-    buffer.store(tile.to(desc.dtype))
+    tma.store_wait(OTHERS)  # the tile before has left the buffer
+    if SWAPPED:
+        buffer.permute((1, 0)).store(tile.to(desc.dtype))
+    else:
+        buffer.store(tile.to(desc.dtype))
     fence_async_shared()
-    tma_store(desc, [row, column], buffer)
+    if SWAPPED:
+        tma_store(desc, [column, row], buffer)
+    else:
+        tma_store(desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -149,21 +159,21 @@ def after(stage, phase, STAGES: gl.constexpr):
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
-@gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
 @record
 class Pipe:
     """The ring, and the tiles that it serves: tiles_m x tiles_n of them, each `steps` steps of k long, every
     row of them cut into `spans` spans of equal length but for one tile: SPANS of them, or one for every tile
-    where SPANS is 0 or more than that."""
+    where SPANS is 0 or more than that.
+
+    Tensors have powers of two of columns. So those of a tile may be two tensors, 160 as 128 and 32: the last
+    REST columns have a descriptor, a ring and an accumulator of their own."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
+    rest_desc: tma.tensor_descriptor
     a_ring: gl.shared_memory_descriptor
     b_ring: gl.shared_memory_descriptor
+    rest_ring: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     tiles_m: gl.tensor
@@ -171,25 +181,32 @@ class Pipe:
     spans: gl.tensor
     steps: gl.tensor
     SPANS: gl.constexpr
-    A_BY_K: gl.constexpr  # a lies by rows: k is contiguous
+    A_BY_K: gl.constexpr  # k is contiguous in a
     B_BY_K: gl.constexpr
     MULTIPLIERS: gl.constexpr
     COLUMNS: gl.constexpr
     STEP: gl.constexpr
     STAGES: gl.constexpr
     GROUP: gl.constexpr
+    REST: gl.constexpr
 
     @gluon.jit
     def create(
         a_desc, b_desc, M, N, steps, SPANS: gl.constexpr,
         A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
-        STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+        STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, rest_desc=None, REST: gl.constexpr = 0,
     ):  # fmt: skip
-        """The ring of an M x N output, all stages empty."""
+        """The ring of an M x N output, all stages empty. COLUMNS include the REST."""
         a_shape: gl.constexpr = [STAGES * MULTIPLIERS] + a_desc.block_type.shape
         b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
         a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
         b_ring = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+        rest_ring = b_ring  # not touched where there is no REST
+        if REST:
+            rest_shape: gl.constexpr = [STAGES] + rest_desc.block_type.shape
+            rest_ring = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
+        else:
+            rest_desc = b_desc
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(STAGES):
@@ -201,9 +218,9 @@ class Pipe:
         if SPANS:
             spans = gl.minimum(tiles_n, SPANS)
         return Pipe(
-            a_desc, b_desc, a_ring, b_ring, ready, empty,
+            a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
             gl.cdiv(M, MULTIPLIERS * ROWS), tiles_n, spans, steps,
-            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
+            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP, REST,
         )  # fmt: skip
 
     @gluon.jit
@@ -227,29 +244,55 @@ class Pipe:
         return m, first, end, span
 
     @gluon.jit
-    def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
-        """One chain from zero over the next `steps` (at least 1) stages, in the registers of `acc`.
+    def before(self, stage):
+        """The stage before this one."""
+        return gl.where(stage == 0, self.STAGES - 1, stage - 1)
 
-        One `wgmma` group stays in flight while the next is issued; a stage is given back when the group
-        after it has been issued and its own is complete.
+    @gluon.jit
+    def issue(self, acc, use_acc, stage, phase, WHICH: gl.constexpr, REST: gl.constexpr = False):
+        """Set the tensor cores to one stage, once it is there; of the REST columns, if it says so."""
+        a = self.a_ring.index(stage * self.MULTIPLIERS + WHICH)
+        if REST:
+            b = self.rest_ring.index(stage)
+        else:
+            b = self.b_ring.index(stage)
+            mbarrier.wait(self.ready.index(stage), phase)
+        if not self.A_BY_K:
+            a = a.permute((1, 0))
+        if self.B_BY_K:
+            b = b.permute((1, 0))
+        return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+
+    @gluon.jit
+    def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """One chain from zero over the next `steps` (at least 1) stages, in the registers of `acc`."""
+        acc, _, stage, phase = self.multiply_both(acc, acc, steps, stage, phase, WHICH)
+        return acc, stage, phase
+
+    @gluon.jit
+    def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
+        """The same for all columns of a tile, the last in the registers of `rest`, where there is a REST.
+
+        The `wgmma` groups of one stage stay in flight while the next are issued; a stage is given back when
+        the groups after it have been issued and its own are complete.
         """
         for step in range(steps):
-            a = self.a_ring.index(stage * self.MULTIPLIERS + WHICH)
-            b = self.b_ring.index(stage)
-            if not self.A_BY_K:
-                a = a.permute((1, 0))
-            if self.B_BY_K:
-                b = b.permute((1, 0))
-            mbarrier.wait(self.ready.index(stage), phase)
-            acc = warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            acc = self.issue(acc, step > 0, stage, phase, WHICH)
+            if self.REST:
+                rest = self.issue(rest, step > 0, stage, phase, WHICH, True)
+                acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             # The previous stage is computed and not carried: the frontend takes a variable that is assigned
             # another loop variable for a constant of the loop.
-            mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)), pred=step > 0)
+            mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > 0)
             stage, phase = after(stage, phase, self.STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(self.empty.index(_before(stage, self.STAGES)))
-        return acc, stage, phase
+        if self.REST:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(self.empty.index(self.before(stage)))
+        return acc, rest, stage, phase
 
     @gluon.jit
     def rows(self, m, listed, LISTED: gl.constexpr):
@@ -270,7 +313,9 @@ class Pipe:
         bar = self.ready.index(stage)
         mbarrier.wait(self.empty.index(stage), phase)
         bytes_a_stage: gl.constexpr = (
-            self.MULTIPLIERS * self.a_desc.block_type.nbytes + self.b_desc.block_type.nbytes
+            self.MULTIPLIERS * self.a_desc.block_type.nbytes
+            + self.b_desc.block_type.nbytes
+            + self.rest_desc.block_type.nbytes * (self.REST > 0)
         )
         mbarrier.expect(bar, bytes_a_stage)
         for w in gl.static_range(self.MULTIPLIERS):
@@ -283,6 +328,12 @@ class Pipe:
             tma_load(self.b_desc, [column, k], bar, self.b_ring.index(stage))
         else:
             tma_load(self.b_desc, [k, column], bar, self.b_ring.index(stage))
+        if self.REST:
+            column += self.COLUMNS - self.REST
+            if self.B_BY_K:
+                tma_load(self.rest_desc, [column, k], bar, self.rest_ring.index(stage))
+            else:
+                tma_load(self.rest_desc, [k, column], bar, self.rest_ring.index(stage))
         return after(stage, phase, self.STAGES)
 
 
@@ -323,30 +374,29 @@ class Matrix(NamedTuple):
     base: Tensor
     rows: int
     columns: int
-    down: int  # elements from a row to the next
-    across: int  # from a column to the next
+    row_stride: int  # elements from a row to the next
+    column_stride: int
 
-    def turned(self) -> "Matrix":
-        return Matrix(self.base, self.columns, self.rows, self.across, self.down)
+    def transposed(self) -> "Matrix":
+        return Matrix(self.base, self.columns, self.rows, self.column_stride, self.row_stride)
 
-    def lies_by_rows(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether rows are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
-        return (self.columns == 1 or self.across == 1) and (self.rows == 1 or self.rows_aligned())
+        return (self.columns == 1 or self.column_stride == 1) and (self.rows == 1 or self.rows_aligned())
 
     def rows_aligned(self) -> bool:
-        return self.down > 0 and self.down * self.base.element_size() % 16 == 0
+        return self.row_stride > 0 and self.row_stride * self.base.element_size() % 16 == 0
 
 
 def matrix(t: Tensor) -> Matrix:
     """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
     *_, rows, columns = t.shape
-    *_, down, across = t.stride()
-    return Matrix(t, rows, columns, down, across)
+    return Matrix(t, rows, columns, *t.stride()[-2:])
 
 
 def aligned_for_tma(m: Matrix) -> bool:
     """Whether TMA can read this matrix in place, by its rows or by its columns."""
-    return m.base.data_ptr() % 16 == 0 and (m.lies_by_rows() or m.turned().lies_by_rows())
+    return m.base.data_ptr() % 16 == 0 and (m.is_row_major() or m.transposed().is_row_major())
 
 
 #: What descriptors hold beside their tensor, by the matrix and the box that they are of.
@@ -354,9 +404,9 @@ _descriptors: dict[Kind, dict[str, Any]] = {}
 
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
-    """What TMA needs to move rows x columns boxes of a matrix that lies by rows."""
-    base, size, width, down, _ = m
-    kind = (size, width, down, base.dtype, rows, columns)
+    """What TMA needs to move rows x columns boxes of a row-major matrix."""
+    base, size, width, stride, _ = m
+    kind = (size, width, stride, base.dtype, rows, columns)
     known = _descriptors.get(kind)
     if known is None:
         known = _form(m, rows, columns)
@@ -371,19 +421,19 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
 
 def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
     """What descriptors of such a matrix have in common; with a place for tensor maps, see `entry.Entry`."""
-    down, size = m.down, m.base.element_size()
+    stride, size = m.row_stride, m.base.element_size()
     if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
-        assert m.rows == 1, f"TMA cannot read rows that are {down} elements apart"
-        down = 16 * (m.columns * size // 16 + 1) // size
-    known = _checked(m.base.dtype, m.columns, down, rows, columns)
+        assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
+        stride = 16 * (m.columns * size // 16 + 1) // size
+    known = _checked(m.base.dtype, m.columns, stride, rows, columns)
     return {**known, "shape": [m.rows, m.columns], "maps": []}
 
 
 @lru_cache(maxsize=4096)
-def _checked(dtype: torch.dtype, width: int, down: int, rows: int, columns: int) -> dict[str, Any]:
+def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
     """What a descriptor holds, of a matrix with one row: how many there are is nothing that Triton checks."""
     layout = _shared_layout(rows, columns, dtype)
-    made = TensorDescriptor(_Nowhere(dtype), [1, width], [down, 1], [rows, columns], layout)
+    made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
     return vars(made) | {"base": None}
 
 
@@ -397,7 +447,7 @@ class _Nowhere(NamedTuple):
 
 
 def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
-    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether it lies by k."""
-    if m.lies_by_rows():
+    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether k is contiguous."""
+    if m.is_row_major():
         return descriptor(m, side, step), True
-    return descriptor(m.turned(), step, side), False
+    return descriptor(m.transposed(), step, side), False

@@ -1,14 +1,24 @@
 """Products on Hopper that more than one op makes: tiles and what they cost, where their sums go, rows packed
 for TMA, and the segmented sum of class seg16/512.
 
-A tile takes part in no sum, so the choice of one is free. It is made by a model of the time:
+A tile takes part in no sum, so the choice of one is free. It is made by a model of the time in microseconds:
 
-    waves of tiles over the SMs  x  steps of k  x  the slowest of
-        tensor cores     rows * columns * 128 flops a step of 64, at FLOPS a microsecond and SM
-        one SM's port    (rows + columns) * 128 bytes a step, at SM_BYTES
-        all of L2        the same bytes of every busy SM, at L2_BYTES
+    FIXED + (SM^3 + HBM^3)^(1/3)
 
-The three constants were fitted to timings of the tiles on an H200.
+    SM    waves of tiles over the SMs  x  steps of 64 of k  x  the slowest of
+              tensor cores     rows * columns * 128 flops, at FLOPS
+              one SM's port    (rows + columns) * 128 bytes, at SM_BYTES
+              all of L2        the same bytes of every busy SM, at L2_BYTES
+              a step itself    STEP_US, and STEP_BUSY_US for every busy SM
+    HBM   operands and output once, at HBM_BYTES
+
+A `wgmma` reads its 64 x 16 of the left operand from shared memory however few columns it has, so n columns
+cost the tensor cores what max(n, 32 + n / 2) would.
+
+The constants were fitted on an H200: to 81 forward cells, where the root mean square of the errors is 4.4 %,
+and to tiles at 67 other shapes (tests/golden/tiles_h200.json), where it is 7.6 % over those within 25 % of
+the fastest. What the model chooses there takes 1.3 % longer than the fastest tile in geometric mean, and 13 %
+at worst.
 """
 
 from dataclasses import dataclass
@@ -42,10 +52,20 @@ from isobit.blocks.stream import BLOCK, SEGMENT, Stream
 
 # Tiles
 
+SHARED_BYTES = 226 * 1024  # a block has 227 KB; barriers take some
+
+FIXED_US = 3.1  # to launch, to fill the ring, to store the last tile
+FLOPS = 5.6e6  # a microsecond, one SM's tensor cores
+SM_BYTES = 158e3  # a microsecond, what one SM can take in
+L2_BYTES = 15e6  # a microsecond, what L2 can give to all of them
+HBM_BYTES = 4.3e6  # a microsecond
+STEP_US, STEP_BUSY_US = 0.062, 0.0004
+
 
 @dataclass(frozen=True)
 class Tile:
-    """multipliers * 64 rows by `columns` of output a program, `step` of k a stage."""
+    """multipliers * 64 rows by `columns` of output a program, `step` of k a stage. The last `rest` of the
+    columns have an accumulator of their own, where their number is no power of two."""
 
     multipliers: int
     columns: int
@@ -54,10 +74,16 @@ class Tile:
     swapped: bool
     group: int = 16
     accumulators: int = 1  # of a multiplier: sums in segments have the segment's and the total
+    rest: int = 0
 
     @property
     def rows(self) -> int:
         return 64 * self.multipliers
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Columns of each accumulator."""
+        return (self.columns - self.rest, self.rest) if self.rest else (self.columns,)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -65,39 +91,55 @@ class Tile:
 
         A block owns 64K registers. With one multiplier half of them do, unless it has many sums.
         """
-        many = self.columns * self.accumulators >= 256
+        many = self.columns * self.accumulators > 128
         return {1: (232 if many else 128, 0), 2: (168, 240), 3: (128, 160)}[self.multipliers]
 
 
-FLOPS = 5.25e6  # a microsecond, one SM's tensor cores
-SM_BYTES = 110e3  # a microsecond, what one SM can take in
-L2_BYTES = 10.3e6  # a microsecond, what L2 can give to all of them
+def fitted(
+    multipliers: int, columns: int, swapped: bool, itemsize: int, *, step: int = 0, **others: int
+) -> Tile:
+    """A tile with as many stages as fit beside its staged output, of elements of `itemsize` bytes."""
+    rows = 64 * multipliers
+    step = step or (128 if rows + columns <= 160 else 64)
+    left = SHARED_BYTES - rows * columns * itemsize
+    stages = min(12, left // ((rows + columns) * step * 2))
+    return Tile(multipliers, columns, step, stages, swapped, **others)
 
-#: Twice the registers for sums (a segment's and the total) leave room for 128 columns. Small tiles are for
-#: outputs that would leave most SMs idle. Stages as many as fit beside the staged output in fp32.
-_SUMS = (
-    Tile(2, 128, 64, 5, False, group=8, accumulators=2),
-    Tile(1, 128, 64, 8, False, group=8, accumulators=2),
-    Tile(1, 64, 64, 12, False, group=8, accumulators=2),
+
+def tiles_of(tile: Tile, rows: int, columns: int) -> int:
+    """How many cover an output, rows by columns in the tile's own orientation."""
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
+
+
+def microseconds(tile: Tile, rows: int, columns: int, K: int, sms: int, hbm_bytes: int) -> float:
+    """Modelled time of a product, rows by columns in the tile's own orientation."""
+    tiles = tiles_of(tile, rows, columns)
+    busy = min(tiles, sms)
+    bytes_ = (tile.rows + tile.columns) * 64 * 2
+    slowest = max(
+        tile.rows * sum(max(n, 32 + n / 2) for n in tile.parts) * 64 * 2 / FLOPS,
+        bytes_ / SM_BYTES,
+        bytes_ * busy / L2_BYTES,
+        STEP_US + STEP_BUSY_US * busy,
+    )
+    sm = -(-tiles // sms) * -(-K // 64) * slowest
+    return FIXED_US + (sm**3 + (hbm_bytes / HBM_BYTES) ** 3) ** (1 / 3)
+
+
+#: Twice the registers for sums (a segment's and the total) leave room for 128 columns. 192 as 128 and 64 fit
+#: too, and were 13 to 30 % slower on an H200. Small tiles are for outputs that would leave most SMs idle.
+_SUMS = tuple(
+    fitted(multipliers, columns, False, 4, step=64, group=8, accumulators=2)
+    for multipliers, columns in ((2, 128), (1, 128), (1, 64))
 )
 
 
-def microseconds(tile: Tile, rows: int, columns: int, sms: int) -> float:
-    """Modelled time of 64 of k over the whole output, rows by columns in the tile's own orientation."""
-    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
-    bytes_ = (tile.rows + tile.columns) * 64 * 2
-    slowest = max(
-        tile.rows * tile.columns * 64 * 2 / FLOPS,
-        bytes_ / SM_BYTES,
-        bytes_ * min(tiles, sms) / L2_BYTES,
-    )
-    return -(-tiles // sms) * slowest
-
-
 @lru_cache(maxsize=4096)
-def choose_sum_tile(M: int, N: int, sms: int) -> Tile:
-    """The tile for an M x N output of sums in segments."""
-    return min(_SUMS, key=lambda tile: microseconds(tile, M, N, sms))
+def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tuple[Tile, float]:
+    """The tile for an M x N output of sums in segments over K rows, and the microseconds it should take."""
+    hbm_bytes = 2 * K * (M + N) + itemsize * M * N
+    times = {tile: microseconds(tile, M, N, K, sms, hbm_bytes) for tile in _SUMS}
+    return min(times.items(), key=lambda item: item[1])
 
 
 # Kernels
@@ -110,7 +152,8 @@ BLOCK_ROWS = gl.constexpr(BLOCK)
 @record
 class Output:
     """Where a multiplier's tiles go, and what is added before they are rounded: an M x N matrix whose rows
-    (its columns when SWAPPED) are contiguous and `ld` apart.
+    (its columns when SWAPPED) are contiguous and `ld` apart. It takes COLUMNS columns of a tile, from OFFSET
+    on: those of one accumulator.
 
     `extra` is the bias, one a column (one a row when SWAPPED), or the matrix that sums over tokens start
     from. STAGED tiles leave through shared memory and TMA.
@@ -123,6 +166,8 @@ class Output:
     extra: gl.tensor
     desc: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
+    OFFSET: gl.constexpr
+    COLUMNS: gl.constexpr
     LAYOUT: gl.constexpr
     SWAPPED: gl.constexpr
     HAS_EXTRA: gl.constexpr
@@ -130,20 +175,27 @@ class Output:
 
     @gluon.jit
     def create(
-        pipe, out, ld, M, N, extra, desc,
+        pipe, out, ld, M, N, extra, desc, OFFSET: gl.constexpr, COLUMNS: gl.constexpr,
         LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, HAS_EXTRA: gl.constexpr, STAGED: gl.constexpr,
     ):  # fmt: skip
         staging = pipe.a_ring  # not touched unless STAGED
         if STAGED:
             shape: gl.constexpr = [pipe.MULTIPLIERS] + desc.block_type.shape
             staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-        return Output(out, ld, M, N, extra, desc, staging, LAYOUT, SWAPPED, HAS_EXTRA, STAGED)
+        return Output(
+            out, ld, M, N, extra, desc, staging, OFFSET, COLUMNS, LAYOUT, SWAPPED, HAS_EXTRA, STAGED
+        )
+
+    @gluon.jit
+    def zeros(self):
+        """An accumulator."""
+        return gl.zeros((ROWS, self.COLUMNS), gl.float32, self.LAYOUT)
 
     @gluon.jit
     def place(self, pipe, m, n, WHICH: gl.constexpr):
         """(rows, columns) of a multiplier's part of tile (m, n)."""
         i = (m * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
-        j = n * pipe.COLUMNS + gl.arange(0, pipe.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
+        j = n * pipe.COLUMNS + self.OFFSET + gl.arange(0, self.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
         return i, j
 
     @gluon.jit
@@ -162,7 +214,9 @@ class Output:
         """Round once and store."""
         if self.STAGED:
             row = (m * pipe.MULTIPLIERS + WHICH) * ROWS
-            put_tile(acc, self.desc, self.staging, row, n * pipe.COLUMNS, WHICH)
+            column = n * pipe.COLUMNS + self.OFFSET
+            others: gl.constexpr = 1 if pipe.REST else 0
+            put_tile(acc, self.desc, self.staging, row, column, WHICH, self.SWAPPED, others)
         else:
             i, j = self.place(pipe, m, n, WHICH)
             values = acc.to(self.out.dtype.element_ty)
@@ -238,7 +292,7 @@ def _segments(
         segments = gl.load(count)
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        total = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
+        total = output.zeros()
         if output.HAS_EXTRA:
             i, j = output.place(pipe, m, n, WHICH)
             total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
@@ -248,7 +302,7 @@ def _segments(
             steps = gl.minimum(pipe.steps - s * FULL, FULL)
             if HAS_BLOCKS:
                 steps = gl.load(blocks + s)
-            acc = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
+            acc = output.zeros()
             acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
             if start.STAGED:
                 total = start.take(total, s, turn, output.LAYOUT, WHICH)
@@ -307,7 +361,7 @@ def sum_kernel(
         a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
     )
     direct: gl.constexpr = HAS_INIT and not STAGED_INIT
-    output = Output.create(pipe, out, ld, M, N, init, out_desc, LAYOUT, False, direct, STAGED)
+    output = Output.create(pipe, out, ld, M, N, init, out_desc, 0, COLUMNS, LAYOUT, False, direct, STAGED)
     start = Start.create(pipe, output, init_desc, STAGED_INIT)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
@@ -327,20 +381,20 @@ def sum_kernel(
 @triton_kernel
 def pack_kernel(
     out, rows, source, words_out, stride_row, stride_column, columns,
-    WORD: tl.constexpr, WHOLE: tl.constexpr, BY_ROWS: tl.constexpr,
+    WORD: tl.constexpr, WHOLE: tl.constexpr, ROW_MAJOR: tl.constexpr,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this.
 
     16 bytes are a word of WORD elements. Rows of out are so many of them apart, and so are those of the
-    source where they lie BY_ROWS; columns are counted in words where they are WHOLE ones."""
+    source where it is ROW_MAJOR; columns are counted in words where they are WHOLE ones."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(rows + slot).to(tl.int64)
     if WHOLE:
         columns = columns * WORD
     inside = (j < columns)[None, :]
-    if BY_ROWS:
+    if ROW_MAJOR:
         at = tl.multiple_of(source + row[:, None] * (stride_row * WORD) + j[None, :], (1, 16))
     else:
         at = source + row[:, None] * stride_row + j.to(tl.int64)[None, :] * stride_column
@@ -360,12 +414,12 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
     if out is None:
         out = t.new_empty(slots, -(-columns // word) * word)[:, :columns]
     whole = columns % word == 0
-    down = t.stride(0) if len(t) > 1 else 0  # the stride of a lone row says nothing
-    by_rows = t.stride(1) == 1 and down % word == 0 and t.data_ptr() % 16 == 0
+    row_stride = t.stride(0) if len(t) > 1 else 0  # that of a lone row says nothing
+    row_major = t.stride(1) == 1 and row_stride % word == 0 and t.data_ptr() % 16 == 0
     launch(
         pack_kernel, (slots // BLOCK, -(-columns // 256)), out, rows, t,
-        out.stride(0) // word, down // word if by_rows else down, t.stride(1),
-        columns // word if whole else columns, word, whole, by_rows, BLOCK, 256, enable_fp_fusion=False,
+        out.stride(0) // word, row_stride // word if row_major else row_stride, t.stride(1),
+        columns // word if whole else columns, word, whole, row_major, BLOCK, 256, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -378,12 +432,12 @@ def sum_into(
     """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; all of it times a factor, if
     there is one. Those rows are a packed stream's, or the first `counted` ones and zeros up to a multiple of
     64, or all. Only the first `rows` rows of out are computed. These numbers are on the device."""
-    a, b = matrix(dy).turned(), matrix(x)
+    a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
-    tile = choose_sum_tile(M, N, sms)
+    tile, _ = choose_sum_tile(M, N, K, sms, out.element_size())
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
+    b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
     out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     staged_init = False

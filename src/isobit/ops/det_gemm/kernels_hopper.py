@@ -3,14 +3,13 @@
 Every tile below gives the same bits, because a tile takes part in no sum: output element (i, j) is one chain
 of `wgmma` steps over ascending k, whatever tile, orientation, stage count or program it lands in. So the
 choice of a tile is free, and `choose_tile` makes it from the shape alone, by the model of the time in
-`isobit.blocks.hopper_product`. Where the model finds two tiles equal, the one that was measured to be faster
-comes first in the list.
+`isobit.blocks.hopper_product`.
 
 Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns (*swapped*: the kernel
 computes the transpose and stores it transposed), so that 16 tokens do not pay for 64.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from isobit.arch import sm_count
 from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
-    ROWS,
     Matrix,
     Pipe,
     accumulator_layout,
@@ -32,85 +30,121 @@ from isobit.blocks.hopper_pipe import (
     operand_descriptor,
     tma,
 )
-from isobit.blocks.hopper_product import Output, Tile, microseconds, pack, sum_into
+from isobit.blocks.hopper_product import Output, Tile, fitted, microseconds, pack, sum_into, tiles_of
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.stream import Stream
 from isobit.blocks.triton_tiles import ones_kernel
 
 # Tiles
 
-#: Stages as many as fit beside the staged output: 227 KB of shared memory.
-_DIRECT = (Tile(2, 256, 64, 3, False), Tile(2, 128, 64, 5, False))
+#: (multipliers, columns, those of a second accumulator). Also measured on an H200, and left out:
+#:
+#:     64 x 8, 64 x 16   direct: up to 2.2 times as slow as swapped, because all SMs read the same few tokens
+#:     64 x 96           11 % faster in two cells of 67, up to 25 % slower where the model would choose it too
+#:     other sizes       no more than 3 % faster in any cell
+_DIRECT = (
+    (2, 256, 0), (2, 192, 64), (2, 160, 32), (2, 128, 0), (3, 128, 0),
+    (1, 192, 64), (1, 160, 32), (1, 128, 0), (1, 64, 0), (1, 32, 0),
+)  # fmt: skip
 _SWAPPED = (
-    Tile(1, 16, 128, 8, True), Tile(2, 16, 128, 5, True),
-    Tile(1, 32, 128, 8, True), Tile(2, 32, 128, 5, True),
-    Tile(1, 64, 128, 6, True), Tile(1, 128, 64, 8, True), Tile(2, 64, 64, 8, True),
-    Tile(2, 128, 64, 6, True), Tile(3, 128, 64, 5, True),
-    Tile(1, 256, 64, 5, True), Tile(2, 256, 64, 4, True),
+    (1, 8, 0), (1, 16, 0), (2, 16, 0), (1, 32, 0), (2, 32, 0), (3, 32, 0),
+    (2, 96, 32), (3, 96, 32), (1, 160, 32), (2, 160, 32),
 )  # fmt: skip
 
 
+@cache
+def product_tiles(itemsize: int) -> tuple[Tile, ...]:
+    """Every tile for outputs of this many bytes an element. Tiles of fp32 outputs with three stages were not
+    measured, and are left out."""
+    found = [
+        fitted(multipliers, columns, swapped, itemsize, rest=rest)
+        for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
+        for multipliers, columns, rest in sizes
+    ]
+    return tuple(tile for tile in found if tile.stages >= (4 if itemsize == 4 else 3))
+
+
 @lru_cache(maxsize=4096)  # M is whatever the batch was
-def choose_tile(M: int, N: int, sms: int, staged_fp32: bool = False) -> Tile:
-    """The tile for an M x N output; M rounded up to a multiple of 16 has the same. Swapped tiles store
-    element by element: they are for few tokens, and for outputs that would leave most SMs idle. An fp32 tile
-    can be staged at 128 columns only."""
+def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
+    """The tile for an M x N output over K, and the microseconds it should take. Where two should take as
+    long, to 10 ns, it is the one of which fewer cover the output."""
+    hbm_bytes = 2 * K * (M + N) + itemsize * M * N
 
-    def cost(tile: Tile) -> float:
+    def cost(tile: Tile) -> tuple[float, int]:
         rows, columns = (N, M) if tile.swapped else (M, N)
-        return microseconds(tile, rows, columns, sms)
+        return round(microseconds(tile, rows, columns, K, sms, hbm_bytes), 2), tiles_of(tile, rows, columns)
 
-    direct = _DIRECT[1:] if staged_fp32 else _DIRECT
-    few = M <= 256 or sms / 2 > -(-M // 128) * -(-N // 128)
-    return min(direct + _SWAPPED if few else direct, key=cost)
+    costs = {tile: cost(tile) for tile in product_tiles(itemsize)}
+    tile = min(costs, key=costs.__getitem__)
+    return tile, costs[tile][0]
 
 
 # Kernels
 
 
 @gluon.jit
-def _chains(WHICH: gl.constexpr, pipe, output):
-    """A multiplier of `product`: one chain over all of k for each tile, the bias added in fp32."""
+def _finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
+    """Add the bias in fp32 and store."""
+    if output.HAS_EXTRA:
+        i, j = output.place(pipe, m, n, WHICH)
+        if output.SWAPPED:
+            acc += gl.load(output.extra + i, mask=i < output.M, other=0).to(gl.float32)[:, None]
+        else:
+            acc += gl.load(output.extra + j, mask=j < output.N, other=0).to(gl.float32)[None, :]
+    output.store(pipe, acc, m, n, WHICH)
+
+
+@gluon.jit
+def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
+    """A multiplier of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        i, j = output.place(pipe, m, n, WHICH)
-        acc = gl.zeros((ROWS, pipe.COLUMNS), gl.float32, output.LAYOUT)
-        acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
-        if output.HAS_EXTRA:
-            if output.SWAPPED:
-                acc += gl.load(output.extra + i, mask=i < output.M, other=0).to(gl.float32)[:, None]
-            else:
-                acc += gl.load(output.extra + j, mask=j < output.N, other=0).to(gl.float32)[None, :]
-        output.store(pipe, acc, m, n, WHICH)
+        acc, rest, stage, phase = pipe.multiply_both(
+            output.zeros(), output_rest.zeros(), pipe.steps, stage, phase, WHICH
+        )
+        _finish(output, acc, pipe, m, n, WHICH)
+        if pipe.REST:
+            _finish(output_rest, rest, pipe, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
 
 @kernel
 def product_kernel(
-    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc,
+    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
+    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a b + bias, where M is the weight's side when SWAPPED."""
     pipe = Pipe.create(
-        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
-    )
-    output = Output.create(pipe, out, ld, M, N, bias, out_desc, LAYOUT, SWAPPED, HAS_BIAS, STAGED)
+        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
+        b_rest_desc, REST,
+    )  # fmt: skip
+    WIDE: gl.constexpr = COLUMNS - REST
+    output = Output.create(pipe, out, ld, M, N, bias, out_desc, 0, WIDE, LAYOUT, SWAPPED, HAS_BIAS, STAGED)
+    output_rest = output
+    if REST:
+        output_rest = Output.create(
+            pipe, out, ld, M, N, bias, out_rest_desc, WIDE, REST, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
+        )
     if MULTIPLIERS == 1:
-        gl.warp_specialize([(_chains, (0, pipe, output)), (load_tiles, (pipe,))], [1], [LOADER_REGISTERS])
+        gl.warp_specialize(
+            [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [LOADER_REGISTERS]
+        )
     elif MULTIPLIERS == 2:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output)), (_chains, (1, pipe, output)), (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
+             (load_tiles, (pipe,))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output)), (_chains, (1, pipe, output)),
-             (_chains, (2, pipe, output)), (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
+             (_chains, (2, pipe, output, output_rest)), (load_tiles, (pipe,))],
             [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -144,11 +178,11 @@ def product(
     """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
     (*lead, M, _), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    tile = choose_tile(-(-M // 16) * 16, N, sm_count(a.device), out_dtype.itemsize == 4)
+    tile, _ = choose_tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
     for z in range(lead[0] if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
-            left, right = right.turned(), left.turned()
+            left, right = right.transposed(), left.transposed()
         _multiply(out[z] if z else out, left, right, bias, tile, launch)
     return out
 
@@ -159,16 +193,21 @@ def _multiply(
     """out = a b + bias, or its transpose when the tile is swapped."""
     M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    b_desc, b_by_k = operand_descriptor(b.turned(), tile.columns, tile.step)
-    staged = not tile.swapped and N * out.element_size() % 16 == 0
-    out_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
+    wide, rest = tile.parts[0], tile.parts[-1]  # where there is one part, the other is not used
+    b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
+    b_rest, _ = operand_descriptor(b.transposed(), rest, tile.step)
+    staged = out.shape[-1] * out.element_size() % 16 == 0
+    outs = [a_desc, a_desc]
+    if staged:
+        outs = [descriptor(matrix(out), *((n, 64) if tile.swapped else (64, n))) for n in (wide, rest)]
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
         out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
-        a_desc, b_desc, out_desc, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step, tile.stages,
-        tile.group, accumulator_layout(tile.columns), tile.swapped, bias is not None, staged, registers,
+        a_desc, b_desc, outs[0], b_rest, outs[1], a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
+        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(rest), tile.swapped,
+        bias is not None, staged, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -173,8 +173,8 @@ def token_product(
 def _strides(t: Tensor) -> tuple[int, ...]:
     """That from matrix to matrix is 0 where there is one: it is a product of the batch, and kernels are
     compiled for what divides their strides."""
-    *z, down, across = t.stride()
-    return (z[0] if z and len(t) > 1 else 0, down, across)
+    *z, row_stride, column_stride = t.stride()
+    return (z[0] if z and len(t) > 1 else 0, row_stride, column_stride)
 
 
 def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:

@@ -1,17 +1,19 @@
 """What people use instead of `det_gemm`, the shapes at which both are timed, and how fast is fast enough.
 
-Four series, for a layer with weight W [N, K] and M tokens:
+Five series, for a layer with weight W [N, K] and M tokens:
 
-    det_gemm      y  = x W^T      M from decode to training
-    det_gemm_dx   dx = dy W
-    det_gemm_dw   dW = dy^T x     fp32
-    det_linear    y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
+    det_gemm          y  = x W^T      M from decode to training
+    det_gemm_layers   the same for layers of models from 0.5B to 70B, and M that are no powers of two
+    det_gemm_dx       dx = dy W
+    det_gemm_dw       dW = dy^T x     fp32
+    det_linear        y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
 
 Every call finds its weight (for dW: its tokens) out of the L2 cache. Activations may be in it, as they are in
 a model, where the layer before has just written them.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.bench.goals import Cell, Goal
+from isobit.arch import sm_count
+from isobit.bench.goals import Cell, Goal, prediction
 from isobit.bench.rival import Rival
 from isobit.bench.series import Pool, Series, by_rows
 from isobit.bench.timing import copies_for
@@ -37,6 +40,20 @@ TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 
 #: What stands for all of them: a square layer and a wide one, from one token to many.
 CORE_SHAPES, CORE_TOKENS = ((4096, 4096), (4096, 14336)), (1, 16, 256, 1024, 8192)
+
+#: Layers of models of 0.5B, 1.5B, 3B, 7B, 14B and 70B, projections to grouped keys and values among them, and
+#: an M between any two tiles.
+LAYER_SHAPES = (
+    (896, 896), (896, 128), (896, 4864), (4864, 896), (1536, 8960), (2048, 512), (3584, 3584), (3584, 512),
+    (3584, 18944), (4096, 1024), (5120, 640), (8192, 8192), (8192, 28672), (28672, 8192), (16384, 6656),
+)  # fmt: skip
+LAYER_TOKENS = (1, 8, 24, 48, 80, 112, 160, 192, 320, 384, 640, 768, 1536, 3000)
+
+#: (M, K, N) of them for every run: cuBLAS splits k and does not, few SMs and many, memory-bound and not.
+LAYER_CORE = (
+    (8, 4096, 1024), (24, 8192, 28672), (48, 3584, 3584), (80, 5120, 640), (112, 896, 4864),
+    (192, 3584, 18944), (320, 8192, 8192), (640, 16384, 6656), (768, 4864, 896), (3000, 3584, 18944),
+)  # fmt: skip
 
 #: Tokens that exist at most: those of dW rotate over as many as there are.
 MAX_TOKENS = 16384
@@ -143,13 +160,32 @@ def _cost(dims: dict[str, int], dtype: torch.dtype, out_itemsize: int = 0, *, ou
     return Cost(fwd_bytes=sum(elements.values()) * dtype.itemsize + written, fwd_flops=2 * M * K * N)
 
 
+def _case(M: int, K: int, N: int) -> Case:
+    return Case({"M": M, "K": K, "N": N}, torch.bfloat16, data="random")
+
+
 def _cases(least: int) -> list[Case]:
-    return [
-        Case({"M": M, "K": K, "N": N}, torch.bfloat16, data="random")
-        for K, N in SHAPES
-        for M in TOKENS
-        if least <= M
-    ]
+    return [_case(M, K, N) for K, N in SHAPES for M in TOKENS if least <= M]
+
+
+def _predict_product(backend: str | None, args: Args) -> float | None:
+    """Milliseconds that the rule expects of the tile that it chooses."""
+    if backend != "hopper":
+        return None
+    from isobit.ops.det_gemm.kernels_hopper import choose_tile
+
+    a, b = args["a"], args["b"]
+    itemsize = args.get("out_dtype", a.dtype).itemsize
+    return 1e-3 * choose_tile(len(a), b.shape[1], len(b), sm_count(a.device), itemsize)[1]
+
+
+def _predict_dw(backend: str | None, args: Args) -> float | None:
+    if backend != "hopper":
+        return None
+    from isobit.blocks.hopper_product import choose_sum_tile
+
+    x, dy = args["x"], args["dy"]
+    return 1e-3 * choose_sum_tile(dy.shape[1], x.shape[1], len(x), sm_count(x.device))[1]
 
 
 def _core(least: int) -> list[Case]:
@@ -165,30 +201,32 @@ def _is(*names: str) -> Callable[[Cell], bool]:
 
 
 def _few(cell: Cell) -> bool:
-    return cell.op == "det_gemm" and cell.sizes["M"] <= 256
+    return cell.op in ("det_gemm", "det_gemm_layers") and cell.sizes["M"] <= 768
 
 
 def _many(cell: Cell) -> bool:
-    return cell.op in ("det_gemm", "det_gemm_dx") and cell.sizes["M"] >= 1024
+    return cell.op in ("det_gemm", "det_gemm_layers", "det_gemm_dx") and cell.sizes["M"] > 768
 
 
 GOALS = (
-    Goal("forward and dX, M >= 1024", _many, mean=0.97, least=0.90),
-    Goal("dW, M >= 1024", _is("det_gemm_dw"), mean=0.92),
-    Goal("forward, M <= 256", _few, mean=0.85),
-    Goal("forward, M <= 256, where torch.mm has other bits: it splits k",
-         lambda cell: _few(cell) and cell.other_bits, least=0.60),
-    Goal("forward, M <= 256, where torch.mm has the same bits",
-         lambda cell: _few(cell) and not cell.other_bits, least=0.80),
+    Goal("forward and dX, M > 768", _many, mean=0.98, least=0.90),
+    Goal("dW, M >= 1024", _is("det_gemm_dw"), mean=0.95),
+    Goal("forward, M <= 768, where torch.mm has the same bits",
+         lambda cell: _few(cell) and not cell.other_bits, mean=0.95, least=0.80),
+    Goal("forward, M <= 768, where torch.mm has other bits: it splits k",
+         lambda cell: _few(cell) and cell.other_bits, mean=0.80, least=0.60),
+    Goal("time, by what the rule for tiles expects", lambda cell: cell.op != "det_linear", most=1.25,
+         against=prediction()),
 )  # fmt: skip
 
 
-def _series(name: str, direction: str, least: int, **rest: Any) -> Series:
-    def shared(case: Case) -> tuple[Any, ...]:
-        return (case.dims["K"], case.dims["N"], case.dtype)
+def _shared(case: Case) -> tuple[Any, ...]:
+    return (case.dims["K"], case.dims["N"], case.dtype)
 
+
+def _series(name: str, direction: str, least: int, **rest: Any) -> Series:
     return Series(
-        name=name, cases=_cases(least), directions=(direction,), shared=shared, against=BASELINE, copy=False,
+        name=name, cases=_cases(least), directions=(direction,), shared=_shared, against=BASELINE, copy=False,
         core=_core(least), also={"triton": _core(least)[-2:]}, **rest,
     )  # fmt: skip
 
@@ -201,20 +239,28 @@ def layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 
 LAYER_CASES = [case for case in _core(256) if case.dims["N"] == 14336 and case.dims["M"] != 1024]
 
+FORWARD = _series(
+    "det_gemm", "fwd", 1, op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
+    judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, goals=GOALS,
+    takes=("out",), predict=_predict_product,
+)  # fmt: skip
+
 SERIES: Sequence[Series] = (
-    _series(
-        "det_gemm", "fwd", 1, op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
-        judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, goals=GOALS,
-        takes=("out",),
+    FORWARD,
+    replace(
+        FORWARD, name="det_gemm_layers", declared_only=True, goals=(), also={},
+        cases=[_case(M, K, N) for K, N in LAYER_SHAPES for M in LAYER_TOKENS],
+        core=[_case(*sizes) for sizes in LAYER_CORE],
     ),
     _series(
         "det_gemm_dx", "dx", 1024, op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
         judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
+        predict=_predict_product,
     ),
     _series(
         "det_gemm_dw", "dw", 1024, op=gemm_dw, make=_dw_args, call=_call_dw,
         cost=partial(_cost, out="KN", out_itemsize=4),
-        judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS,
+        judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS, predict=_predict_dw,
     ),
     by_rows(
         "det_linear", LAYER_CASES, layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,

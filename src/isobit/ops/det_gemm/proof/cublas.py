@@ -14,7 +14,9 @@ from isobit.numerics import CHAIN16
 from isobit.ops.det_gemm.op import det_linear, linear
 
 #: Every batch size at which a kernel might change its tile or its mind.
-BATCH_SIZES = (1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096)
+BATCH_SIZES = (
+    1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 160, 192, 255, 256, 257, 320, 500, 768, 1000, 1536, 4096,
+)  # fmt: skip
 
 BASELINE, NO_SPLIT = "torch.mm", "torch.mm_nosplit"
 

@@ -64,13 +64,14 @@ def exact_gemm(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def record_product(bias: bool) -> dict[str, Kernels]:
-    """Kernels of both backends: tiles for few rows and for many. What they write, and how b lies, is shared
-    between the two ops: wide and by rows in many rows of the one, in few of the other."""
+    """Kernels of both backends: tiles for few rows, for many, and one between, which on Hopper has its
+    columns in two accumulators. What they write, and how b lies, is shared between the two ops: wide and by
+    rows in many rows of the one, in few of the other."""
 
     def record(module: str, launch: Any, dtype: torch.dtype) -> None:
         kernels = import_module(f"isobit.ops.det_gemm.{module}")
         K, N = 4096, 12288
-        for M, out_dtype in ((1, F32 if bias else dtype), (1024, dtype if bias else F32)):
+        for M, out_dtype in ((1, F32 if bias else dtype), (160, dtype), (1024, dtype if bias else F32)):
             by_rows = (K, N) if out_dtype == F32 else (N, K)
             a, b = (torch.empty(1, *shape, dtype=dtype, device="meta") for shape in ((M, K), by_rows))
             b = b if out_dtype == F32 else b.mT
