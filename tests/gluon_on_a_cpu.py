@@ -8,6 +8,7 @@ the numpy model, layouts are nothing.
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -87,8 +88,24 @@ class Shared:
 
     def __init__(self, dtype: Any, shape: Any) -> None:
         self.dtype, self.shape = dtype, [int(n) for n in shape]
+        self.whole = self.shape
         self.parts: dict[int, Any] = {}
-        self.value: Any = None
+        self.stored: Any = None
+
+    @property
+    def value(self) -> Any:
+        """What was stored, or what was stored in parts: pieces of some rows, panel by panel."""
+        if self.parts:
+            pieces = [self.parts[i].value for i in range(len(self.parts))]
+            each = self.whole[0] // len(pieces[0])
+            panels = [np.concatenate(pieces[i : i + each]) for i in range(0, len(pieces), each)]
+            self.store(np.concatenate(panels, 1))
+            self.parts = {}
+        return self.stored
+
+    @value.setter
+    def value(self, x: Any) -> None:
+        self.stored = x
 
     def index(self, i: Any) -> Any:
         assert 0 <= int(i) < self.shape[0], f"part {i} of {self.shape[0]}"
@@ -131,7 +148,7 @@ class Device:
     """One program at a time of a kernel, with `product` and `fma` as an arithmetic has them."""
 
     def __init__(self, do: Any, programs: int) -> None:
-        self.do, self.programs, self.program = do, programs, 0
+        self.do, self.programs, self.places = do, programs, (0, 0)
         self.mine = threading.local()
 
     # Language
@@ -181,7 +198,7 @@ class Device:
 
         return SimpleNamespace(
             to_tensor=array, num_programs=lambda axis: array(self.programs),
-            program_id=lambda axis: array(self.program), static_range=range, constexpr=None,
+            program_id=lambda axis: array(self.places[axis], np.int32), static_range=range, constexpr=None,
             minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
             arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
@@ -261,7 +278,8 @@ class Device:
     def scope(self, *modules: ModuleType, **other: Any) -> dict[str, Any]:
         """Globals of the functions of these modules."""
         scope: dict[str, Any] = {
-            "gl": self.language(), "fence_async_shared": lambda: None, "tma_load": self.load_box,
+            "gl": self.language(), "fence_async_shared": lambda: None, "barrier": lambda: None,
+            "tma_load": self.load_box,
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiply_wait,
             "reinterpreted": Shared.reinterpret,
             "mbarrier": SimpleNamespace(
@@ -283,12 +301,14 @@ class Device:
         scope.update(other)  # functions hold this very dict
         return scope
 
-    def run(self, scope: dict[str, Any], kernel: Any, args: Any) -> None:
+    def run(self, scope: dict[str, Any], kernel: Any, args: Any, rows: int = 1) -> None:
+        """All programs, in `rows` rows of them."""
         fn = FunctionType(kernel.fn.__code__, scope)
         with np.errstate(all="ignore"):
-            for program in range(self.programs):
-                self.program = program
-                fn(*map(_argument, args))
+            for y in range(rows):
+                for x in range(self.programs):
+                    self.places = (x, y)
+                    fn(*map(_argument, args))
 
 
 def _record(cls: Any, scope: dict[str, Any]) -> Callable[..., Any]:
@@ -312,7 +332,8 @@ def _argument(value: Any) -> Any:
     """As a kernel has it."""
     if hasattr(value, "block_shape"):
         shape, strides = value.shape, value.strides
-        box = SimpleNamespace(shape=list(value.block_shape), nbytes=1)
+        size = math.prod(value.block_shape) * value.base.element_size()
+        box = SimpleNamespace(shape=list(value.block_shape), nbytes=size)
         tensor = value.base.as_strided(shape, strides, value.base.storage_offset())
         return SimpleNamespace(block_type=box, dtype=value.base.dtype, layout=None, tensor=tensor)
     if isinstance(value, Tensor):

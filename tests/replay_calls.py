@@ -293,7 +293,10 @@ CALLS = {
         2, 70, 200, 64, key_start=shape(2, dtype=INT32), key_end=shape(2, dtype=INT64), return_lse=True
     ),
     "attention, prefill by triton": _attention(2, 70, 200, 64, "triton", return_lse=True),
-    "attention, decoding": _attention(2, 1, 3000, backend="triton", key_end=shape(2, dtype=INT32)),
+    "attention, decoding": _attention(2, 1, 3000, key_end=shape(2, dtype=INT32)),
+    "attention, decoding by triton": _attention(
+        2, 1, 3000, backend="triton", key_end=shape(2, dtype=INT32)
+    ),
     "attention backward": _attention_bwd(2, 70, 200, dlse=shape(2, 4, 70, dtype=F32)),
     "attention backward, hopper": _attention_bwd(2, 70, 200, 64, "hopper", key_end=shape(2, dtype=INT32)),
     "group_advantages": Call(

@@ -95,7 +95,7 @@ def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.Monkey
     ("change", "reason"),
     [
         ({"q": torch.empty(1, 70, 2, 64, dtype=torch.float32)}, "bf16 and fp16"),
-        ({"block_table": ints(1)}, "pages"),
+        ({"block_table": torch.zeros(1, 1, dtype=torch.int32)}, "pages"),
         ({"k": torch.empty(1, 0, 1, 64, dtype=BF16)}, "no keys"),
         ({"k": torch.empty(1, 70, 1, 66, dtype=BF16)[..., :64].expand(1, 70, 1, 64)}, "strides of k"),
         ({"v": torch.empty(1 * 70 * 64 + 1, dtype=BF16)[1:].view(1, 70, 1, 64)}, "v begins at"),

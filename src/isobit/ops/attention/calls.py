@@ -6,6 +6,12 @@ import torch
 
 from isobit.blocks.temperature import LOG2E
 
+#: Keys of a segment: part of the class.
+SEGMENT = 1024
+
+#: Rows (queries of a sequence times heads of a group) with which attention is a matter of reading keys.
+FEW_ROWS = 64
+
 
 class Call(NamedTuple):
     """Sizes of a call. Packed queries are one batch element, T rows of several sequences."""
@@ -50,6 +56,12 @@ def key_bounds(args: dict[str, Any]) -> torch.Tensor | None:
         return None
     given: torch.Tensor | None = args["cu_seqlens_k"]
     return args["cu_seqlens_q"] if given is None else given
+
+
+def decodes(call: Call, segment: int = SEGMENT) -> bool:
+    """Whether keys are split over programs: from sizes alone. Packed keys are those of training."""
+    queries = -(-call.T // max(call.sequences, 1)) if call.packed_q else call.T
+    return queries * call.group <= FEW_ROWS and segment < call.S and not call.packed_k
 
 
 class Factors(NamedTuple):

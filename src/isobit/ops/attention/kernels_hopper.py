@@ -48,7 +48,7 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma_wait,
 )
 from isobit.blocks.launch import Launch, run
-from isobit.ops.attention.calls import call_of, factors_of, key_bounds
+from isobit.ops.attention.calls import SEGMENT, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_hopper_io import (
     PARTS,
     Ring,
@@ -57,6 +57,7 @@ from isobit.ops.attention.kernels_hopper_io import (
     flat_layout,
     load_items,
     reinterpreted,
+    why_not_paged,
     why_not_tma,
 )
 from isobit.ops.attention.kernels_hopper_parts import (
@@ -79,7 +80,7 @@ from isobit.ops.attention.kernels_hopper_parts import (
     tanh,
     unpacked,
 )
-from isobit.ops.attention.kernels_triton import SEGMENT, block_keys, count_tiles
+from isobit.ops.attention.kernels_triton import block_keys, count_tiles
 
 #: Registers of a thread at launch, of one that multiplies, and of the loader, which keeps count of items.
 AT_LAUNCH, REGISTERS, OF_LOADER = 168, gl.constexpr(240), gl.constexpr(24)
@@ -444,15 +445,10 @@ def why_not(args: dict[str, Any]) -> str | None:
     """Why this kernel cannot serve a call, or None."""
     if args["q"].dtype not in (torch.bfloat16, torch.float16):
         return "tensor cores take bf16 and fp16"
-    if args["block_table"] is not None:
-        return "keys in pages are triton's"
     if 0 in args["k"].shape:
         return "TMA knows no empty tensor, and there are no keys"
-    for name in ("q", "k", "v"):
-        reason = why_not_tma(name, args[name])
-        if reason is not None:
-            return reason
-    return None
+    reasons = (why_not_paged(args), *(why_not_tma(name, args[name]) for name in ("q", "k", "v")))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_rather_not(args: dict[str, Any]) -> str | None:

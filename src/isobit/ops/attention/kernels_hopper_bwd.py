@@ -24,6 +24,8 @@ def why_not(args: dict[str, Any]) -> str | None:
     """Why these kernels cannot serve a call, or None."""
     if args["q"].shape[-1] > 128:
         return "sums of more than 128 columns do not fit into its registers"
+    if args["block_table"] is not None:
+        return "keys in pages have no gradient"
     if 0 in args["q"].shape:
         return "TMA knows no empty tensor, and there are no queries"
     return kernels_hopper.why_not(args)

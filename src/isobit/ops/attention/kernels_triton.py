@@ -24,12 +24,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.blocks.interpreter import narrow, rounded
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.triton_tiles import Tile, compile_options
 from isobit.contract import dtype_name
-from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
+from isobit.ops.attention.calls import (
+    FEW_ROWS,
+    SEGMENT,
+    Call,
+    call_of,
+    decodes,
+    factors_of,
+    key_bounds,
+)
 from isobit.ops.attention.kernels_triton_parts import (
     finished,
     finite,
@@ -45,14 +54,11 @@ from isobit.ops.attention.kernels_triton_parts import (
     tanh,
 )
 
-#: Keys of a segment: part of the class.
-SEGMENT = 1024
-
-#: Rows of a tile with which decoding is still a matter of reading keys.
-FEW_ROWS = 64
-
 #: Programs from which on another split of the keys gains nothing: some for every SM of the largest GPUs.
 MANY_PROGRAMS = 1024
+
+#: States of a row that are on their way at once when they are folded.
+AHEAD = 16
 
 _SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "run"]
 
@@ -233,30 +239,41 @@ def segments_kernel(
         tl.store(states + (state + j)[:, None] * D + d[None, :], acc, mask=seen)
 
 
-@triton.jit(do_not_specialize=["T", "count", "segments"])
+@triton.jit(do_not_specialize=["T", "segments"])
 def fold_kernel(
-    sums, states, out, lse, T, count, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROWS: tl.constexpr,
+    sums, states, out, lse, T, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Fold the states of some rows, (b, t, head) by number, in ascending order."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < count
-    d = tl.arange(0, DP)
-    total_m = tl.full([ROWS], float("-inf"), tl.float32)
-    total_s = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, DP], tl.float32)
-    for j in range(segments):
-        at = row * segments + j
-        m = tl.load(sums + at * 2, mask=live, other=float("-inf"))
-        s = tl.load(sums + at * 2 + 1, mask=live, other=0.0)
-        seen = (s != 0.0)[:, None] & (d < D)[None, :]
-        acc = tl.load(states + at[:, None] * D + d[None, :], mask=seen, other=0.0)
-        total_m, total_s, total = fold(total_m, total_s, total, m, s, acc, c)
+    """Fold the states of one row, (b, t, head) by number, in ascending order. Those of AHEAD segments are
+    asked for together: what memory takes to answer is longer than a fold. EARLY: this kernel has been started
+    while the one that writes states was running."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    one, d = tl.arange(0, 1), tl.arange(0, DP)
+    sums += row * segments * 2 + one
+    states += row * segments * D + d[None, :]
+    inside = (d < D)[None, :]
+    total_m = tl.full([1], float("-inf"), tl.float32)
+    total_s = tl.zeros([1], tl.float32)
+    total = tl.zeros([1, DP], tl.float32)
+    for first in range(0, segments, AHEAD):
+        m, s, acc = (), (), ()
+        for i in tl.static_range(AHEAD):
+            j = first + i
+            there = one + j < segments
+            m = m + (tl.load(sums + j * 2, mask=there, other=float("-inf")),)
+            s = s + (tl.load(sums + j * 2 + 1, mask=there, other=0.0),)
+            # Of a segment without a seen key, memory as it was: it is folded into nothing.
+            acc = acc + (tl.load(states + j * D, mask=there[:, None] & inside, other=0.0),)
+        for i in tl.static_range(AHEAD):
+            total_m, total_s, total = fold(total_m, total_s, total, m[i], s[i], acc[i], c)
     found, found_lse = finished(total_m, total_s, total, c)
-    tl.store(out + row[:, None] * D + d[None, :], narrow(found, out), mask=live[:, None] & (d < D)[None, :])
+    tl.store(out + row * D + d[None, :], narrow(found, out), mask=inside)
     if lse is not None:
         b, t, h = row // (T * H), row // H % T, row % H
-        tl.store(lse + (b * H + h) * T + t, found_lse, mask=live)
+        tl.store(lse + (b * H + h) * T + t + one, found_lse)
 
 
 # Launchers
@@ -284,13 +301,6 @@ def count_tiles(call: Call, per: int) -> int:
     return call.sequences * (-(-call.T // per))
 
 
-def decodes(call: Call, segment: int) -> bool:
-    """Whether keys are split over programs: from sizes alone. Packed keys are those of training."""
-    queries = -(-call.T // max(call.sequences, 1))
-    few = (queries if call.packed_q else call.T) * call.group <= FEW_ROWS
-    return few and segment < call.S and not call.packed_k
-
-
 def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     """Batch, row, head of each. A batch stride that is not taken is 0: it is a product of sizes, and kernels
     are compiled for what divides their strides."""
@@ -299,6 +309,19 @@ def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
         return t.stride(0) if t.shape[0] > 1 else 0
 
     return tuple(s for t in (q, k, v) for s in (first(t), t.stride(1), t.stride(2)))
+
+
+def launch_fold(
+    launch: Launch, sums: Tensor, states: Tensor, out: Tensor, lse: Tensor | None, call: Call, c: float,
+    early: bool = False,
+) -> None:  # fmt: skip
+    """`early`: the launch before this one lets it start while it runs, by programmatic dependent launch. Only
+    NVIDIA GPUs from Hopper on know that."""
+    rows, segments = sums.shape[:2]
+    launch(
+        fold_kernel, (rows,), sums, states, out, lse, call.T, segments, c, call.H, call.D, call.padded, AHEAD,
+        early, num_warps=1, enable_fp_fusion=False, **{"launch_pdl": True} if early else {},
+    )  # fmt: skip
 
 
 def attention(
@@ -339,8 +362,5 @@ def attention(
     states = torch.empty(rows, segments, call.D, dtype=torch.float32, device=q.device)
     grid = (tiles * call.KV, -(-segments // each))
     launch(segments_kernel, grid, q, k, v, sums, states, *given, segments, each, call.KV, **constants)
-    launch(
-        fold_kernel, (-(-rows // 4),), sums, states, out, lse, call.T, rows, segments, factors.c,
-        H=call.H, D=call.D, DP=call.padded, ROWS=4, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    launch_fold(launch, sums, states, out, lse, call, factors.c)
     return out, lse

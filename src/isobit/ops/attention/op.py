@@ -32,7 +32,7 @@ from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
 from isobit.contract import F32, Contract, Float, Int, dtype_name
 from isobit.numerics import Numerics
 from isobit.op import op
-from isobit.ops.attention.calls import call_of
+from isobit.ops.attention.calls import call_of, decodes
 
 ATTN_1 = Numerics(
     "attn/1",
@@ -222,6 +222,7 @@ forward.value_rule(_bounds_hold)
 # Backends, fastest first
 
 _hopper, _hopper_bwd = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_hopper_bwd")
+_hopper_decode = Lazy(f"{__package__}.kernels_hopper_decode")
 _triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
 _model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
 
@@ -231,6 +232,13 @@ def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
 
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
+    """Tiles of many queries, where there are few; decoding has tiles of its own."""
+    if decodes(call_of(args)):
+        return hopper_cannot_run(args["q"].device)
+    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+
+
+def _hopper_bwd_would_waste(args: dict[str, Any]) -> str | None:
     return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
 
 
@@ -255,7 +263,7 @@ def _of_this_hardware(device: torch.device) -> str:
     "hopper", numerics=str(ATTN_1), when=_hopper_cannot_serve, unasked=_hopper_would_waste, launches=True
 )
 def _(**args: Any) -> Any:
-    return _hopper.attention(**args)
+    return (_hopper_decode if decodes(call_of(args)) else _hopper).attention(**args)
 
 
 @forward.backend(
@@ -266,8 +274,9 @@ def _(**args: Any) -> Any:
 
 
 @backward.backend(
-    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, unasked=_hopper_would_waste, launches=True
-)
+    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, unasked=_hopper_bwd_would_waste,
+    launches=True,
+)  # fmt: skip
 def _(**args: Any) -> Any:
     return _hopper_bwd.attention_bwd(**args)
 

@@ -95,7 +95,7 @@ def _gradients(out: Tensor, lse: Tensor | None) -> dict[str, Any]:
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     """Every kernel, and every branch fixed at compile time."""
-    from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd
+    from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, kernels_hopper_decode
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -113,6 +113,19 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         out, lse = kernels_hopper.attention(launch, **args)
         if D < 128 or (D == 128 and dtype != BF16):  # of each dtype some
             kernels_hopper_bwd.attention_bwd(launch, **args | _gradients(out, lse))
+    pages = {n: empty(50, 64, 1, 128) for n in ("k", "v")}
+    pages |= {"block_table": empty(2, 40, dtype=torch.int64), "key_end": ints["key_end"]}
+    decoding: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+        ((2, 1, 3000, 4, 1, 128), {}),
+        ((2, 4, 3000, 16, 2, 64), {"window": 200}),
+        ((2, 3, 3000, 2, 1, 80), {"causal": False, **ints}),
+        ((2, 2, 3000, 2, 1, 256), {"softcap": 2.0, "return_lse": False}),
+        ((2, 1, 0, 4, 1, 128), pages),
+    ]
+    for (B, T, S, H, KV, D), options in decoding if dtype == BF16 else decoding[:1]:
+        args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
+        args |= {n: empty(B, S, KV, D) for n in ("k", "v")} | options
+        kernels_hopper_decode.attention(launch, **args)
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:

@@ -1,0 +1,172 @@
+"""Decoding on Hopper without one: its kernel on a CPU, the fold in Triton's interpreter, with segments so
+short that few keys cross their borders, held against the numpy model.
+
+Run as a program under TRITON_INTERPRET=1, with the name of a function here.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_calls import BF16, F16, ints, made, same
+from gluon_on_a_cpu import Device
+from isobit.blocks import hopper_pipe
+from isobit.blocks.launch import run
+from isobit.ops.attention import (
+    kernels_hopper_decode,
+    kernels_hopper_io,
+    kernels_hopper_parts,
+    kernels_triton,
+    model,
+)
+
+NAN = float("nan")
+
+
+def on_a_cpu(
+    args: dict[str, Any], segment: int = 128, block: int = 64, device: Device | None = None, **changes: Any
+) -> Any:
+    device = device or Device(model.CPU, 1)
+    device.do = model.CPU._replace(product=lambda a, b, acc, _: model.CPU.product(a, b, acc, BF16))
+    modules = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_decode)
+    scope = device.scope(*modules, others_ended=lambda: None, **changes)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
+        assert options.pop("launch_pdl"), "the kernel behind waits for this one, and must be told that it may"
+        if kernel is kernels_hopper_decode.decode_kernel:
+            for workspace in values[1:3]:
+                workspace.fill_(NAN)  # it comes as it is
+            device.programs = grid[0]
+            device.run(scope, kernel, values, grid[1])
+        else:
+            assert values[-1] is True  # the fold waits
+            run(kernel, grid, *values[:-1], False, **options)
+
+    return kernels_hopper_decode.attention(launch, segment=segment, block=block, **args)
+
+
+def paged(page: int, D: int) -> dict[str, Any]:
+    """Two sequences in pages in any order, the first of them short: behind the last key of the other there is
+    no page, and no table. NaN in a page that nobody has, and behind the keys."""
+    args, count = made(2, 2, 240, 2, 1, D), 240 // page
+    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))
+    args |= {"block_table": order.view(2, count).int(), "key_end": ints(77, count * page)}
+    for name in ("k", "v"):
+        t = args[name][:, : count * page]
+        t[0, 77:] = NAN
+        args[name] = torch.full((2 * count + 1, page, 1, D), NAN, dtype=t.dtype)
+        args[name][order] = t.reshape(2 * count, page, 1, D)
+    return args
+
+
+def bounded(args: dict[str, Any]) -> dict[str, Any]:
+    """What lies outside of the bounds may be anything."""
+    for b, (first, end) in enumerate(zip(args["key_start"].tolist(), args["key_end"].tolist(), strict=True)):
+        for name in ("k", "v"):
+            args[name][b, :first], args[name][b, end:] = NAN, NAN
+    return args
+
+
+def infinite(args: dict[str, Any]) -> dict[str, Any]:
+    """A value of the first segment, which must not reach the states of others."""
+    args["v"][:, 7, 0, 5] = float("inf")
+    return args
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "several queries": made(1, 3, 300, 4, 2, 64),
+    "a group of three": made(1, 1, 330, 3, 1, 128),
+    "window": made(1, 3, 500, 2, 1, 64, window=150),
+    "bounds and a cap": bounded(
+        made(3, 2, 290, 2, 1, 80, F16, softcap=3.0, key_start=ints(5, 200, 9), key_end=ints(280, 201, 9))
+    ),
+    "every query sees all": made(1, 3, 150, 2, 1, 96, causal=False),
+    "fewer keys than queries": bounded(made(1, 7, 150, 1, 1, 64, key_start=ints(0), key_end=ints(3))),
+    "blocks of 64 and a tile of 32": made(1, 9, 200, 2, 1, 256),
+    "an infinite value": infinite(made(1, 1, 300, 2, 1, 64)),
+    "pages of 16": paged(16, 80),
+    "pages of 48": paged(48, 64),
+    "pages of a block": paged(64, 64),
+    "pages of two blocks": paged(128, 128),
+}
+
+
+def bits() -> None:
+    """Those of the model: a program for every segment, and one for all."""
+    for what, args in CASES.items():
+        wanted = model.attention(segment=128, block=64, **args)
+        for many in (1024, 1) if what in ("several queries", "window") else (1,):
+            kernels_hopper_decode.MANY_PROGRAMS = many
+            same(f"{what}, {many}", on_a_cpu(args), wanted)
+    args = made(1, 9, 400, 4, 1, 128)
+    same("blocks of 128", on_a_cpu(args, 256, 128), model.attention(segment=256, block=128, **args))
+
+
+def controls() -> None:
+    """What must be noticed is: other borders, keys that are given away before they are multiplied with,
+    values behind the last that are not cleared."""
+    args = CASES["several queries"]
+    wanted = model.attention(segment=128, block=64, **args)
+    for segment, block in ((192, 64), (128, 32)):
+        other = model.attention(segment=segment, block=block, **args)
+        assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), (segment, block)
+
+    class Early(Device):
+        def multiply(self, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
+            found = super().multiply(a, b, *rest, **more)
+            a.read()[...] = 0.0  # somebody else writes there from now on
+            return found
+
+    dirty = CASES["pages of 16"]
+    broken = {
+        "too early": (wanted, lambda: on_a_cpu(args, device=Early(model.CPU, 1))),
+        "not cleared": (
+            model.attention(segment=128, block=64, **dirty),
+            lambda: on_a_cpu(dirty, clear=lambda *rest: None),
+        ),
+    }
+    for what, (right, call) in broken.items():
+        assert not torch.equal(call()[0], right[0]), what
+
+
+def folds() -> None:
+    """States are folded in ascending order, some at once. Unseen segments change nothing, whatever they
+    hold."""
+    do, c, gen = model.CPU, np.float32(0.3), np.random.default_rng(0)
+    rows, D = 4, 80
+    for segments in (1, 16, 17, 40):
+        m, s = gen.normal(0, 8, (rows, segments)), gen.uniform(1, 900, (rows, segments))
+        m, s, acc = (x.astype(np.float32) for x in (m, s, gen.normal(0, 30, (rows, segments, D))))
+        unseen = gen.random((rows, segments)) < 0.2
+        unseen[0], unseen[1] = True, False
+        m[unseen], s[unseen], acc[unseen] = -np.inf, 0.0, np.nan
+
+        def folded(order: Any, m: Any = m, s: Any = s, acc: Any = acc) -> tuple[Tensor, Tensor]:
+            """In fp32, which hides nothing."""
+            out, lse = torch.full((rows, D), NAN), torch.full((rows,), NAN)
+            sums, states = (torch.from_numpy(x[:, order].copy()) for x in (np.stack((m, s), -1), acc))
+            sizes = (1, sums.shape[1], float(c), rows, D, 128, kernels_triton.AHEAD, False)
+            run(kernels_triton.fold_kernel, (rows,), sums, states, out, lse, *sizes, num_warps=1)
+            return out, lse
+
+        M, L, total = (np.full(n, x, np.float32) for n, x in ((rows, -np.inf), (rows, 0), ((rows, D), 0)))
+        for j in range(segments):
+            top, seen = np.maximum(M, m[:, j]), s[:, j] != 0
+            base = np.where(np.isinf(top), np.float32(0), top)
+            old, new = do.exp2((M - base) * c), do.exp2((m[:, j] - base) * c)
+            total = np.where(seen[:, None], do.fma(acc[:, j], new[:, None], total * old[:, None]), total)
+            L, M = np.where(seen, do.fma(s[:, j], new, L * old), L), np.where(seen, top, M)
+        there, safe = L != 0, np.where(L != 0, L, np.float32(1))
+        assert there[:2].tolist() == [False, True]
+        wanted = np.where(there[:, None], total / safe[:, None], np.float32(0))
+        ends = np.where(there, (M * c + do.log2(safe)) * model.LN2, np.float32(-np.inf))
+        same(f"{segments}", folded(slice(None)), (torch.from_numpy(wanted), torch.from_numpy(ends)))
+        if segments > 1:  # the control: as they happen to arrive
+            assert not torch.equal(folded(gen.permutation(segments))[0], torch.from_numpy(wanted)), segments
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
