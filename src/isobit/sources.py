@@ -1,16 +1,19 @@
 """Which code decides the numbers of an op, and a hash of it.
 
 A measurement speaks for the code that ran, so it is stale when that code has changed, and not when a comment
-has, or a function that the op does not use. What an op uses is found by reading: its own files in whole, and
-of files that it shares with others the definitions whose names it uses, and those that these use. Nothing is
-imported, so it needs no GPU.
+has, or a name, or a function that the op does not use. What an op uses is found by reading: its own files in
+whole, and of files that it shares with others the definitions whose names it uses, and those that these use.
+Nothing is imported, so it needs no GPU.
+
+Names that this code itself defines count by their first places: a renamed variable leaves the hash as it is.
+Names of others (`gl.load`, `torch.empty`) count as they are.
 """
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +30,29 @@ Used = dict[Path, set[int]]
 
 
 def kernel_sha(folder: str, package: Path = PACKAGE) -> str | None:
-    """SHA-256 over what decides the numbers of the ops in a folder, without comments, docstrings and layout.
-    None if there is no such folder."""
-    used = decisive_code(folder, package)
+    """SHA-256 over what decides the numbers of the ops in a folder, without comments, docstrings, layout and
+    the names of what is defined there. None if there is no such folder."""
+    used = sorted(decisive_code(folder, package).items())
+    files = [(path.relative_to(package).as_posix(), path.read_text(), tuple(sorted(i))) for path, i in used]
+    return _digest(tuple(files)) if files else None
+
+
+@lru_cache(maxsize=256)
+def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
+    """Of some statements of some files."""
+    chosen = [(path, [_parts_of(source)[i] for i in numbers]) for path, source, numbers in files]
+    own = frozenset[str]().union(*(part.defined for _, parts in chosen for part in parts))
+    places: dict[str, str] = {}
+
+    def written(name: str) -> str:
+        return places.setdefault(name, f"own {len(places)}") if name in own else name
+
     digest = hashlib.sha256()
-    for path, chosen in sorted(used.items()):
-        digest.update(path.relative_to(package).as_posix().encode())
-        parts = _parts_of(path.read_text())
-        for i in sorted(chosen):
-            digest.update(f"\n{parts[i].form}".encode())
-    return digest.hexdigest()[:16] if used else None
+    for path, parts in chosen:
+        digest.update(path.encode())
+        for part in parts:
+            digest.update(f"\n{_form(part.node, written)}".encode())
+    return digest.hexdigest()[:16]
 
 
 def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
@@ -86,12 +102,13 @@ def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, st
 
 @dataclass(frozen=True)
 class _Part:
-    """A statement of a module, or one name of an import: what it is, the names that it defines, those that it
-    uses, and what it imports, (module, name). One that `acts` defines nothing: it is there for what it does.
-    """
+    """A statement of a module, or one name of an import: what it is, the names that it defines in the module
+    and anywhere (arguments, variables, fields), those that it uses, and what it imports, (module, name). One
+    that `acts` defines nothing: it is there for what it does."""
 
-    form: str
+    node: ast.AST
     names: frozenset[str]
+    defined: frozenset[str]
     uses: frozenset[str]
     imports: frozenset[tuple[str, str]]
     acts: bool
@@ -105,12 +122,28 @@ def _parts_of(source: str) -> list[_Part]:
         imported = list(_imports_in(node))
         if isinstance(node, ast.Import | ast.ImportFrom):  # each name counts where it is used
             none = frozenset[str]()
-            parts += [_Part(f"{n}={t}", frozenset([n]), none, frozenset([t]), False) for n, t in imported]
+            for name, (module, what) in imported:
+                alone = ast.ImportFrom(module, [ast.alias(what, name)], 0)
+                parts.append(_Part(alone, frozenset([name]), none, none, frozenset([(module, what)]), False))
             continue
         names = frozenset(_defined_by(node))
         uses = frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name)) - names
-        parts.append(_Part(_form(node), names, uses, frozenset(t for _, t in imported), not names))
+        defined = frozenset(_defined_in(node))
+        parts.append(_Part(node, names, defined, uses, frozenset(t for _, t in imported), not names))
     return parts
+
+
+def _defined_in(node: ast.AST) -> Iterator[str]:
+    """Names that a statement defines, however deep: functions, classes, arguments, variables, fields."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield each.name
+        elif isinstance(each, ast.arg):
+            yield each.arg
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            yield each.id
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            yield each.attr
 
 
 def _imports_in(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -144,15 +177,20 @@ def _constant_of(node: ast.stmt) -> Any:
     return node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
 
 
-def _form(node: Any) -> str:
-    """A tree as text: no lines and columns, no docstrings, and nothing that is empty, which other versions of
-    Python write in other ways."""
+#: Where a node of the tree has a name.
+_NAMED = {"id", "arg", "attr", "name", "asname"}
+
+
+def _form(node: Any, written: Callable[[str], str]) -> str:
+    """A tree as text, names as they are `written`: no lines and columns, no docstrings, and nothing that is
+    empty, which other versions of Python write in other ways."""
     if isinstance(node, list):
-        return f"[{','.join(map(_form, node))}]"
+        return f"[{','.join(_form(each, written) for each in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = dict(ast.iter_fields(node))
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         fields["body"] = _without_docstring(fields["body"])
-    inside = (f"{name}={_form(value)}" for name, value in fields.items() if value not in (None, []))
+    named = {k: written(v) if k in _NAMED and isinstance(v, str) else v for k, v in fields.items()}
+    inside = (f"{k}={_form(v, written)}" for k, v in named.items() if v not in (None, []))
     return f"{type(node).__name__}({','.join(inside)})"

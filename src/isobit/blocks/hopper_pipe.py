@@ -391,7 +391,8 @@ class Matrix(NamedTuple):
 def matrix(t: Tensor) -> Matrix:
     """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
     *_, rows, columns = t.shape
-    return Matrix(t, rows, columns, *t.stride()[-2:])
+    *_, row_stride, column_stride = t.stride()
+    return Matrix(t, rows, columns, row_stride, column_stride)
 
 
 def aligned_for_tma(m: Matrix) -> bool:
