@@ -127,7 +127,9 @@ def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> A
     return made
 
 
-def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int) -> Any:
+def run(
+    tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool
+) -> Any:
     """What one program makes of a matrix of tiles of 128 columns, by their corner: sums in segments, from a
     start value on; or, with a `rest`, a product whose last so many columns have their own accumulator."""
     out: dict[tuple[int, int], Terms] = {}
@@ -149,7 +151,7 @@ def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, progr
         methods(
             hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
             staging=ring(multipliers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
-            SWAPPED=False,
+            SWAPPED=swapped,
         )
         for offset in (0, 128 - rest)
     ]  # fmt: skip
@@ -186,17 +188,17 @@ def run(tiles: tuple[int, int], steps: int, multipliers: int, stages: int, progr
     return out
 
 
-def every_tile(steps: int, multipliers: int, rest: int) -> None:
+def every_tile(steps: int, multipliers: int, rest: int, swapped: bool = False) -> None:
     """Run, and compare with what should come out."""
     tiles, rows = (3, 4), 64 * multipliers
     found: dict[tuple[int, int], Terms] = {}
     for program in (0, 1):
-        found |= run(tiles, steps, multipliers, 5, program, rest)
+        found |= run(tiles, steps, multipliers, 5, program, rest, swapped)
     parts = [0, 128 - rest] if rest else [0]
     columns = [n * 128 + offset for n in range(tiles[1]) for offset in parts]
     corners = itertools.product(range(0, tiles[0] * rows, 64), columns)
     assert found == {
-        (row, column): (*(() if rest else ("start", row, column)),
+        (column, row) if swapped else (row, column): (*(() if rest else ("start", row, column)),
                         *(("a", row, 64 * step, "b", column, 64 * step) for step in range(steps)))
         for row, column in corners
     }  # fmt: skip
@@ -209,10 +211,11 @@ def test_sums_go_on_from_the_start_value(steps: int, multipliers: int) -> None:
     every_tile(steps, multipliers, 0)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("multipliers", [1, 3])
 @pytest.mark.parametrize("steps", [1, 5, 6, 9])
-def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: int) -> None:
-    every_tile(steps, multipliers, 32)
+def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: int, swapped: bool) -> None:
+    every_tile(steps, multipliers, 32, swapped)
 
 
 def _ask_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]

@@ -301,13 +301,13 @@ def test_a_product_has_three_tensor_maps_and_two_pointers() -> None:
     address, asked, (made,) = run(product_and_counts)
     assert [i for i, p in enumerate(made.params) if len(p) == 128] == [6, 11, 16]
     assert made.params[6].startswith(address.to_bytes(8, "little"))  # the weight's, for few tokens
-    assert made.params[16] == made.params[6]  # for want of an output's
+    assert made.params[16].startswith(made.params[0])  # the output's
     assert asked == Counts(maps=3, pointers=2)  # out, and out for want of a bias
 
 
 @pytest.mark.parametrize(
     ("M", "shift", "places"),
-    [(34, 0, (3, 11, 12)), (33, 8, (6, 16))],  # a token more; a weight that begins 16 bytes later
+    [(34, 0, (3, 11, 12, 16, 17)), (33, 8, (6,))],  # a token more; a weight that begins 16 bytes later
 )
 def test_a_call_that_is_another_is_seen_in_its_parameters(
     M: int, shift: int, places: tuple[int, ...]

@@ -19,6 +19,7 @@ from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
     Matrix,
     Pipe,
+    TensorDescriptor,
     accumulator_layout,
     aligned_for_tma,
     descriptor,
@@ -193,21 +194,27 @@ def _multiply(
     """out = a b + bias, or its transpose when the tile is swapped."""
     M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    wide, rest = tile.parts[0], tile.parts[-1]  # where there is one part, the other is not used
-    b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
-    b_rest, _ = operand_descriptor(b.transposed(), rest, tile.step)
     staged = out.shape[-1] * out.element_size() % 16 == 0
-    outs = [a_desc, a_desc]
+    out_desc, b_rest, out_rest = a_desc, None, None  # what is not read takes no time to make
+
+    def leaving(columns: int) -> TensorDescriptor:
+        return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
+
+    wide = tile.columns - tile.rest
+    b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
     if staged:
-        outs = [descriptor(matrix(out), *((n, 64) if tile.swapped else (64, n))) for n in (wide, rest)]
+        out_desc = leaving(wide)
+    if tile.rest:
+        b_rest, _ = operand_descriptor(b.transposed(), tile.rest, tile.step)
+        out_rest = leaving(tile.rest) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
         out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
-        a_desc, b_desc, outs[0], b_rest, outs[1], a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
-        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(rest), tile.swapped,
-        bias is not None, staged, registers,
+        a_desc, b_desc, out_desc, b_rest, out_rest, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
+        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(tile.rest or wide),
+        tile.swapped, bias is not None, staged, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
 
