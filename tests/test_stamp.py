@@ -13,7 +13,7 @@ from isobit import ContractError, stale
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
 from isobit.op import known_op
-from isobit.sources import _form, decisive_code, kernel_sha
+from isobit.sources import _Text, decisive_code, kernel_sha
 from isobit.stamp import source_sha
 
 PACKAGE = Path(isobit.__file__).parent
@@ -80,10 +80,61 @@ def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> No
 def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:
     """Python 3.12 has type parameters on every function, 3.11 has none."""
     (function,) = ast.parse("def f(): return None").body
-    form = _form(function)
+    text = _Text(frozenset(), frozenset())
+    form = text.of(function)
     function.type_params = []  # type: ignore[attr-defined]
     function._fields = (*function._fields, "type_params")  # type: ignore[misc]
-    assert _form(function) == form and "name='f'" in form
+    assert text.of(function) == form and "name='f'" in form
+
+
+BLOCK = """
+class Box(Base):
+    width: int
+
+    def doubled(self, factor):
+        inner = self.width * factor
+        return fma(inner, factor, self.width)
+
+def measure(box, LIMIT=4):
+    def nested(x):
+        return x + LIMIT
+    return nested(gl.load(Box(box).doubled(factor=2)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("inner", "product", True),
+        ("width", "columns", True),
+        ("doubled", "twice", True),
+        ("Box", "Room", True),
+        ("measure", "measured", True),
+        ("nested", "within", True),
+        ("(x)", "(y)", False),  # its use is another name then
+        ("gl.load", "gl.store", False),
+        ("(inner, factor, ", "(factor, inner, ", False),
+        ("* factor", "* inner", False),
+        ("fma", "fms", False),
+        ("+ LIMIT", "- LIMIT", False),
+        ("LIMIT=4", "LIMIT=5", False),
+    ],
+)
+def test_names_of_its_own_leave_the_hash(package: Path, old: str, new: str, same: bool) -> None:
+    path = package / "ops" / "logp" / "kernels_triton.py"
+    append(path, BLOCK)
+    before = kernel_sha("logp", package)
+    path.write_text(path.read_text().replace(BLOCK, BLOCK.replace(old, new)))
+    assert (kernel_sha("logp", package) == before) is same
+
+
+def test_a_function_of_the_package_may_be_renamed(package: Path) -> None:
+    """Where it is defined and wherever it is used."""
+    paths = [path for path in package.rglob("*.py") if "row_offset" in path.read_text()]
+    assert len(paths) > 2
+    for path in paths:
+        path.write_text(path.read_text().replace("row_offset", "place_of_row"))
+    assert kernel_sha("logp", package) == kernel_sha("logp")
 
 
 def test_imports_are_followed_wherever_they_stand(package: Path) -> None:

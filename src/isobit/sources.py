@@ -5,13 +5,14 @@ has, or a name, or a function that the op does not use. What an op uses is found
 whole, and of files that it shares with others the definitions whose names it uses, and those that these use.
 Nothing is imported, so it needs no GPU.
 
-Names that this code itself defines count by their first places: a renamed variable leaves the hash as it is.
-Names of others (`gl.load`, `torch.empty`) count as they are.
+Names that this code itself defines count by their first places, so a renamed variable, field or function
+leaves the hash as it is. Names of others (`gl.load`, `torch.empty`) count as they are, and so do names by
+which arguments are given.
 """
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -40,18 +41,14 @@ def kernel_sha(folder: str, package: Path = PACKAGE) -> str | None:
 @lru_cache(maxsize=256)
 def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
     """Of some statements of some files."""
-    chosen = [(path, [_parts_of(source)[i] for i in numbers]) for path, source, numbers in files]
-    own = frozenset[str]().union(*(part.defined for _, parts in chosen for part in parts))
-    places: dict[str, str] = {}
-
-    def written(name: str) -> str:
-        return places.setdefault(name, f"own {len(places)}") if name in own else name
-
+    chosen = [(path, [_parts_of(source)[i].node for i in numbers]) for path, source, numbers in files]
+    nodes = [node for _, some in chosen for node in some]
+    text = _Text(frozenset(_defined(nodes)), frozenset(_members(nodes)))
     digest = hashlib.sha256()
-    for path, parts in chosen:
+    for path, some in chosen:
         digest.update(path.encode())
-        for part in parts:
-            digest.update(f"\n{_form(part.node, written)}".encode())
+        for node in some:
+            digest.update(f"\n{text.of(node)}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -102,13 +99,12 @@ def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, st
 
 @dataclass(frozen=True)
 class _Part:
-    """A statement of a module, or one name of an import: what it is, the names that it defines in the module
-    and anywhere (arguments, variables, fields), those that it uses, and what it imports, (module, name). One
-    that `acts` defines nothing: it is there for what it does."""
+    """A statement of a module, or one name of an import: what it is, the names that it defines, those that it
+    uses, and what it imports, (module, name). One that `acts` defines nothing: it is there for what it does.
+    """
 
-    node: ast.AST
+    node: ast.stmt
     names: frozenset[str]
-    defined: frozenset[str]
     uses: frozenset[str]
     imports: frozenset[tuple[str, str]]
     acts: bool
@@ -124,26 +120,12 @@ def _parts_of(source: str) -> list[_Part]:
             none = frozenset[str]()
             for name, (module, what) in imported:
                 alone = ast.ImportFrom(module, [ast.alias(what, name)], 0)
-                parts.append(_Part(alone, frozenset([name]), none, none, frozenset([(module, what)]), False))
+                parts.append(_Part(alone, frozenset([name]), none, frozenset([(module, what)]), False))
             continue
         names = frozenset(_defined_by(node))
         uses = frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name)) - names
-        defined = frozenset(_defined_in(node))
-        parts.append(_Part(node, names, defined, uses, frozenset(t for _, t in imported), not names))
+        parts.append(_Part(node, names, uses, frozenset(t for _, t in imported), not names))
     return parts
-
-
-def _defined_in(node: ast.AST) -> Iterator[str]:
-    """Names that a statement defines, however deep: functions, classes, arguments, variables, fields."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield each.name
-        elif isinstance(each, ast.arg):
-            yield each.arg
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            yield each.id
-        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            yield each.attr
 
 
 def _imports_in(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -177,20 +159,100 @@ def _constant_of(node: ast.stmt) -> Any:
     return node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
 
 
-#: Where a node of the tree has a name.
-_NAMED = {"id", "arg", "attr", "name", "asname"}
+# Code as text
 
 
-def _form(node: Any, written: Callable[[str], str]) -> str:
-    """A tree as text, names as they are `written`: no lines and columns, no docstrings, and nothing that is
-    empty, which other versions of Python write in other ways."""
-    if isinstance(node, list):
-        return f"[{','.join(_form(each, written) for each in node)}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        fields["body"] = _without_docstring(fields["body"])
-    named = {k: written(v) if k in _NAMED and isinstance(v, str) else v for k, v in fields.items()}
-    inside = (f"{k}={_form(v, written)}" for k, v in named.items() if v not in (None, []))
-    return f"{type(node).__name__}({','.join(inside)})"
+def _defined(nodes: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements of modules define there."""
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _defined_by(node)
+
+
+def _members(nodes: Iterable[ast.stmt]) -> Iterator[str]:
+    """Fields and methods of classes, and what functions store in attributes."""
+    for each in (each for node in nodes for each in ast.walk(node)):
+        if isinstance(each, ast.ClassDef):
+            yield from (name for inner in each.body for name in _defined_by(inner))
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            yield each.attr
+
+
+def _variables(function: ast.AST) -> frozenset[str]:
+    """Arguments and variables of a function, and of those inside of it, and their names."""
+    found = set()
+    for each in ast.walk(function):
+        if isinstance(each, ast.arg):
+            found.add(each.arg)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.id)
+        elif isinstance(each, ast.FunctionDef | ast.ClassDef) and each is not function:
+            found.add(each.name)
+    return frozenset(found)
+
+
+class _Text:
+    """Trees as text: no lines and columns, no docstrings, and nothing that is empty, which other versions of
+    Python write in other ways. Names that are known here are numbers: those of modules and of classes by
+    their first places in all of the text, variables by those in their function."""
+
+    def __init__(self, modules: frozenset[str], members: frozenset[str]) -> None:
+        self._modules, self._members = modules, members
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._local: dict[str, int] = {}
+        self._variables: frozenset[str] | None = None  # of the function around
+        self._in_class = False
+
+    def of(self, node: Any) -> str:
+        if isinstance(node, list):
+            return f"[{','.join(map(self.of, node))}]"
+        if not isinstance(node, ast.AST):
+            return repr(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._variables is None:
+            return self._function(node)
+        if isinstance(node, ast.ClassDef) and self._variables is None:
+            return self._class(node)
+        return self._plain(node, self._fields(node))
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+        fields = self._fields(node)  # its own name is not one of its variables
+        before = self._in_class, self._local, self._variables
+        self._in_class, self._local, self._variables = False, {}, _variables(node)
+        found = self._plain(node, fields)
+        self._in_class, self._local, self._variables = before
+        return found
+
+    def _class(self, node: ast.ClassDef) -> str:
+        fields = self._fields(node)
+        self._in_class = True
+        found = self._plain(node, fields)
+        self._in_class = False
+        return found
+
+    def _plain(self, node: ast.AST, fields: dict[str, Any]) -> str:
+        inside = (f"{k}={self.of(v)}" for k, v in fields.items() if v not in (None, []))
+        return f"{type(node).__name__}({','.join(inside)})"
+
+    def _fields(self, node: ast.AST) -> dict[str, Any]:
+        fields = dict(ast.iter_fields(node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            fields |= {"name": self._name(node.name), "body": _without_docstring(fields["body"])}
+        elif isinstance(node, ast.Name):
+            fields["id"] = self._name(node.id)
+        elif isinstance(node, ast.arg):
+            fields["arg"] = self._name(node.arg)
+        elif isinstance(node, ast.alias):
+            fields |= {"name": self._name(node.name), "asname": self._name(node.asname or "")}
+        elif isinstance(node, ast.Attribute) and node.attr in self._members:
+            fields["attr"] = self._number("member", node.attr)
+        return fields
+
+    def _name(self, name: str) -> str:
+        if self._variables is not None and name in self._variables:
+            return f"variable {self._local.setdefault(name, len(self._local))}"
+        if self._in_class and name in self._members:
+            return self._number("member", name)
+        return self._number("name", name) if name in self._modules else name
+
+    def _number(self, kind: str, name: str) -> str:
+        return f"{kind} {self._numbers.setdefault((kind, name), len(self._numbers))}"
