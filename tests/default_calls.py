@@ -173,7 +173,7 @@ def calls() -> dict[str, Call]:
 
 
 def in_process(call: Call) -> str:
-    """The backend that serves CPU tensors unasked."""
+    """The backend that serves CPU tensors not_by_default."""
     return "model" if call.name.startswith(("det_", "attention")) else "reference"
 
 

@@ -245,7 +245,7 @@ def test_the_model_serves_other_devices_by_name_only() -> None:
     assert model.why_not(elsewhere, torch.device("meta")) == (
         "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
     )
-    assert model.unasked({"x": torch.empty(2, 3)}) is None
+    assert model.not_by_default({"x": torch.empty(2, 3)}) is None
 
 
 def test_the_classes_follow_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import isobit
-from isobit import ContractError, UnsupportedError, kinds
+from isobit import ContractError, UnsupportedError, cache_key
 from isobit.backend import NONE
 from isobit.contract import F32, Contract, Float, Like
 from isobit.op import OPS, Op, op, public_ops
@@ -410,7 +410,7 @@ def test_numbers_of_no_usual_type_become_usual_ones(asked: list[str]) -> None:
 
 
 def test_kinds_of_calls_do_not_pile_up(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", 3)
+    monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
     assert len(scale._families) <= 3 and len(scale._ways) <= 3

@@ -63,10 +63,10 @@ for target, run in (
     add(target, "quick", "a/1", run)
     add(target, "mixed", of_the_device, run)
     add(target, "sure", "a/1", run)
-    add(target, "shy", "a/2", run, unasked=by_name_only)
+    add(target, "shy", "a/2", run, not_by_default=by_name_only)
 add(double, "alone", "a/3", lambda x, y: 2 * x + 3 * y)
 add(double, "plain", NONE, lambda x, y: 2 * x + 3 * y)
-add(times, "timid", "a/3", lambda x, factor: factor * x, unasked=by_name_only)
+add(times, "timid", "a/3", lambda x, factor: factor * x, not_by_default=by_name_only)
 add(times, "plain", NONE, lambda x, factor: factor * x)
 
 

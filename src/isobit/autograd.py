@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Saved(NamedTuple):
-    """What calls of a kind keep for the backward: tensors, as names and which of their tensors and outputs
+    """What calls with one key keep for the backward: tensors, as names and which of their tensors and outputs
     those are; and what is no tensor and the same for all of them."""
 
     names: tuple[str, ...]

@@ -36,12 +36,12 @@ class Lazy:
 @dataclass(frozen=True)
 class Backend:
     """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call. Like all
-    functions here it must not look at what tensors hold: its answer is kept for calls of the same kind.
+    functions here it must not look at what tensors hold: its answer is kept for calls with the same key.
 
     `numerics`: its class, or a function of the device where the hardware decides it.
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
     kernels, so there it serves only when asked for by name.
-    `unasked(args)`: any other reason to serve only when asked for by name.
+    `not_by_default(args)`: any other reason to serve only when asked for by name.
     `launches`: its run takes `launch`, and makes all of its launches by it. Where there is nothing between
     them but allocations and views they are recorded once, and made again without its run.
     """
@@ -51,7 +51,7 @@ class Backend:
     numerics: str | Callable[[torch.device], str]
     when: Callable[[Args], str | None]
     interpreted: bool
-    unasked: Callable[[Args], str | None]
+    not_by_default: Callable[[Args], str | None]
     launches: bool = False
 
     def numerics_on(self, device: torch.device) -> str:
@@ -67,7 +67,7 @@ class Backend:
         """The reason not to choose this backend by default."""
         if self.interpreted and device.type == "cpu":
             return "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
-        return self.unasked(args) or self.when(args)
+        return self.not_by_default(args) or self.when(args)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from isobit.autograd import Applied, Body, Refusal, Saved, Through, function_of
 from isobit.backend import Args, Backend, Explanation, backend_named, choose, explain
+from isobit.cache_key import CacheKey, cache_key_of, family_key_of, remember
 from isobit.contract import Contract, ContractError, Param, is_given
-from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.numerics import Numerics
 from isobit.ways import Way
 
@@ -92,8 +92,8 @@ class Op:
 
     def forget(self) -> None:
         """Forget every cached call. New dictionaries, because another thread may hold the old ones."""
-        self._ways: dict[Kind, Way] = {}
-        self._families: dict[Kind, Way] = {}  # how calls with any number of rows are served
+        self._ways: dict[CacheKey, Way] = {}
+        self._families: dict[CacheKey, Way] = {}  # how calls with any number of rows are served
         self._served_of = list(self.backends)  # what was chosen from
 
     # Declaring
@@ -105,13 +105,13 @@ class Op:
         numerics: str | Callable[[torch.device], str],
         when: Callable[[Args], str | None] = lambda args: None,
         interpreted: bool = False,
-        unasked: Callable[[Args], str | None] = lambda args: None,
+        not_by_default: Callable[[Args], str | None] = lambda args: None,
         launches: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Add a backend; the order of declaration is the order of preference."""
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends.append(Backend(name, run, numerics, when, interpreted, unasked, launches))
+            self.backends.append(Backend(name, run, numerics, when, interpreted, not_by_default, launches))
             self.forget()
             return run
 
@@ -155,7 +155,7 @@ class Op:
         """Autograd for this op with respect to these arguments, whatever the backend.
 
         `save(args, outputs)` names the tensors to keep, inputs and outputs, and what else the backward wants
-        to know that is the same for calls of one kind; `gradient(kept, grads)` calls any ops and returns
+        to know that is the same for calls with one key; `gradient(kept, grads)` calls any ops and returns
         gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names
         of the arguments that a gradient is wanted for; and `follow`, controls to be passed on to those ops,
         by which gradients have the numerics class that the forward was bound to: `numerics`, and `prefer`,
@@ -174,8 +174,8 @@ class Op:
             saved = body.saved
             if saved is None:
                 args = dict(zip(names, body.values(tensors), strict=True))
-                unasked = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
-                saved = Saved.of(save(args, outputs), (*tensors, *several), unasked)
+                not_given = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
+                saved = Saved.of(save(args, outputs), (*tensors, *several), not_given)
                 # One that is given twice, as in a a^T, is saved from the place where it comes first. The next
                 # call has two there.
                 if len({id(t) for t in tensors}) == len(tensors):
@@ -285,37 +285,37 @@ class Op:
         values = self.contract.in_order(given)
         if _watched() or forward_ad._current_level >= 0:
             return self._first_call(self._typed(values), None)
-        kind = kind_of(values, _grad_enabled())
-        way = self._find(kind)
+        key = cache_key_of(values, _grad_enabled())
+        way = self._find(key)
         if way is None:
             typed = self._typed(values)
             if typed is values:
-                return self._first_call(values, kind)
+                return self._first_call(values, key)
             values = typed  # a number of numpy's has become one of Python's, say
-            kind = kind_of(values, _grad_enabled())
-            way = self._find(kind)
-        return self._first_call(values, kind) if way is None else way(values)
+            key = cache_key_of(values, _grad_enabled())
+            way = self._find(key)
+        return self._first_call(values, key) if way is None else way(values)
 
-    def _find(self, kind: Kind | None) -> Way | None:
-        """How calls of a kind are served, if one of them or of their family has been."""
-        if kind is None or self._served_of != self.backends:
+    def _find(self, key: CacheKey | None) -> Way | None:
+        """How calls with a key are served, if one of them or of their family has been."""
+        if key is None or self._served_of != self.backends:
             return None
-        way = self._ways.get(kind)
+        way = self._ways.get(key)
         if way is None:
-            family = family_of(kind, self.contract.rows_at)
+            family = family_key_of(key, self.contract.rows_at)
             way = None if family is None else self._families.get(family)
             if way is not None:
                 way = way.another()
-                remember(self._ways, kind, way)
+                remember(self._ways, key, way)
         return way
 
-    def _keep(self, kind: Kind | None, way: Way) -> None:
-        if kind is not None:
-            remember(self._ways, kind, way)
-            remember(self._families, family_of(kind, self.contract.rows_at), way)
+    def _keep(self, key: CacheKey | None, way: Way) -> None:
+        if key is not None:
+            remember(self._ways, key, way)
+            remember(self._families, family_key_of(key, self.contract.rows_at), way)
 
-    def _first_call(self, values: tuple[Any, ...], kind: Kind | None) -> Any:
-        """A call of a kind that is not known, or of none."""
+    def _first_call(self, values: tuple[Any, ...], key: CacheKey | None) -> Any:
+        """A call with a key that is not known, or without one."""
         if not self._plain(values):
             if self._applied is not None and torch._C._are_functorch_transforms_active():
                 return self._differentiated(self._run_transformed, values)
@@ -330,7 +330,7 @@ class Op:
             values = self._followed(values)
             way = self._way(values, self._applied)
         found = way(values)
-        self._keep(kind, way)
+        self._keep(key, way)
         return found
 
     def bind(self, given: Args) -> tuple[Any, ...]:
@@ -361,11 +361,11 @@ class Op:
         """The body, below autograd."""
         if values[0].device.type == "meta":
             return self._fake(*values)
-        kind = kind_of(values, False)
-        way = self._find(kind)
+        key = cache_key_of(values, False)
+        way = self._find(key)
         if way is None:
             way = self._way(values)
-            self._keep(kind, way)
+            self._keep(key, way)
         return way(values)
 
     def _run_for_torch(self, *given: Any) -> Any:
@@ -410,7 +410,7 @@ class Op:
         """How calls like this one are served, or the reason why none is.
 
         The contract, its rules and the choice of a backend look at everything but what tensors hold and how
-        many rows there are. So what was said of one call holds for its kind, and for its family.
+        many rows there are. So what was said of one call holds for its key, and for its family.
         """
         if self._served_of != self.backends:
             self.forget()

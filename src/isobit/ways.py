@@ -1,4 +1,4 @@
-"""How calls of one kind are served: found out once, and kept.
+"""How calls with one cache key are served: found out once, and kept.
 
 The first call runs the backend's launcher. The second is recorded (`isobit.blocks.replay`), and from the
 third on the recorded launches are made again, without the launcher. So a number of rows that comes once pays

@@ -46,7 +46,7 @@ _MARKED = re.compile(
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
 
 
-def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
+def render_op(path: Path, series: Sequence[str] = ()) -> str:
     """The tables of one results file, all or those of some kinds of calls, with the stamp under them."""
     report: Report = json.loads(path.read_text())
     stamp = format_stamp(report["stamp"])
@@ -57,7 +57,7 @@ def render_op(path: Path, kinds: Sequence[str] = ()) -> str:
     for note in report["notes"]:
         if note.startswith(UNFINISHED):
             stamp += f"; {note}"
-    body = _grids(report, kinds) if report.get("against") else _by_kind(report, kinds)
+    body = _grids(report, series) if report.get("against") else _by_kind(report, series)
     parts = [*_goals(report.get("summary", ()), report.get("against")), body]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
 
@@ -95,20 +95,20 @@ def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
 # A line a case
 
 
-def _by_kind(report: Report, kinds: Sequence[str]) -> str:
+def _by_kind(report: Report, series: Sequence[str]) -> str:
     """A table for each kind of call, under its name where there are several."""
     rows, lines = report["rows"], _host_lines if report.get("figure") == "host_us" else _lines
     known = dict.fromkeys(row["op"] for row in rows)
-    if len(known) == 1 and not kinds:
+    if len(known) == 1 and not series:
         return lines(rows)
-    _all_known(kinds, known)
+    _all_known(series, known)
     return "\n\n".join(
-        f"`{op}`\n\n{lines([row for row in rows if row['op'] == op])}" for op in kinds or known
+        f"`{op}`\n\n{lines([row for row in rows if row['op'] == op])}" for op in series or known
     )
 
 
-def _all_known(kinds: Sequence[str], known: Iterable[str]) -> None:
-    for kind in kinds:
+def _all_known(series: Sequence[str], known: Iterable[str]) -> None:
+    for kind in series:
         if kind not in known:
             raise ValueError(f"no {kind!r} was timed; known: {', '.join(known)}")
 
@@ -178,7 +178,7 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
 # Grids
 
 
-def _grids(report: Report, kinds: Sequence[str]) -> str:
+def _grids(report: Report, series: Sequence[str]) -> str:
     """A grid for each kind of call: one size down, the others across. Where most of a grid would be empty,
     and for whole steps, a line a case."""
     against, found = report["against"], cells(report["rows"], report["against"])
@@ -186,8 +186,8 @@ def _grids(report: Report, kinds: Sequence[str]) -> str:
     parts = []
     known = dict.fromkeys(cell.op for cell in found)
     every = dict.fromkeys(row["op"] for row in report["rows"])
-    _all_known(kinds, every)
-    for op in kinds or every:
+    _all_known(series, every)
+    for op in series or every:
         if op not in known:  # timed without the baseline: a line a case says what there is
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
             continue
@@ -322,14 +322,14 @@ def updated(text: str, results_dir: Path) -> str:
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
 
     def rendered(found: re.Match[str]) -> str:
-        opening, what, name, kinds, closing = found.groups()
+        opening, what, name, series, closing = found.groups()
         path = results_dir / f"{name}.json"
         if what == "op":
             shown = render_declared(name, results_dir)
         elif name == SUMMARY:
             shown = render_summary(results_dir)
         else:
-            shown = render_op(path, kinds.split()) if path.is_file() else _missing(name)
+            shown = render_op(path, series.split()) if path.is_file() else _missing(name)
         return f"{opening}{shown}{closing}"
 
     return _MARKED.sub(rendered, text)

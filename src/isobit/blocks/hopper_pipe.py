@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from isobit.kinds import Kind, remember
+from isobit.cache_key import CacheKey, remember
 
 __all__ = [
     "LOADER_REGISTERS",
@@ -401,17 +401,17 @@ def aligned_for_tma(m: Matrix) -> bool:
 
 
 #: What descriptors hold beside their tensor, by the matrix and the box that they are of.
-_descriptors: dict[Kind, dict[str, Any]] = {}
+_descriptors: dict[CacheKey, dict[str, Any]] = {}
 
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """What TMA needs to move rows x columns boxes of a row-major matrix."""
     base, size, width, stride, _ = m
-    kind = (size, width, stride, base.dtype, rows, columns)
-    known = _descriptors.get(kind)
+    key = (size, width, stride, base.dtype, rows, columns)
+    known = _descriptors.get(key)
     if known is None:
         known = _form(m, rows, columns)
-        remember(_descriptors, kind, known)
+        remember(_descriptors, key, known)
     # Triton checks every descriptor that is made, which takes longer than all the rest of it. It has checked
     # one like this; only the address is another.
     assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"

@@ -1,7 +1,7 @@
 """A call's launches, recorded once and made again with other addresses.
 
-Of two calls of one kind (the same shapes, strides, dtypes, options) a launcher makes the same launches: the
-same kernels, grids and numbers. Only addresses differ, and each of them is one of
+Of two calls with one cache key (the same shapes, strides, dtypes, options) a launcher makes the same
+launches: the same kernels, grids and numbers. Only addresses differ, and each of them is one of
 
     an input's, plus an offset
     an output's, plus an offset

@@ -28,7 +28,7 @@ from isobit.blocks.hopper_pipe import (
     tma,
     tma_load,
 )
-from isobit.kinds import Kind, remember
+from isobit.cache_key import CacheKey, remember
 from isobit.ops.attention.calls import call_of, decodes
 
 # Triton 3.9 has other names for these than 3.6 and 3.7.
@@ -297,7 +297,7 @@ def _box_layout(rows: int, D: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 #: What descriptors hold beside their tensor.
-_descriptors: dict[Kind, dict[str, Any]] = {}
+_descriptors: dict[CacheKey, dict[str, Any]] = {}
 
 
 def why_not_tma(name: str, t: Tensor) -> str | None:
@@ -328,11 +328,11 @@ def why_not_paged(args: dict[str, Any]) -> str | None:
 
 def descriptor(t: Tensor, rows: int, D: int) -> TensorDescriptor:
     """What TMA needs to read [B, T, H, D] in boxes of some rows of one head, D filled up."""
-    kind = (t.shape, t.stride(), t.dtype, rows, D)
-    known = _descriptors.get(kind)
+    key = (t.shape, t.stride(), t.dtype, rows, D)
+    known = _descriptors.get(key)
     if known is None:
         known = _form(t, rows, D)
-        remember(_descriptors, kind, known)
+        remember(_descriptors, key, known)
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(known, base=t)
     return made

@@ -260,7 +260,11 @@ def _of_this_hardware(device: torch.device) -> str:
 
 
 @forward.backend(
-    "hopper", numerics=str(ATTN_1), when=_hopper_cannot_serve, unasked=_hopper_would_waste, launches=True
+    "hopper",
+    numerics=str(ATTN_1),
+    when=_hopper_cannot_serve,
+    not_by_default=_hopper_would_waste,
+    launches=True,
 )
 def _(**args: Any) -> Any:
     return (_hopper_decode if decodes(call_of(args)) else _hopper).attention(**args)
@@ -274,7 +278,7 @@ def _(**args: Any) -> Any:
 
 
 @backward.backend(
-    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, unasked=_hopper_bwd_would_waste,
+    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, not_by_default=_hopper_bwd_would_waste,
     launches=True,
 )  # fmt: skip
 def _(**args: Any) -> Any:
@@ -300,12 +304,12 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: ask for it by name to compare"
 
 
-@forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, unasked=_not_on_the_cpu)
+@forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
 def _(**args: Any) -> Any:
     return _model.attention(**args)
 
 
-@backward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, unasked=_not_on_the_cpu)
+@backward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
 def _(**args: Any) -> Any:
     return _model.attention_bwd(**args)
 

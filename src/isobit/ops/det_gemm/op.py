@@ -261,7 +261,9 @@ _add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(C
 _add_backend(
     "triton", "kernels_triton", triton_cannot_run, _of_this_hardware, interpreted=True, launches=True
 )
-_add_backend("model", "model", lambda device: None, lambda device: str(CHAIN16), unasked=_not_on_the_cpu)
+_add_backend(
+    "model", "model", lambda device: None, lambda device: str(CHAIN16), not_by_default=_not_on_the_cpu
+)
 
 
 # Autograd, once for all backends

@@ -236,7 +236,7 @@ def _add_backends(rows: Backend, rows_bwd: Backend) -> None:
 
     forward.backend(
         rows.name, numerics=rows.numerics, when=lambda args: rows.when(of_rows(args)),
-        interpreted=rows.interpreted, unasked=lambda args: rows.unasked(of_rows(args)),
+        interpreted=rows.interpreted, not_by_default=lambda args: rows.not_by_default(of_rows(args)),
         launches=rows.launches,
     )(run)  # fmt: skip
     backward.backend(

@@ -131,12 +131,12 @@ def _(**args: Any) -> Any:
     return _triton_bwd.rms_norm_bwd(**args)
 
 
-@forward.backend("model", numerics=str(RMS_1), when=_is_fp64, unasked=_not_on_the_cpu)
+@forward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
 def _(**args: Any) -> Any:
     return _model.rms_norm(**args)
 
 
-@backward.backend("model", numerics=str(RMS_1), when=_is_fp64, unasked=_not_on_the_cpu)
+@backward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
 def _(**args: Any) -> Any:
     return _model.rms_norm_bwd(**args)
 

@@ -30,8 +30,8 @@ def as_logp(trial: Trial) -> list[OutputCheck]:
     checks = [same_bits("0:ratio", ratio, one, "old_logp of logp: exactly 1")]
     for i, (name, found, expected) in enumerate(zip(("logp", "entropy"), rest, (own, entropy), strict=True)):
         checks.append(same_bits(f"{i + 2}:{name}", found, expected, "against logp"))
-    (unasked, *_), same = trial.backward(args | {"old_logp": None})
-    checks.append(same_bits("0:ratio", unasked, one, "without old_logp: exactly 1"))
+    (on_policy, *_), same = trial.backward(args | {"old_logp": None})
+    checks.append(same_bits("0:ratio", on_policy, one, "without old_logp: exactly 1"))
     name = "policy_logits"
     checks.append(same_bits(f"gradient:{name}", same[name], grads[name], "without old_logp"))
     if args["ref_logits"] is not None:

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isobit import ContractError, kinds
+from isobit import ContractError, cache_key
 from isobit.backend import UnsupportedError
 from isobit.blocks import hopper_pipe
+from isobit.cache_key import CacheKey, cache_key_of, family_key_of, remember
 from isobit.composed import Composed
 from isobit.contract import Param
-from isobit.kinds import Kind, family_of, kind_of, remember
 from isobit.op import OPS
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -45,8 +45,8 @@ def at(offset: int, *shape: int) -> Tensor:
     ],
 )
 def test_calls_of_one_kind(one: Any, other: Any) -> None:
-    found = kind_of((one, None), True)
-    assert found is not None and found == kind_of((other, None), True)
+    found = cache_key_of((one, None), True)
+    assert found is not None and found == cache_key_of((other, None), True)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_calls_of_one_kind(one: Any, other: Any) -> None:
     ],
 )
 def test_calls_of_another_kind(one: Any, other: Any) -> None:
-    kinds = [kind_of((value, 1.0), True) for value in (one, other)]
-    assert None not in kinds and kinds[0] != kinds[1]
+    keys = [cache_key_of((value, 1.0), True) for value in (one, other)]
+    assert None not in keys and keys[0] != keys[1]
 
 
 def test_the_mode_of_autograd_and_the_order_of_arguments_are_of_the_kind() -> None:
     x = torch.zeros(2)
-    assert len({kind_of(v, g) for v in ((x, None), (None, x), (x, x)) for g in (False, True)}) == 6
+    assert len({cache_key_of(v, g) for v in ((x, None), (None, x), (x, x)) for g in (False, True)}) == 6
 
 
 class Labelled(Tensor):
@@ -112,12 +112,12 @@ def leaked() -> Tensor:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_of_no_kind(make: Callable[[], Any]) -> None:
-    assert kind_of((torch.zeros(2), make()), True) is None
+    assert cache_key_of((torch.zeros(2), make()), True) is None
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", 3)
-    answers: dict[Kind, int] = {}
+    monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
+    answers: dict[CacheKey, int] = {}
     for i in range(10):
         remember(answers, (i,), i)
         assert len(answers) <= 3 and answers[(i,)] == i
@@ -126,7 +126,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forms_of_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "KINDS", 3)
+    monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     monkeypatch.setattr(hopper_pipe, "_descriptors", {})
     for rows in (64, 65, 66, 67, 68, 64, 69):
         t = torch.empty(rows, 64, dtype=BF16)
@@ -141,10 +141,10 @@ def test_forms_of_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
 ROWS_AT = ((0, 1), (0, 0), (1, 0), None, None)  # [*, V], [*], [2, *], [V, D], a number
 
 
-def family(*values: Any, grad: bool = False) -> Kind | None:
-    kind = kind_of(values, grad)
+def family(*values: Any, grad: bool = False) -> CacheKey | None:
+    kind = cache_key_of(values, grad)
     assert kind is not None
-    return family_of(kind, ROWS_AT)
+    return family_key_of(kind, ROWS_AT)
 
 
 def like(lead: list[int]) -> list[Any]:
@@ -207,7 +207,7 @@ def test_calls_of_no_family(values: list[Any]) -> None:
 
 
 def test_a_call_without_rows_has_no_family() -> None:
-    assert kind_of(like([0]), False) is None
+    assert cache_key_of(like([0]), False) is None
 
 
 # What is asked once for a family has one answer
@@ -305,8 +305,8 @@ def test_the_number_of_rows_decides_nothing_about_a_call(name: str) -> None:
     def check(two: tuple[dict[str, Any], dict[str, Any]]) -> None:
         contract, families = OPS[name].contract, []
         for args in two:
-            kind = kind_of(contract.in_order(args), True)
-            families.append(None if kind is None else family_of(kind, contract.rows_at))
+            kind = cache_key_of(contract.in_order(args), True)
+            families.append(None if kind is None else family_key_of(kind, contract.rows_at))
         if families[0] is None or families[0] != families[1]:
             return
         for backend in (None, *(b.name for b in OPS[name].backends)):

@@ -1,10 +1,10 @@
-"""Kinds of calls: what two calls have in common that differ only in what their tensors hold.
+"""The cache key of a call: what two calls have in common that differ only in what their tensors hold.
 
-Contracts, rules and backends look at nothing else, so what they have said of one call holds for all of its
-kind. Asking them takes longer than many a kernel runs.
+Contracts, rules and backends look at nothing else, so what they have said of one call holds for all calls
+with its key. Asking them takes longer than many a kernel runs.
 
-A *family* is wider: calls of any number of rows. Batches have another one every step, and neither contracts
-nor rules nor backends ask for it.
+The key of a *family* is wider: calls of any number of rows. Batches have another one every step, and neither
+contracts nor rules nor backends ask for it.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-Kind = tuple[Any, ...]
+CacheKey = tuple[Any, ...]
 
-#: Kinds that are remembered: batches have many sizes.
-KINDS = 4096
+#: Keys that are remembered: batches have many sizes.
+MOST_KEYS = 4096
 
 _SCALARS = frozenset((bool, int, float, str, torch.dtype, NoneType))
 _TENSORS = frozenset((Tensor, Parameter))
 
 
-def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
+def cache_key_of(values: Sequence[Any], grad: bool) -> CacheKey | None:
     """All about a call but what its tensors hold: whether autograd is on, the types of its values, those that
     are no tensors, and of each tensor what contracts look at; of addresses, what decides how they can be
     read. None for a call whose arguments are of no usual type, or without memory."""
@@ -36,7 +36,7 @@ def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
     for k in form.floats:
         if scalars[k] == 0.0:
             scalars[k] = str(scalars[k])  # 0.0 and -0.0 are equal
-    kind: list[Any] = [grad, types, tuple(scalars)]
+    key: list[Any] = [grad, types, tuple(scalars)]
     for i in form.tensors:
         t = values[i]
         try:
@@ -45,8 +45,8 @@ def kind_of(values: Sequence[Any], grad: bool) -> Kind | None:
             return None
         if at == 0 or t.is_neg():
             return None
-        kind.append((t.shape, strides, t.dtype, t.get_device(), at & 15, t.requires_grad))
-    return tuple(kind)
+        key.append((t.shape, strides, t.dtype, t.get_device(), at & 15, t.requires_grad))
+    return tuple(key)
 
 
 class _Form(NamedTuple):
@@ -70,13 +70,13 @@ def _form(types: tuple[type, ...]) -> _Form:
     return found
 
 
-def family_of(kind: Kind, rows_at: Sequence[tuple[int, int] | None]) -> Kind | None:
+def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> CacheKey | None:
     """The same of all calls with two rows or more: what there is of each tensor beside its rows. Those are
     its dimensions but for so many before and after them, as `rows_at` says of values that have rows.
 
     None where rows do not follow one another without a gap, because then their number may decide strides;
     and where tensors disagree about it."""
-    grad, types, scalars, *tensors = kind
+    grad, types, scalars, *tensors = key
     form = _forms.get(types) or _form(types)
     family: list[Any] = [grad, types, scalars]
     lead = None
@@ -101,10 +101,10 @@ def family_of(kind: Kind, rows_at: Sequence[tuple[int, int] | None]) -> Kind | N
     return None if lead is None or lead.numel() < 2 else (*family, len(lead))
 
 
-def remember(answers: dict[Kind, Any], kind: Kind | None, answer: Any) -> None:
-    """Keep an answer for calls of this kind. When there are too many, all are forgotten."""
-    if kind is None:
+def remember(answers: dict[CacheKey, Any], key: CacheKey | None, answer: Any) -> None:
+    """Keep an answer for calls with this key. When there are too many, all are forgotten."""
+    if key is None:
         return
-    if len(answers) >= KINDS:
+    if len(answers) >= MOST_KEYS:
         answers.clear()
-    answers[kind] = answer
+    answers[key] = answer
