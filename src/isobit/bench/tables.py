@@ -54,7 +54,7 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
         stamp += f". {CPU_WARNING}"
     if why_stale(report["stamp"]):
         stamp += ". The kernels have changed since"
-    for note in report["notes"]:
+    for note in report.get("notes", ()):
         if note.startswith(UNFINISHED):
             stamp += f"; {note}"
     body = _grids(report, series) if report.get("against") else _by_kind(report, series)
