@@ -32,9 +32,9 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, OF_LOADER, REGISTERS, clear, told
+from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, OF_LOADER, REGISTERS, clear
 from isobit.ops.attention.kernels_hopper_dkv_io import KeyRing, KeyWork, load_keys
-from isobit.ops.attention.kernels_hopper_io import PARTS, reinterpreted
+from isobit.ops.attention.kernels_hopper_io import PARTS, reinterpreted, told
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, tanh, unpacked
 
 #: Queries of a block, as many as registers hold; half as many where scores are capped, which takes some.

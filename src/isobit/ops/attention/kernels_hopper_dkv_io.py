@@ -21,8 +21,16 @@ from isobit.blocks.hopper_pipe import (
     tma,
 )
 from isobit.blocks.temperature import LOG2E
-from isobit.ops.attention.kernels_hopper_bwd_parts import load_box, tell, turn
-from isobit.ops.attention.kernels_hopper_io import ONE, ONE_EACH, PARTS, clamped
+from isobit.ops.attention.kernels_hopper_io import (
+    ONE,
+    ONE_EACH,
+    PARTS,
+    clamped,
+    load_box,
+    packed_piece,
+    tell,
+    turn,
+)
 
 _LOG2E = gl.constexpr(LOG2E)
 
@@ -68,23 +76,13 @@ class KeyWork:
 
     @gluon.jit
     def _piece(self, tile):
-        """(sequence, first of its keys in this tile). Packed sequence s begins with tile cu[s] // 128 + s,
-        which leaves room for all before it; some tiles are empty."""
-        PER: gl.constexpr = PARTS * ROWS
+        """(sequence, first of its keys in this tile)."""
         if self.PACKED:
-            sequence = gl.to_tensor(0)
-            beyond = self.sequences
-            while beyond - sequence > 1:
-                middle = (sequence + beyond) // 2
-                begun = clamped(self.cu_k + middle, 0, self.S) // PER + middle <= tile
-                sequence = gl.where(begun, middle, sequence)
-                beyond = gl.where(begun, beyond, middle)
-            first = clamped(self.cu_k + sequence, 0, self.S)
-            start = gl.maximum(tile - (first // PER + sequence), 0) * PER
+            sequence, _, start = packed_piece(self.cu_k, tile, self.S, self.sequences)
         else:
             # Most queries see the first keys: they come first, those of all sequences.
             sequence = tile % self.sequences
-            start = (tile // self.sequences) * PER
+            start = (tile // self.sequences) * (PARTS * ROWS)
         return sequence, start
 
     @gluon.jit

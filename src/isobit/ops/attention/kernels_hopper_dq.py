@@ -33,12 +33,18 @@ from isobit.ops.attention.kernels_hopper_bwd_parts import (
     OF_LOADER,
     REGISTERS,
     clear,
+)
+from isobit.ops.attention.kernels_hopper_io import (
+    ONE,
+    ONE_EACH,
+    PARTS,
+    Work,
     load_box,
+    load_when_free,
     tell,
     told,
     turn,
 )
-from isobit.ops.attention.kernels_hopper_io import ONE, ONE_EACH, PARTS, Work
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, tanh, unpacked
 
 #: Keys of a block; half as many where scores are capped, which takes registers. 64, with four stages, are
@@ -117,14 +123,6 @@ class QueryRing:
 
 
 @gluon.jit
-def _load(desc, batch, head, row, room, ready, empty, phase):
-    """One box, as soon as its room is free."""
-    mbarrier.wait(empty, phase)
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    load_box(desc, batch, head, row, room, ready)
-
-
-@gluon.jit
 def load_queries(work, ring, lse, delta):
     """The loader."""
     stage = gl.to_tensor(0)
@@ -139,7 +137,7 @@ def load_queries(work, ring, lse, delta):
                 kv = item.head // work.G
                 at = first + item.begin
                 if item.blocks > 0:
-                    _load(
+                    load_when_free(
                         ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
                         ring.k_empty.index(stage), phase,
                     )  # fmt: skip
@@ -169,11 +167,11 @@ def load_queries(work, ring, lse, delta):
                 slot = slot ^ 1
                 for block in range(item.blocks):
                     if block > 0:
-                        _load(
+                        load_when_free(
                             ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
                             ring.k_empty.index(stage), phase,
                         )  # fmt: skip
-                    _load(
+                    load_when_free(
                         ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
                         ring.v_empty.index(stage), phase,
                     )  # fmt: skip

@@ -50,6 +50,61 @@ def clamped(at, low, high):
     return gl.minimum(gl.maximum(gl.load(at), low), high).to(gl.int32)
 
 
+@gluon.jit
+def packed_piece(cu, tile, length, sequences):
+    """(sequence, where it begins, first of its rows or keys in this tile of 128), of packed ones between the
+    borders `cu`. Sequence s begins with tile cu[s] // 128 + s, which leaves room for all before it: some are
+    empty."""
+    PER: gl.constexpr = PARTS * ROWS
+    sequence = gl.to_tensor(0)
+    beyond = sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        begun = clamped(cu + middle, 0, length) // PER + middle <= tile
+        sequence = gl.where(begun, middle, sequence)
+        beyond = gl.where(begun, beyond, middle)
+    first = clamped(cu + sequence, 0, length)
+    return sequence, first, gl.maximum(tile - (first // PER + sequence), 0) * PER
+
+
+@gluon.jit
+def turn(i):
+    """The number of the item that this program takes in round i; there may be no such item. Every other round
+    goes in the opposite direction: items come in the order of their work, and so every program gets about as
+    much as the others."""
+    place = gl.program_id(0)
+    if i % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    return i * gl.num_programs(0) + place
+
+
+@gluon.jit
+def tell(items, slot, values):
+    """The numbers of an item, by the loader, to those who wait for its data."""
+    for i in gl.static_range(8):
+        items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, ONE_EACH) + values[i])
+
+
+@gluon.jit
+def told(items, slot, WHICH: gl.constexpr):
+    """One of these numbers, by its place in the item."""
+    return gl.max(items.index(slot * 8 + WHICH).load(ONE_OF_FOUR), 0)
+
+
+@gluon.jit
+def load_box(desc, batch, head, row, room, bar):
+    box = reinterpreted(room, desc.dtype, desc.block_type.shape, desc.layout)
+    tma_load(desc, [batch, head, row, 0], bar, box)
+
+
+@gluon.jit
+def load_when_free(desc, batch, head, row, room, ready, empty, phase):
+    """One box, as soon as its room is free."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    load_box(desc, batch, head, row, room, ready)
+
+
 @record
 class Item:
     """128 queries of a head, and the keys that some of them see: `blocks` blocks from `begin` on, counted
@@ -92,33 +147,15 @@ class Work:
         return gl.cdiv(self.tiles * self.H, gl.num_programs(0))
 
     @gluon.jit
-    def turn(self, i):
-        """The number of the item that this program takes in round i; there may be no such item."""
-        place = gl.program_id(0)
-        if i % 2 == 1:
-            place = gl.num_programs(0) - 1 - place
-        return i * gl.num_programs(0) + place
-
-    @gluon.jit
     def _piece(self, tile):
-        """(sequence, its first row, its rows, first of them in this tile). Packed sequence s begins with tile
-        cu[s] // 128 + s, which leaves room for all before it; some tiles are empty."""
-        PER: gl.constexpr = PARTS * ROWS
+        """(sequence, its first row, its rows, first of them in this tile)."""
         if self.PACKED:
-            sequence = gl.to_tensor(0)
-            beyond = self.sequences
-            while beyond - sequence > 1:
-                middle = (sequence + beyond) // 2
-                begun = clamped(self.cu_q + middle, 0, self.T) // PER + middle <= tile
-                sequence = gl.where(begun, middle, sequence)
-                beyond = gl.where(begun, beyond, middle)
-            row = clamped(self.cu_q + sequence, 0, self.T)
+            sequence, row, start = packed_piece(self.cu_q, tile, self.T, self.sequences)
             rows = clamped(self.cu_q + sequence + 1, row, self.T) - row
-            start = gl.maximum(tile - (row // PER + sequence), 0) * PER
         else:
             # The last queries see most keys: they come first, those of all sequences.
             sequence = tile % self.sequences
-            start = (tile // self.sequences) * PER
+            start = (tile // self.sequences) * (PARTS * ROWS)
             row = gl.to_tensor(0)
             rows = self.T
         return sequence, row, rows, start
@@ -204,29 +241,6 @@ class Ring:
             D, BLOCK, STAGES,
         )  # fmt: skip
 
-    @gluon.jit
-    def tell(self, slot, item):
-        """By the loader, before queries are ready."""
-        values = (
-            item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch, item.head
-        )  # fmt: skip
-        for i in gl.static_range(8):
-            self.items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, ONE_EACH) + values[i])
-
-    @gluon.jit
-    def told(self, slot, WHICH: gl.constexpr):
-        """One of the numbers of an item, by its place in `Item`."""
-        return gl.max(self.items.index(slot * 8 + WHICH).load(ONE_OF_FOUR), 0)
-
-
-@gluon.jit
-def _load(desc, batch, head, row, room, ready, empty, phase):
-    """One box, as soon as its room is free."""
-    mbarrier.wait(empty, phase)
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    box = reinterpreted(room, desc.dtype, desc.block_type.shape, desc.layout)
-    tma_load(desc, [batch, head, row, 0], ready, box)
-
 
 @gluon.jit
 def load_items(work, ring):
@@ -236,23 +250,27 @@ def load_items(work, ring):
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     slot = gl.to_tensor(0)
     for i in range(work.rounds()):
-        t = work.turn(i)
+        t = turn(i)
         if t < work.tiles * work.H:
             item, first = work.item(t)
             if item.live > 0:
                 kv = item.head // work.G
                 at = first + item.begin
                 if item.blocks > 0:
-                    _load(
+                    load_when_free(
                         ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
                         ring.k_empty.index(stage), phase,
                     )  # fmt: skip
                 for w in gl.static_range(PARTS):
                     mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
-                ring.tell(slot, item)
+                values = (
+                    item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch,
+                    item.head,
+                )  # fmt: skip
+                tell(ring.items, slot, values)
                 for w in gl.static_range(PARTS):
                     if item.blocks > 0:
-                        _load(
+                        load_when_free(
                             ring.q_desc, item.batch, item.head, item.row + w * ROWS, ring.q.index(w),
                             ring.q_ready.index(w), ring.q_empty.index(w), slot ^ 1,
                         )  # fmt: skip
@@ -262,11 +280,11 @@ def load_items(work, ring):
                 for block in range(item.blocks):
                     k_stage, k_phase = after(stage, phase, ring.STAGES)
                     if block + 1 < item.blocks:
-                        _load(
+                        load_when_free(
                             ring.k_desc, item.batch, kv, at + ring.BLOCK, ring.k.index(k_stage),
                             ring.k_ready.index(k_stage), ring.k_empty.index(k_stage), k_phase,
                         )  # fmt: skip
-                    _load(
+                    load_when_free(
                         ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
                         ring.v_empty.index(stage), phase,
                     )  # fmt: skip
@@ -275,7 +293,7 @@ def load_items(work, ring):
     for w in gl.static_range(PARTS):
         mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
     none = gl.to_tensor(-1)
-    ring.tell(slot, Item(none, none, none, none, none, none, none, none))
+    tell(ring.items, slot, (none, none, none, none, none, none, none, none))
     for w in gl.static_range(PARTS):
         mbarrier.arrive(ring.q_ready.index(w))
 
