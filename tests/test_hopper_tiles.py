@@ -125,6 +125,14 @@ def test_what_the_rule_expects_is_nearly_what_was_measured() -> None:
     assert max(map(abs, errors)) < 0.22
 
 
+def test_the_rule_is_asked_once_for_eight_numbers_of_rows() -> None:
+    products._chosen.cache_clear()
+    assert len({products.choose_tile(M, 4096, 1024, SMS) for M in range(33, 41)}) == 1
+    assert products._chosen.cache_info().misses == 1
+    sizes = {size for tile in products.product_tiles(2) for size in (tile.rows, *tile.parts)}
+    assert all(size % 8 == 0 for size in sizes)
+
+
 def test_a_rule_that_knows_no_waves_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model with waves that are not rounded up."""
     real = hopper_product.microseconds
@@ -134,7 +142,7 @@ def test_a_rule_that_knows_no_waves_is_caught(monkeypatch: pytest.MonkeyPatch) -
         return real(tile, rows, columns, K, sms, hbm_bytes) * max(1, tiles / sms) / -(-tiles // sms)
 
     monkeypatch.setattr(products, "microseconds", without_waves)
-    monkeypatch.setattr(products, "choose_tile", products.choose_tile.__wrapped__)
+    monkeypatch.setattr(products, "_chosen", products._chosen.__wrapped__)
     with pytest.raises((AssertionError, KeyError)):
         test_what_the_rule_chooses_is_nearly_the_fastest()
 

@@ -22,7 +22,7 @@ at worst.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import triton.language as tl
 from torch import Tensor
@@ -76,9 +76,16 @@ class Tile:
     accumulators: int = 1  # of a multiplier: sums in segments have the segment's and the total
     rest: int = 0
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return 64 * self.multipliers
+
+    @cached_property
+    def step_us(self) -> tuple[float, float]:
+        """Microseconds of 64 of k: at least, and for every SM that is busy, since they share L2."""
+        bytes_ = (self.rows + self.columns) * 64 * 2
+        flops = self.rows * sum(max(n, 32 + n / 2) for n in self.parts) * 64 * 2
+        return max(flops / FLOPS, bytes_ / SM_BYTES), bytes_ / L2_BYTES
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -115,13 +122,8 @@ def microseconds(tile: Tile, rows: int, columns: int, K: int, sms: int, hbm_byte
     """Modelled time of a product, rows by columns in the tile's own orientation."""
     tiles = tiles_of(tile, rows, columns)
     busy = min(tiles, sms)
-    bytes_ = (tile.rows + tile.columns) * 64 * 2
-    slowest = max(
-        tile.rows * sum(max(n, 32 + n / 2) for n in tile.parts) * 64 * 2 / FLOPS,
-        bytes_ / SM_BYTES,
-        bytes_ * busy / L2_BYTES,
-        STEP_US + STEP_BUSY_US * busy,
-    )
+    least, each = tile.step_us
+    slowest = max(least, each * busy, STEP_US + STEP_BUSY_US * busy)
     sm = -(-tiles // sms) * -(-K // 64) * slowest
     return FIXED_US + (sm**3 + (hbm_bytes / HBM_BYTES) ** 3) ** (1 / 3)
 

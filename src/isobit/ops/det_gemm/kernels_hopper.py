@@ -65,19 +65,25 @@ def product_tiles(itemsize: int) -> tuple[Tile, ...]:
     return tuple(tile for tile in found if tile.stages >= (4 if itemsize == 4 else 3))
 
 
-@lru_cache(maxsize=4096)  # M is whatever the batch was
 def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
     """The tile for an M x N output over K, and the microseconds it should take. Where two should take as
-    long, to 10 ns, it is the one of which fewer cover the output."""
+    long, to 10 ns, it is the one of which fewer cover the output. All tiles have multiples of 8 rows and
+    columns, so M up to one is the same, and is asked about once."""
+    return _chosen(-(-M // 8) * 8, N, K, sms, itemsize)
+
+
+@lru_cache(maxsize=4096)  # M is whatever the batch was
+def _chosen(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, float]:
     hbm_bytes = 2 * K * (M + N) + itemsize * M * N
 
     def cost(tile: Tile) -> tuple[float, int]:
         rows, columns = (N, M) if tile.swapped else (M, N)
         return round(microseconds(tile, rows, columns, K, sms, hbm_bytes), 2), tiles_of(tile, rows, columns)
 
-    costs = {tile: cost(tile) for tile in product_tiles(itemsize)}
-    tile = min(costs, key=costs.__getitem__)
-    return tile, costs[tile][0]
+    tiles = product_tiles(itemsize)
+    costs = [cost(tile) for tile in tiles]
+    least = min(costs)
+    return tiles[costs.index(least)], least[0]
 
 
 # Kernels
