@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from isobit import ContractError
 from isobit.bench.cases import suite_of
@@ -17,6 +18,7 @@ from isobit.bench.runner import run
 from isobit.bench.series import NotHere, Pool
 from isobit.bench.suites import fla as suite
 from isobit.bench.vouch import CheckFailed
+from isobit.ops.delta_rule.rivals import forget_tuning
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
 
@@ -133,3 +135,21 @@ def test_the_goals_are_to_be_no_slower() -> None:
     goals = [goal for one in suite_of("fla").series for goal in one.goals]
     found = {entry["what"]: (entry["met"], entry["cells"]) for entry in summary(rows, "fla", goals)}
     assert found == {"chunk_kda, bwd": (True, 1), "chunk_kda, fwd_bwd": (False, 1)}
+
+
+def test_its_autotuner_forgets_what_it_chose_in_memory_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With results cached on disk, a choice made for one length would serve for all."""
+
+    @triton.autotune([triton.Config({"BV": 32}), triton.Config({"BV": 64})], key=["n"], cache_results=True)
+    @triton.jit
+    def kernel(n, BV):  # type: ignore[no-untyped-def]
+        pass
+
+    kernel.cache_results = True  # where Triton interprets, it caches nothing
+    kernel.cache[(1, "bf16")] = kernel.configs[0]
+    module = SimpleNamespace(heuristics=SimpleNamespace(fn=kernel), other=3)
+    for name in ("fla.ops.common.chunk_delta_h", "fla.ops.common", "fla.ops", "fla"):
+        monkeypatch.setitem(sys.modules, name, module)
+        module = SimpleNamespace(**{name.rpartition(".")[2]: module})
+    forget_tuning()
+    assert not kernel.cache and not kernel.cache_results

@@ -33,13 +33,15 @@ def _fla(args: Args) -> Tensor:
 
 
 def forget_tuning() -> None:
-    """FLA's autotuner keeps one choice for all B and T, whichever came first: let it choose again."""
+    """FLA's autotuner keeps one choice for all B and T, whichever came first, in memory and on disk: let it
+    choose again."""
     import fla.ops.common.chunk_delta_h as module
 
     for kernel in vars(module).values():
         while kernel is not None:
             if hasattr(kernel, "configs") and isinstance(getattr(kernel, "cache", None), dict):
                 kernel.cache.clear()
+                kernel.cache_results = False
             kernel = getattr(kernel, "fn", None)
 
 
