@@ -3,6 +3,7 @@ all of these once more with sizes that are new."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,6 +85,19 @@ class Lineup:
             times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
             self.say(f"{series.name} {case_name(case)} {direction}: {times}")
         return found
+
+    def call_once(self, case: Case, directions: Sequence[str]) -> None:
+        """Call every implementation, so that what its first call compiles is compiled. What goes wrong here
+        goes wrong again where it is timed, and is reported there."""
+        try:
+            copies = self.series.make(varied(case, self.series.options), self.pool)[:1]
+            ours = self.ours(case, copies[0])
+            for direction in directions:
+                for each in self.contenders(case, copies, direction, None, ours):
+                    with suppress(Exception), torch.set_grad_enabled(each.grad):
+                        each.build()[0]()
+        except Exception:
+            return
 
     def options(self, case: Case) -> dict[str, Any]:
         """In which this call differs from a plain one."""
@@ -202,6 +216,16 @@ class Lineup:
         if way in self.series.ways:
             return self.series.ways[way]
         return lambda args: self.series.call(args, way or None)
+
+
+def implementations(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
+    """Those that may be timed of a series in these directions, if they can be here."""
+    beside = [*([backend] if backend else []), *series.also, *series.ways]
+    rivals = [
+        name for name, rival in series.rivals.items()
+        if rival.directions is None or set(rival.directions) & set(directions)
+    ]  # fmt: skip
+    return ["isobit", *(f"isobit:{name}" for name in beside), *rivals, *(["copy"] if series.copy else [])]
 
 
 def _every(nth: int, first: int, build: Callable[[], Sequence[Call]]) -> Sequence[Call]:

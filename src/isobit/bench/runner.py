@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from isobit.arch import default_device
+from isobit.bench.ahead import compile_ahead
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
 from isobit.bench.goals import summary
-from isobit.bench.lineup import Lineup
+from isobit.bench.lineup import Lineup, implementations
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
 from isobit.bench.rival import cannot_import
@@ -102,6 +103,7 @@ def run(
     todo = [job for job in asked if job[2]]
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are there already")
+    compile_ahead(subject, todo, backend, impls, device, say)
     vouch, pool, longest, stopped = Vouch(device, check_report, skip_check, say), Pool(device), 0.0, False
     with settled_heap():
         for i, (series, case, wanted) in enumerate(todo):
@@ -186,19 +188,9 @@ def planned(
             raise left_out(f"--direction {direction}")
     for impl in impls or ():
         name = impl.removesuffix(NEW)
-        if not any(name in _impls(series, backend, wanted) for series, _, wanted in jobs):
+        if not any(name in implementations(series, backend, wanted) for series, _, wanted in jobs):
             raise left_out(f"--impl {impl}")
     return jobs
-
-
-def _impls(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
-    """Who may be timed of a series in these directions, if it can be here."""
-    beside = [*([backend] if backend else []), *series.also, *series.ways]
-    rivals = [
-        name for name, rival in series.rivals.items()
-        if rival.directions is None or set(rival.directions) & set(directions)
-    ]  # fmt: skip
-    return ["isobit", *(f"isobit:{name}" for name in beside), *rivals, *(["copy"] if series.copy else [])]
 
 
 def _jobs(

@@ -119,6 +119,8 @@ class Series:
     directions: tuple[str, ...] = DIRECTIONS
     #: Cases with the same answer share tensors; None shares nothing.
     shared: Callable[[Case], Hashable] = lambda case: None
+    #: Cases with the same answer run the same kernels: compiling ahead takes one of them.
+    kernels: Callable[[Case], Hashable] = lambda case: case.name
     #: The rival whose speed is 1.
     against: str | None = None
     #: Compare the bits of rivals with ours: they might be equal.

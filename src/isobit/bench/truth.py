@@ -82,7 +82,8 @@ def spread_evenly(total: int, wanted: int, device: torch.device) -> Tensor:
 
 def cotangent_like(output: Tensor) -> Tensor:
     """The same random numbers for every implementation, whatever shape it gives its output."""
-    numbers = torch.randn(output.numel(), generator=torch.Generator().manual_seed(1))
+    gen = torch.Generator(output.device).manual_seed(1)  # of a CPU it would take seconds for large outputs
+    numbers = torch.randn(output.numel(), generator=gen, device=output.device)
     return numbers.reshape(output.shape).to(output)
 
 

@@ -6,12 +6,9 @@ time. Starting one takes as long as many a law, so they share all requests. One 
 request; another is started for the next.
 """
 
-import base64
 import json
 import os
-import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,15 +17,13 @@ from threading import Thread
 
 import torch
 
+from isobit.check import process
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request
 
 #: Processes that work at a time on a CPU, beside the one that asks; and the most of them on a GPU, where each
 #: takes half a gigabyte before it has begun.
 WORKERS, ON_A_GPU = 2, 12
-
-#: A request was answered.
-DONE = "done"
 
 
 class Cells:
@@ -60,8 +55,12 @@ class Cells:
 def how_many(requests: list[Request]) -> int:
     """Processes that requests are worth."""
     on_a_gpu = any(request.device.type == "cuda" for request in requests)
-    most = max(1, min(ON_A_GPU, (os.cpu_count() or 1) - 2)) if on_a_gpu else WORKERS
-    return min(most, len(requests))
+    return min(most_on_a_gpu() if on_a_gpu else WORKERS, len(requests))
+
+
+def most_on_a_gpu() -> int:
+    """Processes that this machine's cores and one GPU bear."""
+    return max(1, min(ON_A_GPU, (os.cpu_count() or 1) - 2))
 
 
 def start(requests: list[Request]) -> Cells:
@@ -128,24 +127,21 @@ class _Worker:
         kind = _interpreted(request)
         if kind not in self.processes:
             self.processes[kind] = _started(kind)
-        process = self.processes[kind]
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(base64.b64encode(pickle.dumps(request)).decode() + "\n")
-        process.stdin.flush()
         got = 0
-        for line in process.stdout:
-            if line == f"{DONE}\n":
-                return
-            if line.startswith("{"):
-                got += 1
-                yield Cell(**json.loads(line))
-        self.processes.pop(kind).communicate()
-        which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
-        yield _broken(request, f"the {which} process ended after {got} cells with code {process.returncode}")
+        try:
+            for line in process.ask(self.processes[kind], request):
+                if line.startswith("{"):
+                    got += 1
+                    yield Cell(**json.loads(line))
+        except process.ProcessEnded as ended:
+            self.processes.pop(kind).communicate()
+            which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
+            reason = f"the {which} process ended after {got} cells with code {ended.code}"
+            yield _broken(request, reason)
 
     def end(self) -> None:
-        for process in self.processes.values():
-            process.communicate()
+        for each in self.processes.values():
+            each.communicate()
 
 
 def _started(interpreted: bool) -> "subprocess.Popen[str]":
@@ -153,23 +149,17 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # Its matrices are small: threads for them would take a core from the other worker to wait on.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
            "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
-    command = [sys.executable, "-m", "isobit.check.workers"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            env=env if interpreted else None)  # fmt: skip
+    return process.started("isobit.check.workers", env if interpreted else None)
 
 
-def _serve() -> None:
+def _answer(request: Request) -> None:
     """In the worker."""
     from isobit.check.runner import run  # which imports this file
 
-    for line in sys.stdin:
-        run(
-            pickle.loads(base64.b64decode(line)), lambda cell: print(json.dumps(vars(cell)), flush=True), True
-        )
-        print(DONE, flush=True)
-        if torch.cuda.is_initialized():  # what it keeps, the others cannot have
-            torch.cuda.empty_cache()
+    run(request, lambda cell: print(json.dumps(vars(cell)), flush=True), True)
+    if torch.cuda.is_initialized():  # what it keeps, the others cannot have
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    _serve()
+    process.serve(_answer)

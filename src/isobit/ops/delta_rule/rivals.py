@@ -3,7 +3,7 @@
 Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (dht).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,10 +186,17 @@ GOALS = (
 )
 
 
+def _kernels(case: Case) -> Hashable:
+    """T is a number at run time, also for FLA, and so are the lengths of packed sequences."""
+    options = {name: value for name, value in case.options.items() if name != "lengths"}
+    sizes = {name: size for name, size in case.dims.items() if name != "T"}
+    return tuple(sizes.values()), tuple(options.items()), "lengths" in case.options
+
+
 def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
         op=backward, name=name, cases=cases, make=_make, call=_call, cost=_cost, judge=_judge, rivals=RIVALS,
-        directions=("bwd",), takes=tuple(known_options(backward)), against="fla", **rest,
+        directions=("bwd",), takes=tuple(known_options(backward)), against="fla", kernels=_kernels, **rest,
     )  # fmt: skip
 
 

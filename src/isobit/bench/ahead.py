@@ -1,0 +1,161 @@
+"""Compiles what a run will time before it is timed, in several processes.
+
+A kernel is compiled by its first call. That takes seconds, and a run has dozens of kernels. So other
+processes make these first calls, side by side, and leave what they compiled in the caches that Triton and
+PyTorch keep on disk. A call that fails there is not reported: it fails again where it is timed.
+"""
+
+import os
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from isobit.bench.cases import Subject, subject_of, suite_of
+from isobit.bench.lineup import Lineup, implementations
+from isobit.bench.series import Pool, Series
+from isobit.bench.vouch import Vouch
+from isobit.check.process import ProcessEnded, ask, serve, started
+from isobit.check.proof import Case
+from isobit.check.workers import most_on_a_gpu
+from isobit.op import known_op
+
+#: How many times the bytes that a case must move it may take in memory, with gradients and what rivals keep.
+KEPT = 4
+#: Cases that move fewer bytes are split by implementation: making their inputs takes less than compiling.
+SMALL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class First:
+    """The first calls of these implementations of a case."""
+
+    flag: str  # "--op" or "--suite"
+    name: str
+    series: int  # its place
+    case: Case
+    directions: tuple[str, ...]
+    backend: str | None
+    impls: tuple[str, ...]
+    device: str
+
+
+def compile_ahead(
+    subject: Subject,
+    jobs: Sequence[tuple[Series, Case, Sequence[str]]],
+    backend: str | None,
+    impls: Sequence[str] | None,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> None:
+    """Make the first calls of these cases in other processes, on a GPU. Not beside a candidate: only this
+    process has imported it."""
+    if device.type != "cuda" or subject.candidate:
+        return
+    processes = most_on_a_gpu()
+    memory = torch.cuda.get_device_properties(device).total_memory
+    calls = first_calls(subject, jobs, backend, impls, device, memory // processes)
+    if len(calls) > 1:
+        begin = time.monotonic()
+        processes = min(processes, len(calls))
+        say(f"compiling in {processes} processes: {len(calls)} first calls")
+        make(calls, processes, say)
+        say(f"compiled in {time.monotonic() - begin:.0f} s")
+
+
+def first_calls(
+    subject: Subject,
+    jobs: Sequence[tuple[Series, Case, Sequence[str]]],
+    backend: str | None,
+    impls: Sequence[str] | None,
+    device: torch.device,
+    memory: int,
+) -> list[First]:
+    """What processes with so many bytes of memory each can be asked for. Steps of a model are left out."""
+    found: dict[Hashable, First] = {}
+    for series, case, directions in jobs:
+        cost = series.cost(case.dims, case.dtype)
+        nbytes = max(cost.bytes(direction) for direction in directions)
+        if series.step or KEPT * nbytes > memory:
+            continue
+        known = [name for name in implementations(series, backend, directions) if name != "copy"]
+        wanted = [name for name in known if impls is None or name in impls]
+        place = list(subject.series).index(series)
+        for names in [(name,) for name in wanted] if nbytes < SMALL_BYTES else [tuple(wanted)]:
+            call = First(
+                subject.flag, subject.name, place, case, tuple(directions), backend, names, str(device)
+            )
+            found.setdefault((place, series.kernels(case), case.dtype, tuple(directions), names), call)
+    return list(found.values())
+
+
+def make(calls: Sequence[First], processes: int, say: Callable[[str], None]) -> None:
+    """Make these calls in so many processes. One that dies takes a call with it, and another goes on."""
+    left: SimpleQueue[tuple[int, First]] = SimpleQueue()
+    for numbered in enumerate(calls, start=1):
+        left.put(numbered)
+    shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
+
+    def work() -> None:
+        # PyTorch's compiler would start processes of its own in each of these.
+        env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        process = started("isobit.bench.ahead", env)
+        try:
+            while True:
+                number, call = left.get_nowait()
+                if number in shown:
+                    say(f"compiling: {number} of {len(calls)}")
+                try:
+                    for _ in ask(process, call):
+                        pass
+                except ProcessEnded:
+                    process.communicate()
+                    process = started("isobit.bench.ahead", env)
+        except Empty:
+            process.communicate()
+
+    with ThreadPoolExecutor(processes) as pool:
+        threads = [pool.submit(work) for _ in range(processes)]
+        try:
+            for thread in threads:
+                thread.result()
+        finally:  # after Ctrl-C nobody takes another call
+            with suppress(Empty):
+                while True:
+                    left.get_nowait()
+
+
+def _answer(first: First) -> None:
+    """In another process."""
+    subject = subject_of(known_op(first.name)) if first.flag == "--op" else suite_of(first.name)
+    device = torch.device(first.device)
+
+    def ignored(text: str) -> None:
+        pass
+
+    vouch = Vouch(device, None, True, ignored)
+    pool = Pool(device)
+    lineup = Lineup(
+        subject.series[first.series],
+        pool,
+        first.backend,
+        first.impls,
+        None,
+        1.0,
+        1.0,
+        vouch,
+        ignored,
+        ignored,
+    )
+    lineup.call_once(first.case, first.directions)
+    pool.keep(None)
+    if torch.cuda.is_initialized():  # what it keeps, the others cannot have
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    serve(_answer)

@@ -1,0 +1,182 @@
+"""Before a run times its cases, other processes make their first calls, so that everything is compiled."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isobit.bench import ahead
+from isobit.bench.ahead import First, compile_ahead, first_calls, make
+from isobit.bench.cases import subject_of, suite_of
+from isobit.bench.lineup import Lineup, implementations
+from isobit.bench.rival import Rival
+from isobit.bench.series import Pool
+from isobit.bench.vouch import Vouch
+from isobit.check.process import ProcessEnded
+from isobit.check.proof import Case
+from isobit.op import OPS
+
+CPU = torch.device("cpu")
+SMALL = Case({"N": 4, "V": 40}, torch.float32, data="random")
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def lineup(**changes: Any) -> Lineup:
+    series = replace(subject_of(OPS["logp"]).series[0], **changes)
+    return Lineup(series, Pool(CPU), None, None, None, 1.0, 1.0, Vouch(CPU, None, True, quiet), quiet, quiet)
+
+
+def first(**changes: Any) -> First:
+    made = First("--op", "logp", 0, SMALL, ("fwd",), None, ("isobit",), "cpu")
+    return replace(made, **changes)
+
+
+class Stub:
+    """In place of a process."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def communicate(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Stub]:
+    """Stubs of the processes that were started."""
+    found: list[Stub] = []
+
+    def start(module: str, env: Any) -> Stub:
+        found.append(Stub())
+        return found[-1]
+
+    monkeypatch.setattr(ahead, "started", start)
+    return found
+
+
+# The calls
+
+
+def test_every_implementation_is_called_in_every_direction_whatever_others_do() -> None:
+    calls = []
+
+    def rival(name: str) -> Rival:
+        def function(args: Any) -> Any:
+            calls.append((name, torch.is_grad_enabled()))
+            if name == "broken":
+                raise RuntimeError("does not compile")
+            return args["logits"].log_softmax(-1)[..., 0]
+
+        return Rival(name, function)
+
+    some = lineup(rivals={name: rival(name) for name in ("broken", "plain")}, copy=False)
+    some.call_once(SMALL, ["fwd", "fwd_bwd"])
+    assert set(calls) == {(name, grad) for name in ("broken", "plain") for grad in (False, True)}
+
+
+def test_inputs_that_cannot_be_made_end_a_call_and_nothing_else() -> None:
+    def make_inputs(case: Case, pool: Pool) -> Any:
+        raise torch.OutOfMemoryError
+
+    lineup(make=make_inputs).call_once(SMALL, ["fwd"])
+
+
+# Which calls
+
+
+def jobs_of(name: str, *cases: Case) -> Any:
+    subject = subject_of(OPS[name])
+    series = subject.series[0]
+    return subject, [(series, case, series.directions) for case in cases or series.cases]
+
+
+def test_a_call_of_each_implementation_of_a_small_case_and_one_of_all_of_a_large_one() -> None:
+    large = replace(SMALL, dims={"N": 1 << 14, "V": 1 << 16})
+    subject, jobs = jobs_of("logp", SMALL, large)
+    calls = first_calls(subject, jobs, None, None, CPU, 1 << 40)
+    small = [call for call in calls if call.case == SMALL]
+    names = [name for name in implementations(subject.series[0], None, jobs[0][2]) if name != "copy"]
+    assert [call.impls for call in small] == [(name,) for name in names] and {"isobit", "native"} <= set(
+        names
+    )
+    assert [call.impls for call in calls if call.case == large] == [tuple(names)]
+    named = first_calls(subject, jobs, None, ["isobit", "copy"], CPU, 1 << 40)
+    assert {call.impls for call in named} == {("isobit",)}
+
+
+def test_cases_that_do_not_fit_side_by_side_and_steps_are_left_out() -> None:
+    subject, jobs = jobs_of("logp", SMALL)
+    assert first_calls(subject, jobs, None, None, CPU, 1 << 10) == []
+    steps = suite_of("train_step")
+    all_steps = [(one, case, one.directions) for one in steps.series for case in one.cases]
+    assert first_calls(steps, all_steps, None, None, CPU, 1 << 60) == []
+
+
+def test_lengths_of_the_delta_rule_are_no_kernels_of_their_own() -> None:
+    subject, jobs = jobs_of("chunk_gated_delta_rule_bwd_dhu")
+    assert len(jobs) == 120
+    calls = first_calls(subject, jobs, None, ["isobit"], CPU, 1 << 60)
+    assert len(calls) == 30 and len({call.case.options["mode"] for call in calls}) == 5
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu_or_beside_a_candidate(started: list[Stub]) -> None:
+    subject, jobs = jobs_of("logp", SMALL, replace(SMALL, dtype=torch.bfloat16))
+    compile_ahead(subject, jobs, None, None, CPU, quiet)
+    compile_ahead(
+        replace(subject, candidate="--candidate a:b"), jobs, None, None, torch.device("cuda"), quiet
+    )
+    assert started == []
+
+
+# Processes
+
+
+def test_a_process_makes_calls_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[Any] = []
+    own, said = ahead.started, []
+
+    def start(module: str, env: Any) -> Any:
+        processes.append(own(module, env))
+        return processes[-1]
+
+    monkeypatch.setattr(ahead, "started", start)
+    make([first(), first(impls=("native",)), first(name="ratio_kl"), first(impls=("none",))], 1, said.append)
+    assert [process.returncode for process in processes] == [0]
+    assert said == [f"compiling: {number} of 4" for number in (1, 2, 3)]
+
+
+def test_a_process_that_dies_takes_one_call_with_it(
+    started: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+
+    def ask(process: Stub, call: First) -> Iterator[str]:
+        taken.append((started.index(process), call.name))
+        if call.name == "second":
+            raise ProcessEnded(-9)
+        yield "a line of somebody's"
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    make([first(name=name) for name in ("first", "second", "third")], 1, quiet)
+    assert taken == [(0, "first"), (0, "second"), (1, "third")]
+    assert all(process.ended for process in started)
+
+
+def test_after_an_interruption_no_further_call_is_made(
+    started: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+
+    def ask(process: Stub, call: First) -> Iterator[str]:
+        taken.append(call)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        make([first()] * 50, 1, quiet)
+    assert len(taken) == 1
