@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def lineup(**changes: Any) -> Lineup:
 
 
 def first(**changes: Any) -> First:
-    made = First("--op", "logp", 0, SMALL, ("fwd",), None, ("isobit",), "cpu")
+    made = First("--op", "logp", 0, SMALL, ("fwd",), None, ("isobit",), "cpu", 0)
     return replace(made, **changes)
 
 
@@ -100,10 +101,10 @@ def test_a_call_of_each_implementation_of_a_small_case_and_one_of_all_of_a_large
     subject, jobs = jobs_of("logp", SMALL, large)
     calls = first_calls(subject, jobs, None, None, CPU, 1 << 40)
     small = [call for call in calls if call.case == SMALL]
-    names = [name for name in implementations(subject.series[0], None, jobs[0][2]) if name != "copy"]
-    assert [call.impls for call in small] == [(name,) for name in names] and {"isobit", "native"} <= set(
-        names
-    )
+    known = implementations(subject.series[0], None, jobs[0][2])
+    names = [name for name in known if name not in ("native", "copy")]  # which have nothing to compile
+    assert [call.impls for call in small] == [(name,) for name in names]
+    assert {"isobit", "torch.compile"} < set(names)
     assert [call.impls for call in calls if call.case == large] == [tuple(names)]
     named = first_calls(subject, jobs, None, ["isobit", "copy"], CPU, 1 << 40)
     assert {call.impls for call in named} == {("isobit",)}
@@ -145,7 +146,9 @@ def test_a_process_makes_calls_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
         return processes[-1]
 
     monkeypatch.setattr(ahead, "started", start)
-    make([first(), first(impls=("native",)), first(name="ratio_kl"), first(impls=("none",))], 1, said.append)
+    make(
+        [first(), first(impls=("native",)), first(name="ratio_kl"), first(impls=("none",))], 1, 0, said.append
+    )
     assert [process.returncode for process in processes] == [0]
     assert said == [f"compiling: {number} of 4" for number in (1, 2, 3)]
 
@@ -162,9 +165,28 @@ def test_a_process_that_dies_takes_one_call_with_it(
         yield "a line of somebody's"
 
     monkeypatch.setattr(ahead, "ask", ask)
-    make([first(name=name) for name in ("first", "second", "third")], 1, quiet)
+    make([first(name=name) for name in ("first", "second", "third")], 1, 0, quiet)
     assert taken == [(0, "first"), (0, "second"), (1, "third")]
     assert all(process.ended for process in started)
+
+
+def test_calls_wait_until_there_is_memory_for_them(
+    started: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    most = 0
+
+    def ask(process: Stub, call: First) -> Iterator[str]:
+        nonlocal most
+        taken.append(call.memory)
+        most = max(most, sum(taken))
+        sleep(0.002)
+        taken.remove(call.memory)
+        yield ""
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    make([first(memory=memory) for memory in (5, 5, 1, 10, 2, 3, 5) * 5], 4, 10, quiet)
+    assert 5 < most <= 10 and taken == [] and len(started) == 4
 
 
 def test_after_an_interruption_no_further_call_is_made(
@@ -178,5 +200,5 @@ def test_after_an_interruption_no_further_call_is_made(
 
     monkeypatch.setattr(ahead, "ask", ask)
     with pytest.raises(KeyboardInterrupt):
-        make([first()] * 50, 1, quiet)
+        make([first()] * 50, 1, 0, quiet)
     assert len(taken) == 1

@@ -9,9 +9,8 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from threading import Condition
 
 import torch
 
@@ -42,6 +41,7 @@ class First:
     backend: str | None
     impls: tuple[str, ...]
     device: str
+    memory: int  # bytes it may take
 
 
 def compile_ahead(
@@ -56,14 +56,13 @@ def compile_ahead(
     process has imported it."""
     if device.type != "cuda" or subject.candidate:
         return
-    processes = most_on_a_gpu()
-    memory = torch.cuda.get_device_properties(device).total_memory
-    calls = first_calls(subject, jobs, backend, impls, device, memory // processes)
+    memory = torch.cuda.get_device_properties(device).total_memory * 3 // 4
+    calls = first_calls(subject, jobs, backend, impls, device, memory)
     if len(calls) > 1:
         begin = time.monotonic()
-        processes = min(processes, len(calls))
+        processes = min(most_on_a_gpu(), len(calls))
         say(f"compiling in {processes} processes: {len(calls)} first calls")
-        make(calls, processes, say)
+        make(calls, processes, memory, say)
         say(f"compiled in {time.monotonic() - begin:.0f} s")
 
 
@@ -75,58 +74,76 @@ def first_calls(
     device: torch.device,
     memory: int,
 ) -> list[First]:
-    """What processes with so many bytes of memory each can be asked for. Steps of a model are left out."""
+    """The first calls that compile something and fit into so many bytes. Steps of a model are left out."""
     found: dict[Hashable, First] = {}
     for series, case, directions in jobs:
         cost = series.cost(case.dims, case.dtype)
         nbytes = max(cost.bytes(direction) for direction in directions)
         if series.step or KEPT * nbytes > memory:
             continue
-        known = [name for name in implementations(series, backend, directions) if name != "copy"]
+        ready = {"copy", *(name for name, rival in series.rivals.items() if not rival.jit)}
+        known = [name for name in implementations(series, backend, directions) if name not in ready]
         wanted = [name for name in known if impls is None or name in impls]
         place = list(subject.series).index(series)
-        for names in [(name,) for name in wanted] if nbytes < SMALL_BYTES else [tuple(wanted)]:
+        for names in [(name,) for name in wanted] if nbytes < SMALL_BYTES else [tuple(wanted)] * bool(wanted):
             call = First(
-                subject.flag, subject.name, place, case, tuple(directions), backend, names, str(device)
-            )
+                subject.flag, subject.name, place, case, tuple(directions), backend, names, str(device),
+                KEPT * nbytes,
+            )  # fmt: skip
             found.setdefault((place, series.kernels(case), case.dtype, tuple(directions), names), call)
     return list(found.values())
 
 
-def make(calls: Sequence[First], processes: int, say: Callable[[str], None]) -> None:
-    """Make these calls in so many processes. One that dies takes a call with it, and another goes on."""
-    left: SimpleQueue[tuple[int, First]] = SimpleQueue()
-    for numbered in enumerate(calls, start=1):
-        left.put(numbered)
+def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str], None]) -> None:
+    """Make these calls in so many processes, as many at a time as fit into so many bytes. A process that dies
+    takes one call with it, and another goes on."""
+    left = list(enumerate(calls, start=1))[::-1]
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
+    free, changed = memory, Condition()
+
+    def take() -> tuple[int, First] | None:
+        """The next call, once there is memory for it."""
+        nonlocal free
+        with changed:
+            changed.wait_for(lambda: not left or left[-1][1].memory <= free)
+            if left:
+                free -= left[-1][1].memory
+                return left.pop()
+            return None
+
+    def give_back(call: First) -> None:
+        nonlocal free
+        with changed:
+            free += call.memory
+            changed.notify_all()
 
     def work() -> None:
         # PyTorch's compiler would start processes of its own in each of these.
         env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         process = started("isobit.bench.ahead", env)
-        try:
-            while True:
-                number, call = left.get_nowait()
-                if number in shown:
-                    say(f"compiling: {number} of {len(calls)}")
-                try:
-                    for _ in ask(process, call):
-                        pass
-                except ProcessEnded:
-                    process.communicate()
-                    process = started("isobit.bench.ahead", env)
-        except Empty:
-            process.communicate()
+        while taken := take():
+            number, call = taken
+            if number in shown:
+                say(f"compiling: {number} of {len(calls)}")
+            try:
+                for _ in ask(process, call):
+                    pass
+            except ProcessEnded:
+                process.communicate()
+                process = started("isobit.bench.ahead", env)
+            finally:
+                give_back(call)
+        process.communicate()
 
     with ThreadPoolExecutor(processes) as pool:
         threads = [pool.submit(work) for _ in range(processes)]
         try:
             for thread in threads:
                 thread.result()
-        finally:  # after Ctrl-C nobody takes another call
-            with suppress(Empty):
-                while True:
-                    left.get_nowait()
+        finally:
+            with changed:
+                left.clear()  # after Ctrl-C no further call is made
+                changed.notify_all()
 
 
 def _answer(first: First) -> None:

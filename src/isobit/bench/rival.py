@@ -31,7 +31,8 @@ class Rival:
     `compiled` rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of
     another. One without `graph` waits for the device inside of a call, so no CUDA graph can capture it.
     `takes` names the options of a case that change nothing for it or that it follows; None is all there are.
-    With others it would not do the same work, so it is not timed.
+    With others it would not do the same work, so it is not timed. One without `jit` runs kernels that
+    PyTorch or a library has compiled already.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Rival:
     available: Callable[[Case, torch.device], str | None] = _always
     compiled: bool = False
     graph: bool = True
+    jit: bool = True
     takes: tuple[str, ...] | None = ()
 
     def why_not(self, case: Case, device: torch.device, direction: str, options: Iterable[str]) -> str | None:

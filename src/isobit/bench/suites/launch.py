@@ -99,7 +99,7 @@ SERIES: Sequence[Series] = (
     ),
     _series(
         "det_gemm", "M", {"K": 1024, "N": 1024}, products.layer_cost,
-        Rival("native", _product, directions=None, prepare=_as_layer), ("a",), (),
+        Rival("native", _product, directions=None, prepare=_as_layer, jit=False), ("a",), (),
         [_goal("det_gemm", "fwd", 1.5)], ("fwd",),
     ),
     _series(

@@ -136,11 +136,15 @@ def _on_gpus(case: Case, device: torch.device) -> str | None:
 
 
 _FOR_GPUS: dict[str, Any] = {"directions": ("fwd", "bwd"), "available": _on_gpus}
-CUDNN = Rival("cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), prepare=_heads_first, **_FOR_GPUS)
-FLASH = Rival("flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), prepare=_lower_right, **_FOR_GPUS)
+CUDNN = Rival(
+    "cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), prepare=_heads_first, jit=False, **_FOR_GPUS
+)
+FLASH = Rival(
+    "flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), prepare=_lower_right, jit=False, **_FOR_GPUS
+)
 # Jagged tensors ask the device for their sizes.
-NESTED = Rival("cudnn", _nested, prepare=_bounds, graph=False, **_FOR_GPUS)
-FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, **_FOR_GPUS)
+NESTED = Rival("cudnn", _nested, prepare=_bounds, graph=False, jit=False, **_FOR_GPUS)
+FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, jit=False, **_FOR_GPUS)
 # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
 FLEX = Rival(
     "flex", _flex, directions=("fwd",), prepare=_with_block_mask, available=_on_gpus, compiled=True

@@ -81,23 +81,23 @@ def _needs_a_gpu(case: Case, device: torch.device) -> str | None:
 PRODUCT_RIVALS = {
     rival.name: rival
     for rival in (
-        Rival(BASELINE, mm, directions=None),
-        Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas),
+        Rival(BASELINE, mm, directions=None, jit=False),
+        Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas, jit=False),
     )
 }
 LAYER_RIVALS = {
     rival.name: rival
     for rival in (
-        Rival("native", _layer, takes=("bias", "layout")),
+        Rival("native", _layer, jit=False, takes=("bias", "layout")),
         Rival("torch.compile", _layer, compiled=True, takes=("bias", "layout")),
     )
 }
 DW_RIVALS = {
     rival.name: rival
     for rival in (
-        Rival(BASELINE, _mm_dw, directions=None, available=_needs_a_gpu),
-        Rival("torch.mm_nosplit", unsplit(_mm_dw), directions=None, available=needs_cublas),
-        Rival("torch.mm_narrow", _mm_dw_narrow, directions=None),  # dW in the dtype of x
+        Rival(BASELINE, _mm_dw, directions=None, available=_needs_a_gpu, jit=False),
+        Rival("torch.mm_nosplit", unsplit(_mm_dw), directions=None, available=needs_cublas, jit=False),
+        Rival("torch.mm_narrow", _mm_dw_narrow, directions=None, jit=False),  # dW in the dtype of x
     )
 }
 

@@ -93,7 +93,7 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
 
 _TAKES = ("by", "mask", "temperature", "ids", "ref", "ref_dtype", "layout")
 
-NATIVE = Rival("native", native, prepare=_of_live_tokens, takes=_TAKES)
+NATIVE = Rival("native", native, prepare=_of_live_tokens, jit=False, takes=_TAKES)
 # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
 COMPILED = Rival(
     "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_tokens, compiled=True,

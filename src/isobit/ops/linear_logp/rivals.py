@@ -138,13 +138,13 @@ def _worth_compiling(case: Case, device: torch.device) -> str | None:
 
 
 def _rivals(*more: Rival) -> dict[str, Rival]:
-    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, takes=None)
+    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, jit=False, takes=None)
     return {rival.name: rival for rival in (bare, *more)}
 
 
 _TAKES = ("temperature", "softcap", "logit_scale", "bias", "workspace_bytes")
 
-NATIVE = Rival("native", native, directions=None, takes=_TAKES)
+NATIVE = Rival("native", native, directions=None, jit=False, takes=_TAKES)
 
 _OTHERS = (
     NATIVE,

@@ -109,14 +109,14 @@ def _needs(module: str, case: Case, device: torch.device) -> str | None:
 
 
 def _rivals(*more: Rival) -> dict[str, Rival]:
-    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, takes=None)
+    bare = Rival(BASELINE, bare_product, directions=None, prepare=filled_weight, jit=False, takes=None)
     return {rival.name: rival for rival in (bare, *more)}
 
 
 _FREE: dict[str, Any] = {"directions": None, "takes": ("workspace_bytes",)}
 
 _OTHERS = (
-    Rival("native", partial(_of_logp, _native), **_FREE),
+    Rival("native", partial(_of_logp, _native), jit=False, **_FREE),
     Rival("torch.compile", partial(_of_logp, _native), compiled=True, **_FREE),
     Rival("liger", _liger, available=partial(_needs, "liger_kernel.chunked_loss"), graph=False, **_FREE),
     Rival("trl", partial(_of_logp, _trl), available=partial(_needs, "trl.kernels.chunked_logprob"),

@@ -55,7 +55,7 @@ _TAKES = ("temperature", "mask", "ids", "layout")
 RIVALS: dict[str, Rival] = {
     rival.name: rival
     for rival in (
-        Rival("native", native, prepare=_of_live_rows, takes=_TAKES),
+        Rival("native", native, prepare=_of_live_rows, jit=False, takes=_TAKES),
         # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
         Rival(
             "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True,

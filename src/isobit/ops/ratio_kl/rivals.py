@@ -90,7 +90,7 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
 
 _TAKES = ("temperature", "mask", "ids", "old", "ref", "ref_dtype", "layout")
 
-NATIVE = Rival("native", native, prepare=_of_live_rows, takes=_TAKES)
+NATIVE = Rival("native", native, prepare=_of_live_rows, jit=False, takes=_TAKES)
 # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
 COMPILED = Rival(
     "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True, takes=_TAKES

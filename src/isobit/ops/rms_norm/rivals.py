@@ -57,8 +57,8 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
 RIVALS = {
     rival.name: rival
     for rival in (
-        Rival("native", native, takes=_TAKES),
-        Rival("eager", eager, takes=_TAKES),
+        Rival("native", native, jit=False, takes=_TAKES),
+        Rival("eager", eager, jit=False, takes=_TAKES),
         # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
         Rival("torch.compile", eager, directions=("fwd", "fwd_bwd"), compiled=True, takes=_TAKES),
         Rival("liger", _liger, available=_liger_available, takes=("eps", "layout")),
