@@ -1,4 +1,4 @@
-"""What a call is, from shapes and scalars alone: sequences, keys, factors. Kernels and models ask here."""
+"""Properties of a call that follow from shapes and scalars alone. Kernels and models both use them."""
 
 from typing import Any, NamedTuple
 
@@ -9,12 +9,13 @@ from isobit.blocks.temperature import LOG2E
 #: Keys of a segment: part of the class.
 SEGMENT = 1024
 
-#: Rows (queries of a sequence times heads of a group) with which attention is a matter of reading keys.
+#: With at most this many rows (queries of a sequence times heads of a group) attention is limited by reading
+#: keys.
 FEW_ROWS = 64
 
 
 class Call(NamedTuple):
-    """Sizes of a call. Packed queries are one batch element, T rows of several sequences."""
+    """Sizes of a call. Packed queries are one batch element with T rows."""
 
     sequences: int
     B: int
@@ -22,9 +23,9 @@ class Call(NamedTuple):
     H: int
     KV: int
     D: int
-    S: int  # keys that a sequence may have: all of them where they are packed, else its room
+    S: int  # keys per sequence at most; for packed keys, all keys together
     pages: int
-    page: int  # keys of a page; 0 without pages
+    page: int  # keys per page; 0 without pages
     packed_q: bool
     packed_k: bool
 
@@ -35,7 +36,7 @@ class Call(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """D filled up with zeros to what a tile can have."""
+        """D rounded up to a power of two, as tiles need; the rest is zeros."""
         return 1 << (self.D - 1).bit_length()
 
 
@@ -51,7 +52,7 @@ def call_of(args: dict[str, Any]) -> Call:
 
 
 def key_bounds(args: dict[str, Any]) -> torch.Tensor | None:
-    """Where packed sequences begin among the keys: with their queries, unless it is said."""
+    """Where packed sequences begin among the keys: cu_seqlens_k, or cu_seqlens_q if that is None."""
     if args["block_table"] is not None or args["cu_seqlens_q"] is None:
         return None
     given: torch.Tensor | None = args["cu_seqlens_k"]
@@ -59,14 +60,16 @@ def key_bounds(args: dict[str, Any]) -> torch.Tensor | None:
 
 
 def decodes(call: Call, segment: int = SEGMENT) -> bool:
-    """Whether keys are split over programs: from sizes alone. Packed keys are those of training."""
+    """Whether the keys of a sequence are split over programs. Depends on sizes only. Packed keys occur in
+    training and are not split."""
     queries = -(-call.T // max(call.sequences, 1)) if call.packed_q else call.T
     return queries * call.group <= FEW_ROWS and segment < call.S and not call.packed_k
 
 
 class Factors(NamedTuple):
     """Scores s become z = s, or cap tanh(s slope), and probabilities are 2^(z c - ...). The gradient of a
-    score times `scale` is that of a product of q and k. Computed in fp64; kernels take them as fp32."""
+    score times `scale` is the gradient of the product of q and k. Computed in fp64 and passed to kernels as
+    fp32."""
 
     c: float
     cap: float

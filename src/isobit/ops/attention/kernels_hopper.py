@@ -1,31 +1,30 @@
 """Attention forward on Hopper: class attn/1, for many queries at once.
 
-A program has two warpgroups with 64 queries each, and a warp that brings queries, keys and values
-(`kernels_hopper_io`). A warpgroup walks the blocks of its keys. While the tensor cores multiply the
-probabilities of one block with its values, and the keys of the next with the queries, it exponentiates:
+A program has two warpgroups with 64 queries each, and a loader warp for queries, keys and values
+(`kernels_hopper_io`). A warpgroup loops over the blocks of its keys. It computes exponentials while the
+tensor cores multiply the probabilities of one block with its values, and the next keys with the queries:
 
     Z = Q K'^T            of the next block, under way
     acc += P V            of this one, under way behind it
     Z is there:           maximum, P' = 2^(Z c - ...), sums by lanes
     acc is there:         acc = acc a
 
-Per row, what is computed and in which order is what `kernels_triton` says, for every block from the first to
-the last, and here is why:
+Each row has the operations of `kernels_triton` in the same order, for every block from the first to the last:
 
-- Z is one chain over D, from zero, whatever the instruction's width. D is filled up with zeros, and steps of
+- Z is one chain over D, from zero, whatever the instruction's width. D is padded with zeros, and steps of
   zeros change nothing.
-- A thread holds, of a row, the keys 8 g + 2 i and 8 g + 2 i + 1 of a block for its own i of 4: a lane. Halves
-  of g are added, then the two of a pair. That is in one thread, in the order that the class says.
-- acc is multiplied with a after the block before has joined it, and before this one does, as there; that the
-  exponentials are computed earlier takes part in nothing.
-- Where a segment ends, its state is folded into the totals: acc is set to zero, and so are maximum and sums
-  for the block that follows. Its Z has been computed by then, which depends on no state. The totals of acc
-  lie in shared memory meanwhile (for D = 256, where there is no room, in memory), and are not read for the
-  first segment, whose fold is that into zeros: fma(acc, new, 0).
-- A block that a part of 64 queries does not see, while the other does, changes nothing: probabilities are 0,
-  and a is 1, or 0 where there has been no key yet.
-- Values behind a sequence's last key may be anything, NaN too, and 0 NaN is NaN. They are set to zero in
-  shared memory where TMA has not done it.
+- Of a row, a thread holds the keys 8 g + 2 i and 8 g + 2 i + 1 of a block for one i of 4: a lane. It adds
+  halves of g, then the two of a pair, without an exchange between threads, in the order of the class.
+- acc is multiplied by a after the previous block was added, and before this one is. That the exponentials are
+  computed earlier affects nothing.
+- Where a segment ends, its state is folded into the totals: acc, the maximum and the sums start again for the
+  next block. Its Z has been computed by then, which depends on no state. The totals of acc are kept in
+  shared memory meanwhile (for D = 256, where it does not fit, in global memory). They are not read for the
+  first segment, which is folded into zeros: fma(acc, new, 0).
+- A block that only one of the two warpgroups sees changes nothing in the other: probabilities are 0, and a is
+  1, or 0 where there has been no key yet.
+- Values after a sequence's last key may be anything, NaN too, and 0 NaN is NaN. They are set to zero in
+  shared memory unless TMA has done so.
 """
 
 from typing import Any
@@ -83,13 +82,13 @@ from isobit.ops.attention.kernels_hopper_parts import (
 )
 from isobit.ops.attention.kernels_triton import block_keys, count_tiles
 
-#: Registers of a thread at launch, of one that multiplies, and of the loader, which keeps count of items.
+#: Registers per thread at launch, of a warp that multiplies, and of the loader.
 AT_LAUNCH, REGISTERS, OF_LOADER = 168, gl.constexpr(240), gl.constexpr(24)
 
 #: Stages of keys and of values: what fits beside queries and totals, 227 KB together.
 STAGES = {64: 2, 128: 2, 256: 2}
 
-#: Queries of a sequence from which on a tile of one head is no waste.
+#: A tile holds queries of one head. From this many queries of a sequence on it is full enough.
 MANY_QUERIES = 64
 
 
@@ -235,8 +234,8 @@ class Part:
             top, sums, a, e = self.exponentials(
                 z, gl.where(fresh, float("-inf"), m), gl.where(fresh, 0.0, lanes), at, newest, oldest, MASKED
             )
-            # The next values are not needed yet. But a compiler moves no arithmetic over this, and so the
-            # exponentials stay before the products that they are to be computed beside.
+            # The values are not needed yet. But the compiler moves no arithmetic across a barrier, so this
+            # wait keeps the exponentials before the next one: they overlap with the products in flight.
             mbarrier.wait(ring.v_ready.index(k_stage), k_phase)
             acc, e, sums, a = warpgroup_mma_wait(0, deps=(acc, e, sums, a))
             mbarrier.arrive(ring.v_empty.index(stage))
@@ -289,13 +288,13 @@ class Part:
             found = divided(totals, s, True)
         else:
             found = divided(totals, s, False)
-        # Of the item, what nobody has needed so far.
+        # Fields of the item that were not needed so far.
         live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
         batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
         j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
-        to = gl.multiple_of(self.out + to, (1, 16))  # what is known of `out` is lost on the way here
+        to = gl.multiple_of(self.out + to, (1, 16))  # the alignment of `out` is lost on the way here
         there = gl.expand_dims(query < live, 1)
         for i in gl.static_range(len(found)):
             room = self.room(i)
@@ -453,7 +452,7 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def why_rather_not(args: dict[str, Any]) -> str | None:
-    """Why another serves this call better, or None."""
+    """Why another backend is faster for this call, or None."""
     call = call_of(args)
     queries = call.T // max(call.sequences, 1) if call.packed_q else call.T
     if queries < MANY_QUERIES:

@@ -4,15 +4,15 @@ A program takes one KV head of one sequence and a run of segments. Its rows are 
 the group, up to 64. It leaves a state for each segment, and `kernels_triton.fold_kernel` folds those of a row
 in ascending order.
 
-What counts is to have as many bytes on their way as an SM can hold: keys and values go by TMA through a ring
-of slots, each of one block, K0 V0 K1 V1 ..., and two programs share an SM. The products are turned round, so
-that rows, of which there are few, are the short side of `wgmma`, and keys or features the long one:
+Speed depends on having as many bytes in flight as an SM can hold. Keys and values go by TMA through a ring of
+slots, each of one block, K0 V0 K1 V1 ..., and two programs share an SM. The products are transposed, so that
+rows, of which there are few, are the N dimension of `wgmma`, and keys or features the M dimension:
 
     Z^T [keys, rows]  = K Q^T
     acc^T [D, rows]  += V^T P^T
 
-Per row, what is computed and in which order is what `kernels_triton` says. Each element of Z and of acc is
-one chain over D or over keys, whichever operand comes first. A thread holds some keys of some rows, so
+Each row has the operations of `kernels_triton` in the same order. Each element of Z and of acc is one chain
+over D or over keys, whichever operand comes first. A thread holds some keys of some rows, so
 
 - a row's maximum is that of the four warps' maxima, which they exchange;
 - sums by lanes are a tree over keys: 64 apart in one thread, 32, 16 and 8 apart in another after an exchange,
@@ -59,8 +59,8 @@ SPREAD = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 8, [1, 0]))
 
 @record
 class KeyRing:
-    """The blocks of one program's keys and values, and the ring of slots that they come through. Item 2 i of
-    it are the keys of block i, item 2 i + 1 the values."""
+    """The blocks of one program's keys and values, and the ring of slots that they pass through. Item 2 i is
+    the keys of block i, item 2 i + 1 its values."""
 
     k_desc: tma.tensor_descriptor
     v_desc: tma.tensor_descriptor
@@ -174,8 +174,8 @@ def clear(room, left, BLOCK: gl.constexpr):
 
 @gluon.jit
 def others_ended():
-    """Programs start while the kernel before is ending, and the one behind may do so too. Each waits here, or
-    by `gdc_wait`, before it reads or writes memory."""
+    """Programmatic dependent launch: programs start while the previous kernel is ending, and the next kernel
+    may too. Each waits here, or by `gdc_wait`, before it reads or writes memory."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
     )
@@ -273,7 +273,7 @@ def decode_kernel(
         k = ring.come(gl.to_tensor(0))
         z = warpgroup_mma(k, own.permute((1, 0)), nothing, use_acc=False, is_async=True)
         z = warpgroup_mma_wait(0, deps=(z,))
-    m = gl.full((N,), float("-inf"), gl.float32, COLUMN)  # twice, for those who hold acc and sums
+    m = gl.full((N,), float("-inf"), gl.float32, COLUMN)  # twice, in the layouts of acc and of the sums
     m_s = unseen
     lanes = gl.zeros((4, N), gl.float32, LANES)
     acc = gl.zeros((DP, N), gl.float32, OF)
@@ -288,7 +288,7 @@ def decode_kernel(
                 sees = sees & (key >= gl.expand_dims(oldest, 0))
             z = gl.where(sees, z, float("-inf"))
         tops.store(warp_maxima(z))
-        barrier()  # and all warps have multiplied with what they had: two slots are free
+        barrier()  # all warps have finished their products, so two slots are free
         if i > 0:
             ring.ask(2 * i - 1 + STAGES)
         ring.ask(2 * i + STAGES)
@@ -307,10 +307,10 @@ def decode_kernel(
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(v.permute((1, 0)), weights, acc * gl.expand_dims(a, 0), is_async=True)
-        # Z of the next block; of the last one once more.
+        # Z of the next block. After the last block it is computed once more and not used.
         k = ring.come(2 * gl.minimum(i + 1, blocks - 1))
         z = warpgroup_mma(k, own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        # Sums by lanes, meanwhile.
+        # Meanwhile, the sums by lanes.
         top = gl.maximum(m_s, gl.max(tops.load(BY_LANE), 0))
         a = gl.exp2((m_s - finite(top)) * c)
         a = gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(0, LANES), assert_trivial=True), 0)
@@ -361,13 +361,13 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def _box(call: Call, block: int) -> int:
-    """Keys that TMA loads at once: a block, or what of it lies in one page."""
+    """Keys per TMA load: a block, or the part of it that is in one page."""
     return math.gcd(call.page, block) if call.page else block
 
 
 def _stages(call: Call, N: int, block: int, programs: int, sms: int) -> int:
-    """Slots of the ring: as many as leave room for a second program on an SM. Without a second one, and where
-    that would be fewer than three, all that fit."""
+    """Slots of the ring: as many as leave room for a second program on the SM. If there is no second program,
+    or that would be fewer than three, as many as fit."""
     slot = block * call.padded * 2
     rest = N * (2 * call.padded + 2 * block + 4 * 64 + 4 * 4 + 16) + 64  # tiles, a reduction, barriers
     of_two, of_one = ((SHARED // count - RESERVED - rest) // slot for count in (2, 1))
@@ -377,7 +377,8 @@ def _stages(call: Call, N: int, block: int, programs: int, sms: int) -> int:
 def attention(
     launch: Launch = run, segment: int = SEGMENT, block: int | None = None, **args: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). The class fixes `segment` and `block`; tests set them to reach borders with few keys."""
+    """(out, lse). `segment` and `block` are fixed by the class; tests override them to reach boundaries with
+    few keys."""
     call = call_of(args)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     shape = (call.B, call.H, call.T)

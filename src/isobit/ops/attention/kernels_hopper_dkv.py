@@ -1,23 +1,23 @@
 """dk and dv of attention on Hopper: class attn/1, with the formulas and chains of `kernels_triton_bwd`.
 
-A program has two warpgroups with 64 keys each, and a warp that brings keys, values and blocks of
-queries (`kernels_hopper_dkv_io`). Keys are the rows of all tiles: P^T and dS^T are computed in the registers
-that they are multiplied from. For every block of queries:
+A program has two warpgroups with 64 keys each, and a loader warp for keys, values and blocks of queries
+(`kernels_hopper_dkv_io`). Keys are the rows of all tiles: P^T and dS^T are computed in the registers from
+which they are multiplied. For every block of queries:
 
     S^T = K Q^T,  dP^T = V dO^T       under way
     S^T is there:     P = 2^(S c - lse log2e), beside dP^T
     dP^T is there:    dv += P^T dO, and beside it dS = P (dP - delta)
     dk += dS^T Q      beside the S^T and dP^T of the next block
 
-What decides bits is what is said there:
+The order of sums is that of `kernels_triton_bwd`:
 
 - S^T and dP^T are chains over D from zero; D is filled up with zeros, and steps of zeros change nothing.
 - dk and dv are one chain each over the heads of the group, and in each over blocks of queries in ascending
-  order, which begin at multiples of 16 positions. A block that no key of a warpgroup is seen from is left
-  out, and changes nothing.
-- Rows of a block that are no queries of the sequence are zeros: TMA brings zeros from outside of a tensor,
-  and those of packed neighbours, which may be anything, are set to zero in shared memory.
-- What keys behind a sequence's last hold stays in their own rows, which are not stored.
+  order, which begin at multiples of 16 positions. A block whose queries see no key of a warpgroup is skipped,
+  and would change nothing.
+- Rows of a block that are not queries of the sequence are zeros: TMA fills them with zeros outside of the
+  tensor, and those of packed neighbours, which may be anything, are set to zero in shared memory.
+- Keys after a sequence's last only affect their own rows, which are not stored.
 """
 
 from isobit.blocks.hopper_pipe import (
@@ -112,16 +112,16 @@ class KeyPart:
             if MASKED:
                 p = gl.where(self.sees(first - at, last - at), p, 0.0)
             words = packed(p, ring.do_desc.dtype)
-            # That has long happened. But a compiler moves no arithmetic over this, and so the exponentials
-            # are computed beside the product that is under way.
+            # The data arrived long ago. But the compiler moves no arithmetic across a barrier, so this wait
+            # makes the exponentials overlap with the product in flight.
             mbarrier.wait(ring.ready.index(stage), phase)
             dp, p, words = warpgroup_mma_wait(0, deps=(dp, p, words))
             dv = warpgroup_mma(
                 unpacked(words, ring.do_desc.dtype, gl.DotOperandLayout(0, self.OF_ACC, 2)), do, dv,
                 is_async=True,
             )  # fmt: skip
-            # Nothing is waited for. But a compiler moves no arithmetic over this, and so dS is computed
-            # beside the product.
+            # Nothing to wait for. But the compiler moves no arithmetic across this wait, so dS overlaps
+            # with the product.
             if MASKED:
                 dp, p, first, last = warpgroup_mma_wait(1, deps=(dp, p, first, last))
             else:

@@ -1,5 +1,5 @@
-"""What flows around the backward of attention on Hopper: which program takes which keys, which queries see
-them, and the warp that brings both.
+"""Scheduling and loads of the attention backward on Hopper: which program takes which keys, which queries see
+them, and the loader warp.
 
 An *item* is 128 keys of one head: two parts of 64, one for each of two warpgroups. Its queries come in blocks
 of BLOCK, counted by their positions among the keys, for every head of the group one after the other. Programs

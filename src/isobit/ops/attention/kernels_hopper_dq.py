@@ -242,8 +242,8 @@ class QueryPart:
             p = gl.exp2(gl.fma(z, gl.full_like(z, self.c), gl.expand_dims(base, 1)))
             if MASKED:
                 p = gl.where(self.sees(newest - at, oldest - at), p, 0.0)
-            # That has happened already. But a compiler moves no arithmetic over this, and so the exponentials
-            # are computed beside the product that is under way.
+            # The data has already arrived. But the compiler moves no arithmetic across a barrier, so this
+            # wait makes the exponentials overlap with the product in flight.
             mbarrier.wait(ring.v_ready.index(stage), phase)
             if MASKED:
                 dp, p, newest, oldest = warpgroup_mma_wait(0, deps=(dp, p, newest, oldest))

@@ -1,13 +1,12 @@
-"""What flows around the attention kernel on Hopper: which program takes which queries, where their keys lie,
-and the warp that brings both.
+"""Scheduling and loads of the attention kernel on Hopper: which program takes which queries, where their keys
+are, and the loader warp.
 
-An *item* is 128 queries of one head: two parts of 64, one for each of two warpgroups. Programs take items by
-turns, those with most keys first, every other round in the opposite direction, so that each gets about as
-many blocks as the others. Heads that share keys are neighbours, and so read them from L2 at about the same
-time. Nothing of this decides bits.
+An *item* is 128 queries of one head: two parts of 64, one for each of two warpgroups. Items are dealt to
+programs round-robin, those with most keys first and every other round in reverse, so that programs get about
+the same number of blocks. Heads that share keys are neighbours, and so read them from L2 at about the same
+time. None of this affects bits.
 
-Tensors are read where they lie, [B, H, T, D] to TMA in whatever order of strides: what is outside of T or D
-comes as zeros.
+TMA reads tensors in place as [B, H, T, D] with any strides, and fills with zeros outside of T or D.
 """
 
 from functools import lru_cache
@@ -46,7 +45,7 @@ ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def clamped(at, low, high):
-    """The integer at this address, inside of [low, high]: nobody has looked at it."""
+    """The integer at this address, clamped to [low, high]: unchecked input."""
     return gl.minimum(gl.maximum(gl.load(at), low), high).to(gl.int32)
 
 
@@ -80,14 +79,14 @@ def turn(i):
 
 @gluon.jit
 def tell(items, slot, values):
-    """The numbers of an item, by the loader, to those who wait for its data."""
+    """Written by the loader: the fields of an item, for the warps that wait for its data."""
     for i in gl.static_range(8):
         items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, ONE_EACH) + values[i])
 
 
 @gluon.jit
 def told(items, slot, WHICH: gl.constexpr):
-    """One of these numbers, by its place in the item."""
+    """Read one of these fields, by its index."""
     return gl.max(items.index(slot * 8 + WHICH).load(ONE_OF_FOUR), 0)
 
 
@@ -99,7 +98,7 @@ def load_box(desc, batch, head, row, room, bar):
 
 @gluon.jit
 def load_when_free(desc, batch, head, row, room, ready, empty, phase):
-    """One box, as soon as its room is free."""
+    """One box, as soon as its slot is free."""
     mbarrier.wait(empty, phase)
     mbarrier.expect(ready, desc.block_type.nbytes)
     load_box(desc, batch, head, row, room, ready)

@@ -1,21 +1,21 @@
 """Attention forward in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-A sequence's keys are cut into segments of 1024, counted from its own first key, and segments into blocks of
-128 keys (64 where D > 128). A segment has a state of its own, (m, s, acc), which takes in its blocks in
-ascending order:
+The keys of a sequence are split into segments of 1024, counted from its own first key, and segments into
+blocks of 128 keys (64 where D > 128). Each segment starts with a fresh online-softmax state (m, s, acc) and
+takes its blocks in ascending order:
 
     z     = scores, or cap tanh(slope scores)            one chain of matrix steps over ascending D
     m'    = max(m, z)
     a     = 2^((m - m') c),   p = 2^fma(z, c, -(m' c))
     s     = fma(s, a, sums of p)                         four lanes, by trees
-    acc   = acc a, then the chain goes on with p V       p rounded to the dtype of v
+    acc   = acc a, then the chain continues with p V      p rounded to the dtype of v
 
-and the states of segments are folded in ascending order. That is all that decides bits. There are two ways
-to do it, chosen by sizes:
+The states of segments are then folded in ascending order. Nothing else affects the bits. Sizes decide between
+two ways to run it:
 
-    prefill    one program a tile of queries and KV head; it walks all segments and folds as it goes
-    decoding   one program a tile, KV head and run of segments; it leaves their states in memory, and a second
-               kernel folds those of a row in ascending order
+    prefill    one program per tile of queries and KV head; it loops over all segments and folds as it goes
+    decoding   one program per tile, KV head and run of segments; it writes the segments' states to memory,
+               and a second kernel folds those of a row in ascending order
 """
 
 from typing import Any
@@ -54,17 +54,17 @@ from isobit.ops.attention.kernels_triton_parts import (
     tanh,
 )
 
-#: Programs from which on another split of the keys gains nothing: some for every SM of the largest GPUs.
+#: With this many programs even the largest GPUs are full, and splitting the keys further gains nothing.
 MANY_PROGRAMS = 1024
 
-#: States of a row that are on their way at once when they are folded.
+#: How many states of a row are loaded at once while they are folded.
 AHEAD = 16
 
 _SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "run"]
 
 
 def block_keys(D: int) -> int:
-    """Keys of a block: part of the class."""
+    """Keys per block: part of the numerics class."""
     return 64 if D > 128 else 128
 
 
@@ -83,8 +83,8 @@ def take_in(
     c, cap, slope, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """A segment's state after one more block. A row sees the keys from `oldest` to `newest`; without MASKED
-    all rows see all of the block."""
+    """The state of a segment after one more block. A row sees the keys from `oldest` to `newest`. Without
+    MASKED every row sees the whole block."""
     key = block + tl.arange(0, BLOCK)
     k = load_keys(k_at, table, sequence, first, key, keys, P, k_sp, k_ss, D, DP, PAGE, PACKED, MASKED)
     v = load_keys(v_at, table, sequence, first, key, keys, P, v_sp, v_ss, D, DP, PAGE, PACKED, MASKED)
@@ -109,8 +109,8 @@ def segment_state(
     c, cap, slope, M: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, PACKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """(m, s, acc) of the keys from `begin`, where a block begins, to `end`. All rows see all keys before
-    `whole`. Blocks that no row sees are not visited, which changes nothing."""
+    """(m, s, acc) of the keys from `begin`, a block boundary, to `end`. Every row sees all keys before
+    `whole`. Blocks that no row sees are skipped; they would not change the state."""
     m = tl.full([M], float("-inf"), tl.float32)
     s = tl.zeros([M, 4], tl.float32)
     acc = tl.zeros([M, DP], tl.float32)
@@ -135,9 +135,9 @@ def tile_of(
     tile, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M: tl.constexpr, G: tl.constexpr,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """What the rows of a tile are and see: (sequence, row of q, head in the group, whether there is one;
-    first key, keys; oldest and newest key of each row; the keys from `begin` to `end` that some row sees, the
-    first of them where a block begins; `whole`, before which all rows see all keys)."""
+    """The rows of a tile and the keys they see: (sequence, row of q, head in the group, whether the row
+    exists; first key, number of keys; oldest and newest key of each row; `begin` and `end` of the keys that
+    any row sees, with `begin` at a block boundary; `whole`, before which every row sees all keys)."""
     PER: tl.constexpr = M // G
     sequence, first_row, rows, start = piece_of(tile, cu_q, T, SEQUENCES, PER)
     first, keys = keys_of(sequence, key_start, key_end, cu_k, S)
@@ -170,7 +170,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """One tile of queries for the heads of one KV head, over all of its keys."""
     kv = tl.program_id(0) % KV
-    tile = tiles - 1 - tl.program_id(0) // KV  # the last queries see most keys: they begin first
+    tile = tiles - 1 - tl.program_id(0) // KV  # the last queries see most keys: run them first
     sequence, row, head, live, first, keys, oldest, newest, begin, end, whole = tile_of(
         tile, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M, G, BLOCK, CAUSAL, WINDOWED
     )
@@ -209,8 +209,8 @@ def segments_kernel(
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """The states of `run` segments, for one tile of queries and the heads of one KV head: m and s in `sums`
-    [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. Segments that a row does not see
-    have s = 0 and no acc."""
+    [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. For a segment that a row does not
+    see, s = 0 and acc is not written."""
     kv = tl.program_id(0) % KV
     sequence, row, head, live, first, keys, oldest, newest, begin, end, whole = tile_of(
         tl.program_id(0) // KV, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M, G, BLOCK, CAUSAL,
@@ -244,9 +244,9 @@ def fold_kernel(
     sums, states, out, lse, T, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Fold the states of one row, (b, t, head) by number, in ascending order. Those of AHEAD segments are
-    asked for together: what memory takes to answer is longer than a fold. EARLY: this kernel has been started
-    while the one that writes states was running."""
+    """Fold the states of one row in ascending order; rows number (b, t, head). AHEAD states are loaded
+    together, because memory latency is longer than a fold. EARLY: this kernel was started while the kernel
+    that writes the states was still running."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -265,7 +265,8 @@ def fold_kernel(
             there = one + j < segments
             m = m + (tl.load(sums + j * 2, mask=there, other=float("-inf")),)
             s = s + (tl.load(sums + j * 2 + 1, mask=there, other=0.0),)
-            # Of a segment without a seen key, memory as it was: it is folded into nothing.
+            # acc of a segment without a visible key is uninitialised memory; the fold ignores it because s =
+            # 0.
             acc = acc + (tl.load(states + j * D, mask=there[:, None] & inside, other=0.0),)
         for i in tl.static_range(AHEAD):
             total_m, total_s, total = fold(total_m, total_s, total, m[i], s[i], acc[i], c)
@@ -288,22 +289,22 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def tile_rows(call: Call, most: int) -> int:
-    """Rows of a tile, for what a sequence has on average: a power of two."""
+    """Rows per tile, a power of two, for the average number of queries per sequence."""
     queries = -(-call.T // max(call.sequences, 1)) if call.packed_q else call.T
     wanted = max(queries, 1) * call.group
     return min(most, max(16, 1 << (wanted - 1).bit_length(), 1 << (call.group - 1).bit_length()))
 
 
 def count_tiles(call: Call, per: int) -> int:
-    """Tiles of `per` queries: enough for packed ones wherever they begin."""
+    """Number of tiles of `per` queries. For packed sequences an upper bound, wherever they begin."""
     if call.packed_q:
         return call.T // per + call.sequences if call.sequences else 0
     return call.sequences * (-(-call.T // per))
 
 
 def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Batch, row, head of each. A batch stride that is not taken is 0: it is a product of sizes, and kernels
-    are compiled for what divides their strides."""
+    """Batch, row and head strides of each. The batch stride of a single batch element is set to 0: it is
+    unused, and as a product of sizes its divisibility would cause recompiles."""
 
     def first(t: Tensor) -> int:
         return t.stride(0) if t.shape[0] > 1 else 0
@@ -315,8 +316,8 @@ def launch_fold(
     launch: Launch, sums: Tensor, states: Tensor, out: Tensor, lse: Tensor | None, call: Call, c: float,
     early: bool = False,
 ) -> None:  # fmt: skip
-    """`early`: the launch before this one lets it start while it runs, by programmatic dependent launch. Only
-    NVIDIA GPUs from Hopper on know that."""
+    """`early`: start while the previous launch is still running (programmatic dependent launch). NVIDIA GPUs
+    from Hopper on only."""
     rows, segments = sums.shape[:2]
     launch(
         fold_kernel, (rows,), sums, states, out, lse, call.T, segments, c, call.H, call.D, call.padded, AHEAD,
@@ -331,8 +332,8 @@ def attention(
     split: bool | None = None,
     **args: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). The class fixes `segment` and `block`, and sizes decide whether keys are split; tests set
-    them to reach borders with few keys."""
+    """(out, lse). `segment` and `block` are fixed by the class, and sizes decide whether keys are split.
+    Tests override them to reach the boundaries with few keys."""
     call, factors = call_of(args), factors_of(args)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     shape = (call.B, call.H, call.T)

@@ -1,15 +1,16 @@
-"""Gradients of attention in portable Triton. Forward has left out and lse; probabilities are computed again:
+"""Gradients of attention in portable Triton. Probabilities are recomputed from the lse of the forward:
 
     P     = 2^fma(z, c, -(lse log2e))                     0 where a query does not see a key
     delta = sum over D of out dout, minus the gradient of lse
     dP    = dout V^T,   dS = P (dP - delta)               times 1 - tanh^2 where scores are capped
 
     dq = scale dS K      one chain over the sequence's keys, 16 by 16 from its first
-    dv = P^T dout        one chain over the heads of the group in ascending order, and in each over the
-    dk = scale dS^T q      queries, 16 by 16 by their positions among the keys
+    dv = P^T dout        one chain over the heads of the group in ascending order, and within each over the
+    dk = scale dS^T q      queries, 16 by 16, aligned to their positions among the keys
 
-P and dS are rounded to 16 bits where they meet a matrix, each gradient once at the end. Two kernels compute
-dS, each for its own sum, so nothing is added by two programs and no order depends on the batch.
+P and dS are rounded to 16 bits before a matrix product, and each gradient once at the end. Two kernels
+compute dS, one for dq and one for dk and dv. So no element is written by two programs (no atomics), and no
+order depends on the batch.
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def delta_kernel(
     out, dout, dlse, delta, T, count, o_sb, o_st, o_sh, l_sb, l_sh, l_st, H: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, T] of some rows, (b, t, head) by number."""
+    """delta [B, H, T] of ROWS rows; rows number (b, t, head)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < count
     b, t, h = row // (T * H), row // H % T, row % H
@@ -60,7 +61,8 @@ def delta_kernel(
 
 @triton.jit
 def probabilities(left, right, sees, lse, c, cap, slope, CAPPED: tl.constexpr):
-    """(P, 1 - tanh^2) of left times right^T; the second is 1 without a cap. `lse` is shaped to meet them."""
+    """(P, 1 - tanh^2) of left times right^T; the second is 1 without a cap. `lse` must broadcast against
+    them."""
     z = product(left, tl.trans(right), tl.zeros([left.shape[0], right.shape[0]], tl.float32))
     bend = tl.full(z.shape, 1.0, tl.float32)
     if CAPPED:
@@ -71,7 +73,7 @@ def probabilities(left, right, sees, lse, c, cap, slope, CAPPED: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(p, bend, dp, delta, sees, CAPPED: tl.constexpr):
-    """dS. What is not seen is 0 even where dP is not a number: its key or query may hold anything."""
+    """dS. It is set to 0 where masked even if dP is NaN: masked keys and queries may hold anything."""
     ds = p * (dp - delta)
     if CAPPED:
         ds = ds * bend
@@ -150,14 +152,14 @@ def dkv_kernel(
     v_b = load_keys(
         v + kv * v_sh, None, sequence, first, key, keys, 1, v_sp, v_ss, D, DP, 0, cu_k is not None, True
     )
-    before = keys - rows  # the position of query 0
+    before = keys - rows  # position of query 0
     low = before
     high = keys
     if CAUSAL:
         low = tl.maximum(low, start)
         if WINDOWED:
             high = tl.minimum(high, start + BLOCK - 1 + window)
-    low = low - ((low % QUERIES) + QUERIES) % QUERIES  # groups of 16 are those of positions, also below 0
+    low = low - ((low % QUERIES) + QUERIES) % QUERIES  # groups of 16 are aligned to positions, also below 0
     high = tl.where(start < keys, high, low)
     dk_b = tl.zeros([BLOCK, DP], tl.float32)
     dv_b = tl.zeros([BLOCK, DP], tl.float32)
@@ -190,8 +192,8 @@ def dkv_kernel(
     to = ((base + first + key) * KV + kv)[:, None] * D + d[None, :]
     tl.store(dk + to, narrow(dk_b * scale, dk), mask=inside)
     tl.store(dv + to, narrow(dv_b, dv), mask=inside)
-    if cu_k is None:  # what lies outside of a sequence's keys gets zeros
-        place = key  # the same numbers, counted from the row's own beginning
+    if cu_k is None:  # keys outside of key_start and key_end get zeros
+        place = key  # the same index, counted from the start of the batch element
         outside = (place < S) & ((place < first) | (place >= first + keys))
         to = ((base + place) * KV + kv)[:, None] * D + d[None, :]
         zero = tl.zeros([BLOCK, DP], tl.float32)
@@ -200,7 +202,7 @@ def dkv_kernel(
 
 
 def _rows(t: Tensor) -> Tensor:
-    """A gradient comes with any strides; kernels read along its last dimension."""
+    """Incoming gradients may have any strides; kernels need the last to be 1."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -258,12 +260,12 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
 
 
 def _block_for(call: Call, most: int) -> int:
-    """Keys of a program: no more than there are."""
+    """Keys per program, reduced for short sequences."""
     return min(most, max(16, 1 << (max(call.S, 1) - 1).bit_length()))
 
 
 def count_blocks(call: Call, per: int) -> int:
-    """Blocks of `per` keys: enough for packed ones wherever they begin."""
+    """Number of blocks of `per` keys. For packed sequences an upper bound, wherever they begin."""
     if call.packed_k:
         return call.S // per + call.sequences if call.sequences else 0
     return call.sequences * (-(-call.S // per))

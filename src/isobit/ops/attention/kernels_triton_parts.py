@@ -1,11 +1,11 @@
-"""Pieces of the attention kernels in portable Triton: where a program's queries and keys lie, loads that stay
-inside of their tensors whatever integers say, and sums whose order is written out.
+"""Parts of the attention kernels in portable Triton: which queries and keys a program has, loads that stay in
+bounds whatever the integer tensors hold, and sums in a fixed order.
 
 Rows of a tile are queries times the G heads of one KV head: row r is query r // G of the tile in head r % G.
-Which rows share a tile takes part in no sum.
+Which rows share a tile does not affect any sum.
 
-Nothing here leaves an order of additions to a compiler. A reduction is a tree of additions of two numbers, a
-matrix product is `product`, and kernels are compiled without contraction of products and sums.
+The compiler must not choose any order of additions. So a reduction is a tree of additions of two numbers, a
+matrix product is `product`, and kernels are compiled without contraction to fused multiply-adds.
 """
 
 import numpy as np
@@ -15,29 +15,29 @@ import triton.language as tl
 from isobit.blocks.interpreter import INTERPRETED
 from isobit.ops.attention.model import fused
 
-#: Products that join an accumulator in one matrix step.
+#: Products that are added to an accumulator in one matrix step.
 GROUP = 16
 
-#: Halvings of a row that a loop is unrolled for; those that are left over are no code.
+#: Upper bound on halvings of a row, for unrolled loops; the ones that are not needed generate no code.
 MOST = tl.constexpr(8)
 
 
-# Where queries and keys lie
+# Which queries and keys
 
 
 @triton.jit
 def clamped(at, low, high):
-    """The integer at this address, inside of [low, high]: nobody has looked at it."""
+    """The integer at this address, clamped to [low, high]: unchecked input."""
     return tl.minimum(tl.maximum(tl.load(at), low), high).to(tl.int32)
 
 
 @triton.jit
 def piece_of(tile, cu, rows, SEQUENCES, PER: tl.constexpr):
-    """(sequence, first row, its rows, first of them in this tile) for tiles of PER rows.
+    """(sequence, first row, number of rows, first row in this tile) for tiles of PER rows.
 
-    Without bounds each sequence has `rows` rows of its own, from 0. Packed ones share them. There sequence s
-    begins with tile cu[s] // PER + s, which leaves room for all before it, and some tiles are empty: so the
-    host need not know where sequences begin.
+    Without `cu` each sequence has `rows` rows of its own, from 0. Packed sequences share them. Sequence s
+    then starts at tile cu[s] // PER + s. That leaves enough tiles for all sequences before it, and some are
+    empty. So the host need not know where sequences begin.
     """
     if cu is None:
         tiles = tl.cdiv(rows, PER)
@@ -61,7 +61,7 @@ def piece_of(tile, cu, rows, SEQUENCES, PER: tl.constexpr):
 
 @triton.jit
 def keys_of(sequence, key_start, key_end, cu_k, S):
-    """(first key, keys) of a sequence among S."""
+    """(first key, number of keys) of a sequence, within S."""
     first = tl.zeros([], tl.int32)
     end = first + S
     if cu_k is not None:
@@ -79,13 +79,13 @@ def load_keys(
     at, table, sequence, first, key, keys, P, stride_p, stride_s, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of k or v, [keys, DP]: zeros where there is no key, and beyond D. `at` is of the head, `key`
-    counts from the sequence's first, `table` points at the sequence's pages."""
+    """Rows of k or v, [keys, DP]; zeros where there is no key, and beyond D. `at` points at the head, `key`
+    counts from the first key of the sequence, `table` points at the pages of the sequence."""
     there = key < keys
     place = (first + key).to(tl.int64)
     if table is not None:
         page = tl.load(table + place // PAGE, mask=there, other=0).to(tl.int64)
-        page = tl.minimum(tl.maximum(page, 0), P - 1)  # a table that is wrong must not read elsewhere
+        page = tl.minimum(tl.maximum(page, 0), P - 1)  # a wrong table must not cause a read out of bounds
         offset = page * stride_p + place % PAGE * stride_s
     elif PACKED:
         offset = place * stride_s
@@ -105,7 +105,8 @@ def load_keys(
 
 @triton.jit
 def load_rows(at, offset, live, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of q or of a gradient at these offsets, [rows, DP]: zeros where a row is not live, or beyond D."""
+    """Rows of q or of a gradient at these offsets, [rows, DP]; zeros where a row is not live, and beyond
+    D."""
     d = tl.arange(0, DP)
     inside = live[:, None] & (d < D)[None, :]
     return tl.load(at + offset[:, None] + d[None, :], mask=inside, other=0.0)
@@ -117,11 +118,10 @@ def load_rows(at, offset, live, D: tl.constexpr, DP: tl.constexpr):
 if INTERPRETED.value:
 
     def product(left, right, acc):
-        """The same on a CPU, with the arrays that the interpreter holds tiles in. A step adds its 16 products
-        in ascending order in fp32, then their sum to the accumulator. It leaves no negative zero, as a tensor
-        core does: a step of zeros changes nothing. A product of numpy's would have an order that depends on
-        the shapes."""
-        acc = acc + 0.0  # an array of its own
+        """The same on a CPU, on the numpy arrays of the interpreter. A step adds its 16 products in ascending
+        order in fp32, then their sum to the accumulator. As on a tensor core no step gives -0, so a step of
+        zeros changes nothing. numpy's own product would use an order that depends on the shapes."""
+        acc = acc + 0.0  # a copy
         a, b, total = left.to(tl.float32).handle.data, right.to(tl.float32).handle.data, acc.handle.data
         for first in range(0, a.shape[1], GROUP):
             step = a[:, first, None] * b[first]
@@ -131,7 +131,7 @@ if INTERPRETED.value:
         return acc
 
     def fma(x, y, z):
-        """The same on a CPU: the interpreter's rounds twice up to Triton 3.8."""
+        """The same on a CPU: `tl.fma` of the interpreter rounds twice up to Triton 3.8."""
         found = x * y + z
         factor = np.float32(y) if isinstance(y, float) else y.handle.data
         found.handle.data[...] = fused(x.handle.data, factor, z.handle.data)
@@ -152,7 +152,7 @@ else:
 
 @triton.jit
 def row_sums(x):
-    """Sums of rows, [rows, 2^n]: the second half is added to the first, again and again."""
+    """Sums of rows, [rows, 2^n]: repeatedly adds the second half to the first."""
     for _ in tl.static_range(MOST):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
@@ -161,8 +161,9 @@ def row_sums(x):
 
 @triton.jit
 def lane_sums(p):
-    """Sums of a block's keys by lanes, [rows, 4]: lane i has the keys 8 g + 2 i and 8 g + 2 i + 1. Halves of
-    g first, which are registers of one thread in the layout of a matrix product, then the two of a pair."""
+    """Sums over the keys of a block by lanes, [rows, 4]: lane i has the keys 8 g + 2 i and 8 g + 2 i + 1.
+    First halves of g, which one thread holds in the register layout of a matrix product, then the two of a
+    pair."""
     for _ in tl.static_range(MOST):
         if p.shape[1] > 8:
             p = tl.sum(tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), 1)
@@ -180,7 +181,7 @@ def joined(lanes):
 
 @triton.jit
 def tanh(x):
-    """Near 0 a series, because the quotient has lost its digits there. Divisions round to nearest."""
+    """A series near 0, because the quotient cancels there. Divisions round to nearest."""
     a = tl.abs(x)
     e = tl.exp2(a * -2.8853900817779268)  # exp(-2a)
     far = tl.div_rn(1.0 - e, 1.0 + e)
@@ -193,14 +194,14 @@ def tanh(x):
 
 @triton.jit
 def finite(m):
-    """What to subtract for a maximum: 0 where no key has been seen, because -inf - -inf is NaN."""
+    """The maximum to subtract: 0 if no key has been seen yet, because -inf - -inf is NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def fold(total_m, total_s, total, m, s, acc, c):
-    """What was folded so far, and one more segment. A row that has seen no key of it stays as it is. Its sum
-    tells, not its maximum: of scores that are all NaN that may be -inf."""
+    """Fold one more segment into the totals. A row that has seen no key of the segment is left unchanged.
+    This is decided by s = 0 and not by the maximum, which is -inf also if all scores are NaN."""
     top = tl.maximum(total_m, m)
     old, new = tl.exp2((total_m - finite(top)) * c), tl.exp2((m - finite(top)) * c)
     seen = s != 0.0
@@ -211,7 +212,7 @@ def fold(total_m, total_s, total, m, s, acc, c):
 
 @triton.jit
 def finished(m, s, acc, c):
-    """(out, lse) of rows in fp32: 0 and -inf for those without a key."""
+    """(out, lse) of rows in fp32; 0 and -inf for rows that see no key."""
     ln2: tl.constexpr = 0.6931471805599453
     seen = s != 0.0
     s = tl.where(seen, s, 1.0)

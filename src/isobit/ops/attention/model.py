@@ -1,11 +1,11 @@
-"""The order of `attn/1` in numpy, with an arithmetic that is handed in: what the kernels are compared with,
-and what serves CPU tensors.
+"""The arithmetic of `attn/1` in numpy, operation by operation. Kernels are compared with it, and it is the
+backend for CPU tensors.
 
-On a CPU the arithmetic is `CPU`, and the class is `attn/1/cpu`: the bits of the Triton kernels in the
-interpreter. With the tensor-core steps of `isobit.numerics`, fused multiply-adds, and the `exp2` and `log2`
-of a Hopper GPU it gives the bits of that GPU, which the proof looks at.
+What one operation of the device does is a parameter (`Arithmetic`). With `CPU` the class is `attn/1/cpu`: the
+bits of the Triton kernels in the interpreter. With the tensor-core steps of `isobit.numerics`, fused
+multiply-adds, and the `exp2` and `log2` of a Hopper GPU it gives the bits of that GPU; the proof checks this.
 
-Rows are independent here as everywhere, so all queries of a KV head are computed at once.
+Rows are independent, so all queries of a KV head are computed at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def block_keys(D: int) -> int:
 
 
 class Arithmetic(NamedTuple):
-    """What a device does in one operation; arrays are fp32."""
+    """The operations of a device, on fp32 arrays."""
 
     #: (left [m, k], right [k, n], acc [m, n], dtype of the factors) -> acc after steps over ascending k.
     product: Callable[[Array, Array, Array, torch.dtype], Array]
@@ -41,7 +41,8 @@ class Arithmetic(NamedTuple):
 
 
 def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array:
-    """16 products one after another, then their sum to the accumulator; no negative zero is left."""
+    """Each step sums 16 products in ascending order, then adds the sum to the accumulator. No result is
+    -0."""
     acc = acc.copy()
     for first in range(0, left.shape[1], GROUP):
         step = np.zeros_like(acc)
@@ -52,8 +53,8 @@ def _product(left: Array, right: Array, acc: Array, dtype: torch.dtype) -> Array
 
 
 def fused(x: Array, y: Any, z: Array) -> Array:
-    """x y + z in fp32 with one rounding. The product is exact in fp64. Their sum is rounded to odd there, so
-    that the rounding to fp32 sees whether anything was cut off."""
+    """x y + z in fp32 with one rounding. The product is exact in fp64. The sum is rounded to odd in fp64, so
+    that the final rounding to fp32 is correct (no double rounding)."""
     product, z = np.broadcast_arrays(x.astype(np.float64) * y, np.asarray(z, np.float64))
     total = product + z
     part = total - product
@@ -67,12 +68,12 @@ def fused(x: Array, y: Any, z: Array) -> Array:
 CPU = Arithmetic(_product, fused, np.exp2, np.log2)
 
 
-# Where sequences lie
+# Where the sequences are
 
 
 class Sequence(NamedTuple):
-    rows: tuple[int, slice]  # its queries, as a place in q
-    keys: tuple[Any, Any]  # its keys, as a place in k and v
+    rows: tuple[int, slice]  # index of its queries in q
+    keys: tuple[Any, Any]  # index of its keys in k and v
 
 
 def _sequences(args: dict[str, Any]) -> Iterator[Sequence]:
@@ -137,7 +138,7 @@ def _finite(m: Array) -> Array:
 
 
 class _Scores(NamedTuple):
-    """How products of q and k become exponents."""
+    """Turns products of q and k into scores z, which `c` scales to exponents of 2."""
 
     c: np.float32
     cap: np.float32
@@ -156,7 +157,7 @@ class _Scores(NamedTuple):
 
 
 def _sees(args: dict[str, Any], rows: int, keys: int) -> Array:
-    """[rows, keys] of one sequence."""
+    """Causal and window mask of one sequence, [rows, keys]."""
     key, position = np.arange(keys)[None, :], keys - rows + np.arange(rows)[:, None]
     found = np.ones((rows, keys), bool)
     if args["causal"]:
@@ -167,7 +168,7 @@ def _sees(args: dict[str, Any], rows: int, keys: int) -> Array:
 
 
 def _filled(x: Array, axis: int, multiple: int, value: float = 0.0, before: int = 0) -> Array:
-    """With so many more in front, and as many behind as make a multiple."""
+    """Padded along `axis`: `before` entries in front, then as many behind as make the length a multiple."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (before, -(x.shape[axis] + before) % multiple)
     return np.pad(x, widths, constant_values=value)
@@ -207,7 +208,7 @@ def _folded(
 
 
 def _pairs(x: Array) -> Array:
-    """[R, 8] as lanes [R, 4]."""
+    """Sums of neighbours: [R, 8] to the four lanes [R, 4]."""
     return x[:, 0::2] + x[:, 1::2]
 
 
@@ -268,7 +269,7 @@ def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...
             if count == 0:
                 continue
             sees = _sees(args, count, n)
-            before = (n - count) % GROUP  # groups of 16 queries are those of positions
+            before = (n - count) % GROUP  # groups of 16 queries are aligned to positions, not to rows
             total_k, total_v = np.zeros((n, call.D), F32), np.zeros((n, call.D), F32)
             for g in range(kv * call.group, (kv + 1) * call.group):
                 own, do_h, out_h = (_array(t[b, rows, g]) for t in (q, dout, out))
@@ -276,7 +277,7 @@ def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...
                 delta = _halves(_filled(out_h * do_h, 1, wide), 1)[:, 0]
                 if dlse is not None:
                     delta = delta - _array(dlse[b, g, rows])
-                live = sees.any(1, keepdims=True)  # a query without a key may hold anything
+                live = sees.any(1, keepdims=True)  # q and dout of a query that sees no key may be NaN
                 own, do_h = np.where(live, own, F32(0.0)), np.where(live, do_h, F32(0.0))
                 z, bent = scores(own, keys)
                 base = _array(lse[b, g, rows]) * F32(LOG2E)

@@ -1,17 +1,17 @@
-"""Attention whose bits do not depend on the batch, on how a prompt is cut, or on how keys are stored.
+"""Attention whose bits do not depend on the batch, on prefill chunking, or on how keys are stored.
 
-For a query q at position i of its sequence, and the keys k_j, values v_j that it sees:
+For a query q at position i of its sequence, and the keys k_j and values v_j that it attends to:
 
     z_j = scale q k_j                or softcap tanh(scale q k_j / softcap)
     out = sum_j softmax(z)_j v_j
     lse = log sum_j exp(z_j)
 
-Queries are the last T of their sequence's keys: query t of T has position keys - T + t. With `causal` it sees
-the keys up to its own position, with `window` the last so many of these, else all. A query that sees no key
-gives 0 and an lse of -inf, and no gradient comes from it.
+The T queries of a sequence are aligned with its last T keys: query t has position keys - T + t. With `causal`
+it sees the keys up to its own position, with `window` only the last `window` of these, otherwise all keys. A
+query that sees no key gets out = 0 and lse = -inf, and contributes no gradient.
 
-Sequences come as batch elements, where `key_start` and `key_end` bound the keys of each; packed one behind
-the other (`cu_seqlens_q`, `cu_seqlens_k`); or with keys in pages (`block_table`).
+Sequences are given in one of three forms: as batch elements, where `key_start` and `key_end` bound the keys
+of each; packed one after another (`cu_seqlens_q`, `cu_seqlens_k`); or with keys in pages (`block_table`).
 
 Backward, with P the probabilities, dz = P (dout V^T - out dout + dlse), times 1 - tanh^2 with a softcap:
 
@@ -55,7 +55,7 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 
 
 def _flops(args: dict[str, Any]) -> int:
-    """Of two products, as if every query saw all keys that there is room for."""
+    """Two products (q k and p v), counted as if every query saw all keys for which there is room."""
     call = call_of(args)
     return 4 * math.prod(args["q"].shape) * (call.S // max(call.sequences, 1) if call.packed_k else call.S)
 
@@ -76,7 +76,7 @@ def forward(
     block_table: Int[Tensor, "N M"] | None = None,
     return_lse: bool = False,
 ) -> tuple[Float[Tensor, "B T H D in q"], F32[Tensor, "B H T if return_lse"]]:
-    """(out, lse). Packed queries, and packed keys, are one batch element."""
+    """(out, lse). Packed queries have B = 1, and so have packed keys."""
 
 
 @op("attention_bwd", flops=lambda args: 5 * _flops(args) // 2)
@@ -105,7 +105,7 @@ def backward(
     Float[Tensor, "P S KV D in k if want_k"],
     Float[Tensor, "P S KV D in v if want_v"],
 ]:
-    """(dq, dk, dv), those that are wanted."""
+    """(dq, dk, dv); the ones not wanted are None."""
 
 
 # Rules that annotations cannot express
@@ -134,7 +134,7 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
         if args[name] is not None and not holds(args[name]):
             raise contract.error(name, args[name], rule)
 
-    # Kernels take both, their quotient, and products with log2(e), as normal fp32 numbers.
+    # Kernels hold both, their quotient and their products with log2(e) in fp32: these must be normal numbers.
     require("scale", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
     require("softcap", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
     require("window", lambda w: 1 <= w <= 2**30, "must be 1, a query's own key, to 2^30")
@@ -143,7 +143,8 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _sequences(contract: Contract, args: dict[str, Any]) -> None:
-    """Which tensors say where sequences lie, and how many there are."""
+    """Checks how sequences are given (batch, packed or paged), and that all tensors have the same number of
+    them."""
     table, packed = args["block_table"], args["cu_seqlens_q"]
     if args["cu_seqlens_k"] is not None:
         if packed is None:
@@ -187,7 +188,7 @@ def _pages(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _bounds_hold(contract: Contract, args: dict[str, Any]) -> None:
-    """What the integers say."""
+    """Checks the values of the integer tensors: bounds and page numbers."""
     call, table = call_of(args), args["block_table"]
     for name, end in (("cu_seqlens_q", call.T), ("cu_seqlens_k", call.S)):
         if args[name] is not None:
@@ -232,7 +233,8 @@ def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
 
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
-    """Tiles of many queries, where there are few; decoding has tiles of its own."""
+    """Its tiles hold many queries of one head, so few queries would waste them. Decoding has kernels of its
+    own."""
     if decodes(call_of(args)):
         return hopper_cannot_run(args["q"].device)
     return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
@@ -251,8 +253,8 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
 
 
 def _of_this_hardware(device: torch.device) -> str:
-    """What a chain of `tl.dot` is: on Hopper the class itself, elsewhere whatever the hardware does in a
-    step, under its name. The interpreter's steps are written out."""
+    """The class of a `tl.dot` chain. On Hopper it is attn/1. Other GPUs add in an order of their own within a
+    step, so the class carries their name. The interpreter uses the steps of attn/1/cpu."""
     if device.type in ("cpu", "meta"):
         return str(ATTN_1_CPU)
     arch = arch_key(device)
@@ -363,7 +365,7 @@ def _unpacked(t: Any, packed: bool) -> Any:
 
 
 def _adapt(given: dict[str, Any]) -> dict[str, Any]:
-    """Packed tensors as the contract has them: q where there are cu_seqlens_q, k and v too unless paged."""
+    """Adds the batch dimension to packed tensors: q with cu_seqlens_q, and k and v unless they are paged."""
     packed = given.get("cu_seqlens_q") is not None
     packed_k = packed and given.get("block_table") is None
     of = {"q": packed, "k": packed_k, "v": packed_k}
@@ -413,35 +415,37 @@ def attention(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with the same bits in training, prefill in pieces, and decoding from a cache.
+    """Attention with the same bits in training, chunked prefill, and decoding from a cache.
 
     Args:
         q: [B, T, H, D] in bf16 or fp16 (fp32 and fp64 on the reference), D 64, 80, 96, 128 or 256. The
-            queries are the last T of their sequence's keys. Packed: [N, H, D].
-        k, v: [B, S, KV, D], of the same dtype; H is a multiple of KV, heads share k and v in groups. Packed:
-            [N, KV, D]. In pages: [pages, page, KV, D], a page of a multiple of 16 keys. All three are read
-            where they lie, with any strides whose last is 1: `x.transpose(1, 2)` of a [B, H, T, D] tensor.
+            queries are aligned with the last T keys of their sequence. Packed: [N, H, D].
+        k, v: [B, S, KV, D], of the same dtype; H is a multiple of KV, and each group of H / KV query heads
+            shares one KV head. Packed: [N, KV, D]. Paged: [pages, page, KV, D], where page is a multiple of
+            16 keys. q, k and v may have any strides as long as the last is 1, for example
+            `x.transpose(1, 2)` of a [B, H, T, D] tensor. They are not copied.
         causal: a query sees no key after its own position.
-        scale: what products of q and k are multiplied by; None is D ** -0.5.
-        window: a query sees the last so many keys, its own among them. Needs `causal`.
+        scale: factor on the products of q and k; None is D ** -0.5.
+        window: a query sees only the last `window` keys, its own included. Needs `causal`.
         softcap: scores become softcap * tanh(scores / softcap).
-        key_start, key_end: [B] int32 or int64: a sequence's keys are those from key_start to before key_end;
-            None is 0 and S. For left padding and for caches with room. What lies outside is not read into any
-            result. Its gradient is 0.
+        key_start, key_end: [B] int32 or int64: the keys of a sequence are [key_start, key_end); None is 0 and
+            S. For left padding, and for caches that are not full. Keys outside affect no result, and their
+            gradient is 0.
         cu_seqlens_q: [sequences + 1] int32 or int64, from 0 to N: where packed sequences begin in q.
         cu_seqlens_k: the same for k and v; None is cu_seqlens_q.
         block_table: [B, M] int32 or int64: the pages of each sequence, in order. Without gradients.
         return_lse: return lse too.
         validate: check the integers on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-            with ISOBIT_VALIDATE=1. Unchecked, wrong ones give wrong results, and nothing is read or written
-            out of bounds.
-        numerics: the class that the bits must be of, "attn/1" on a Hopper GPU; None takes that of the backend
-            that serves. A class that cannot be kept is an error.
+            with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no access is out
+            of bounds.
+        numerics: the numerics class that the result must have, "attn/1" on a Hopper GPU; None takes that of
+            the backend that serves. It is an error if no backend can keep it.
         backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
 
     Returns:
-        out, like q; or (out, lse) with lse [B, H, T] fp32, packed [H, N]. A query that sees no key gives 0
-        and -inf. A query's bits depend on its own values, its keys and values, and nothing else.
+        out, like q; or (out, lse) with lse [B, H, T] fp32, packed [H, N]. A query that sees no key gets 0
+        and -inf. The bits of a query's result depend on its own values and on its keys and values, and on
+        nothing else.
 
     Example:
         >>> import torch, isobit

@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch, sequence by sequence and some queries at a time: scores of a whole sequence are
-never in memory. In fp32, or in fp64 for fp64 inputs, rounded once at the end.
+"""Attention in plain PyTorch, one sequence and some queries at a time, so that the scores of a whole sequence
+are never in memory. Computes in fp32, or in fp64 for fp64 inputs, and rounds once at the end.
 
-Bounds of dense rows are not read by the host: keys outside of them are masked, and replaced by zeros, so that
-what they hold reaches no result.
+`key_start` and `key_end` are not read on the host: keys outside of them are masked and replaced by zeros, so
+that NaN there reaches no result.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ SCORES_BYTES = 1 << 24
 
 
 class Sequence(NamedTuple):
-    """Where one sequence lies: its queries as places in q, its keys with zeros outside of their bounds."""
+    """One sequence: the indices of its queries in q, and its keys with zeros outside of their bounds."""
 
     rows: tuple[int, slice]
     k: Tensor  # [S, KV, D]
     v: Tensor
-    keys: tuple[Any, slice]  # places in k and v; of a paged cache, which has no gradient, none
+    keys: tuple[Any, slice]  # indices in k and v; unused for a paged cache, which has no gradient
     first: int | Tensor
     end: int | Tensor
 
@@ -62,8 +62,8 @@ def _sequences(args: dict[str, Any], wide: torch.dtype) -> Iterator[Sequence]:
 def _scores(
     args: dict[str, Any], q: Tensor, k: Tensor, first: Any, end: Any, start: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(z in natural units, which keys are seen, tanh) for queries q [KV, G, t, D], the first of which is
-    query `start` of `count`."""
+    """(z in natural units, mask of visible keys, tanh) for queries q [KV, G, t, D], which are queries
+    `start`, start + 1, ... of `count`."""
     factors = factors_of(args)
     z = (q @ k.movedim(0, 1)[:, None].mT) * factors.scale
     bent = None
@@ -81,7 +81,7 @@ def _scores(
 
 
 def _step(args: dict[str, Any], keys: int) -> int:
-    """Queries at a time."""
+    """How many queries are computed at a time."""
     itemsize = 8 if args["q"].dtype == torch.float64 else 4
     return max(1, SCORES_BYTES // max(1, args["q"].shape[2] * keys * itemsize))
 
@@ -102,7 +102,7 @@ def attention(**args: Any) -> tuple[Tensor, Tensor | None]:
             own = _by_heads(q[b, here].to(wide), call.KV)
             z, _, _ = _scores(args, own, one.k, one.first, one.end, start, count)
             found = z.logsumexp(-1)
-            # A row without a key: 0, not NaN.
+            # A row that sees no key has lse = -inf; subtracting 0 instead gives 0, not NaN.
             p = torch.exp(z - torch.where(found == -torch.inf, 0.0, found)[..., None])
             out[b, here] = _by_rows(p @ one.v.movedim(0, 1)[:, None]).to(q.dtype)
             lse[b, :, here] = found.flatten(0, 1)
@@ -128,7 +128,7 @@ def attention_bwd(**args: Any) -> tuple[Tensor | None, ...]:
             stop = min(start + step, count)
             here = slice(rows.start + start, rows.start + stop)
             lse, own_delta = (t[b, :, here].unflatten(0, (call.KV, -1)) for t in (args["lse"], delta))
-            live = (lse != -torch.inf)[..., None]  # rows without a key may hold anything
+            live = (lse != -torch.inf)[..., None]  # q and dout of a row that sees no key may be NaN
             own, do = (_by_heads(t[b, here].to(wide), call.KV) for t in (q, args["dout"]))
             own, do = torch.where(live, own, 0.0), torch.where(live, do, 0.0)
             z, sees, bent = _scores(args, own, one.k, one.first, one.end, start, count)

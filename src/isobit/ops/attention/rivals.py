@@ -1,11 +1,12 @@
-"""What people use instead of `attention`, the sizes at which both are timed, and how fast is fast enough.
+"""What people use instead of `attention`, the sizes at which both are timed, and the speed goals.
 
-Series by what they are for and by direction: training and prefill (`attention`, and backward `_bwd`), with
-packed sequences (`_packed`), with a window (`_window`), and decoding from a cache (`_decode`). Rivals are
-PyTorch's: SDPA on cuDNN and on its flash kernel, and FlexAttention with a block mask that is made once. They
-get tensors with heads first, as they like them best.
+Series: training and prefill (`attention`, and backward `_bwd`), packed sequences (`_packed`), a window
+(`_window`), and decoding from a cache (`_decode`). Rivals are PyTorch's SDPA on cuDNN and on its flash
+kernel, and FlexAttention with a block mask that is built once. They get [B, H, T, D] tensors, their fastest
+layout.
 
-`isobit:one segment` is the kernel that serves, without segments: it has other bits, and tells what they cost.
+`isobit:one segment` is the same kernel with all keys in one segment. It has other bits, and shows what
+segments cost.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ Change = Callable[[Args], Args]
 
 
 def _heads_first(args: Args) -> Args:
-    """[B, H, T, D], and what a query sees where that is not said by `is_causal`."""
+    """[B, H, T, D], and a mask where `is_causal` does not describe it."""
     (T, S), device = (args[n].shape[1] for n in ("q", "k")), args["q"].device
     mask = None
     if args["causal"] and 1 < T < S:
@@ -48,7 +49,8 @@ def _heads_first(args: Args) -> Args:
 
 
 def _lower_right(args: Args) -> Args:
-    """The same with a mask that PyTorch knows by name, so that its flash kernel need not read one."""
+    """The same with PyTorch's `causal_lower_right`, so that its flash kernel does not read a mask from
+    memory."""
     found = _heads_first(args)
     if found["mask"] is not None:
         found["mask"] = causal_lower_right(*found["mask"].shape)
@@ -65,7 +67,7 @@ def sdpa(backend: SDPBackend, args: Args) -> Tensor:
 
 
 def _bounds(args: Args) -> Args:
-    """Of packed sequences, the longest: kernels take it as a number."""
+    """Adds the length of the longest packed sequence: kernels take it as a number."""
     cuts = args["cu_seqlens_q"]
     lengths = [args["q"].shape[1]] if cuts is None else cuts.diff().tolist()
     return args | {"longest": max(lengths), "shortest": min(lengths)}
@@ -85,7 +87,7 @@ def _nested(args: Args) -> Tensor:
 
 
 def _flash(args: Args) -> Tensor:
-    """The kernel behind SDPA's flash, which SDPA hands neither packed sequences nor a window."""
+    """The kernel behind SDPA's flash backend. SDPA itself passes it neither packed sequences nor a window."""
     cuts, window, longest = args["cu_seqlens_q"], args["window"], args["longest"]
     q, k, v = (args[n] if cuts is None else args[n][0] for n in BY_TOKEN)
     left = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
@@ -102,7 +104,7 @@ def _with_block_mask(args: Args) -> Args:
 
 
 def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
-    """Whether query q sees key k as FlexAttention asks it, B and H, which do not matter, T and S."""
+    """Arguments of FlexAttention's `create_block_mask`: the mask function, B and H (None: any), T and S."""
     (T, S), window = (args[n].shape[1] for n in ("q", "k")), args["window"]
     cuts = args["cu_seqlens_q"]
     if cuts is not None:
@@ -142,17 +144,17 @@ CUDNN = Rival(
 FLASH = Rival(
     "flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), prepare=_lower_right, jit=False, **_FOR_GPUS
 )
-# Jagged tensors ask the device for their sizes.
+# Jagged tensors read sizes from the device, which a CUDA graph cannot capture.
 NESTED = Rival("cudnn", _nested, prepare=_bounds, graph=False, jit=False, **_FOR_GPUS)
 FLASH_OTHER = Rival("flash", _flash, prepare=_bounds, jit=False, **_FOR_GPUS)
-# A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+# A compiled backward frees its buffers, so it cannot run twice after one forward.
 FLEX = Rival(
     "flex", _flex, directions=("fwd",), prepare=_with_block_mask, available=_on_gpus, compiled=True
 )  # fmt: skip
 
 
 def one_segment(args: Args) -> Tensor:
-    """The kernel that serves, with all keys in one segment."""
+    """The kernel that serves the call, with all keys in one segment."""
     from isobit.ops.attention import kernels_hopper, kernels_triton, model
 
     modules = {"hopper": kernels_hopper, "triton": kernels_triton, "model": model}
@@ -167,8 +169,8 @@ def one_segment(args: Args) -> Tensor:
 
 @dataclass(frozen=True)
 class OneHead:
-    """out and dq of the last head of the last batch element in fp64: heads do not meet in any of their sums.
-    At most so many queries that their scores fit."""
+    """Truth in fp64 for out and dq of the last head of the last batch element; heads are independent. Limited
+    to as many queries as have scores that fit in memory."""
 
     args: Args
 
@@ -189,7 +191,7 @@ class OneHead:
         first, given = result[0].detach(), self.args["q"]
         if direction == "fwd_bwd":
             return None
-        if first.shape != given.shape:  # the gradient of what has heads first
+        if first.shape != given.shape:  # a rival's gradient has heads first
             first = first.transpose(1, 2)
         cotangent = None
         if direction == "bwd":
@@ -201,7 +203,7 @@ class OneHead:
 
 
 def _judge(args: Args) -> OneHead | None:
-    """Of packed sequences nothing is known; they are checked."""
+    """No truth for packed sequences here; the check covers them."""
     return None if args["cu_seqlens_q"] is not None else OneHead(args)
 
 
@@ -209,7 +211,7 @@ def _judge(args: Args) -> OneHead | None:
 
 
 def lengths(total: int) -> list[int]:
-    """Of 40 packed sequences, from short ones to long, that make up `total`."""
+    """Lengths of 40 packed sequences that sum to `total`, from short to long."""
     steps = [total * (2 * i + 1) // 40**2 for i in range(40)]
     return [*steps[:-1], total - sum(steps[:-1])]
 
@@ -225,11 +227,11 @@ def windowed(args: Args) -> Args:
 
 
 def seen(T: int, S: int, change: Change | None = None) -> int:
-    """Pairs of a query and a key that it sees, of one batch element and head."""
+    """Pairs (query, visible key) of one batch element and head."""
     if change is packed:
         return sum(n * (n + 1) // 2 for n in lengths(T))
     hidden = 0
-    if change is windowed:  # of query t, which sees S - T + t + 1 keys, those before its window
+    if change is windowed:  # of query t, which sees S - T + t + 1 keys, subtract those before its window
         last = S - S // 4
         first = max(last - T, 0)
         hidden = (last * (last + 1) - first * (first + 1)) // 2
@@ -237,8 +239,8 @@ def seen(T: int, S: int, change: Change | None = None) -> int:
 
 
 def cost(change: Change | None, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """q, k and v read once and out written once; backward reads those and dout, and writes three gradients.
-    Products count for keys that are seen: two forward, five backward."""
+    """Forward reads q, k and v once and writes out once. Backward reads those and dout, and writes three
+    gradients. FLOPs count visible keys only: two products forward, five backward."""
     B, T, S, H, KV, D = (dims[name] for name in ("B", "T", "S", "H", "KV", "D"))
     rows, keys = B * T * H * D * dtype.itemsize, B * S * KV * D * dtype.itemsize
     flops = 2 * B * H * seen(T, S, change) * D
@@ -280,7 +282,7 @@ _SMALL_DECODING = _case(2, 4, 40, 4, 2, 64)
 
 
 def _best(group: Group) -> float | None:
-    """The fastest of those that could be timed."""
+    """The time of the fastest rival that could be timed."""
     times = [group[name]["ms"] for name in ("cudnn", "flash", "flex") if name in group]
     return min(times, default=None)
 
@@ -301,7 +303,7 @@ def _decoding(cell: Cell) -> bool:
 
 
 def _large(cell: Cell) -> bool:
-    """256 MB of keys and values, of 16 bits."""
+    """At least 256 MB of 16-bit keys and values."""
     size = cell.sizes
     return _decoding(cell) and 4 * size["B"] * size["S"] * size["KV"] * size["D"] >= 256 << 20
 
@@ -324,8 +326,8 @@ GOALS = (
 def _series(
     name: str, cases: list[Case], rivals: tuple[Rival, ...], change: Change | None = None, **rest: Any
 ) -> Series:
-    """Calls with whatever `change` makes of the arguments. It is no option of a case, which would have to be
-    checked at these sizes: the check of the op has such calls."""
+    """Calls with arguments modified by `change`. This is not an option of a case, because then every size
+    here would have to pass the check first; the op's check has such calls at its own sizes."""
     series = by_rows(
         "attention", cases, partial(cost, change), {rival.name: rival for rival in rivals}, name=name,
         judge=_judge, **{"small": [_SMALL]} | rest,
@@ -336,7 +338,7 @@ def _series(
 
 
 def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
-    """Forward, as it is without gradients, and backward."""
+    """Forward without autograd, and backward."""
     ways = {"one segment": one_segment}
     back = {k: v for k, v in rest.items() if k not in ("goals", "also")}
     return [

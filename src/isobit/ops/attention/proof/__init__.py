@@ -1,5 +1,5 @@
-"""What must be shown of `attention`: inputs that would expose a wrong kernel, the truth, how far from it a
-kernel may be, and which other calls must have the same bits."""
+"""What the checker needs for `attention`: inputs that would expose a wrong kernel, the truth, error bounds,
+and other calls that must give the same bits."""
 
 from typing import Any
 
@@ -38,14 +38,14 @@ def _half_pages(args: Args) -> Args:
 
 
 def _heads_less(args: Args) -> Args:
-    """Three KV heads, or two: one of them does not divide the heads of q."""
+    """Three KV heads, or two: one of these does not divide the number of query heads."""
     H = args["q"].shape[2]
     KV = next(n for n in (2, 3, 4, 5) if H % n)
     return args | {n: args[n][:, :, :1].repeat(1, 1, KV, 1) for n in ("k", "v")}
 
 
 def _beyond(args: Args) -> tuple[Args, int | None]:
-    """More keys than there is room for."""
+    """A key_end beyond S."""
     S = args["k"].shape[1]
     return args | {"key_end": _integers(args, len(args["q"])) + S + 1}, None
 
@@ -71,10 +71,10 @@ MUTANTS = [
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs and outputs: states of segments, delta, and what is rounded up."""
+    """Bytes beyond inputs and outputs: states of segments, delta, and rounding up."""
     d = case.dims
     rows, keys = d["B"] * d["T"] * d["H"], d["S"] * (d["H"] + d["KV"])
-    if backend == "reference":  # copies of a sequence in fp32, and scores of some queries at a time
+    if backend == "reference":  # fp32 copies of a sequence, and the scores of some queries
         return 64 * (d["T"] * d["H"] + keys) * d["D"] + (1 << 27)
     if backend == "model":
         return 64 * (rows + d["B"] * keys) * d["D"] + 64 * rows * d["S"] + (1 << 20)
@@ -88,13 +88,13 @@ def _base() -> dict[str, Any]:
 
 
 def _gradients(out: Tensor, lse: Tensor | None) -> dict[str, Any]:
-    """What a backward takes beside the arguments of its forward."""
+    """Arguments of a backward beside those of its forward."""
     wanted = dict.fromkeys(("want_q", "want_k", "want_v"), True)
     return {"out": out, "lse": lse, "dout": out, "dlse": lse, **wanted}
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """Every kernel, and every branch fixed at compile time."""
+    """Records every kernel with every value of its compile-time branches."""
     from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, kernels_hopper_decode
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -111,7 +111,7 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
         args |= {n: empty(B, S, KV, D) for n in ("k", "v")} | options
         out, lse = kernels_hopper.attention(launch, **args)
-        if D < 128 or (D == 128 and dtype != BF16):  # of each dtype some
+        if D < 128 or (D == 128 and dtype != BF16):  # some configurations per dtype
             kernels_hopper_bwd.attention_bwd(launch, **args | _gradients(out, lse))
     pages = {n: empty(50, 64, 1, 128) for n in ("k", "v")}
     pages |= {"block_table": empty(2, 40, dtype=torch.int64), "key_end": ints["key_end"]}
@@ -129,9 +129,9 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
-    """Every kernel, and every branch fixed at compile time: packed, paged or bounded, windows and caps, a D
-    that is filled up and one that is not. Of a second dtype, whose code differs in conversions, each kernel
-    once."""
+    """Records every kernel with every value of its compile-time branches: packed, paged and bounded keys,
+    windows and caps, a padded and an unpadded D. For the second dtype, which differs only in conversions,
+    each kernel once."""
     from isobit.ops.attention import kernels_triton, kernels_triton_bwd
 
     base = _base()
@@ -202,7 +202,8 @@ _BITS = [
     _case(3, 200, 1400, 4, 2, 64, F16, heavy=True, bounds="left", window=1100),
     _case(3, 100, 500, 2, 1, 256, BF16, heavy=True),
 ]
-#: Of a single query little is left after rounding: large scores show the order of their sums.
+#: With a single query most differences disappear in the rounding; large scores make the order of sums
+#: visible.
 _AGREE = [
     _case(2, 41, 41, 4, 1, 64, BF16),
     _case(1, 1, 1100, 8, 1, 64, BF16, scale=1.0),

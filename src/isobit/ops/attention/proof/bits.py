@@ -1,5 +1,5 @@
-"""Laws of bits that are attention's own: other calls with the same queries and keys. Each changes what must
-not matter, and the last show that other orders would have been noticed."""
+"""Bit laws specific to attention: other calls with the same queries and keys. Each changes something that
+must not affect bits. The controls at the end prove that another order of sums would have been noticed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ from isobit.ops.attention.proof.inputs import BY_TOKEN, NAN, paged
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
-#: Part of the class.
+#: Keys per segment: part of the class.
 SEGMENT = 1024
 
 
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:
-    """All of them, on a dense causal case."""
+    """All of these laws, on a dense causal case."""
     args = trial.args()
     bounded = any(args[n] is not None for n in ("key_start", "key_end", "cu_seqlens_q", "block_table"))
     if bounded or not args["causal"]:
@@ -32,10 +32,10 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
 
 
 def cancelling(args: Args, cotangents: Sequence[Tensor]) -> tuple[Args, list[Tensor]]:
-    """Sums that all but cancel: what is left of them shows in which order they were taken, while others are
-    rounded to 16 bits and hide it. For dk and dv every second head of q is like the one before it, with a
-    cotangent all but opposite; for out and dq the second half of the keys is like the first, with values all
-    but opposite."""
+    """Inputs whose sums nearly cancel. What remains depends visibly on the order of additions; other sums
+    hide it in the rounding to 16 bits. For dk and dv every second head of q repeats the one before it, with a
+    cotangent of nearly opposite sign. For out and dq the second half of the keys repeats the first, with
+    values of nearly opposite sign."""
     (H, KV), half = (args[n].shape[2] for n in ("q", "k")), args["k"].shape[1] // 2
     k, v, factor = args["k"].clone(), args["v"].clone(), -65 / 64
     k[:, half : 2 * half] = k[:, :half]
@@ -43,7 +43,7 @@ def cancelling(args: Args, cotangents: Sequence[Tensor]) -> tuple[Args, list[Ten
     dout, dlse = (
         cotangents[0],
         cotangents[1] / 64,
-    )  # what comes from lse is alike for all keys, and cancels not
+    )  # the gradient from lse is equal for all keys and would not cancel
     if H // KV % 2:
         return args | {"k": k, "v": v}, [dout, dlse]
     q = args["q"][:, :, ::2].repeat_interleave(2, 2)
@@ -53,7 +53,7 @@ def cancelling(args: Args, cotangents: Sequence[Tensor]) -> tuple[Args, list[Ten
 
 
 class _Law:
-    """A batch of B sequences with as many queries as keys, its outputs and gradients."""
+    """A batch of B sequences with as many queries as keys, with its outputs and gradients."""
 
     def __init__(self, trial: Trial, args: Args) -> None:
         self.trial = trial
@@ -72,7 +72,7 @@ class _Law:
         ]
 
     def rows(self, first: int, end: int, batch: slice = slice(None)) -> tuple[Run, list[Tensor]]:
-        """Some queries of the whole, and their cotangents."""
+        """Outputs and gradients of some queries, taken from the whole run, and their cotangents."""
         (out, lse), grads = self.whole
         dout, dlse = self.cotangents
         mine = (
@@ -82,8 +82,8 @@ class _Law:
         return mine, [dout[batch, first:end], dlse[batch, :, first:end]]
 
     def cuts(self) -> list[OutputCheck]:
-        """A prompt that is cut anywhere, down to single queries, with the keys so far: as they are, and in a
-        cache with room for more, which is NaN."""
+        """Chunked prefill, down to single queries, with the keys so far: once as they are, and once in a
+        larger cache whose free part is NaN."""
         checks, T = [], self.T
         for first, end in {(0, 1), (1, T // 2), (T // 2, T), (T - 1, T)}:
             if first >= end:
@@ -106,7 +106,7 @@ class _Law:
         return checks
 
     def left_padding(self) -> list[OutputCheck]:
-        """Queries and keys of NaN in front."""
+        """Left padding with queries and keys of NaN."""
         pad, args = 21, self.args
         padded = args | {n: _widened(args[n], pad, 0) for n in BY_TOKEN}
         padded["key_start"] = torch.full((len(args["q"]),), pad, dtype=torch.int64, device=args["q"].device)
@@ -122,7 +122,7 @@ class _Law:
         return checks
 
     def right_padding(self) -> list[OutputCheck]:
-        """More queries and keys behind, of numbers; no gradient comes from them."""
+        """Right padding with finite queries and keys that get zero cotangents."""
         more, args = 19, self.args
         padded = args | {n: _widened(args[n], 0, more, 2.0) for n in BY_TOKEN}
         dout, dlse = self.cotangents
@@ -132,7 +132,7 @@ class _Law:
         return self.compare("in front of right padding", mine, BY_TOKEN, self.whole)
 
     def packing(self) -> list[OutputCheck]:
-        """All sequences of the batch, and parts of them, one behind the other."""
+        """All sequences of the batch, and parts of them, packed one after another."""
         args, (B, T) = self.args, self.args["q"].shape[:2]
         lengths = [T, 0, *(max(1, T - 7 * b) for b in range(1, B)), 5]
         of = [0, 0, *range(1, B), 0]
@@ -148,7 +148,7 @@ class _Law:
         checks, at = [], 0
         for b, n in zip(of, lengths, strict=True):
             mine, its = self.rows(0, n, slice(b, b + 1))
-            if n and n < T:  # a shorter one is another sequence: alone, for its own gradients
+            if n and n < T:  # a shorter prefix is another sequence, and has gradients of its own
                 short = args | {name: args[name][b : b + 1, :n] for name in BY_TOKEN}
                 mine = self.run(short, its)
             here = slice(at, at + n)
@@ -159,7 +159,8 @@ class _Law:
         return checks
 
     def heads(self) -> list[OutputCheck]:
-        """The control of dk and dv: heads of a group in another order. They are summed in ascending order."""
+        """Control for dk and dv: the heads of a group, which are summed in ascending order, in another
+        order."""
         H, KV = self.args["q"].shape[2], self.args["k"].shape[2]
         if H // KV % 2 or not self.whole[1]:
             return []
@@ -173,16 +174,16 @@ class _Law:
 
 
 def _widened(t: Tensor, before: int, after: int, value: float = NAN) -> Tensor:
-    """[B, rows, ...] with more rows around."""
+    """[B, rows, ...] with `before` rows in front and `after` behind."""
     front, back = (t.new_full((t.shape[0], n, *t.shape[2:]), value) for n in (before, after))
     return torch.cat([front, t, back], 1)
 
 
-# One query, as it is decoded
+# Decoding a single query
 
 
 def _rooms(trial: Trial, args: Args) -> list[OutputCheck]:
-    """Keys with room around them, and in pages."""
+    """Keys inside a larger cache, and in pages."""
     whole = trial.forward(args)
     B, S = args["k"].shape[:2]
     around = args | {n: _widened(args[n], 77, 300) for n in ("k", "v")}
@@ -199,8 +200,8 @@ def _rooms(trial: Trial, args: Args) -> list[OutputCheck]:
 
 
 def _orders(trial: Trial, args: Args) -> list[OutputCheck]:
-    """Controls: the same keys and values for one query, with other borders, and in another order. A window of
-    as many keys hides what is put in front of them."""
+    """Controls: the same keys and values for one query, with shifted boundaries, and in another order. Keys
+    are put in front to shift them, and a window masks these."""
     S = args["k"].shape[1]
     whole = trial.forward(args | {"window": S})
     changes = {"groups of 16 that begin elsewhere": 8, "blocks that begin elsewhere": 32}

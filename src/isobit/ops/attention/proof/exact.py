@@ -1,8 +1,8 @@
-"""The classes by their own arithmetic: `model` with the steps of the hardware, on one KV head of a batch
-element.
+"""The exact bits that a class prescribes: `model` with the operations of the hardware, on one KV head of a
+batch element.
 
-On a GPU that is the tensor-core step of `isobit.numerics`, a fused multiply-add, and the device's own `exp2`
-and `log2`, which no model has: a kernel computes them.
+On a GPU these are the tensor-core step of `isobit.numerics`, a fused multiply-add, and the device's own
+`exp2` and `log2`. There is no model of the last two; a kernel computes them.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def arithmetic(device: torch.device) -> model.Arithmetic:
 
 
 def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
-    """Samples: the last batch element, or all that is packed, in the first KV head."""
+    """Samples from the last batch element, or from all packed sequences, in the first KV head."""
     do, group = arithmetic(args["q"].device), args["q"].shape[2] // args["k"].shape[2]
     last = slice(max(len(args["q"]) - 1, 0), None)
     one: dict[str, Any] = {p.name: args.get(p.name) for p in forward.contract.params} | {"return_lse": True}
@@ -82,5 +82,5 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def _known(args: dict[str, Any]) -> dict[str, Any]:
-    """Without the controls, which no backend sees."""
+    """Without validate, numerics and backend, which no backend takes."""
     return {n: v for n, v in args.items() if n not in ("validate", "numerics", "backend", "prefer")}

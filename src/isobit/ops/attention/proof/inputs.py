@@ -1,10 +1,10 @@
-"""Inputs of attention that would expose a wrong kernel, and other places for the same values.
+"""Inputs of attention that would expose a wrong kernel, and the same values in other layouts.
 
-Options of a case: `causal`, `window`, `softcap`, `scale` as the op has them; `bounds`: left (left padding),
-room (a cache with room behind its keys), both; `lengths` of packed sequences, as 3+0+40, and `key_lengths`
-where keys have others; `page`: keys in pages of so many, in any order.
+Options of a case: `causal`, `window`, `softcap`, `scale` as in the op; `bounds`: left (left padding), room (a
+cache that is larger than its keys), both; `lengths` of packed sequences, as 3+0+40, and `key_lengths` if the
+keys have other lengths; `page`: keys in pages of this size, in random order.
 
-What must not be read is NaN: keys outside of bounds, queries of left padding, pages of nobody.
+Everything that must not be read is NaN: keys out of bounds, queries of left padding, unused pages.
 """
 
 from itertools import accumulate, pairwise
@@ -24,7 +24,7 @@ BY_TOKEN = ("q", "k", "v")
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     d, given = case.dims, case.options
     B, T, S, H, KV, D = (d[name] for name in ("B", "T", "S", "H", "KV", "D"))
-    # Many numbers are drawn where they will live.
+    # Large random inputs are drawn on the device itself.
     where = device if case.heavy or case.data == "random" else torch.device("cpu")
     gen = torch.Generator(where).manual_seed(options.seed)
 
@@ -53,9 +53,9 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def _harden(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What plain random numbers never show, by turns over queries: the mass in the newest key, scores whose
-    exponentials overflow, or underflow, without the maximum; a peak. And a value that stands out in the last
-    key, which only few queries see."""
+    """Hard cases, alternating over queries, that plain random numbers never produce: all weight on the newest
+    key; scores whose exponentials would overflow, or underflow, without subtracting the maximum; a peak. Also
+    an outlier value at the last key, which only few queries see."""
     T, S = q.shape[1], k.shape[1]
     if S == 0:
         return
@@ -64,7 +64,7 @@ def _harden(q: Tensor, k: Tensor, v: Tensor) -> None:
     group = q.shape[2] // k.shape[2]
     for t in range(T):
         kind, own = t % 5, min(max(S - T + t, 0), S - 1)
-        if kind == 1:  # towards its own key
+        if kind == 1:  # aligned with its own key
             q[:, t] = 2.0 * k[:, own].repeat_interleave(group, 1)
         elif kind == 2:
             q[:, t, :, 0] = 200.0
@@ -75,7 +75,7 @@ def _harden(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _bounded(args: Args, kind: str) -> Args:
-    """Bounds that differ from sequence to sequence, and NaN outside of them."""
+    """Bounds that differ between sequences, with NaN outside of them."""
     B, S, T = args["q"].shape[0], args["k"].shape[1], args["q"].shape[1]
     each = torch.arange(B, device=args["k"].device, dtype=torch.int32)
     first = (each * 3 + 2) % S if kind in ("left", "both") else each * 0
@@ -93,7 +93,7 @@ def _bounded(args: Args, kind: str) -> Args:
 
 
 def paged(args: Args, page: int, gen: torch.Generator) -> Args:
-    """The keys of a batch in pages, mixed up, with pages of nobody among them."""
+    """The keys of a batch in shuffled pages, with unused pages among them."""
     B, S, KV, D = args["k"].shape
     count = -(-S // page)
     places = torch.randperm(B * count + 3, generator=gen, device=gen.device).to(args["k"].device)[: B * count]
@@ -110,14 +110,14 @@ def paged(args: Args, page: int, gen: torch.Generator) -> Args:
 
 
 def lay_out(args: Args, layout: str) -> Args:
-    """Other strides; "heads" is how a [B, H, T, D] tensor comes when it is transposed."""
+    """The same values with other strides; "heads" is a transposed [B, H, T, D] tensor."""
     if layout == "heads":
         return args | {n: args[n].transpose(1, 2).contiguous().transpose(1, 2) for n in BY_TOKEN}
     return alter.laid_out_some(args, BY_TOKEN, layout)
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Sequences to append that must change nothing: NaN."""
+    """Sequences of NaN to append; they must change nothing."""
     found: dict[str, Any] = {n: args[n].new_full((rows, *args[n].shape[1:]), NAN) for n in BY_TOKEN}
     if args["key_start"] is not None:
         found["key_start"] = args["key_start"].new_zeros(rows)
@@ -127,7 +127,7 @@ def padding(args: Args, rows: int) -> Args:
 
 
 def features_reversed(args: Args) -> Args:
-    """Groups of 16 features in another order: the same scores, other chains."""
+    """Groups of 16 features in reversed order: the same scores, summed in another order."""
     return args | {n: alter.in_other_groups(args[n], -1) for n in ("q", "k")}
 
 
@@ -135,7 +135,7 @@ def features_reversed(args: Args) -> Args:
 
 
 def sequences(args: Args) -> list[tuple[tuple[Any, slice], tuple[Any, Any]]]:
-    """(place of its queries in q, place of its keys in k and v) of each sequence."""
+    """(index of its queries in q, index of its keys in k and v) of each sequence."""
     q_cuts = None if args["cu_seqlens_q"] is None else args["cu_seqlens_q"].tolist()
     table, T = args["block_table"], args["q"].shape[1]
     count = args["q"].shape[0] if q_cuts is None else len(q_cuts) - 1

@@ -1,17 +1,17 @@
-"""The truth of attention: the definition, with all scores of a sequence in memory; and how far from it a
-kernel may be.
+"""The truth of attention: the definition, with all scores of a sequence in memory; and bounds on the error of
+a correct kernel.
 
-Errors are bounds, carried along the computation; nothing in them is fitted. With U = 2^-23, u half a unit of
+The bounds follow the computation step by step; nothing in them is fitted. With U = 2^-23, u half a unit of
 the 16-bit dtype, w the probabilities, and z the scores in natural units:
 
-    z         what a chain over D cuts off (`isobit.check.errors`), times scale
-    p         the error of its exponent, which also has z and the maximum rounded; some units of exp2; the
-              same again for every block at which the maximum may move; and u, where p meets v
-    out       sum w |v| times all that; what chains over keys cut off; rounded
-    lse       the mean of p's errors without u, and some units of lse
-    delta     the errors of out and its rounding, times |dout|
-    dS        P (errors of dP and delta) + |dS| (errors of P), and u
-              where each of many terms was rounded to 16 bits by itself, six standard deviations of the sum
+            z         truncation in a chain over D (`isobit.check.errors`), times scale p         the error of
+                      its exponent, which includes rounding z and the maximum; some units of exp2; the same
+                      again for every block in which the maximum may change; and u, where p multiplies v
+        out       sum w |v| times all of this; truncation in the chains over keys; rounding
+        lse       the mean of p's errors without u, and some units of lse
+        delta     the errors of out and its rounding, times |dout|
+        dS        P (errors of dP and delta) + |dS| (errors of P), and u
+                  where many terms are rounded to 16 bits independently, six standard deviations of the sum
     dq dk dv  the same through their products
 """
 
@@ -27,13 +27,13 @@ from isobit.ops.attention.proof.inputs import sequences
 
 UNIT = 2.0**-23
 
-#: Units by which one exp2, or a tanh, may be off.
+#: Error of one exp2, and of one tanh, in units.
 POWER, TANGENT = 4.0, 32.0
 
-#: Six standard deviations of a rounding, which is spread evenly over half a unit to both sides.
+#: Six standard deviations of a rounding error, which is uniform in half a unit to either side.
 SIX = 6 / 3**0.5
 
-#: Cutting a step: see `isobit.check.errors`.
+#: Truncation of one step: see `isobit.check.errors`.
 STEP = 21 / 4
 
 
@@ -53,7 +53,8 @@ def _sees(args: Args, rows: int, keys: int, device: torch.device) -> Tensor:
 
 
 class _One(NamedTuple):
-    """One sequence, by heads: q [H, t, D], k and v [H, n, D], sees [t, n], whether a query sees any key."""
+    """One sequence, by heads: q [H, t, D], k and v [H, n, D], mask [t, n], and whether a query sees any
+    key."""
 
     q: Tensor
     k: Tensor
@@ -85,7 +86,7 @@ def formula(args: Args) -> tuple[Tensor, Tensor]:
     outs = torch.zeros(args["q"].shape, dtype=wide, device=args["q"].device)
     outs = outs + sum(
         args[n][..., :0].sum() for n in ("q", "k", "v")
-    )  # a function of all, also where no key is
+    )  # depends on all inputs, so that gradients exist even without keys
     lses = torch.full((B, H, T), -torch.inf, dtype=wide, device=args["q"].device)
     for rows, keys in sequences(args):
         one = _one(args, rows, keys, wide)
@@ -106,21 +107,21 @@ def formula(args: Args) -> tuple[Tensor, Tensor]:
 
 
 class _Errors(NamedTuple):
-    """Of one sequence, by heads."""
+    """Error bounds of one sequence, by heads."""
 
     w: Tensor  # probabilities [H, t, n]
-    z: Tensor  # what a score may be off by [H, t, n]
-    p: Tensor  # what a probability may be off by, relative to it
-    out: Tensor  # before it is rounded
-    cut: Tensor  # of that, what is no error of probabilities
+    z: Tensor  # error of a score [H, t, n]
+    p: Tensor  # relative error of a probability
+    out: Tensor  # error of out before it is rounded
+    cut: Tensor  # the part of it that does not come from probabilities
     lse: Tensor
-    largest: Tensor  # |z| of a row [H, t, 1]
+    largest: Tensor  # largest |z| of a row [H, t, 1]
     value: Tensor  # out [H, t, D]
 
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
-    """How far a b may be off if each of its terms was rounded by itself, in half units: the sum of their
-    sizes, or six standard deviations where those are less."""
+    """Error of a @ b if each of its terms was rounded independently, in half units: the sum of absolute
+    values, or six standard deviations if that is less."""
     return torch.minimum(a.abs() @ b.abs(), SIX * (a.square() @ b.square()).sqrt())
 
 
@@ -135,7 +136,8 @@ def _errors(args: Args, one: _One, u: float, least: float) -> _Errors:
     w = torch.softmax(seen, -1).nan_to_num(0.0)
     largest = torch.where(one.sees, z.abs(), 0.0).amax(-1, keepdim=True) if n else z.sum(-1, keepdim=True)
     blocks = n / 64 + 2
-    # The largest is nearly always found early; each time it moves, sums are multiplied by one more power.
+    # The maximum is nearly always found early. Each time it changes, sums are scaled by one more rounded
+    # power.
     of_p = of_z + (POWER + 4 * largest) * blocks
     mean = (w * of_p).sum(-1, keepdim=True)
     sums = 16 + blocks
@@ -151,14 +153,14 @@ def _errors(args: Args, one: _One, u: float, least: float) -> _Errors:
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The bounds of outputs and gradients, for fp64 arguments."""
+    """Error bounds of outputs and gradients, for fp64 arguments."""
     given = cotangents
     narrow = narrow_dtype(*(args[n] for n in ("q", "k", "v")))
     u = 1.0 if narrow is None else torch.finfo(narrow).eps / 2 / UNIT
     least = (
         0.0 if narrow is None else torch.finfo(narrow).smallest_normal * torch.finfo(narrow).eps / 2 / UNIT
     )
-    twice = 1.0 if narrow is None else 2.0  # a result that is off may round to the other neighbour
+    twice = 1.0 if narrow is None else 2.0  # an error may also round to the neighbour
     q, k = args["q"], args["k"]
     B, T, H, _ = q.shape
     found = {"out": torch.zeros_like(q), "lse": q.new_zeros(B, H, T)}
@@ -175,10 +177,11 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
             continue
         do = torch.where(live, given[0][rows].movedim(1, 0), 0.0)
         dlse = given[1][rows[0], :, rows[1]][..., None]
-        of_p = e.z + POWER + 4 * e.largest + 4 * e.lse[..., None]  # lse is off by that, and rounded
+        of_p = e.z + POWER + 4 * e.largest + 4 * e.lse[..., None]  # lse has this error, and is rounded
         dp, dp_size = do @ one.v.mT, do.abs() @ one.v.abs().mT
         delta = (e.value * do).sum(-1, keepdim=True) - dlse
-        # The rounding of a probability is the same for all features, that of out is each feature's own.
+        # The rounding error of a probability is common to all features; that of out is independent per
+        # feature.
         of_delta = (e.p * e.w * dp.abs()).sum(-1, keepdim=True) + 2 * dlse.abs()
         of_delta = of_delta + (do.abs() * (e.cut + 16 * e.value.abs())).sum(-1, keepdim=True)
         of_delta = of_delta + u * _apart(e.w[..., None, :], dp[..., :, None])[..., 0]
@@ -191,7 +194,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         ds = e.w * gap * bend
         of_ds = e.w * (bend * STEP * (do.shape[-1] / 16 + 1) * dp_size + gap * (bend * (of_p + 8) + of_bend))
         of_ds = torch.where(one.sees, of_ds + least, 0.0)
-        shift = e.w * bend * of_delta  # the same for all keys of a query
+        shift = e.w * bend * of_delta  # common to all keys of a query
         of_w = torch.where(one.sees, e.w * of_p + least, 0.0)
         t, n = one.sees.shape
         over_keys, over_rows = STEP * (n / 16 + 2), STEP * (H // KV) * (t / 16 + 2)
