@@ -8,7 +8,7 @@ takes its blocks in ascending order:
     m'    = max(m, z)
     a     = 2^((m - m') c),   p = 2^fma(z, c, -(m' c))
     s     = fma(s, a, sums of p)                         four lanes, by trees
-    acc   = acc a, then the chain continues with p V      p rounded to the dtype of v
+    acc   = acc a, then the chain continues with p V     p rounded to the dtype of v
 
 The states of segments are then folded in ascending order. Nothing else affects the bits. Sizes decide between
 two ways to run it:

@@ -1,4 +1,4 @@
-"""From the arguments of the ops to the two functions that a backend has. A backend is a module with
+"""Maps the arguments of the ops to the two functions that every backend has. A backend is a module with
 
     why_not_product(a, b)                          None, or the reason it cannot serve
     product(a, b, bias, out_dtype)                 a [Z, M, K], b [Z, K, N], bias [N] or None -> [Z, M, N]
@@ -6,9 +6,9 @@
     token_product(x, dy, stream, init, out_dtype)  x [Z, T, K], dy [Z, T, N] -> [Z, N, K]
     ones(dy)                                       [T, 1] of 1, to sum the T rows of dy with
 
-Operands are views with any strides, and without a Z where there is one product. A stream comes with one;
-without a stream all rows count, as one sequence. No size is ever 0: an empty sum needs no kernel. `launch`
-goes to the functions of a backend that launches kernels.
+Operands are views with any strides, [rows, columns] if there is only one product (no Z). A stream is given for one
+product only; without a stream all rows count, as one sequence. No size is ever 0: an empty sum needs no kernel. `launch` is
+passed on to backends that launch kernels.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from isobit.blocks import stream as token_stream
 
 
 def matrices(t: Tensor) -> Tensor:
-    """[*, rows, columns] as [Z, rows, columns]: a view, unless `*` cannot be walked as one dimension."""
+    """[*, rows, columns] as [Z, rows, columns]: a view, unless `*` cannot be flattened without a copy."""
     return t if t.ndim in (2, 3) else t.reshape(t.shape[:-2].numel(), *t.shape[-2:])
 
 
@@ -49,7 +49,8 @@ def _token_product(
     return kernels.token_product(x, dy, stream, init, out_dtype=out_dtype, **launch)
 
 
-# What a backend is asked about: (what it shall compute, its two operands)
+# The products that an op needs: (which function, its two operands), to ask a backend whether it can serve
+# them
 
 Question = tuple[Literal["product", "token_product"], Tensor, Tensor]
 
@@ -68,7 +69,8 @@ def of_gemm_bwd(dc: Tensor, a: Tensor | None, b: Tensor | None, **wanted: Any) -
 def of_linear(
     x: Tensor, weight: Tensor, operand_dtype: torch.dtype | None, **rest: Any
 ) -> Iterator[Question]:
-    """As kernels will read them: what is rounded first is a new tensor, with strides of its own."""
+    """Operands as kernels will read them: an operand that is rounded first is a new tensor, with its own
+    strides."""
     yield "product", rows(_as_rounded(x, operand_dtype)), _as_rounded(weight, operand_dtype).t()
 
 
@@ -83,7 +85,7 @@ def of_linear_bwd(
     if want_weight and x is not None:
         yield "token_product", rows(_as_rounded(x, narrow)), dy
     if want_bias:
-        yield "token_product", dy, dy  # the other operand is ours
+        yield "token_product", dy, dy  # the other operand is `ones`, which always fits
 
 
 def of_dw(x: Tensor, dy: Tensor, **rest: Any) -> Iterator[Question]:

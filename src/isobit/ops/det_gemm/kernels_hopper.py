@@ -1,12 +1,12 @@
 """Hopper kernels of the matrix products: class chain16 (product) and seg16/512 (token_product).
 
-Every tile below gives the same bits, because a tile takes part in no sum: output element (i, j) is one chain
-of `wgmma` steps over ascending k, whatever tile, orientation, stage count or program it lands in. So the
-choice of a tile is free, and `choose_tile` makes it from the shape alone, by the model of the time in
+Every tile below gives the same bits, because no sum depends on the tile: output element (i, j) is one chain
+of `wgmma` steps over ascending k, whatever the tile, the orientation, the number of stages or the program.
+So `choose_tile` is free to choose, from the shape alone, by the time model in
 `isobit.blocks.hopper_product`.
 
-Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns (*swapped*: the kernel
-computes the transpose and stores it transposed), so that 16 tokens do not pay for 64.
+Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns, so that 16 tokens do not
+cost as much as 64. This is *swapped*: the kernel computes the transpose and stores it transposed.
 """
 
 from functools import cache, lru_cache
@@ -38,7 +38,7 @@ from isobit.blocks.triton_tiles import ones_kernel
 
 # Tiles
 
-#: (multipliers, columns, those of a second accumulator). Also measured on an H200, and left out:
+#: (multiplying warpgroups, columns, columns of a second accumulator). Also measured on an H200, and left out:
 #:
 #:     64 x 8, 64 x 16   direct: up to 2.2 times as slow as swapped, because all SMs read the same few tokens
 #:     64 x 96           11 % faster in two cells of 67, up to 25 % slower where the model would choose it too
@@ -55,8 +55,8 @@ _SWAPPED = (
 
 @cache
 def product_tiles(itemsize: int) -> tuple[Tile, ...]:
-    """Every tile for outputs of this many bytes an element. Tiles of fp32 outputs with three stages were not
-    measured, and are left out."""
+    """Every tile for outputs with this many bytes per element. Tiles of fp32 outputs with three stages were
+    not measured, and are left out."""
     found = [
         fitted(multipliers, columns, swapped, itemsize, rest=rest)
         for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
@@ -66,13 +66,13 @@ def product_tiles(itemsize: int) -> tuple[Tile, ...]:
 
 
 def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
-    """The tile for an M x N output over K, and the microseconds it should take. Where two should take as
-    long, to 10 ns, it is the one of which fewer cover the output. All tiles have multiples of 8 rows and
-    columns, so M up to one is the same, and is asked about once."""
+    """The tile for an M x N output over K, and the expected time in microseconds. If two times are equal to
+    10 ns, the tile that needs fewer programs to cover the output. All tiles have multiples of 8 rows and
+    columns, so M is rounded up to one first: fewer cache entries."""
     return _chosen(-(-M // 8) * 8, N, K, sms, itemsize)
 
 
-@lru_cache(maxsize=4096)  # M is whatever the batch was
+@lru_cache(maxsize=4096)  # M changes with the batch
 def _chosen(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, float]:
     hbm_bytes = 2 * K * (M + N) + itemsize * M * N
 
@@ -103,7 +103,7 @@ def _finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 @gluon.jit
 def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
-    """A multiplier of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
+    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
@@ -126,7 +126,7 @@ def product_kernel(
     LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a b + bias, where M is the weight's side when SWAPPED."""
+    """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight."""
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
         b_rest_desc, REST,
@@ -201,7 +201,7 @@ def _multiply(
     M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     staged = out.shape[-1] * out.element_size() % 16 == 0
-    out_desc, b_rest, out_rest = a_desc, None, None  # what is not read takes no time to make
+    out_desc, b_rest, out_rest = a_desc, None, None  # unused descriptors are not built
 
     def leaving(columns: int) -> TensorDescriptor:
         return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
@@ -250,7 +250,7 @@ def _sum(
 
 
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
-    """A column of them in memory, a word of 16 bytes each: TMA cannot read one number again and again."""
+    """A column of ones in memory, 16 bytes apart: TMA cannot read with a stride of 0."""
     rows, word = len(dy), 16 // dy.element_size()
     out = dy.new_empty(rows, word)
     launch(ones_kernel, (-(-rows // 1024),), out, rows, word, 1024, enable_fp_fusion=False)

@@ -1,13 +1,12 @@
 """`det_gemm` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-One program computes one tile of the output. It walks k (or the token stream) in ascending order with one
+One program computes one tile of the output. It loops over k (or the token stream) in ascending order with one
 `tl.dot` accumulator, so an output is one chain of the hardware's matrix steps: on Hopper the class chain16,
-elsewhere a class of that hardware. Every edge is masked and what lies beyond it counts as zero, which fills
-up the last group of k and leaves every other sum alone. Operands are read through their strides, whatever
-those are.
+elsewhere a class of that hardware. Every edge is masked and loads beyond it give zero. This fills up the last
+group of k and affects no other sum. Operands are read through their strides, whatever these are.
 
-Sizes choose the tile. A tile decides which program computes an output and how many k are loaded at once. It
-does not decide which k share a step or in which order steps come, so all tiles give the same bits.
+The tile is chosen from sizes. It decides which program computes an output and how many k are loaded at once,
+but not which k share a step nor the order of steps. So all tiles give the same bits.
 """
 
 import torch
@@ -35,7 +34,7 @@ TILES = {
 
 
 def tile_for(rows: int, cols: int) -> Tile:
-    """By the size of the output alone, when the call runs."""
+    """Depends on the size of the output only, at run time."""
     if rows <= 16:
         return TILES["narrow"]
     if cols <= 16:
@@ -54,9 +53,9 @@ def corner(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     return z, tile_m * ROWS, tile_n * COLS
 
 
-# `blocks` is not specialised: if Triton knew that a loop runs once, from an accumulator of zeros, it would
-# turn the addition after the loop into the start value of the dot, and that rounds otherwise. Nor is M, the
-# batch: another one would compile the kernel anew.
+# `blocks` is not specialised: if Triton knew that the loop runs once, from an accumulator of zeros, it would
+# turn the addition after the loop into the initial accumulator of the dot, which rounds differently. M, the
+# batch, is not specialised either, so that a new batch size does not recompile.
 @triton.jit(do_not_specialize=["blocks", "M"])
 def product_tile(
     a, b, bias, out, M, N, K, blocks, a_sz, a_sm, a_sk, b_sz, b_sk, b_sn,
@@ -84,7 +83,7 @@ def product_tile(
     tl.store(at, narrow(acc, out), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])  # as above: one row would make every loop run once
+@triton.jit(do_not_specialize=["T"])  # as above: T = 1 would make every loop run once
 def token_product_tile(
     x, dy, init, out, rows, first, blocks, count, T, N, K, x_sz, x_st, x_sk, dy_sz, dy_st, dy_sn,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -118,7 +117,7 @@ def token_product_tile(
             live = t < T
             if rows is not None:
                 t = tl.load(rows + t)
-                live = t >= 0  # a hole is zero
+                live = t >= 0  # a gap of the stream is zero
             t = t.to(tl.int64)
             left = tl.load(dy_at + t[None, :] * dy_st, mask=(n < N)[:, None] & live[None, :], other=0.0)
             right = tl.load(x_at + t[:, None] * x_st, mask=live[:, None] & (k < K)[None, :], other=0.0)
@@ -171,19 +170,19 @@ def token_product(
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
-    """That from matrix to matrix is 0 where there is one: it is a product of the batch, and kernels are
-    compiled for what divides their strides."""
+    """The stride between matrices is 0 if there is only one: it depends on the batch, and its divisibility
+    would recompile the kernel."""
     *z, row_stride, column_stride = t.stride()
     return (z[0] if z and len(t) > 1 else 0, row_stride, column_stride)
 
 
 def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:
-    """One axis: the others end at 65535."""
+    """One axis, because the other two are limited to 65535."""
     return (Z * triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols),)
 
 
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
-    """One number, read again and again."""
+    """A single number, read with a stride of 0."""
     out = dy.new_empty(1)
     launch(ones_kernel, (1,), out, 1, 1, 16, enable_fp_fusion=False)
     return out.expand(len(dy), 1)

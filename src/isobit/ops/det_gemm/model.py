@@ -1,7 +1,7 @@
 """`det_gemm` on the CPU, in the exact bits of a Hopper GPU: the arithmetic model of `isobit.numerics`.
 
-This is what serves CPU tensors, and what the kernels are compared with. It is exact and slow. Tensors on a
-GPU are served only where it is asked for by name; they are copied to the CPU and the result is copied back.
+This is the backend for CPU tensors, and the kernels are compared with it. It is exact and slow. It takes GPU
+tensors only if it is requested by name; they are copied to the CPU and the result is copied back.
 """
 
 from functools import cache
@@ -59,14 +59,14 @@ def _several(t: Tensor) -> Tensor:
 
 
 def _with_one_nan(out: Tensor) -> Tensor:
-    """What was rounded to 16 bits, with the one NaN that the GPU rounds to."""
+    """Sets every NaN of a 16-bit output to the bit pattern to which the GPU rounds NaN."""
     if out.dtype != torch.float32:
         out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)
     return out
 
 
 def _in_slots(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows of x where the stream has them, zeros in its holes."""
+    """The rows of x in the slots of the stream, with zeros in its gaps."""
     slots = x.new_zeros(len(rows), x.shape[1])
     live = rows >= 0
     slots[live] = x[rows[live].long()]
@@ -75,7 +75,7 @@ def _in_slots(x: Tensor, rows: Tensor) -> Tensor:
 
 @cache
 def _say_that_it_is_slow() -> None:
-    """Once in a process."""
+    """Warns once per process."""
     warn(
         "isobit: det_gemm, det_linear and det_gemm_dw compute the exact bits of a Hopper GPU on the CPU "
         "here, some 10^8 multiplications a second. That is for checking and for small models; with tensors "

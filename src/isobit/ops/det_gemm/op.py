@@ -5,11 +5,11 @@
     det_gemm_dw  dW = dy^T x, summed over the token stream
 
 A product is one chain of tensor-core steps over ascending k, 16 at a time, with one rounding to the output's
-dtype at the end (class chain16). A bias joins the fp32 sum before that rounding. A sum over tokens starts a
-fresh chain every 512 rows of the stream and folds them in ascending order in fp32 (class seg16/512). Tiles,
-instructions and schedules are free: none of them takes part in a sum.
+dtype at the end (class chain16). A bias is added to the fp32 sum before that rounding. A sum over tokens
+starts a fresh chain every 512 rows of the stream and folds them in ascending order in fp32 (class seg16/512).
+Tiles, instructions and schedules are free: no sum depends on them.
 
-Gradients are the same two things on views. With dy in the operands' dtype,
+Gradients are these two kinds of products on transposed views. With dy in the operands' dtype,
 
     dx = dy W,  da = dc b^T         chain16
     dW = dy^T x,  db = a^T dc       seg16/512, rounded once to the operand's dtype
@@ -33,7 +33,7 @@ from isobit.ops.det_gemm import calls
 
 
 def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
-    """Of a product of these two: everything in the first meets the last dimension of the second."""
+    """FLOPs of a product: each element of the first is multiplied by the last dimension of the second."""
     return lambda args: 2 * math.prod(args[first].shape) * args[second].shape[-1]
 
 
@@ -94,9 +94,9 @@ def linear_bwd(
 ]:
     """(dx, dweight, dbias): dy weight, dy^T x and dy^T 1, where dy is rounded to the operands' dtype first.
 
-    Where operands are rounded, so are the sums over tokens, and then given in the dtype of their parameter.
-    The roundings are in here, because outside a compiler may leave out one that is followed by a wider
-    dtype."""
+    With operand_dtype the sums over tokens are rounded to it too, and then converted to the dtype of their
+    parameter. These roundings happen inside the op, because outside of it a compiler may remove a rounding
+    that is followed by a conversion to a wider dtype."""
 
 
 @op("det_gemm_dw", flops=_flops("x", "dy"))
@@ -131,7 +131,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def _operand_dtypes(contract: Contract, args: dict[str, Any]) -> None:
-    """bf16 or fp16, the same in both, unless they are to be rounded: then bf16, fp16 or fp32 in each."""
+    """bf16 or fp16, the same in both; with operand_dtype, which rounds them, bf16, fp16 or fp32 in each."""
     x, bias, narrow = (args[name] for name in ("x", "bias", "operand_dtype"))
     if narrow is not None:
         if narrow not in _HALF:
@@ -146,7 +146,7 @@ def _operand_dtypes(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _needs(name: str, wanted: str) -> Callable[[Contract, dict[str, Any]], None]:
-    """A gradient is made from the other operand."""
+    """The gradient of one operand is computed from the other."""
 
     def rule(contract: Contract, args: dict[str, Any]) -> None:
         if args[wanted] and args[name] is None:
@@ -164,7 +164,7 @@ def _stream_form(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
-    """0 <= ... <= T: otherwise rows are missing or counted into the wrong sequence."""
+    """0 <= ... <= T: otherwise rows would be missing or belong to the wrong sequence."""
     bounds, T = args["cu_seqlens"], args["x"].shape[:-1].numel()
     if bounds is None:
         return
@@ -189,9 +189,10 @@ gemm_dw.rule(_stream_form)
 gemm_dw.value_rule(_sequences_ascend)
 
 
-# Backends, fastest first: modules with the functions that `calls` says, each of them for all ops here
+# Backends, fastest first. Each is one module with the functions described in `calls`, and serves all ops
+# here.
 
-#: (op, whether it is a sum over tokens, the questions to ask a module, how to run it).
+#: (op, whether it is a sum over tokens, the products it needs, how to run it).
 _OPS: tuple[tuple[Op, bool, Callable[..., Iterator[calls.Question]], Callable[..., Any]], ...] = (
     (gemm, False, calls.of_gemm, calls.run_gemm),
     (gemm_bwd, False, calls.of_gemm_bwd, calls.run_gemm_bwd),
@@ -202,7 +203,7 @@ _OPS: tuple[tuple[Op, bool, Callable[..., Iterator[calls.Question]], Callable[..
 
 
 def _device(args: dict[str, Any]) -> torch.device:
-    """Of the first argument, and so of all."""
+    """The device of the first argument; all arguments are on the same one."""
     return next(iter(args.values())).device
 
 
@@ -213,7 +214,7 @@ def _add_backend(
     chain16: Callable[[torch.device], str],
     **options: Any,
 ) -> None:
-    """One module as a backend of all ops here, imported when a call first needs it."""
+    """Registers one module as a backend of all ops here. It is imported at the first call that needs it."""
     kernels = Lazy(f"{__package__}.{module}")
 
     def seg16(device: torch.device) -> str:
@@ -237,14 +238,15 @@ def _add_backend(
 
 
 def _segments_of(chain16: str) -> str:
-    """The class of a sum over tokens by the hardware that has this class of products. A backward has both,
-    and the name of the product's."""
+    """The class of a sum over tokens on hardware with this class of products. A backward does both, and
+    reports the class of the product."""
     return chain16.replace(str(CHAIN16), str(SEG16_512))
 
 
 def _of_this_hardware(device: torch.device) -> str:
-    """What one chain of `tl.dot` is: on Hopper the class itself, elsewhere whatever the hardware does in a
-    step, under the hardware's name. The interpreter multiplies with numpy and promises no bits."""
+    """The class of a `tl.dot` chain. On Hopper it is the class itself. Other GPUs add in an order of their
+    own within a step, so the class carries their name. The interpreter multiplies with numpy and promises no
+    bits."""
     if device.type in ("cpu", "meta"):
         return str(NO_CLASS)
     arch = arch_key(device)
@@ -329,21 +331,20 @@ def det_gemm(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The product a b, in bits that do not depend on the batch.
+    """The product a b, with bits that do not depend on the batch.
 
     Args:
         a: [*, M, K] in bf16 or fp16. Any leading shape and any strides: transposed operands are read in
             place.
         b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
         out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
-        validate: as in every op; here there is nothing to check but what every call checks.
-        numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
-            which `isobit.explain` reports. A class that cannot be kept is an error.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
 
-    Returns:
-        [*, M, N]. In class chain16 a row's bits are a function of that row of `a` and of `b`: not of M, of
-        other rows, of strides or of the schedule.
+    Returns: [*, M, N]. In class chain16 the bits of a row depend on that row of `a` and on `b`, and not on M,
+        other rows, strides or the schedule.
 
     Gradients: da = dc b^T in chain16 and db = a^T dc in seg16/512, each rounded once to the dtype of a and b.
     If out_dtype is another one, dc is rounded to the dtype of a and b first.
@@ -373,27 +374,27 @@ def det_linear(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """x weight^T + bias, in bits that do not depend on the batch: a drop-in for `F.linear`.
+    """x weight^T + bias, with bits that do not depend on the batch: a drop-in for `F.linear`.
 
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
         weight: [N, K], of the same dtype, any strides.
-        bias: [N], of the same dtype or fp32. It joins the fp32 sum before the one rounding.
-        operand_dtype: bf16 or fp16: x, weight and bias, which may then be fp32, are rounded to it first, and
-            so are their gradients, before they are given the dtypes of x, weight and bias. That is what
-            autocast does around `F.linear`, here inside of the op, where a compiler cannot leave it out.
+        bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
+        operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
+            gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
+            does the same around `F.linear`; here it is part of the op, where a compiler cannot remove it.
         out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
-        validate: as in every op; here there is nothing to check but what every call checks.
-        numerics: the class that the bits must be of, "chain16"; None takes that of the backend that serves,
-            which `isobit.explain` reports. A class that cannot be kept is an error.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
 
     Returns:
-        [*, N]. In class chain16 a row's bits are a function of that row of x, of weight and of bias.
+        [*, N]. In class chain16 the bits of a row depend on that row of x, on weight and on bias only.
 
-    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512, each
-    rounded once to the dtype of what it is the gradient of. If out_dtype is not the dtype of x, dy is rounded
-    to that first. What needs no gradient costs nothing: a frozen weight keeps no x.
+    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512. Each is
+    rounded once, to the dtype of its parameter. If out_dtype is not the dtype of x, dy is rounded to the
+    dtype of x first. Gradients that are not needed cost nothing: with a frozen weight x is not saved.
 
     Example:
         >>> import torch, isobit
@@ -424,25 +425,25 @@ def det_gemm_dw(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """dy^T x in fp32, a weight's gradient, summed over the token stream in a fixed order.
+    """dy^T x in fp32, the gradient of a weight, summed over the token stream in a fixed order.
 
-    The stream are the rows whose mask is nonzero, in order. Every 512 of them begin a segment, and so does
-    every sequence; segments are added to `init` in order. So padding, wherever it is and whatever it holds,
-    changes no bit. Nor does a cut into several calls, between sequences or at a multiple of 512 rows that
-    count, if each call begins with the result of the one before.
+    The stream is the rows whose mask is nonzero, in order. A new segment begins every 512 of these rows and
+    at every sequence, and segments are added to `init` in order. So padding changes no bit, wherever it is
+    and whatever it holds. Nor does a split into several calls, between sequences or at a multiple of 512 rows
+    of the stream, if each call takes the result of the one before as `init`.
 
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
         dy: [*, N], of the same dtype.
         mask: [*], bool or integer; a row counts where it is nonzero. Other rows are not read.
-        cu_seqlens: [S + 1], int32 or int64: the row that each sequence begins at, from 0 up to the number of
-            rows, which is its last element. None is one sequence.
-        init: [N, K] fp32, what the sum begins with; None is 0.
+        cu_seqlens: [S + 1], int32 or int64: the first row of each sequence, from 0 up to the number of rows,
+            which is its last element. None is one sequence.
+        init: [N, K] fp32, the initial value of the sum; None is 0.
         validate: check cu_seqlens on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-            with ISOBIT_VALIDATE=1. Unchecked, wrong bounds give a wrong sum, and nothing is read out of
+            with ISOBIT_VALIDATE=1. Without the check, wrong bounds give a wrong sum, but no read is out of
             bounds.
-        numerics: the class that the bits must be of, "seg16/512"; None takes that of the backend that
-            serves, which `isobit.explain` reports. A class that cannot be kept is an error.
+        numerics: the numerics class that the result must have, "seg16/512"; None takes that of the backend
+            that serves, which `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "hopper", "triton" or "model"; None takes the first that can serve.
 
     Returns:

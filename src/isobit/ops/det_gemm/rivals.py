@@ -1,4 +1,4 @@
-"""What people use instead of `det_gemm`, the shapes at which both are timed, and how fast is fast enough.
+"""What people use instead of `det_gemm`, the shapes at which both are timed, and the speed goals.
 
 Five series, for a layer with weight W [N, K] and M tokens:
 
@@ -8,8 +8,8 @@ Five series, for a layer with weight W [N, K] and M tokens:
     det_gemm_dw       dW = dy^T x     fp32
     det_linear        y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
 
-Every call finds its weight (for dW: its tokens) out of the L2 cache. Activations may be in it, as they are in
-a model, where the layer before has just written them.
+In every call the weight (for dW: the tokens) is not in the L2 cache. Activations may be, as in a model, where
+the layer before has just written them.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ SHAPES = (
 )  # fmt: skip
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 
-#: What stands for all of them: a square layer and a wide one, from one token to many.
+#: The subset for `--core`: a square layer and a wide one, from one token to many.
 CORE_SHAPES, CORE_TOKENS = ((4096, 4096), (4096, 14336)), (1, 16, 256, 1024, 8192)
 
-#: Layers of models of 0.5B, 1.5B, 3B, 7B, 14B and 70B, projections to grouped keys and values among them, and
+#: Layers of models of 0.5B, 1.5B, 3B, 7B, 14B and 70B, including projections to grouped keys and values, and
 #: an M between any two tiles.
 LAYER_SHAPES = (
     (896, 896), (896, 128), (896, 4864), (4864, 896), (1536, 8960), (2048, 512), (3584, 3584), (3584, 512),
@@ -49,13 +49,13 @@ LAYER_SHAPES = (
 )  # fmt: skip
 LAYER_TOKENS = (1, 8, 24, 48, 80, 112, 160, 192, 320, 384, 640, 768, 1536, 3000)
 
-#: (M, K, N) of them for every run: cuBLAS splits k and does not, few SMs and many, memory-bound and not.
+#: (M, K, N) of these for every run: cuBLAS with and without split k, few SMs and many, memory-bound and not.
 LAYER_CORE = (
     (8, 4096, 1024), (24, 8192, 28672), (48, 3584, 3584), (80, 5120, 640), (112, 896, 4864),
     (192, 3584, 18944), (320, 8192, 8192), (640, 16384, 6656), (768, 4864, 896), (3000, 3584, 18944),
 )  # fmt: skip
 
-#: Tokens that exist at most: those of dW rotate over as many as there are.
+#: Number of tokens that are allocated; dW rotates over as many as this allows.
 MAX_TOKENS = 16384
 
 
@@ -169,7 +169,7 @@ def _cases(least: int) -> list[Case]:
 
 
 def _predict_product(backend: str | None, args: Args) -> float | None:
-    """Milliseconds that the rule expects of the tile that it chooses."""
+    """Milliseconds that the time model expects for the chosen tile."""
     if backend != "hopper":
         return None
     from isobit.ops.det_gemm.kernels_hopper import choose_tile
@@ -232,7 +232,7 @@ def _series(name: str, direction: str, least: int, **rest: Any) -> Series:
 
 
 def layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Forward as one product; backward two, of which dW is rounded to the dtype of W."""
+    """Forward is one product; backward two, of which dW is rounded to the dtype of W."""
     forward = _cost(dims, dtype)
     return Cost(forward.fwd_bytes, 2 * forward.fwd_bytes, forward.fwd_flops, 2 * forward.fwd_flops)
 

@@ -4,14 +4,14 @@ a correct kernel.
 The bounds follow the computation step by step; nothing in them is fitted. With U = 2^-23, u half a unit of
 the 16-bit dtype, w the probabilities, and z the scores in natural units:
 
-            z         truncation in a chain over D (`isobit.check.errors`), times scale p         the error of
-                      its exponent, which includes rounding z and the maximum; some units of exp2; the same
-                      again for every block in which the maximum may change; and u, where p multiplies v
-        out       sum w |v| times all of this; truncation in the chains over keys; rounding
-        lse       the mean of p's errors without u, and some units of lse
-        delta     the errors of out and its rounding, times |dout|
-        dS        P (errors of dP and delta) + |dS| (errors of P), and u
-                  where many terms are rounded to 16 bits independently, six standard deviations of the sum
+    z         truncation in a chain over D (`isobit.check.errors`), times scale
+    p         the error of its exponent, which includes rounding z and the maximum; some units of exp2;
+              the same again for every block in which the maximum may change; and u, where p multiplies v
+    out       sum w |v| times all of this; truncation in the chains over keys; rounding
+    lse       the mean of p's errors without u, and some units of lse
+    delta     the errors of out and its rounding, times |dout|
+    dS        P (errors of dP and delta) + |dS| (errors of P), and u
+              where many terms are rounded to 16 bits independently, six standard deviations of the sum
     dq dk dv  the same through their products
 """
 

@@ -1,5 +1,5 @@
-"""What cuBLAS does: where its bits are those of chain16, and how to keep it from splitting k. Nobody promises
-any of it; a check writes it down, and the bench times both."""
+"""What cuBLAS does: where its bits equal chain16, and how to forbid it to split k. cuBLAS documents none of
+this; the check records it, and the bench times both."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from isobit.check.proof import Args, Case
 from isobit.numerics import CHAIN16
 from isobit.ops.det_gemm.op import det_linear, linear
 
-#: Every batch size at which a kernel might change its tile or its mind.
+#: Batch sizes around which a kernel might change its tile or algorithm.
 BATCH_SIZES = (
     1, 2, 7, 8, 16, 17, 63, 64, 65, 127, 128, 129, 160, 192, 255, 256, 257, 320, 500, 768, 1000, 1536, 4096,
 )  # fmt: skip
@@ -27,8 +27,9 @@ def mm(args: Args) -> Tensor:
 
 @contextmanager
 def without_split_k() -> Iterator[None]:
-    """cuBLAS may not split k in here. PyTorch then asks cuBLASLt, which alone can be asked, for an algorithm
-    with the reduction scheme NONE. It asks at each call, so a graph captured in here keeps what it found."""
+    """Inside this context cuBLAS may not split k: PyTorch requests an algorithm with reduction scheme NONE
+    from cuBLASLt (cuBLAS itself has no such option). It does so at each call, so a graph captured in here
+    keeps the algorithm that was found."""
     matmul: Any = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
@@ -65,8 +66,8 @@ def needs_cublas(case: Case, device: torch.device) -> str | None:
 
 
 def where_torch_agrees(device: torch.device) -> list[dict[str, Any]]:
-    """For how many outputs `torch.mm` has the bits of chain16, by shape and number of rows: a fact about
-    this cuBLAS, which nobody promises."""
+    """The share of outputs for which `torch.mm` has the bits of chain16, by shape and number of rows. An
+    observation about this cuBLAS, not a promise."""
     probe = torch.zeros(1, 16, dtype=torch.bfloat16, device=device)
     if linear.explain(x=probe, weight=probe).numerics != str(CHAIN16):
         return []

@@ -1,4 +1,4 @@
-"""What must be shown of `det_gemm_dw`: a sum over the token stream."""
+"""The proof of `det_gemm_dw`, a sum over the token stream."""
 
 import math
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ BOOL, UINT8, INT64 = torch.bool, torch.uint8, torch.int64
 
 
 def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """In every fourth row of a masked case the row does not count and holds NaN."""
+    """In a masked case every fourth row is masked out and holds NaN."""
     *lead, K, N = case.dims.values()
     T = math.prod(lead)
-    x = inputs.matrix((K,), T, case, device, options, side=0).mT.contiguous()  # k is the rows here
+    x = inputs.matrix((K,), T, case, device, options, side=0).mT.contiguous()  # here k is the rows
     dy = inputs.matrix((N,), T, case, device, options, side=1).mT.contiguous()
     args: Args = {"mask": None, "cu_seqlens": None, "init": None}
     gen = torch.Generator().manual_seed(options.seed + 2)
@@ -35,7 +35,7 @@ def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
         x, dy = (torch.where(live[:, None], t, float("nan")) for t in (x, dy))
         args["mask"] = live.to(case.options["mask"]).view(lead)
     if case.options.get("sequences"):
-        # Cuts anywhere, an empty sequence among them.
+        # Random boundaries, with an empty sequence among them.
         inner = (
             torch.randint(0, T + 1, (case.options["sequences"] - 2,), generator=gen).sort().values.tolist()
         )
@@ -52,7 +52,7 @@ def formula_dw(args: Args) -> tuple[Tensor, ...]:
 
 
 def stream_of(args: Args) -> tuple[Tensor, Tensor, list[int]]:
-    """The rows of x and dy that count, and how many each sequence has."""
+    """The unmasked rows of x and dy, and how many each sequence has."""
     x, dy, mask = args["x"].flatten(0, -2), args["dy"].flatten(0, -2), args["mask"]
     live = x.new_ones(len(x), dtype=torch.bool) if mask is None else mask.flatten() != 0
     bounds = [0, len(x)] if args["cu_seqlens"] is None else args["cu_seqlens"].tolist()
@@ -71,7 +71,7 @@ def exact_dw(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def record_dw(module: str, launch: Any, dtype: torch.dtype) -> None:
-    """Every tile, all rows and a stream of some; in fp32, and rounded as for `det_linear`."""
+    """Records every tile, with all rows and with a stream; in fp32, and rounded as for `det_linear`."""
     kernels = import_module(f"isobit.ops.det_gemm.{module}")
     T, N = 4096, 4096
     narrow = ((64, 64, False, F32), (N, 64, False, F32))
@@ -85,7 +85,7 @@ def record_dw(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 
 def memory_dw(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs and output: the tables of a stream, and its rows where TMA can read them."""
+    """Bytes beyond inputs and output: the tables of a stream, and a copy of its rows that TMA can read."""
     *lead, K, N = case.dims.values()
     T = math.prod(lead)
     if backend == "model":
@@ -101,7 +101,7 @@ def bounds_that_descend(args: Args) -> tuple[Args, int | None]:
 
 
 def other_groups_of_rows(t: Tensor | None) -> Tensor | None:
-    """Any leading shape; a mask has nothing else."""
+    """For any leading shape; a mask has only that."""
     if t is None:
         return None
     lines = t.reshape(-1, t.shape[-1]) if t.is_floating_point() else t.reshape(-1)
@@ -136,7 +136,7 @@ DW = Proof(
         Case({"T": 1100, "K": 20, "N": 8}, BF16, layout="padded", options={"mask": INT64, "sequences": 4}),
         Case({"T": 530, "K": 17, "N": 33}, F16, layout="strided", options={"init": True}),
         Case({"B": 2, "T": 512, "K": 16, "N": 17}, BF16, layout="transposed"),
-        # TMA can read these as they lie, and could not once they are packed without a gap.
+        # TMA can read these in place, but not once they are packed without a gap.
         Case({"T": 600, "K": 20, "N": 23}, BF16, layout="transposed", options={"mask": BOOL}),
         Case({"T": 16, "K": 72, "N": 64}, BF16, layout="apart", options={"sequences": 3}),
         Case({"T": 16, "K": 70, "N": 65}, BF16, layout="offset"),

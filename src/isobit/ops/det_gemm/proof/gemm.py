@@ -1,4 +1,4 @@
-"""What must be shown of `det_gemm`, and what `det_linear` shares with it."""
+"""The proof of `det_gemm`, and what `det_linear` shares with it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -51,7 +51,7 @@ def scale_gemm(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tenso
 
 
 def exact_gemm(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
-    """Of a batch, its last matrix."""
+    """A sample from the last matrix of a batch."""
     a, b, dtype = args["a"], args["b"], args["a"].dtype
     last = (-1,) * (a.ndim - 2)
     (a, b), M = (a[last], b[last]), a.shape[-2]
@@ -64,9 +64,9 @@ def exact_gemm(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 def record_product(bias: bool) -> dict[str, Kernels]:
-    """Kernels of both backends: tiles for few rows, for many, and one between, which on Hopper has its
-    columns in two accumulators. What they write, and how b lies, is shared between the two ops: wide and by
-    rows in many rows of the one, in few of the other."""
+    """Records the kernels of both backends: tiles for few rows, for many, and one between, which on Hopper
+    has two accumulators. The two ops split the combinations of output dtype and memory order of b: fp32 and
+    row-major is compiled for many rows in one op, for few rows in the other."""
 
     def record(module: str, launch: Any, dtype: torch.dtype) -> None:
         kernels = import_module(f"isobit.ops.det_gemm.{module}")
@@ -85,8 +85,8 @@ def record_product(bias: bool) -> dict[str, Kernels]:
 
 
 def memory_product(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs, outputs and gradients: nothing forward; backward the fp32 gradients of what all
-    rows share before they are rounded, and the cotangent in the operands' dtype."""
+    """Bytes beyond inputs, outputs and gradients. Forward none. Backward the fp32 gradients of the shared
+    operand before they are rounded, and the cotangent in the operands' dtype."""
     *_, M, K, N = case.dims.values()
     if backend == "model":
         return memory_of_model(M, K, N)
@@ -94,7 +94,7 @@ def memory_product(case: Case, backend: str, direction: str) -> int:
 
 
 def memory_of_model(M: int, K: int, N: int) -> int:
-    """float64 operands with their exponents, whole; products a block at a time."""
+    """Whole float64 operands with their exponents; products one block at a time."""
     return 32 * MB + 64 * (M * K + K * N + M * N)
 
 
@@ -128,7 +128,7 @@ GEMM = Proof(
     layouts=inputs.LAYOUTS,
     lay_out=lambda args, layout: alter.laid_out_some(args, _A_AND_B, layout),
     memory=memory_product,
-    # TMA reads rows that are a multiple of 8 elements; other sizes are served by another backend.
+    # TMA needs rows of a multiple of 8 elements; another backend serves other sizes.
     cases=[
         Case({"M": 20, "K": 104, "N": 40}, BF16),
         Case({"M": 0, "K": 8, "N": 5}, BF16),
@@ -151,7 +151,7 @@ GEMM = Proof(
         Case({"M": 4100, "K": 4096, "N": 1000}, BF16, data="random", heavy=True),
         Case({"M": 4100, "K": 4097, "N": 4099}, F16, data="random", heavy=True, options={"out": F32}),
         Case({"M": 304, "K": 14336, "N": 4096}, BF16, data="random", layout="transposed", heavy=True),
-        # More than 2**31 elements in an operand: 32-bit offsets would show here. In b, then in a.
+        # More than 2**31 elements in an operand, first in b, then in a: wrong 32-bit offsets would fail here.
         Case({"M": 70, "K": 4096, "N": 524800}, BF16, data="random", heavy=True, gpu_gb=70),
         Case({"M": 524800, "K": 4096, "N": 72}, BF16, data="random", heavy=True, gpu_gb=70),
     ],

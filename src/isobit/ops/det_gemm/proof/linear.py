@@ -1,4 +1,4 @@
-"""What must be shown of `det_linear`."""
+"""The proof of `det_linear`."""
 
 from collections.abc import Sequence
 
@@ -37,8 +37,8 @@ def lay_out_linear(args: Args, layout: str) -> Args:
 
 
 def operands(args: Args) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, weight and bias as they are multiplied: rounded first, where that is asked for. Gradients pass the
-    rounding."""
+    """x, weight and bias as they are multiplied: rounded to operand_dtype first, if it is given. Gradients
+    pass through the rounding unchanged."""
     narrow = args["operand_dtype"]
 
     def rounded(t: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Ten
         if out is not None:  # the backward rounds dy to the dtype of the operands
             size = size + errors.rounded_factor(left, right, errors.narrow_dtype(x, weight))
         size = errors.rounded(size, None)
-        if operand is not None:  # and its results, where plain PyTorch does not
+        if operand is not None:  # and rounds its results, which plain PyTorch does not
             size = size + torch.finfo(operand).eps / 2 * ((left @ right).abs() / errors.UNIT + size)
         sizes[f"gradient:{name}"] = size
     sizes["gradient:x"] = sizes["gradient:x"].view(x.shape)

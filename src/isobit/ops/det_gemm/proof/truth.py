@@ -1,5 +1,5 @@
-"""What products should be: the formula, and the class's own bits on a sample of them. How far the class may
-be from the formula is in `isobit.check.errors`."""
+"""The truth of products: the formula, and the exact bits of the class on a sample of outputs. Bounds on the
+difference of the two are in `isobit.check.errors`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from isobit.blocks.stream import SEGMENT
 from isobit.check.proof import Sample
 from isobit.numerics import canonical, chain, cut, segments
 
-#: Rows and columns of a sample.
+#: Rows and columns in a sample.
 SAMPLED = 32
 
 
@@ -27,7 +27,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | 
 
 
 def token_sum(x: Tensor, dy: Tensor, mask: Tensor | None, init: Tensor | None) -> Tensor:
-    """init + dy^T x over the rows that count."""
+    """init + dy^T x over the unmasked rows."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     x, dy = (t.reshape(-1, t.shape[-1]) for t in (x, dy))
     if mask is not None:
@@ -37,11 +37,12 @@ def token_sum(x: Tensor, dy: Tensor, mask: Tensor | None, init: Tensor | None) -
     return out if init is None else out + init.to(wide)
 
 
-# The class's own bits
+# The exact bits of the class
 
 
 def places(total: int) -> Tensor:
-    """A sample of an axis: all of a short one, of a long one its ends and random places between them."""
+    """Sampled indices of an axis: all of a short one; the ends of a long one and random indices between
+    them."""
     if total <= SAMPLED:
         return torch.arange(total)
     inner = 1 + torch.randperm(total - 2, generator=torch.Generator().manual_seed(3))[: SAMPLED - 2]
@@ -49,7 +50,7 @@ def places(total: int) -> Tensor:
 
 
 def at(lead: Sequence[int], rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """The index of these rows, counted over a leading shape, and columns."""
+    """The index of these columns and these rows, which count over a leading shape."""
     return (*(i[:, None] for i in torch.unravel_index(rows, tuple(lead))), columns[None, :])
 
 
@@ -74,7 +75,7 @@ def segment_sample(
     rows, columns = places(a.shape[0]), places(b.shape[1])
     start = None if init is None else _of(_of(init, 0, rows), 1, columns)
     found = segments(_of(a, 0, rows), _of(b, 1, columns), cut(lengths, SEGMENT), start)
-    # A gradient is rounded by PyTorch, which has a NaN of its own on each device.
+    # PyTorch rounds a gradient, and each device has its own NaN.
     return (rows[:, None], columns[None, :]), found.to(a.device).to(dtype).cpu()
 
 
