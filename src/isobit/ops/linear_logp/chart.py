@@ -72,7 +72,7 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
     top = max(scaled(most), 1e-9) * 1.05
 
     def place(v: int, y: float) -> tuple[float, float]:
-        """Vocabularies are equally far apart: two of them differ by their alignment, not by their size."""
+        """Vocabularies are equally spaced: two of them differ by their alignment, not by their size."""
         across = (sizes.index(v) + 0.5) / len(sizes)
         return round(left + WIDTH * across, 1), round(TOP + HEIGHT * (1 - scaled(y) / top), 1)
 
@@ -94,7 +94,7 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
 
 
 def _round_steps(most: float) -> list[float]:
-    """0 and up, by the smallest 1, 2 or 5 of some power of ten of which at most five fit."""
+    """Axis ticks from 0 up: the smallest step of 1, 2 or 5 times a power of ten with at most five ticks."""
     power = 10.0 ** math.floor(math.log10(most / 5))
     step = next(step * power for step in (1, 2, 5, 10) if 5 * step * power >= most)
     return [i * step for i in range(int(most / step) + 1)]

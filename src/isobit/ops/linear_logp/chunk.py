@@ -1,21 +1,20 @@
-"""`linear_logp` and its gradients a chunk of rows at a time, for whoever knows a chunk's gradients before the
-next chunk is there: `linear_policy_loss`.
+"""`linear_logp` and its gradients, one chunk of rows at a time. For `linear_policy_loss`, which knows the
+gradients of a chunk's outputs before it computes the next chunk.
 
-A forward keeps the probabilities of its chunk in memory that it is given. The backward that follows makes
-d-logits of them in the same memory, and from those dhidden of the chunk's rows, and its terms of dweight and
-dbias, which it adds to what the chunks before have left. All three are in fp32: nothing is rounded to the
-dtype of the parameters yet.
+The forward of a chunk stores its probabilities in the memory that it is given. The backward turns them into
+d-logits in place. From these it computes dhidden of the chunk's rows, and adds the chunk's terms to dweight
+and dbias. All three are fp32: nothing is rounded to the dtype of the parameters yet.
 
-Sums over tokens are made in segments of 512 rows, and where a chunk ends is free. Rows behind its last whole
-segment wait, with their d-logits, for the next chunk: the *queue*. So the bits of dweight and dbias are those
-of `linear_logp` on all rows at once, wherever chunks end.
+Sums over tokens are made in segments of 512 rows, but a chunk may end anywhere. Rows after its last whole
+segment wait in the *queue*, with their d-logits, for the next chunk. So dweight and dbias have the bits of
+`linear_logp` on all rows at once, wherever chunks end.
 
-Where all rows are one chunk, dweight may be left for later. An op of its own makes it then, multiplies it by
-a factor and rounds it.
+If all rows are one chunk, dweight may be postponed. A separate op then computes it, multiplies it by a factor
+and rounds it.
 
-Two backends can do it: `hopper`, which keeps 16 bits a probability, and `reference`, which keeps logits in
-fp32, needs no queue and postpones nothing. On `triton` all rows are one chunk, and its logits are computed
-twice.
+Two backends support this: `hopper`, which stores probabilities in 16 bits, and `reference`, which stores
+logits in fp32, needs no queue and postpones nothing. On `triton` all rows are one chunk, and its logits are
+computed twice.
 """
 
 from typing import Any
@@ -45,7 +44,7 @@ def forward(
     queued: Int[Tensor, "1"] | None,
     return_entropy: bool,
 ) -> tuple[F32[Tensor, "*"], F32[Tensor, "* if return_entropy"], F32[Tensor, "2 *"]]:
-    """(logp, entropy, stats); memory and kept_base hold what the backward wants to know."""
+    """(logp, entropy, stats); memory and kept_base hold what the backward needs."""
 
 
 @op("linear_logp_chunk_bwd")
@@ -75,11 +74,11 @@ def backward(
     last: bool,
     postpone: bool,
 ) -> Int[Tensor, "1"]:
-    """How many rows wait after this chunk, of those that were `queued` and its own. Its rows are those of
-    dhidden from `first_row` on. `first`: dweight and dbias hold nothing yet; `last`: no row may wait.
-    `kept`: there is room for its probabilities in memory, and the forward has kept them there. `postpone`:
-    dweight is left to `linear_logp_chunk_dw`, for which all rows wait; only where there is one chunk, and it
-    was kept."""
+    """The number of rows in the queue after this chunk, out of those that were `queued` and its own. The
+    chunk is the rows of dhidden from `first_row` on. `first`: dweight and dbias are not initialised yet.
+    `last`: no row may stay in the queue. `kept`: the probabilities of the chunk fit in memory, and the
+    forward has stored them there. `postpone`: leave dweight to `linear_logp_chunk_dw` and all rows in the
+    queue; only with a single chunk that was kept."""
 
 
 @op("linear_logp_chunk_dw", sizes=lambda args: {"V": args["vocab"]})
@@ -90,8 +89,7 @@ def finish(
     factor: F32[Tensor, ""],
     vocab: int,
 ) -> Float[Tensor, "V D in queue"]:
-    """factor dz^T hidden: dweight, from the `count` rows that a chunk has left in memory and queue, times a
-    factor and rounded once."""
+    """factor dz^T hidden: dweight from the `count` rows in memory and queue, times a factor, rounded once."""
 
 
 def _has_rows(contract: Contract, args: dict[str, Any]) -> None:

@@ -2,12 +2,12 @@
 
 A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
 logits, which stay in registers, into running sums (`isobit.blocks.hopper_lse`). With a mask the rows that
-count are packed first, so that the others cost nothing. Without one hidden states stay where they are, and
-stretches of 64 rows in which every token is `ignore_index` are left out. A row's bits do not know; nor do
-they know of the tile, which has 64 rows where there are few.
+count are packed first, so that the others cost nothing. Without a mask hidden states are read in place, and
+ranges of 64 rows in which every token is `ignore_index` are skipped. None of this affects a row's bits; nor
+does the tile height, which is 64 for few rows.
 
-With room for all of [N, V] it keeps e = 2^((z - m) c) of every logit, and what m was, for the backward in
-`kernels_hopper_bwd`.
+If [N, V] fits in memory it also stores e = 2^((z - m) c) of every logit, and the m that was used, for the
+backward in `kernels_hopper_bwd`.
 """
 
 from typing import Any
@@ -51,8 +51,9 @@ from isobit.blocks.hopper_product import Tile, pack
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.temperature import LOG2E
 
-#: Tiles of the kernels here. Staging a 16-bit tile takes the room of a fourth stage. The tile of 64 rows is
-#: for few of them, which wait for the weight: as many stages as fit keep more of it under way.
+#: Tiles of the kernels here. Staging a 16-bit tile takes the shared memory of a fourth stage. The tile of 64
+#: rows is for few rows, which are limited by reading the weight: as many stages as fit keep more of it in
+#: flight.
 _FOLD = Tile(2, COLUMNS, 64, 4, False)
 _FOLD_FEW = Tile(1, COLUMNS, 64, 5, False)
 TILE_STAGED = Tile(2, COLUMNS, 64, 3, False)
@@ -66,19 +67,19 @@ ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.flo
 
 @record
 class Fold:
-    """What the forward's multipliers read of the slots, and where their sums go."""
+    """What the multiplying warpgroups of the forward read about the slots, and where their sums go."""
 
     ids: gl.tensor
     scales: gl.tensor
     bias: gl.tensor
     partial: gl.tensor  # [splits, 3, capacity]: m, s, t
     picked: gl.tensor  # [capacity]: the logit of the row's token
-    kept_base: gl.tensor  # [capacity, tiles, 4]: the maximum that a lane's kept values are relative to
+    kept_base: gl.tensor  # [capacity, tiles, 4]: the maximum to which the stored e of a lane are relative
     kept: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
-    shift: gl.tensor  # rows from the first of `kept` to that of the first slot
-    listed: gl.tensor  # parts of 64 rows that have one that counts, if LISTED
+    shift: gl.tensor  # rows in `kept` before that of the first slot
+    listed: gl.tensor  # parts of 64 rows with at least one row that counts, if LISTED
     capacity: gl.tensor
     V: gl.tensor
     LAYOUT: gl.constexpr
@@ -90,7 +91,7 @@ class Fold:
 
     @gluon.jit
     def keep(self, e, m, part, n, row, inside, tiles, WHICH: gl.constexpr):
-        """Store a tile's e, and what each lane subtracted."""
+        """Store the e of a tile, and the maximum that each lane subtracted."""
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
         at = (gl.expand_dims(row, 1).to(gl.int64) * tiles + n) * 4 + lane
         gl.store(self.kept_base + at, finite(m), mask=gl.expand_dims(inside, 1))
@@ -100,7 +101,7 @@ class Fold:
 
 @gluon.jit
 def _fold_splits(WHICH: gl.constexpr, pipe, fold):
-    """A multiplier of the forward: the sums of its 64 rows over each of the program's splits."""
+    """A multiplying warpgroup of the forward: sums of its 64 rows over each of the program's splits."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
@@ -147,8 +148,8 @@ def forward_kernel(
     LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
     KEEP: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of every split of every row, and the logit of its token. LISTED: of the parts of 64 rows that are
-    listed, and no others. QUEUED: what is kept lies behind so many rows of others."""
+    """Sums of every split of every row, and the logit of its token. LISTED: only for the listed parts of 64
+    rows. QUEUED: `kept` has this many rows of the queue in front."""
     rows = gl.load(count)
     shift = gl.to_tensor(0)
     if QUEUED:
@@ -203,13 +204,13 @@ def rows_for_tma(hidden: Tensor) -> Tensor:
     flat = hidden.reshape(-1, hidden.shape[-1])
     if aligned_for_tma(matrix(flat)) and flat.stride(1) == 1:
         return flat
-    return flat.clone(memory_format=torch.contiguous_format)  # contiguous() may return what begins anywhere
+    return flat.clone(memory_format=torch.contiguous_format)  # contiguous() may keep an unaligned start
 
 
 def packed_slots(
     args: dict[str, Any], pack_rows: bool, launch: Launch, list_parts: bool = False
 ) -> tuple[Slots, float]:
-    """(slots of a call's rows, factor of its logits)."""
+    """(slots of the rows of a call, factor on its logits)."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
     each, scale = None, LOG2E * factor
@@ -223,22 +224,22 @@ def packed_slots(
 
 
 def _items(tile: Tile, N: int, V: int) -> int:
-    """Splits of rows of tiles: what programs take."""
+    """Number of (tile row, split) pairs: the work items of the programs."""
     return -(-N // tile.rows) * splits_of(V)
 
 
 def tile_for(N: int, V: int, sms: int) -> Tile:
-    """The tile of N rows: that of 64 where there are no more, or where items of 128 would leave half of the
-    SMs idle. Twice as many SMs then share the weight, which is read from L2 twice as often. Measured on an
-    H200 at D = 4096 and V = 128256: 0.63 and 0.38 ms for 128 rows, 0.64 and 0.43 for 200."""
+    """The tile for N rows: the one with 64 rows if there are no more, or if items of 128 rows would leave
+    half of the SMs idle. Then twice as many SMs work, and the weight is read from L2 twice as often. Measured
+    on an H200 at D = 4096 and V = 128256: 0.63 and 0.38 ms for 128 rows, 0.64 and 0.43 for 200."""
     return _FOLD_FEW if _FOLD_FEW.rows >= N or 2 * _items(_FOLD, N, V) <= sms else _FOLD
 
 
 def linear_logp(
     launch: Launch = run, into: tuple[Tensor, Tensor, Tensor] | None = None, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, lse, stats, kept, kept_base). Probabilities are kept in new memory, or in what is given
-    as `into`: memory of both, and how many rows of others the first of them holds in front, on the device."""
+    """(logp, entropy, lse, stats, kept, kept_base). Probabilities are stored in new memory, or in `into`:
+    memory for kept and kept_base, and the number of queued rows in front of the first (a device tensor)."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
     shape, D = hidden.shape[:-1], hidden.shape[-1]
@@ -246,7 +247,7 @@ def linear_logp(
     packed = args["mask"] is not None or keep
     slots, factor = packed_slots(args, packed, launch, list_parts=not packed)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
-    if slots.capacity == 0:  # TMA knows no empty matrix
+    if slots.capacity == 0:  # TMA does not take an empty matrix
         none = hidden.new_empty(0, dtype=torch.float32)
         return *slots.merge(none, none, shape, V, factor, *flags, launch), None, None
     rows = rows_for_tma(hidden)

@@ -1,7 +1,7 @@
-"""The backward of `linear_logp` on Hopper, slab by slab of the vocabulary.
+"""The backward of `linear_logp` on Hopper, one slab of the vocabulary at a time.
 
-The forward's main loop computes a slab's logits again and leaves their gradient, rounded once to the inputs'
-dtype,
+The main loop of the forward recomputes the logits of a slab and writes their gradient, rounded once to the
+inputs' dtype,
 
     dz = e (a + b u) + [v = token] g,   u = fma(z, c, -M),  e = 2^u
 
@@ -10,8 +10,8 @@ with a, b, g of the row from the gradients of logp, entropy and lse; then
     dH += dz W[slab]       in segments of 512 of ascending v, folded in fp32 from slab to slab
     dW[slab] = dz^T H      in segments of 512 rows that count, packed
 
-both in class seg16/512. How wide a slab is (`slabs`) changes no bit. Where the forward kept its e, a pass
-over them makes dz, and no logits are computed again.
+both in class seg16/512. The width of a slab (`slabs`) changes no bit. If the forward stored its e, dz is made
+from these, and no logits are recomputed.
 """
 
 from typing import Any, NamedTuple
@@ -58,11 +58,11 @@ def weigh_kernel(
     logp_stride, entropy_stride, lse_stride, N, blocks, height, V, factor,
     HAS_LOGP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The four numbers by which a row's logits become their gradients: weights [4, blocks * 128] = M, a, b,
-    g. All 0 for holes, rows that do not count, and rows whose token is none: those add nothing to dW.
+    """The four numbers that turn a row's logits into gradients: weights [4, blocks * 128] = M, a, b, g. All 0
+    for gaps, rows that do not count, and rows with an invalid token: those add nothing to dW.
 
-    And how many slots are taken of every `height` of them. A gradient's stride is 0 where all rows share one
-    number, as in the backward of a sum."""
+    Also counts how many of every `height` slots are used. The stride of an incoming gradient is 0 if all rows
+    share one number, as in the backward of a sum."""
     capacity = blocks * 128
     LN2: tl.constexpr = 0.6931471805599453
     first = tl.program_id(0) * BLOCK
@@ -87,7 +87,7 @@ def weigh_kernel(
     if HAS_ENTROPY:
         b = -tl.load(dentropy + row * entropy_stride, mask=live, other=0.0)
         a += b * (tl.load(entropy + row, mask=live, other=0.0) - tl.log2(s) * LN2)
-    slope = scale * LN2  # of the logits that are softmaxed, by those of the product: factor / temperature
+    slope = scale * LN2  # d(softmax input) / d(product): factor / temperature
     tl.store(weights + slot, tl.where(live, base, 0.0))
     tl.store(weights + capacity + slot, tl.where(live, a * slope / s, 0.0))
     tl.store(weights + 2 * capacity + slot, tl.where(live, b * LN2 * slope / s, 0.0))
@@ -96,7 +96,8 @@ def weigh_kernel(
 
 @record
 class Differentiated:
-    """What the backward's multipliers read of the slots, and the slab of d-logits that they leave."""
+    """What the multiplying warpgroups of the backward read about the slots, and the slab of d-logits they
+    write."""
 
     ids: gl.tensor
     scales: gl.tensor
@@ -105,7 +106,7 @@ class Differentiated:
     desc: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
-    shift: gl.tensor  # rows from the first of the slab to that of the first slot
+    shift: gl.tensor  # rows of the slab before that of the first slot
     capacity: gl.tensor
     first: gl.tensor
     V: gl.tensor
@@ -117,7 +118,7 @@ class Differentiated:
 
 @gluon.jit
 def _differentiate(WHICH: gl.constexpr, pipe, slab):
-    """A multiplier of the backward: the d-logits of its 64 rows in each of the program's tiles."""
+    """A multiplying warpgroup of the backward: the d-logits of its 64 rows in each of the program's tiles."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
@@ -144,7 +145,7 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
         if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
             g = gl.load(slab.weights + 3 * slab.capacity + row)[:, None]
             dz = gl.where(column[None, :] == token[:, None], dz + g, dz)
-        dz = gl.where((row < slab.rows)[:, None], dz, 0.0)  # a hole has the bias for logits: 2^u may be inf
+        dz = gl.where((row < slab.rows)[:, None], dz, 0.0)  # logits of a gap are the bias: 2^u may be inf
         put_tile(dz, slab.desc, slab.staging, (block * 2 + WHICH) * ROWS + slab.shift, n * _COLUMNS, WHICH)
     tma.store_wait(0)
 
@@ -156,7 +157,7 @@ def slab_kernel(
     ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr, QUEUED: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """d-logits of V columns from `first` on, for every row. QUEUED: behind so many rows of others."""
+    """d-logits of V columns from `first` on, for every row. QUEUED: written after this many queued rows."""
     rows = gl.load(count)
     shift = gl.to_tensor(0)
     if QUEUED:
@@ -179,15 +180,15 @@ def kept_kernel(
     out, kept, kept_base, ids, scales, weights, count, queued, capacity, first, tiles, width, stride,
     QUEUED: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """d-logits of a slab from the forward's e, TILES tiles of a row at a time:
-    e 2^(base c - M) a + [v = token] g. Sizes are counted in tiles of 256: where the slab begins, how wide the
-    row and the slab are, and from a row of d-logits to the next. QUEUED: both lie behind so many rows of
-    others. They may lie in one place."""
+    """d-logits of a slab from the e of the forward, TILES tiles of a row at a time: e 2^(base c - M) a + [v =
+    token] g. Offsets and widths count tiles of 256: where the slab begins, the width of the row and of the
+    slab, and the row stride of d-logits. QUEUED: both follow this many queued rows. Input and output may be
+    the same memory."""
     slot = tl.program_id(0).to(tl.int64)
     row = slot
     if QUEUED:
         row += tl.load(queued)
-    read = tl.where(slot < tl.load(count), width, 0)  # of a hole none
+    read = tl.where(slot < tl.load(count), width, 0)  # nothing for a gap
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = n[:, None] * 256 + tl.arange(0, 256)[None, :]
     at = tl.multiple_of(kept + (row * tiles + first) * 256 + column, (1, 16))
@@ -195,8 +196,8 @@ def kept_kernel(
     lane = (slot * tiles + first + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
     base = tl.load(tl.multiple_of(kept_base + lane, (1, 16)), mask=(n < read)[:, None], other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
-    # A lane is columns 8 i + 2 lane and the next. One that had seen nothing but -inf has no base: its e are
-    # 0, whatever they are moved by.
+    # A lane has columns 8 i + 2 lane and 8 i + 2 lane + 1. A lane that has seen only -inf has no base, but
+    # then its e are 0, and no factor changes that.
     e = tl.reshape(e.to(tl.float32), (TILES, 32, 4, 2))
     dz = tl.where(e == 0.0, 0.0, e * moved[:, None, :, None]) * tl.load(weights + capacity + slot)
     dz = tl.reshape(dz, (TILES, 256))
@@ -208,10 +209,10 @@ def kept_kernel(
 
 @triton_kernel
 def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK: tl.constexpr):
-    """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16, row r meets
-    r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. Rows of dz are
-    `stride` tiles of 256 apart, so that whole blocks of columns can be read. GOES_ON: the sums begin with
-    those that are there."""
+    """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16 rows, row r is
+    added to r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. The
+    row stride of dz is `stride` tiles of 256, so that whole blocks of columns can be read. GOES_ON: continue
+    the sums that are in dbias."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -228,7 +229,7 @@ def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK:
 
 @triton_kernel
 def zero_kernel(out, size, BLOCK: tl.constexpr):
-    """The rows of dweight or dbias that are padding."""
+    """Zeros the rows of dweight or dbias that are padding."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.zeros((BLOCK,), out.dtype.element_ty), mask=at < size)
 
@@ -236,7 +237,7 @@ def zero_kernel(out, size, BLOCK: tl.constexpr):
 @triton_kernel
 def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
-    none. Both have `words` times 8 columns."""
+    invalid. Both have `words` times 8 columns."""
     columns = words * 8
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -256,22 +257,23 @@ def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, 
 def linear_logp_bwd(
     launch: Launch = run, grad_dtype: torch.dtype | None = None, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(dhidden, dweight, dbias), each if it is wanted; in this dtype, or in those of their parameters."""
+    """(dhidden, dweight, dbias), each if it is wanted; in grad_dtype, or in the dtypes of their
+    parameters."""
     hidden, weight, bias = args["hidden"], args["weight"], args["bias"]
     V = args["vocab_size"] or len(weight)
-    kept = args["kept"] if args["dentropy"] is None else None  # entropy's gradient needs the logits again
+    kept = args["kept"] if args["dentropy"] is None else None  # the entropy's gradient needs the logits again
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     if hidden.numel() == 0:
         wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
         return tuple(torch.zeros_like(t, dtype=grad_dtype) if want else None for t, want in wanted)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
-    # Sums over tokens run over packed rows, all together; dH alone needs neither.
+    # Sums over tokens need all rows, packed; dH alone needs neither.
     over_tokens = want_weight or want_bias
     packed = over_tokens or args["mask"] is not None or kept is not None
     slots, factor = packed_slots(args, packed, launch)
     out = rows.new_empty(slots.capacity, D, dtype=grad_dtype or rows.dtype) if want_hidden else None
-    if packed:  # they lie where dhidden will, if it is of their dtype
+    if packed:  # packed rows are in the memory of dhidden, if it has their dtype
         place = out if out is not None and out.dtype == rows.dtype else None
         rows = pack(rows, slots.rows, launch, out=place)
     height = slots.capacity if over_tokens else block_slots(slots.capacity)
@@ -285,13 +287,13 @@ def linear_logp_bwd(
     room = args["workspace_bytes"]
     if room is None:
         room = default_room(height, weight.nbytes)
-    if kept is not None:  # what they leave of it
+    if kept is not None:  # memory left beside them
         room -= kept.nbytes + args["kept_base"].nbytes
     lent = rows.new_empty(0, 0) if dweight is None else dweight.view(rows.dtype)
     plan = slabs(V, height, D, room, *lent.shape, sm_count(rows.device))
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
-    # A packed row lies at its own place or before it. So, from the last block to the first, a block's rows of
-    # dhidden overwrite none that is still to be read.
+    # A packed row is at its own index or before it. So, going from the last block to the first, a block's
+    # rows of dhidden overwrite no row that is still to be read.
     for block in reversed(_blocks(rows, slots, weights, counts, kept, args["kept_base"], height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
@@ -328,15 +330,15 @@ def linear_logp_bwd(
 
 
 class Block(NamedTuple):
-    """Slots whose d-logits are made and used together."""
+    """Slots whose d-logits are computed and used together."""
 
-    hidden: Tensor  # [slots, D], or fewer where the rest are holes
+    hidden: Tensor  # [slots, D], or fewer if the rest are gaps
     rows: Tensor  # [slots]
     ids: Tensor
     scales: Tensor
-    weights: Tensor  # [4, slots]: `weigh_kernel`'s
-    count: Tensor  # [1]: the slots that are taken
-    kept: Tensor | None  # [slots, C]: the forward's e
+    weights: Tensor  # [4, slots]: from `weigh_kernel`
+    count: Tensor  # [1]: number of used slots
+    kept: Tensor | None  # [slots, C]: e of the forward
     kept_base: Tensor | None
 
 
@@ -357,7 +359,7 @@ def _blocks(
 def weigh(
     slots: Slots, height: int, args: dict[str, Any], N: int, V: int, factor: float, launch: Launch
 ) -> tuple[Tensor, Tensor]:
-    """(weights of all slots, how many are taken of every `height` of them)."""
+    """(weights of all slots, how many of every `height` slots are used)."""
     weights = slots.scales.new_empty(4, slots.capacity)
     counts = slots.rows.new_empty(-(-slots.capacity // height))
     entropy, *grads = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
@@ -372,16 +374,16 @@ def weigh(
 
 
 def _by_rows(t: Tensor) -> tuple[Tensor, int]:
-    """A tensor with one number for every row, and how far apart they are. The gradient of a sum or a mean is
-    one number with strides of 0, and is read where it is."""
+    """A tensor with one number per row, and its stride. The gradient of a sum or a mean is one number with
+    strides of 0, and is read without a copy."""
     if not any(t.stride()):
         return t, 0
     return t.contiguous(), 1
 
 
 def from_kept(out: Tensor, block: Block, first: int, launch: Launch, queued: Tensor | None = None) -> None:
-    """d-logits of the columns from `first` on, from what was kept of them; behind so many rows of `out` as
-    `queued` says, on the device."""
+    """d-logits of the columns from `first` on, from the stored probabilities. `queued`: number of rows of
+    `out` (a device tensor) after which they are written."""
     assert block.kept is not None
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
@@ -396,7 +398,7 @@ def recompute(
     out: Tensor, block: Block, weight: Tensor, args: dict[str, Any], first: int, launch: Launch,
     queued: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The same from the logits, computed again; `weight` is that of the columns."""
+    """The same from recomputed logits; `weight` holds the rows of these columns."""
     tile, V, bias = TILE_STAGED, len(weight), args["bias"]
     a_desc, _ = operand_descriptor(matrix(block.hidden), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight), tile.columns, tile.step)
@@ -414,7 +416,7 @@ def recompute(
 
 
 def sum_bias(dbias: Tensor, dz: Tensor, count: Tensor, goes_on: bool, launch: Launch) -> None:
-    """Column sums of the first `count` rows of d-logits, on from those that are there or from 0."""
+    """Column sums of the first `count` rows of d-logits, added to dbias if `goes_on`, else from 0."""
     grid = (-(-len(dbias) // 64),)
     launch(
         bias_kernel, grid, dbias, dz, count, len(dbias), dz.stride(0) // COLUMNS, goes_on, 64,

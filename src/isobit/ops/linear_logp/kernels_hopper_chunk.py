@@ -1,21 +1,22 @@
-"""Gradients of `linear_logp` on Hopper, a chunk of rows after another; the same bits as of all rows at once.
+"""Gradients of `linear_logp` on Hopper, one chunk of rows after another, with the bits of all rows at once.
 
-dH of a row is its own. dW and dbias are sums over all rows that count, in segments of 512, and a chunk ends
-anywhere. So the rows behind its last whole segment wait, at most 511 of them, with their d-logits and their
-hidden states, for the chunk that completes it: the *queue*. They lie in front of the next chunk's rows:
+dH is independent per row. dW and dbias are sums over all rows that count, in segments of 512, and a chunk may
+end anywhere. So the rows after its last whole segment, at most 511, wait with their d-logits and hidden
+states in the *queue* for the chunk that completes the segment. They are stored in front of the next chunk's
+rows:
 
     memory   [queued | rows of the chunk | 64 of zeros] x [columns]    e of the forward, then d-logits
     hidden   [queued | rows of the chunk | 64 of zeros] x [D]
 
-From there all that is whole goes into dH, dW and dbias, and what is left is moved to the front. How many rows
-wait is known on the device alone: no host waits for it.
+All whole segments go from there into dH, dW and dbias, and the remaining rows are moved to the front. The
+number of queued rows is known only on the device; the host never waits for it.
 
-A chunk whose probabilities have no room in the memory makes d-logits a slab of columns at a time, each behind
-the queue's columns of it, from logits that are computed again. So does, in one slab, a chunk with a gradient
-of the entropy.
+If the probabilities of a chunk do not fit in memory, d-logits are made one slab of columns at a time, each
+after the same columns of the queue, from recomputed logits. A chunk with a gradient of the entropy does the
+same in one slab.
 
-Where all rows are one chunk, dW may be postponed until a factor is known that it is multiplied by. Then it is
-made and rounded in one kernel, and there are no sums of it in fp32.
+If all rows are one chunk, dW may be postponed until a factor is known by which it is multiplied. Then one
+kernel computes and rounds it, and there are no fp32 sums of it in memory.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ from isobit.ops.linear_logp.kernels_hopper_bwd import (
 )
 from isobit.ops.linear_logp.rooms import columns_of, rows_in_memory, slab_width, slots_of
 
-#: What a chunk has no options for.
+#: Options that a chunk does not have.
 _PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size", "dlse"))
 
 
@@ -49,12 +50,11 @@ def take_kernel(
     out, out_rows, counts, source, rows, queued, count, first_row, blocks, stride_words, words,
     WAIT: tl.constexpr, SEGMENT: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row queued + s of out = row rows[s] of the source, for blocks * 128 slots; zeros for holes, and for 64
-    rows behind them. And which row of all it is, -1 for those. Rows of out are whole words of 8 columns, and
-    those of the source so many of them apart.
+    """Row queued + s of out = row rows[s] of the source, for blocks * 128 slots; zeros for gaps, and for 64
+    rows after them. Also stores which row it is, -1 for zeros. Widths and strides count words of 8 columns.
 
-    counts [4] become how many rows there are then; of those, the ones in whole segments, if others may WAIT;
-    the ones that wait; and 0."""
+    counts [4] are set to: the number of rows now; of those, the rows in whole segments, if others may WAIT;
+    the rows that wait; and 0."""
     columns = words * 8
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -72,7 +72,7 @@ def take_kernel(
         whole = total
         if WAIT:
             whole = total // SEGMENT * SEGMENT
-        tl.store(counts, total)  # by every program, and the same
+        tl.store(counts, total)  # all programs write the same values
         tl.store(counts + 1, whole)
         tl.store(counts + 2, total - whole)
         tl.store(counts + 3, 0)
@@ -83,9 +83,9 @@ def move_kernel(
     out, source, table, first, count, words, out_words, source_words,
     TABLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row i of out = row first + i of the source, for i < count, and the same in a TABLE of one number a row.
-    Both numbers are on the device. Columns, and from a row to the next, are counted in words of 8. Where rows
-    come from and where they go do not overlap, or are one."""
+    """Row i of out = row first + i of the source, for i < count, and the same in a TABLE with one number per
+    row. `first` and `count` are on the device. Widths and strides count words of 8 columns. Source and
+    destination must not overlap, unless they are identical."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     taken = i < tl.load(count)
@@ -103,7 +103,7 @@ def move_kernel(
 
 @triton_kernel
 def clear_kernel(out, count, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros in ROWS rows from row `count` on: sums over tokens read whole blocks of them. A row is so many
+    """Zeros ROWS rows from row `count` on, because sums over tokens read whole blocks. A row has `words`
     words of 8 columns."""
     i = (tl.load(count) + tl.arange(0, ROWS)).to(tl.int64)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -115,7 +115,7 @@ def clear_kernel(out, count, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def linear_logp_chunk(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, stats); memory holds e of the rows behind those that wait."""
+    """(logp, entropy, stats); memory holds e of these rows, after the queued ones."""
     memory, V, rows = args["memory"], len(args["weight"]), args["token_ids"].numel()
     width = columns_of(V)
     kept = memory[: memory.numel() // width * width].view(-1, width)
@@ -127,8 +127,8 @@ def linear_logp_chunk(launch: Launch = run, **args: Any) -> tuple[Tensor | None,
 
 
 def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
-    """How many rows wait now, those whose terms of dweight are postponed among them. dhidden, dweight and
-    dbias, those that are given, are written into."""
+    """The number of queued rows, including those whose terms of dweight are postponed. Writes into dhidden,
+    dweight and dbias, as far as they are given."""
     args = args | _PLAIN
     weight, memory, queue, rows = (args[name] for name in ("weight", "memory", "queue", "queue_rows"))
     dhidden, dweight, dbias, queued = (args[name] for name in ("dhidden", "dweight", "dbias", "queued"))
@@ -144,7 +144,7 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
 
     height, columns = rows_in_memory(N, queues), columns_of(V)
     assert len(rows) == len(queue) >= height, "memory is of other chunks"
-    fits = args["kept"]  # d-logits of all columns
+    fits = args["kept"]  # whether d-logits of all columns fit
     kept = fits and args["dentropy"] is None  # the entropy's gradient needs the logits again
     width = columns if fits else slab_width(memory.numel(), V, height, queues)
     waiting = memory[: SEGMENT * columns].view(SEGMENT, columns) if queues else None
@@ -186,7 +186,7 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
 
 
 def linear_logp_chunk_dw(launch: Launch = run, **args: Any) -> Tensor:
-    """factor dz^T hidden over the rows that memory and queue hold, in their dtype."""
+    """factor dz^T hidden over the rows in memory and queue, in their dtype."""
     memory, queue, V = args["memory"], args["queue"], args["vocab"]
     width = columns_of(V)
     dz = memory[: memory.numel() // width * width].view(-1, width)[:, :V]
@@ -199,7 +199,7 @@ def _take(
     queue: Tensor, queue_rows: Tensor, counts: Tensor, source: Tensor, slots: Slots, queued: Tensor,
     first_row: int, wait: bool, launch: Launch,
 ) -> None:  # fmt: skip
-    """Hidden states of the slots behind those that wait, and how many there are then."""
+    """Copies the hidden states of the slots behind the queued ones; also returns the new number of rows."""
     D = queue.shape[1]
     launch(
         take_kernel, ((slots.capacity + BLOCK) // BLOCK, -(-D // 256)), queue, queue_rows, counts, source,
@@ -211,7 +211,7 @@ def _take(
 def _move(
     out: Tensor, source: Tensor, first: Tensor, count: Tensor, launch: Launch, table: Tensor | None = None
 ) -> None:
-    """At most a segment of rows, as far as both have columns."""
+    """Moves at most one segment of rows, over the columns that both have."""
     columns = min(out.shape[1], source.shape[1])
     launch(
         move_kernel, (SEGMENT // 16, -(-columns // 512)), out, source, first if table is None else table,
@@ -226,7 +226,7 @@ def _clear(out: Tensor, count: Tensor, launch: Launch) -> None:
 
 
 def _unpack(dhidden: Tensor, dh: Tensor, rows: Tensor, count: Tensor, launch: Launch) -> None:
-    """Each sum to its row. All of them have a token: what stands for it is the row's number."""
+    """Writes each sum to its row. Every row here has a valid token, so its row number stands for the id."""
     slots, D = dh.shape
     launch(
         unpack_kernel, (slots // 64, -(-D // 256)), dhidden, dh, rows, rows, count, (1 << 31) - 1, D // 8,

@@ -1,18 +1,19 @@
 """`linear_logp` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-The backward is in `kernels_triton_bwd.py`, on pieces from here.
+The backward is in `kernels_triton_bwd.py` and uses parts from here.
 
-Rows with a valid token that count are listed first, in the caller's order, without a host sync: *slots*.
+Rows that count and have a valid token are listed first, in the caller's order, without a host sync: *slots*.
 Kernels read hidden states through that list, so all other rows cost nothing, wherever they are.
 
-A program takes a tile of slots and a *split* of 2048 columns. It walks the split in tiles of columns: one
-chain of matrix steps over ascending D, then an online log-sum-exp (m, s, t) as `isobit.blocks.triton_rows`
-keeps it, brought to a new maximum once a tile, the tile's columns added by a tree of halves. A second kernel
-folds the splits of a row in ascending order.
+A program takes a tile of slots and a *split* of 2048 columns. It loops over the split in tiles of columns:
+one chain of matrix steps over ascending D, then an online log-sum-exp (m, s, t) as in
+`isobit.blocks.triton_rows`, rescaled to a new maximum once per tile, with the tile's columns added by a tree
+of halves. A second kernel folds the splits of a row in ascending order.
 
-Tiles and splits are constants of the dtype, the order over the vocabulary is a function of V alone, and no
-two programs add to one place. So a row's bits are its own, and those of dweight and dbias depend on the rows
-that count and on their order. The class is `linear-lse/triton-1`, on each hardware with its own matrix step.
+Tiles and splits are constants of the dtype, the order over the vocabulary depends on V alone, and no two
+programs add to the same element. So the bits of a row depend on no other row, and those of dweight and dbias
+depend on the rows that count and on their order. The class is `linear-lse/triton-1`; each hardware has its
+own matrix step.
 """
 
 from functools import partial
@@ -32,20 +33,20 @@ from isobit.blocks.triton_rows import finite_or_zero, own_or, rescale, row_offse
 from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
-#: Columns of a split: enough work for a program, and enough splits to fill a GPU with a few rows.
+#: Columns per split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)
 
-#: Slots of a program of the kernel that folds splits.
+#: Slots per program of the kernel that folds splits.
 FOLD_ROWS = 128
 
-#: By bytes of an element: constants, since the columns of a tile of logits take part in the order of sums.
-#: Untuned: on Hopper another backend is the fast one.
+#: By bytes per element. These are constants, because the columns of a tile affect the order of sums. Untuned:
+#: on Hopper the other backend is the fast one.
 TILES = {2: Tile(128, 128, 64, warps=8, stages=3), 4: Tile(64, 64, 32, warps=4, stages=2)}
-if INTERPRETED.value:  # which pays by the operation, and promises no bits
+if INTERPRETED.value:  # its cost is per operation, and it promises no bits
     TILES[4] = TILES[2]
 
 
-# Pieces of kernels
+# Parts of kernels
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def tanh(x):
     a = tl.abs(x)
     e = tl.exp2(a * -2.8853900817779268)  # exp(-2a)
     far = (1.0 - e) / (1.0 + e)
-    q = x * x  # near 0 the difference above has lost its digits; the series to a^9 has them all
+    q = x * x  # the difference above cancels near 0; the series to a^9 does not
     near = a + a * q * (
         -0.33333333333333333
         + q * (0.13333333333333333 + q * (-0.053968253968253968 + q * 0.021869488536155203))
@@ -64,10 +65,10 @@ def tanh(x):
 
 @triton.jit
 def row_sums(x, ROWS: tl.constexpr, LOG_COLS: tl.constexpr):
-    """Sums of the rows of a tile: the second half is added to the first, again and again.
+    """Sums of the rows of a tile: repeatedly adds the second half to the first.
 
-    Each addition is of two numbers, so the register layout has no say in it. In that of a matrix product the
-    high bits of a column are registers of one thread, which makes most of this tree free.
+    Each addition is of two numbers, so the register layout cannot change the order. In the layout of a matrix
+    product the high bits of a column are registers of one thread, which makes most of this tree cheap.
     """
     for i in tl.static_range(LOG_COLS):
         x = tl.sum(tl.reshape(x, [ROWS, 2, 1 << (LOG_COLS - 1 - i)]), axis=1)
@@ -76,7 +77,7 @@ def row_sums(x, ROWS: tl.constexpr, LOG_COLS: tl.constexpr):
 
 @triton.jit
 def listed(rows, slot, count):
-    """(row that a slot holds, whether it holds one)."""
+    """(row in this slot, whether there is one)."""
     live = slot < count
     return tl.load(rows + slot, mask=live, other=0).to(tl.int64), live
 
@@ -87,7 +88,7 @@ def logits_tile(
     LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Logits of a tile of rows, whose hidden states begin at `hidden_at`, in some columns. Before the
-    temperature; what they are from column V on means nothing."""
+    temperature. Columns from V on are undefined."""
     k = tl.arange(0, K)
     left_at = hidden_at[:, None] + k[None, :]
     right_at = weight + col.to(tl.int64)[None, :] * weight_s + k[:, None]
@@ -112,7 +113,7 @@ def logits_tile(
 
 @triton.jit
 def tile_sums(m, s, t, z, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LOG_COLS: tl.constexpr):
-    """Add the columns of a tile to the sums of its rows."""
+    """Adds the columns of a tile to the sums of its rows."""
     top = tl.maximum(m, tl.max(z, axis=1))
     ref = finite_or_zero(top)
     s, t = rescale(m, s, t, ref, scale)
@@ -128,9 +129,9 @@ def tile_sums(m, s, t, z, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr, LOG_
 # Kernels
 
 
-# Sizes that follow the batch are not specialised, or another batch would compile kernels anew. Nor is
-# `blocks`: if Triton knew that a loop runs once, from an accumulator of zeros, it would turn the bias that is
-# added after the loop into the start value of the dot, and that rounds otherwise.
+# Sizes that depend on the batch are not specialised, so that a new batch size does not recompile. Nor is
+# `blocks`: if Triton knew that the loop runs once, from an accumulator of zeros, it would turn the bias that
+# is added after the loop into the initial accumulator of the dot, which rounds differently.
 @triton.jit(do_not_specialize=["blocks", "first", "slots", "inner"])
 def logp_splits(
     hidden, weight, bias, ids, rows, count, at_token, partials, scales, scale, first, slots,
@@ -161,7 +162,7 @@ def logp_splits(
             hidden_at, live, weight, bias, col, V, D, blocks, weight_s, softcap, inv_softcap, logit_scale,
             LOGITS, ROWS, COLS, K,
         )  # fmt: skip
-        # One column at most is not 0 here: a sum in any order.
+        # At most one column is nonzero here, so the order of this sum does not matter.
         z_token += tl.sum(tl.where(col[None, :] == token[:, None], z, 0.0), axis=1)
         z = tl.where((col < V)[None, :], z, float("-inf"))
         m, s, t = tile_sums(m, s, t, z, each, ENTROPY, ROWS, LOG_COLS)
@@ -217,37 +218,37 @@ def logp_fold(
 
 
 class Call(NamedTuple):
-    """What forward and backward prepare alike."""
+    """What forward and backward both prepare."""
 
     N: int
     D: int
     V: int
     live: Tensor  # [N]: counts
     ids: Tensor  # [N]
-    rows: Tensor  # [N], int32: the row of every slot
+    rows: Tensor  # [N], int32: the row in each slot
     count: Tensor  # [1], int32: how many slots there are
     scaled: Scaling
-    hidden: Tensor  # walked as [outer, inner] rows
+    hidden: Tensor  # indexed as [outer, inner] rows
     walk: tuple[int, ...]  # inner, outer stride, inner stride
     transforms: tuple[float | None, ...]  # softcap, 1 / softcap, logit_scale
     rounding: tl.dtype | None
     tile: Tile
-    constants: dict[str, Any]  # of the tile: its sizes, and how kernels are compiled
+    constants: dict[str, Any]  # of the tile: its sizes and compile options
 
     def blank(self, dtype: torch.dtype) -> Tensor:
-        """[N]: what rows have that no kernel writes, 0 where they do not count, NaN where their token is not
-        valid."""
+        """[N]: values of rows that no kernel writes: 0 for rows that do not count, NaN for invalid tokens."""
         return self.live.new_zeros(self.N, dtype=dtype).masked_fill_(self.live, float("nan"))
 
 
 def prepare(args: dict[str, Any]) -> Call:
     token_ids, softcap = args["token_ids"], args["softcap"]
     N, V = token_ids.numel(), args["vocab_size"] or len(args["weight"])
-    ids = token_ids.reshape(N).contiguous()  # a view of every k-th token would be read as its neighbours
+    ids = token_ids.reshape(N).contiguous()  # kernels read ids with stride 1
     live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
     good = live & (ids >= 0) & (ids < V)
     seen = good.cumsum(0)
-    # The first row that makes it so many; past the last slot the search answers N, which no kernel reads.
+    # Slot i holds the first row up to which i + 1 rows count. Beyond the last slot this is N, which no kernel
+    # reads.
     rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=ids.device)).int()
     scaled = scaling(args["temperature"], N)
     inner, (hidden,), strides = row_strides(token_ids.shape, (args["hidden"],))
@@ -262,7 +263,7 @@ def prepare(args: dict[str, Any]) -> Call:
 
 
 def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    """(logp, entropy, lse, stats [2, *] = (m, s)); None for outputs that were not requested."""
     call, weight, workspace_bytes = prepare(args), args["weight"], args["workspace_bytes"]
     N, D, V, tile = call.N, call.D, call.V, call.tile
     logp = call.blank(torch.float32).view(args["token_ids"].shape)

@@ -1,18 +1,18 @@
 """The backward of `linear_logp` in portable Triton.
 
-A *slab* of the vocabulary and a chunk of slots (rows that count, see `kernels_triton.py`) at a time, as many
-as the workspace holds. One kernel computes the logits again, by the same text as the forward, and writes
+It takes a *slab* of the vocabulary and a chunk of slots (rows that count, see `kernels_triton.py`) at a time,
+as large as the workspace allows. One kernel recomputes the logits with the code of the forward, and writes
 their gradients dz in the inputs' dtype:
 
     dz = (dlogp * [col = id] + p * (dlse - dlogp - dentropy * (log p + entropy))) / temperature * slope
 
-with p = 2^u / s from the (m, s) that the forward kept. Then
+with p = 2^u / s from the (m, s) that the forward saved. Then
 
     dhidden += dz weight        one chain over ascending columns: a slab continues the chain of the last
     dweight  = dz^T hidden      a fresh chain for every 512 slots, folded in ascending order
     dbias    = dz^T 1           the same
 
-Sums that a slab or a chunk leaves open wait in fp32, so the workspace cannot change bits.
+Unfinished sums of a slab or a chunk are stored in fp32, so the workspace size does not change bits.
 """
 
 from functools import partial
@@ -31,10 +31,10 @@ from isobit.blocks.triton_tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
-#: Columns that slabs are multiples of.
+#: Slab widths are multiples of this many columns.
 SLAB = 256
 
-#: Below this width a slab spends its time on the open sums of dhidden; chunks of slots are better then.
+#: For narrower slabs most time goes into loading and storing the sums of dhidden; chunks of slots are better.
 WIDE_SLAB = 4096
 
 
@@ -45,7 +45,7 @@ def dlogits_tile(
     softcap, inv_softcap, logit_scale,
     LOGITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """dz [slots, width]: gradients of the logits, as they come out of the product, of one slab and chunk."""
+    """dz [slots, width] of one slab and chunk: gradients of the logits as they come out of the product."""
     tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(width, COLS), tl.program_id(0))
     live_slots = tl.load(count) - first
     if tile * ROWS >= live_slots:
@@ -91,8 +91,8 @@ def dhidden_tile(
     FIRST: tl.constexpr, LAST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dz weight. The chain goes on from open_sums [slots, D], and back into it, except in the FIRST
-    and in the LAST slab."""
+    """A tile of dz weight. The chain continues from open_sums [slots, D] (except in the FIRST slab) and is
+    stored there again (except in the LAST)."""
     tile, tile_n = place(tl.cdiv(slots, ROWS), tl.cdiv(D, COLS), tl.program_id(0))
     live_slots = tl.load(count) - first
     if tile * ROWS >= live_slots:
@@ -128,8 +128,8 @@ def dweight_tile(
     hidden_so, hidden_si, FIRST: tl.constexpr, LAST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dz^T hidden, a chain for every segment of slots. The fold goes on from open_sums [width, D],
-    and back into it, except in the FIRST and in the LAST chunk."""
+    """A tile of dz^T hidden, one chain per segment of slots. The fold continues from open_sums [width, D]
+    (except in the FIRST chunk) and is stored there again (except in the LAST)."""
     tile, tile_n = place(tl.cdiv(width, ROWS), tl.cdiv(D, COLS), tl.program_id(0))
     col_in_slab = tile * ROWS + tl.arange(0, ROWS)
     d = tile_n * COLS + tl.arange(0, COLS)
@@ -164,10 +164,10 @@ def dweight_tile(
 
 
 def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tuple[int, int]:
-    """(slots of a chunk, columns of a slab) of the backward: schedule only.
+    """(slots per chunk, columns per slab) of the backward. Affects the schedule only.
 
-    All slots and a wide slab where they fit; else chunks of slots, whose dweight stays open between them. A
-    chunk is a multiple of a segment, and at least one of them by one SLAB is always taken.
+    All slots and a wide slab if they fit; otherwise chunks of slots, with unfinished sums of dweight between
+    them. A chunk is a multiple of a segment. At least one segment by one SLAB is used, whatever the limit.
     """
     elements = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // itemsize
     slots, columns = triton.cdiv(N, SEGMENT.value) * SEGMENT.value, triton.cdiv(vocab, SLAB) * SLAB
@@ -181,7 +181,8 @@ def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tup
 def linear_logp_bwd(
     launch: Launch = run, grad_dtype: torch.dtype | None = None, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(dhidden, dweight, dbias), each if it is wanted; in this dtype, or in those of their parameters."""
+    """(dhidden, dweight, dbias), each if it is wanted; in grad_dtype, or in the dtypes of their
+    parameters."""
     call, weight, bias = prepare(args), args["weight"], args["bias"]
     N, D, V, hidden, tile = call.N, call.D, call.V, call.hidden, call.tile
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
@@ -198,13 +199,15 @@ def linear_logp_bwd(
     slots, width = parts(N, V, hidden.element_size(), args["workspace_bytes"])
     empty = partial(torch.empty, device=hidden.device, dtype=torch.float32)
     dz = empty(min(slots, N), width, dtype=hidden.dtype)
-    # With a frozen head a chunk is done with all slabs before the next, and its open sums are the only ones.
+    # With a frozen head a chunk goes through all slabs before the next begins, so only its sums are
+    # unfinished.
     chunk_by_chunk = not (want_weight or want_bias)
     open_rows = empty(len(dz) if chunk_by_chunk else N, D) if want_hidden and width < V else None
     open_columns = empty(width, D) if want_weight and slots < N else None
     open_bias = empty(width, 1) if want_bias and slots < N else None
-    ones = hidden.new_ones(1)  # one number, read again and again
-    # A gradient of a sum arrives as one number with stride 0; hooks restore what was saved with any stride.
+    ones = hidden.new_ones(1)  # one number, read with stride 0
+    # The gradient of a sum arrives with stride 0, and saved-tensor hooks may restore tensors with any
+    # strides.
     given = (args[name] for name in ("stats", "entropy", "dlogp", "dentropy", "dlse"))
     given = [x if x is None else x.contiguous() for x in given]
     tiles_of_rows, tiles_of_columns = triton.cdiv(len(dz), tile.rows), triton.cdiv(width, tile.cols)

@@ -3,7 +3,7 @@
 For every row h of `hidden`, with the options in this order and all of it in fp32:
 
     z       = weight h + bias           one chain of products over ascending D
-    z       = round(z, logits_dtype)    as engines with 16-bit logits do; gradients pass straight through
+    z       = round(z, logits_dtype)    as engines with 16-bit logits do; straight-through gradient
     z       = z * logit_scale
     z       = softcap * tanh(z / softcap)
     z       = z / temperature           a number, or one for every row
@@ -11,8 +11,8 @@ For every row h of `hidden`, with the options in this order and all of it in fp3
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0; a row that does not count gives 0, gets a
-zero gradient, and what it holds reaches no result.
+A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
+gets a zero gradient, and its values, NaN included, reach no result.
 
 Backward, with p = softmax(z) and H = entropy, for every row
 
@@ -22,8 +22,8 @@ times the slopes of softcap and logit_scale, rounded once to the inputs' dtype b
 
     dhidden = dz weight,    dweight = dz^T hidden,    dbias = dz^T 1
 
-in fp32, rounded once to the dtype of what they are gradients of. The logits are computed a second time for
-that, a part of the vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are kept.
+in fp32, rounded once to the dtype of their parameter. For this the logits are recomputed, a part of the
+vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are kept from the forward.
 """
 
 import math
@@ -43,32 +43,33 @@ from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
 
 def vocabulary(args: dict[str, Any]) -> int:
-    """Rows of the weight that are tokens."""
+    """Number of tokens: rows of the weight without its padding."""
     return args["weight"].shape[0] if args["vocab_size"] is None else args["vocab_size"]
 
 
 def _product_flops(args: dict[str, Any]) -> int:
-    """Of one product of all hidden states with the vocabulary."""
+    """FLOPs of one product of all hidden states with the vocabulary."""
     hidden = args["hidden"]
     return 2 * math.prod(hidden.shape) * vocabulary(args)
 
 
 # Kept probabilities
 
-#: What the rows and columns of kept probabilities are rounded up to: the tile that they are written in.
+#: Rows and columns of kept probabilities are rounded up to multiples of these, the tile that stores them.
 KEPT_ROWS, KEPT_COLUMNS = 128, 256
 
 
 def kept_bytes(N: int, vocab: int) -> int:
-    """Memory that keeps the probabilities of N rows, in 16 bits, what they are relative to, and beside them
-    64 MB for a slab of gradients, however many rows there are."""
+    """Memory for the probabilities of N rows in 16 bits and the maxima they are relative to, plus 64 MB for a
+    slab of gradients, whatever N is."""
     rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
     return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + WORKSPACE_BYTES
 
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
-    """Sizes of `kept` [R, C] and `kept_base` [R, G, 4], from shapes, options and the device alone, because a
-    compiled graph must know them before a backend is chosen. 0 where no backend could keep anything."""
+    """Sizes of `kept` [R, C] and `kept_base` [R, G, 4]. They depend on shapes, options and the device only,
+    because a compiled graph must know them before a backend is chosen. 0 where no backend could keep
+    anything."""
     hidden = args["hidden"]
     N, vocab = math.prod(hidden.shape[:-1]), vocabulary(args)
     if (
@@ -112,12 +113,12 @@ def forward(
 ]:
     """(logp, entropy, lse, stats, kept, kept_base).
 
-    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). What
-    kept and kept_base hold is the backend's business; `kept_sizes` says how large they are."""
+    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). The
+    contents of kept and kept_base are up to the backend; `kept_sizes` gives their sizes."""
 
 
 def _backward_flops(args: dict[str, Any]) -> int:
-    """Logits once more, unless they were kept, and a product for each gradient of a matrix."""
+    """One product for the logits, unless they were kept, and one for each gradient of a matrix."""
     products = (args["kept"] is None) + args["want_hidden"] + args["want_weight"]
     return products * _product_flops(args)
 
@@ -152,8 +153,8 @@ def backward(
     Float[Tensor, "V D in grad_dtype or weight if want_weight"],
     Float[Tensor, "V in grad_dtype or bias or hidden if want_bias"],
 ]:
-    """(dhidden, dweight, dbias), from the gradients of whichever outputs have one; in their own dtypes, or in
-    the one that sums are made in."""
+    """(dhidden, dweight, dbias), from the gradients of any of the outputs; in grad_dtype, or in the dtypes of
+    their parameters."""
 
 
 # Rules that annotations cannot express
@@ -172,7 +173,7 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
         if args[name] is not None and not holds(args[name]):
             raise contract.error(name, args[name], rule)
 
-    # Kernels multiply by its inverse, in fp32.
+    # Kernels multiply by its inverse in fp32.
     require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
     require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
     require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
@@ -216,15 +217,15 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported when a call first needs them.
+# Imported at the first call that needs them.
 _reference = Lazy(f"{__package__}.reference")
 _hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
 _hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
 
 
 def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The outputs of a forward that never keeps anything. Where memory was promised it is there, and NaN: a
-    backward that took it for probabilities would not go unnoticed."""
+    """The outputs of a backend that never keeps anything. If memory for kept was requested, it is filled with
+    NaN, so that a backward that used it by mistake would be noticed."""
     if not args["keep"]:
         return (*outputs, None, None)
     hidden, (rows, columns, groups) = args["hidden"], kept_sizes(args).values()
@@ -332,8 +333,8 @@ def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
     numerics: str | Numerics | None, backend: str | None,
 ) -> bool:  # fmt: skip
-    """Whether a backward can follow for which there is room to keep all probabilities. The contract has not
-    been checked yet: what breaks it keeps nothing, and is refused in a moment."""
+    """Whether a backward may follow for which all probabilities can be kept. The contract has not been
+    checked yet: an invalid call keeps nothing here, and raises its error later."""
     if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
         return False
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
@@ -360,7 +361,7 @@ def linear_logp(
 @overload
 def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
 @forward.public  # type: ignore[misc]
-def linear_logp(  # the second overload takes options as they come
+def linear_logp(  # the second overload takes any options
     hidden: Tensor,
     weight: Tensor,
     token_ids: Tensor,
@@ -388,40 +389,40 @@ def linear_logp(  # the second overload takes options as they come
         weight: [V, D], of the same dtype: the weight of the LM head.
         token_ids: [*], int32 or int64. In a row that counts an id outside of the vocabulary is a
             ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
-            it adds nothing to dweight and dbias, and nothing is read out of bounds.
+            it adds nothing to dweight and dbias, and no read is out of bounds.
         bias: [V], of the same dtype or fp32; added in fp32.
         mask: [*], bool or integer; a row counts where it is nonzero.
         ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
-            gradient, and what they hold, NaN included, reaches no result.
+            gradient, and their values, NaN included, reach no result.
         temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
-            (no gradient goes to it).
+            (it gets no gradient).
         softcap: logits become softcap * tanh(logits / softcap).
         logit_scale: logits are multiplied by it, before the softcap.
-        logits_dtype: bf16 or fp16 rounds the logits to it, before all of that, as an engine with logits in
-            that dtype does. None keeps them in fp32.
-        vocab_size: rows of the weight from here on are padding: they take no part, and get zero gradients.
+        logits_dtype: bf16 or fp16 rounds the logits to it, before all of the above, as an engine with logits
+            in that dtype does. None keeps them in fp32.
+        vocab_size: rows of the weight from here on are padding: they are ignored, and get zero gradients.
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
             differentiable.
-        workspace_bytes: how much memory gradients of logits may take in the backward. None is 64 MB; on the
-            hopper backend 16 KB a row where that is more, but then no more than the weight takes. What a
-            kernel needs at least it takes (hopper: 512 columns, 1 KB a row). Where it does not hold those of
-            the whole vocabulary, sums of dhidden wait in fp32 [N, D] beside it. The size changes no bits,
-            with one exception: where it holds all probabilities and 64 MB, the hopper backend keeps them
-            from the forward, in 16 bits, and computes no logits a second time. That changes bits of
-            gradients, so let it hold those of every batch, or of none.
+        workspace_bytes: memory for gradients of logits in the backward. None is 64 MB; on the hopper backend
+            16 KB a row if that is more, but then no more than the size of the weight. Kernels may exceed it
+            by what they need at least (hopper: 512 columns, 1 KB a row). If it does not hold the whole
+            vocabulary, fp32 sums of dhidden [N, D] are stored in addition. The size changes no bits, with
+            one exception: if it holds all probabilities and 64 MB, the hopper backend keeps them from the
+            forward, in 16 bits, and does not recompute logits. That changes bits of gradients, so make it
+            large enough for every batch, or for none.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of, "lse/1" on a Hopper GPU or "linear-lse/triton-1"; None
-            takes that of the backend that serves, which `isobit.explain` reports. A class that cannot be kept
-            is an error.
+        numerics: the numerics class that the result must have, "lse/1" on a Hopper GPU or
+            "linear-lse/triton-1"; None takes that of the backend that serves, which `isobit.explain` reports.
+            It is an error if no backend can keep it.
         backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
 
     Returns:
-        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
+        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as requested.
 
-    Gradients go to hidden, weight and bias, and only those that are wanted are computed. On the hopper and
-    triton backends a row's results and its row of dhidden do not depend on the other rows, and dweight and
-    dbias are functions of the rows that count, in their order (`isobit.explain` names the numerics class).
+    Gradients go to hidden, weight and bias; only those that are needed are computed. On the hopper and triton
+    backends a row's results and its row of dhidden do not depend on the other rows, and dweight and dbias
+    depend only on the rows that count, in their order (`isobit.explain` names the numerics class).
 
     Example:
         >>> import torch, isobit
@@ -436,7 +437,7 @@ def linear_logp(  # the second overload takes options as they come
     keep = workspace_bytes is not None and _can_keep(
         workspace_bytes, hidden, weight, bias, vocab_size, numerics, backend
     )
-    # return_stats is autograd's: it asks for them where a backward can follow.
+    # Autograd sets return_stats itself where a backward may follow.
     out, entropy, lse, *_ = forward(
         hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, mask=mask, ignore_index=ignore_index,
         temperature=temperature, softcap=softcap, logit_scale=logit_scale, logits_dtype=logits_dtype,

@@ -1,9 +1,9 @@
 """`linear_logp` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
 
-`formula` is what the op means. It is differentiable, works in fp64 for fp64 inputs and in fp32 for all
-others, and holds several [N, V] temporaries. `linear_logp` and `linear_logp_bwd` are the backend: the same
-numbers, a bounded number of rows and of vocabulary at a time, with the gradient written out. They keep the
-gradient of the logits in fp32, where the kernels round it to the inputs' dtype.
+`formula` defines the op. It is differentiable, computes in fp64 for fp64 inputs and in fp32 for all others,
+and needs several [N, V] temporaries. `linear_logp` and `linear_logp_bwd` are the backend: the same numbers,
+for a limited number of rows and of vocabulary at a time, with explicit gradients. They keep the gradient of
+the logits in fp32, where the kernels round it to the inputs' dtype.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from torch import Tensor
 from isobit.blocks import logprob
 from isobit.blocks.tokens import live_rows
 
-#: Bytes of one [rows, V] temporary, unless `workspace_bytes` says otherwise; a few are alive at a time.
+#: Bytes of one [rows, V] temporary, unless `workspace_bytes` is given; a few exist at a time.
 CHUNK_BYTES = 1 << 26
 
-#: Elements of the weight that are widened to fp32 at a time.
+#: Elements of the weight that are converted to fp32 at a time.
 SLAB_ELEMENTS = 1 << 24
 
 
@@ -39,13 +39,14 @@ def formula(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab = weight.shape[0] if vocab_size is None else vocab_size
     live = live_rows(token_ids, mask, ignore_index)
-    # Replaced before the product, so that what a dead row holds reaches neither results nor gradients.
+    # Zeroed before the product, so that NaN in a row that does not count reaches neither results nor
+    # gradients.
     h = torch.where(live[..., None], hidden.to(dtype), 0.0)
     z = h @ weight[:vocab].to(dtype).t()
     if bias is not None:
         z = z + bias[:vocab].to(dtype)
     if logits_dtype is not None:
-        z = z + (z.to(logits_dtype).to(dtype) - z).detach()  # the gradient passes the rounding
+        z = z + (z.to(logits_dtype).to(dtype) - z).detach()  # straight-through gradient
     if logit_scale is not None:
         z = z * logit_scale
     if softcap is not None:
@@ -70,7 +71,7 @@ class Head(NamedTuple):
     dtype: torch.dtype
 
     def slabs(self) -> Iterator[slice]:
-        """Parts of the vocabulary whose weights are widened at a time."""
+        """Parts of the vocabulary whose weights are converted at a time."""
         step = max(1, SLAB_ELEMENTS // max(1, self.weight.shape[1]))
         return (slice(v, min(v + step, self.vocab)) for v in range(0, self.vocab, step))
 
@@ -92,13 +93,14 @@ class Head(NamedTuple):
         return z
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """The derivative of a logit by the sum of products that it was made of."""
+        """The derivative of a logit by its sum of products."""
         slope = 1.0 if self.logit_scale is None else self.logit_scale
         return slope if self.softcap is None else slope * (1.0 - (z / self.softcap) ** 2)
 
 
 def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
-    """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for outputs that were not
+    requested."""
     head, hidden, rows = prepared(args)
     results = torch.empty((5, len(hidden)), dtype=head.dtype, device=hidden.device)
     for part in chunks(hidden, head, args["workspace_bytes"]):
@@ -111,7 +113,7 @@ def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
 
 
 def linear_logp_bwd(grad_dtype: torch.dtype | None = None, **args: Any) -> tuple[Tensor | None, ...]:
-    """Backward. Returns (dhidden, dweight, dbias) in this dtype or those of what they are gradients of."""
+    """Backward. Returns (dhidden, dweight, dbias) in grad_dtype, or in the dtypes of their parameters."""
     head, hidden, rows = prepared(args)
     weight, stats, dentropy = args["weight"], args["stats"].reshape(2, -1), args["dentropy"]
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
@@ -151,7 +153,7 @@ def linear_logp_bwd(grad_dtype: torch.dtype | None = None, **args: Any) -> tuple
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in IEEE arithmetic, whatever PyTorch was told to do with fp32 products."""
+    """a b in IEEE arithmetic, whatever PyTorch's precision settings for fp32 products are."""
     settings: Any = torch.backends
     ours = (settings.mkldnn if a.device.type == "cpu" else settings.cuda).matmul
     exact = {settings.fp32_precision, ours.fp32_precision} <= {"none", "ieee"}
@@ -159,8 +161,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def prepared(args: dict[str, Any]) -> tuple[Head, Tensor, logprob.Rows]:
-    """What forward and backward compute on: the head, hidden states [N, D] (as a view wherever one exists),
-    and what is known of their rows."""
+    """Inputs of forward and backward: the head, hidden states [N, D] (a view if possible), and properties of
+    their rows."""
     hidden, weight, token_ids = args["hidden"], args["weight"], args["token_ids"]
     vocab = args["vocab_size"] or len(weight)
     dtype = torch.promote_types(hidden.dtype, torch.float32)

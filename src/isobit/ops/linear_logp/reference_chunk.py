@@ -1,5 +1,5 @@
-"""A chunk of rows of `linear_logp` in plain PyTorch: logits are kept in fp32, as they are. Rows are added to
-dweight as they come, and none waits: this backend promises no bits."""
+"""A chunk of rows of `linear_logp` in plain PyTorch. Logits are stored in fp32. Rows are added to dweight at
+once, without a queue: this backend promises no bits."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ def linear_logp_chunk(**args: Any) -> tuple[Tensor | None, ...]:
 
 
 def linear_logp_chunk_bwd(**args: Any) -> Tensor:
-    """No row waits."""
+    """Returns 0: no row is queued."""
     head, hidden, rows = prepared(args | _PLAIN)
     dhidden, dweight, dbias, dentropy = (args[x] for x in ("dhidden", "dweight", "dbias", "dentropy"))
     stats = args["stats"].reshape(2, -1)
     none = torch.zeros_like(stats[0])
     by_rows = (args[name] for name in ("entropy", "dlogp", "dentropy"))
     entropy, g_logp, g_entropy = (none if x is None else x.reshape(-1) for x in by_rows)
-    # Logits that were not kept are computed again, of as many rows as memory holds.
+    # Logits that were not stored are recomputed, for as many rows as fit in memory.
     step = len(hidden) if args["kept"] else args["memory"].numel() // head.vocab
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
@@ -58,7 +58,7 @@ def linear_logp_chunk_bwd(**args: Any) -> Tensor:
 
 
 def _kept(args: dict[str, Any], head: Head) -> Tensor:
-    """[rows, V] of memory."""
+    """The part of memory for this chunk, as [rows, V]."""
     rows: Tensor = args["memory"][: args["token_ids"].numel() * head.vocab]
     return rows.view(-1, head.vocab)
 

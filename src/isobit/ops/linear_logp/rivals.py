@@ -1,4 +1,4 @@
-"""What people use instead of `linear_logp`, the shapes at which both are timed, and how fast is fast enough.
+"""What people use instead of `linear_logp`, the shapes at which both are timed, and the speed goals.
 
 Four series, for N tokens with D features and a vocabulary of V:
 
@@ -8,9 +8,9 @@ Four series, for N tokens with D features and a vocabulary of V:
     linear_logp_kept     gradients as in training, with memory for all probabilities between the passes
 
 The baseline of all four is G, the time of one bare matrix product of that size: hidden states times weight in
-bf16, stored. It is no log-probability; it is the least that any of this can cost, once forward and three or
-four times with gradients. Products of odd sizes are slow in cuBLAS, so the vocabulary is filled up to a
-multiple of 64 for it: G at V = 50257 is that at 50304.
+bf16, stored. It computes no log-probability; it is a lower bound of any method, once for the forward and
+three or four times with gradients. cuBLAS is slow for odd sizes, so for G the vocabulary is padded to a
+multiple of 64: G at V = 50257 is that at 50304.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +32,16 @@ from isobit.check.trial import in_fp64
 from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_logp.proof.inputs import FULL
 
-#: (N, D, V). Vocabularies of GPT-2, as it is and filled up, Llama 3, DeepSeek V3, Qwen 2.5; two round ones.
+#: (N, D, V). Vocabularies of GPT-2 (as is and padded), Llama 3, DeepSeek V3, Qwen 2.5, and two round numbers.
 SHAPES = (
     (4096, 2048, 32768), (4096, 2048, 50257), (4096, 2048, 50304), (4096, 2048, 131072),
     (8192, 4096, 151936), (16384, 4096, 128256), (2048, 7168, 129280), (512, 896, 151936),
 )  # fmt: skip
-#: Few rows, forward alone: the scoring of a few sequences, where the weight is most of what is read.
+#: Few rows, forward only: scoring a few sequences, where most of the traffic is the weight.
 FEW_ROWS = tuple((N, 4096, 128256) for N in (1, 64, 128, 200))
-#: Training alone: a long batch on a small model, and a short one on a smaller.
+#: Training only: a long batch on a small model, and a short one on a smaller model.
 TRAINED = ((24576, 2048, 128256), (1024, 896, 151936))
-#: Vocabularies at which torch.compile is timed, D = 2048: it compiles for tens of seconds.
+#: Vocabularies at which torch.compile is timed, D = 2048: compiling takes tens of seconds.
 COMPILED = (32768, 131072)
 
 BASELINE = "bare_gemm"
@@ -56,8 +56,8 @@ _TORCH = "linear_cross_entropy"
 
 
 class _Product(torch.autograd.Function):
-    """One product, of which a column goes on, so that a gradient can be asked for. The gradients are zeros
-    that nothing computes: what is timed is the product."""
+    """One product, with one column as its output, so that autograd can run. Its gradients are zeros that cost
+    nothing: only the product is timed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, filled: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def bare_product(args: Args) -> Tensor:
 
 
 def filled_weight(args: Args) -> Args:
-    """The weight with zeros up to a multiple of 64 rows."""
+    """The weight padded with zeros to a multiple of 64 rows."""
     return args | {"filled": F.pad(args["weight"], (0, 0, 0, -len(args["weight"]) % 64))}
 
 
@@ -101,7 +101,7 @@ def _cce(args: Args, **options: Any) -> Tensor:
 
 
 def _liger(args: Args) -> Tensor:
-    """The sum over all tokens, a scalar. It computes gradients in its forward, where they are asked for."""
+    """Returns the sum over all tokens, a scalar. It computes gradients in its forward, if they are needed."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     hidden, weight = args["hidden"], args["weight"]
@@ -111,7 +111,7 @@ def _liger(args: Args) -> Tensor:
 
 
 def _verl(args: Args) -> Tensor:
-    """It computes the entropy as well, always."""
+    """It always computes the entropy too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     out: Tensor = linear_cross_entropy(args["hidden"], args["weight"], args["token_ids"])[0]
@@ -149,7 +149,7 @@ NATIVE = Rival("native", native, directions=None, jit=False, takes=_TAKES)
 _OTHERS = (
     NATIVE,
     Rival("torch.compile", native, directions=None, available=_worth_compiling, compiled=True, takes=_TAKES),
-    # It leaves out gradients of small probabilities, unless it is told not to; forward it is the same.
+    # By default it skips gradients of small probabilities; the forward is the same either way.
     Rival("cce", _cce, directions=None, available=partial(_needs, "cut_cross_entropy"), graph=False),
     Rival(
         "liger", _liger, directions=None, available=partial(_needs, "liger_kernel.transformers"), graph=False
@@ -166,8 +166,8 @@ _EXACT = Rival("cce_exact", partial(_cce, filter_eps=None), directions=None,
 
 @dataclass(frozen=True)
 class Sampled:
-    """Log-probabilities in fp64, and the gradient of the hidden states: of some rows, and of all where only
-    their sum can be judged. That of the weight is a sum over all rows."""
+    """Truth in fp64: log-probabilities and the gradient of hidden states for sampled rows, or for all rows if
+    only their sum can be compared. The gradient of the weight is a sum over all rows and is not compared."""
 
     args: Args
     inputs: tuple[str, ...]
@@ -190,7 +190,7 @@ class Sampled:
             )
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        """Of a sum, the error a row. A product has no log-probabilities: no figure."""
+        """For a sum, the error per row. A bare product has no log-probabilities, so no error."""
         output = result[0]
         if output.shape == self.args["token_ids"].shape:
             return self.rows.error(direction, result)
@@ -203,7 +203,8 @@ class Sampled:
 
 
 def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Operands once a product, gradients once; as many products in the backward as there are gradients."""
+    """Operands are read once per product, gradients written once; the backward has one product per
+    gradient."""
     N, D, V = (dims[name] for name in "NDV")
     operands, flops = (N * D + V * D) * dtype.itemsize, 2 * N * D * V
     return Cost(operands + 12 * N, products * operands, flops, products * flops)
@@ -225,7 +226,7 @@ def _among(shapes: Sequence[tuple[int, ...]]) -> Callable[[_Sizes], bool]:
 
 _usual, _few = _among(SHAPES), _among(FEW_ROWS)
 
-#: As shares of the speed of one product: 1 / 1.02 and so on; `most` as multiples of its time.
+#: As fractions of the speed of one product: 1 / 1.02 and so on; `most` as multiples of its time.
 GOALS = (
     Goal("logp, D >= 2048",
          _shape("linear_logp", lambda n: _usual(n) and n["D"] >= 2048 and n["V"] % 64 == 0),
@@ -249,7 +250,7 @@ def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
 
 
 CASES = _cases(SHAPES)
-#: What stands for all: an odd vocabulary does not, so a large one of each of two feature sizes.
+#: The subset for `--core`: a large vocabulary for each of two feature sizes; an odd one is not typical.
 _TWO = [case for case in CASES if case.dims["V"] in (131072, 151936) and case.dims["D"] >= 2048]
 
 

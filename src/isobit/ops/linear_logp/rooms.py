@@ -1,11 +1,11 @@
-"""How many rows a chunk has, and the memory that chunks share: sizes, on the host.
+"""How many rows a chunk has, and the memory that chunks share. All sizes are computed on the host.
 
     memory      [queued | rows of the chunk | 64 of zeros] x [columns]     probabilities, then d-logits
     queue       [queued | rows of the chunk | 64 of zeros] x [D]           hidden states of the same rows
     queue_rows  [queued | rows of the chunk]                               which rows they are
 
-Rows of a chunk are rounded up to slots of 128, columns to tiles of 256. Where a chunk's probabilities have no
-room, its slabs of d-logits lie behind the queue's d-logits of all columns.
+Rows of a chunk are rounded up to slots of 128, columns to tiles of 256. If a chunk's probabilities do not
+fit, its slabs of d-logits are stored after the queue's d-logits of all columns.
 """
 
 from typing import NamedTuple
@@ -16,18 +16,18 @@ from torch import Tensor
 from isobit.blocks.stream import BLOCK, SEGMENT
 from isobit.ops.linear_logp.op import KEPT_COLUMNS, KEPT_ROWS
 
-#: Bytes for the probabilities of a chunk and what lies beside them, unless the caller says otherwise.
+#: Bytes for the probabilities of a chunk and its other buffers, unless the caller gives another limit.
 WORKSPACE_BYTES = 1331 << 20
 
-#: A chunk saves one product of its rows, and costs one read and one write of dweight in fp32, 8 V D bytes:
-#: as long as 740 rows of a product take at the rates of an H200 (4.26 TB/s, 787 TFLOP/s), and d-logits are
-#: written once more. Where fewer rows have room, logits are computed twice.
+#: A chunk with kept probabilities saves one product of its rows. It costs one read and one write of dweight
+#: in fp32, 8 V D bytes, which takes as long as 740 rows of a product at the rates of an H200 (4.26 TB/s, 787
+#: TFLOP/s), and one more write of d-logits. If fewer rows than this fit, logits are computed twice instead.
 LEAST_ROWS = 1024
 
 
 def capacity(backend: str, V: int, D: int, dtype: torch.dtype, workspace_bytes: int) -> int | None:
-    """Rows of a chunk whose probabilities have room; None where nothing is kept, and all rows are one chunk.
-    The batch has no say in it: whether a row's probabilities are kept shows in the bits of its gradient."""
+    """Rows per chunk for which probabilities fit; None if nothing is kept and all rows are one chunk. It must
+    not depend on the batch: whether probabilities are kept affects the bits of a row's gradient."""
     if backend == "reference":
         return max(1, workspace_bytes // (V * _wide(dtype).itemsize))
     if backend != "hopper":
@@ -39,16 +39,16 @@ def capacity(backend: str, V: int, D: int, dtype: torch.dtype, workspace_bytes: 
 
 
 def bytes_for(rows: int, V: int, D: int) -> int:
-    """Memory of a chunk of so many rows on Hopper: the queue and zeros; and for every row probabilities, what
-    they are relative to, hidden states, sums of dhidden, hidden states once more where logits are computed
-    again, sums of splits and tables."""
+    """Memory of a chunk with this many rows on Hopper: the queue and zeros; and for every row its
+    probabilities, the maxima they are relative to, hidden states, sums of dhidden, a second copy of hidden
+    states if logits are recomputed, sums of splits, and tables."""
     columns = columns_of(V)
     a_row = 2 * columns + 16 * (columns // KEPT_COLUMNS) + 2 * D + 4 * D + 2 * D + 512
     return (SEGMENT + BLOCK) * 2 * (columns + D) + rows * a_row
 
 
 class Memory(NamedTuple):
-    """What passes from chunk to chunk, by the names of the ops' arguments."""
+    """The buffers that are passed from chunk to chunk, named like the arguments of the ops."""
 
     memory: Tensor
     kept_base: Tensor | None
@@ -60,7 +60,8 @@ class Memory(NamedTuple):
         cls, backend: str, hidden: Tensor, V: int, kept: int, recomputed: int, queues: bool,
         workspace_bytes: int,
     ) -> "Memory":  # fmt: skip
-        """For chunks of at most `kept` rows whose probabilities are, and of `recomputed` whose are not."""
+        """For chunks of at most `kept` rows with kept probabilities, and of at most `recomputed` rows
+        without."""
         D, device = hidden.shape[-1], hidden.device
         if backend == "reference":
             memory = torch.empty(max(kept, 1) * V, dtype=_wide(hidden.dtype), device=device)
@@ -91,13 +92,13 @@ def rows_in_memory(rows: int, queues: bool) -> int:
 
 
 def slab_width(elements: int, V: int, height: int, queues: bool) -> int:
-    """Columns of a slab of so many rows in this much memory, behind the queue's d-logits."""
+    """Columns of a slab with this many rows in this much memory, after the queue's d-logits."""
     left = elements - (SEGMENT * columns_of(V) if queues else 0)
     return min(max(left // height // SEGMENT, 1), -(-V // SEGMENT)) * SEGMENT
 
 
 def slots_of(rows: int) -> int:
-    """Rows of a chunk, in whole tiles."""
+    """Rows of a chunk, rounded up to whole tiles."""
     return -(-rows // KEPT_ROWS) * KEPT_ROWS
 
 

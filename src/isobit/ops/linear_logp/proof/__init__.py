@@ -1,5 +1,5 @@
-"""What must be shown of `linear_logp`: its inputs are in `inputs.py`, the truth and the errors of its
-classes in `truth.py`, equal bits beyond those of every op in `bits.py`."""
+"""The proof of `linear_logp`. Inputs are in `inputs.py`, the truth and the error bounds of its classes in
+`truth.py`, bit laws beyond those of every op in `bits.py`."""
 
 import math
 from typing import Any
@@ -20,8 +20,8 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 MB = 1 << 20
 
-#: What the backward holds of d-logits at a time, unless it is told otherwise; on Hopper so much a row if that
-#: is more, but then no more than the weight takes.
+#: Memory for d-logits in the backward by default; on Hopper SLAB_ROW per row if that is more, but then at
+#: most the size of the weight.
 SLAB, SLAB_ROW = 64 * MB, 16 << 10
 
 
@@ -49,10 +49,10 @@ def memory(case: Case, backend: str, direction: str) -> int:
     packed = item * N * D if case.options.get("mask") else 0
     if direction == "fwd":
         if backend == "hopper" and case.layout == "shifted":
-            packed += item * N * D  # TMA cannot walk these rows; the backward packs them in any case
-        # The sums of every split: on Hopper 33 of them. Portable kernels take as much as a slab at most.
+            packed += item * N * D  # TMA cannot read these rows in place; the backward packs them in any case
+        # The sums of every split: on Hopper 33 of them. Portable kernels need at most as much as a slab.
         return packed + 8 * MB + (SLAB if backend == "triton" else 0)
-    # Sums of dhidden between slabs; of the weight between chunks of rows, where kernels take those.
+    # Sums of dhidden between slabs; with triton also those of the weight between chunks of rows.
     open_sums = 4 * N * D + (4 * 4096 * D if backend == "triton" else 0)
     slab = max(SLAB, min(SLAB_ROW * N, item * V * D)) if backend == "hopper" else SLAB
     return packed + slab + open_sums + 64 * N + 8 * MB
@@ -62,7 +62,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args, Args]:
-    """Arguments of a forward and of its backward: with nothing optional, or with everything."""
+    """Arguments of a forward and of its backward: with no optional ones, or with all."""
 
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -81,7 +81,7 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
 
 
 def record_triton(launch: Any, dtype: torch.dtype) -> None:
-    """Nothing optional in one slab; then everything in two, which leaves sums open between them."""
+    """Without options in one slab; then with all options in two, with unfinished sums between them."""
     from isobit.ops.linear_logp import kernels_triton, kernels_triton_bwd
 
     for full in (False, True):
@@ -91,11 +91,12 @@ def record_triton(launch: Any, dtype: torch.dtype) -> None:
         room = {"workspace_bytes": 4096 * 4096 * dtype.itemsize} if full else {}
         kernels_triton_bwd.linear_logp_bwd(**theirs | more | room, launch=launch)
         if dtype == F32:
-            return  # its tile is another, its branches are the same
+            return  # another tile, but the same branches
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """Nothing optional, everything, both of few rows, probabilities that are kept, and a frozen head."""
+    """Without options, with all options, both with few rows, with kept probabilities, and with a frozen
+    head."""
     from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_bwd
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
@@ -115,11 +116,12 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
 
 
-# What a check writes down
+# Observations for the report of a check
 
 
 def observe(device: torch.device) -> list[dict[str, Any]]:
-    """How far logp is from fp64 at logits of unit scale, by D: the law's bound is of the worst case."""
+    """The error of logp against fp64 at logits of unit scale, by D. The bound of the law is for the worst
+    case."""
     found = {}
     for D in (64, 1024, 4096):
         case = Case({"N": 256, "D": D, "V": 32768}, BF16, data="random")
@@ -132,8 +134,8 @@ def observe(device: torch.device) -> list[dict[str, Any]]:
 
 # Cases
 
-# Kernels compile anew for every combination of options, and of sizes that are multiples of 16. That is what a
-# check on a GPU spends its time on, so the same few combinations come again.
+# Kernels are compiled for every combination of options, and of sizes that are multiples of 16. A check on a
+# GPU spends most time on that, so the cases repeat a few combinations.
 _SMALL = [
     Case({"N": 32, "D": 48, "V": 272}, BF16),
     Case({"N": 20, "D": 24, "V": 130}, F32, layout="every other",
@@ -174,7 +176,7 @@ _BITS = [
     _heavy(1100, 1024, 50257, BF16, "random", mask=torch.bool, each=True),
     _heavy(530, 896, 151936, F16, "random", temperature=0.7),
     _heavy(200, 72, 3000, F32, "random"),
-    # More than 2**31 logits: 32-bit offsets would show here.
+    # More than 2**31 logits: wrong 32-bit offsets would fail here.
     _heavy(16500, 64, 131072, BF16, "random", gpu_gb=70),
 ]
 
@@ -183,8 +185,8 @@ _AGREE = [
     _heavy(1300, 72, 3000, F16, mask=torch.bool, vocab=2700),
     _heavy(300, 4096, 50257, BF16, "random", temperature=0.7),
     _heavy(129, 896, 151936, BF16, "random", logits_dtype=BF16, bias="own"),
-    # Blocks of rows where dhidden is asked for alone, slabs in the memory of dweight where it is not; and
-    # probabilities that are kept.
+    # Blocks of rows if only dhidden is wanted, slabs in the memory of dweight otherwise; and kept
+    # probabilities.
     _heavy(4500, 2048, 9000, BF16, "random", mask=torch.bool, vocab=8900, workspace_bytes=8 * MB),
     _heavy(4500, 512, 3000, F16, "random", mask=torch.bool, workspace_bytes=inputs.FULL),
 ]

@@ -1,4 +1,4 @@
-"""Equal bits that `linear_logp` promises for reasons of its own, beside those that every op has.
+"""Bit laws that only `linear_logp` has.
 
 *Fused = unfused.* In class lse/1 a call has the bits of `logp` on the logits of `det_linear` in fp32.
 """
@@ -18,7 +18,7 @@ FUSED = "lse/1"
 
 
 def fused(trial: Trial) -> list[OutputCheck]:
-    """Where there is a class for it, and an unfused call: without a softcap."""
+    """Only for class lse/1, and without a softcap, which an unfused call does not have."""
     args = trial.args()
     if trial.numerics != FUSED or args["softcap"] is not None:
         return []
@@ -36,7 +36,7 @@ def fused(trial: Trial) -> list[OutputCheck]:
 
 
 def unfused(args: Args, backend: str) -> tuple[Tensor, ...]:
-    """(logp, entropy, lse) from logits that are stored, in fp32 or in the dtype they are rounded to."""
+    """(logp, entropy, lse) from stored logits, in fp32 or in the dtype they are rounded to."""
     logits = det_linear(
         args["hidden"], args["weight"], args["bias"], out_dtype=torch.float32, numerics="chain16"
     )[..., : vocabulary(args)]

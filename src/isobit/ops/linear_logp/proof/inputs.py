@@ -1,5 +1,5 @@
-"""Inputs that would expose a wrong `linear_logp`: hidden states whose logits are of many kinds, rows and
-vocabulary that do not count, other layouts, and calls that must be refused."""
+"""Inputs that would expose a wrong `linear_logp`: hidden states with many kinds of logits, rows and parts of
+the vocabulary that do not count, other layouts, and calls that must be refused."""
 
 import math
 from typing import Any
@@ -15,16 +15,16 @@ from isobit.ops.linear_logp.op import kept_bytes, vocabulary
 
 IGNORE = -100
 
-#: Room for all probabilities of any case here.
+#: Workspace for all probabilities of any case here.
 FULL = 1 << 37
 
-#: Hidden states as a view with holes, at every alignment, and starting inside of a 16-byte word, with holes
-#: and without; the weight with rows farther apart; d-logits in the narrowest slabs that there are.
+#: Hidden states as a view with gaps, at every alignment, and starting inside of a 16-byte word, with gaps and
+#: without; the weight with a larger row stride; d-logits in the narrowest possible slabs.
 LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "narrow slabs", "every other")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Rows that do not count hold NaN, as do those of a weight that are padding."""
+    """Inputs of a case. Rows that do not count hold NaN, and so do padding rows of the weight."""
     dims, chosen = dict(case.dims), case.options
     V, D = dims.pop("V"), dims.pop("D")
     lead, vocab = tuple(dims.values()), chosen.get("vocab", V)
@@ -33,7 +33,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     ids = torch.randint(0, vocab, (N,), generator=gen)
     if case.data == "edge":
         hidden, weight = (t.to(device, case.dtype) for t in _edge(ids, D, V, vocab, gen))
-    else:  # drawn where it will live: benchmark cases hold a billion numbers
+    else:  # drawn on the device: benchmark cases have a billion elements
         there = torch.Generator(device).manual_seed(options.seed)
         hidden, weight = (torch.empty(n, D, dtype=case.dtype, device=device) for n in (N, V))
         for t in (hidden, weight):
@@ -43,7 +43,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ids = torch.full((N,), options.token % vocab)
     args: Args = {"bias": _bias(case, V, ids, gen), "mask": None}
     args["temperature"] = chosen.get("temperature", 1.0)
-    if chosen.get("each"):  # a temperature for every row
+    if chosen.get("each"):  # one temperature per row
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     if chosen.get("mask"):
         args["mask"] = alter.mask_of(chosen["mask"], N, ids, IGNORE)
@@ -63,21 +63,22 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def _edge(ids: Tensor, D: int, V: int, vocab: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows that plain randn never shows, by turns; the chosen token sits where it hurts. The first feature
-    has the same weight in every token: what a hidden state has of it shifts all logits."""
+    """Kinds of rows that plain randn never produces, alternating, with the chosen token at the critical
+    place. The first feature has the same weight in every token, so that its value in a hidden state shifts
+    all logits."""
     hidden, weight = torch.randn(len(ids), D, generator=gen), torch.randn(V, D, generator=gen) / D**0.5
     if D > 1:
         weight[:, 0] = 1.0
     last = vocab - 1
-    toward = weight / weight.square().sum(-1, keepdim=True)  # one of these adds 1 to the token's logit
+    toward = weight / weight.square().sum(-1, keepdim=True)  # adding one of these adds 1 to the token's logit
     for i in range(len(ids)):
         kind = i % 8
-        if kind == 1:  # most of the mass in the last column: a dropped tail shows
+        if kind == 1:  # most of the probability in the last column: exposes a dropped tail
             hidden[i] += 12.0 * toward[last]
             ids[i] = last
         elif kind in (2, 3):  # exp overflows, or underflows, without max-subtraction
             hidden[i, 0] = 200.0 if kind == 2 else -200.0
-        elif kind == 4:  # one logit dominates: logp of it is a tiny number
+        elif kind == 4:  # one logit dominates, so its logp is tiny
             hidden[i] += 40.0 * toward[ids[i]]
         elif kind == 5:  # ties
             hidden[i] = 0.0
@@ -90,7 +91,7 @@ def _edge(ids: Tensor, D: int, V: int, vocab: int, gen: torch.Generator) -> tupl
 
 
 def _bias(case: Case, V: int, ids: Tensor, gen: torch.Generator) -> Tensor | None:
-    """With banned tokens, except where a rounding of the logits or a cap would make numbers of them."""
+    """Includes banned tokens (-inf), unless rounding the logits or a cap would make them finite."""
     wanted = case.options.get("bias")
     if wanted is None:
         return None
@@ -104,8 +105,8 @@ def _bias(case: Case, V: int, ids: Tensor, gen: torch.Generator) -> Tensor | Non
 
 
 def keeps(args: Args) -> bool:
-    """Whether there is room for all probabilities. Kernels that keep them do not use them for the gradient of
-    the entropy, so where there is room the entropy is taken for a constant here."""
+    """Whether all probabilities fit. Kernels that keep them do not use them for the gradient of the entropy.
+    So the entropy is detached here if they fit."""
     if args["workspace_bytes"] is None:
         return False
     return kept_bytes(args["token_ids"].numel(), vocabulary(args)) <= args["workspace_bytes"]
@@ -115,31 +116,31 @@ def keeps(args: Args) -> bool:
 
 
 def lay_out(args: Args, layout: str) -> Args:
-    """The same values under other strides and alignments, NaN between them; or in another workspace."""
+    """The same values with other strides and alignments and NaN in between, or with another workspace."""
     if layout == "dense":
         return args
-    if layout == "narrow slabs":  # kept probabilities need none, and their gradients have bits of their own
+    if layout == "narrow slabs":  # kept probabilities need no slabs, and their gradients have other bits
         return args if keeps(args) else args | {"workspace_bytes": 1}
-    if layout == "every other":  # what has one number a row, with another number after each
+    if layout == "every other":  # tensors with one number per row, with a stride of 2
         return alter.laid_out_some(args, ("token_ids", "mask", "temperature"), "strided")
     return alter.laid_out_some(args, ("weight",) if layout == "apart" else ("hidden",), layout)
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows to append that must change nothing: NaN, and not counting."""
+    """Rows of NaN to append that do not count; they must change nothing."""
     nan = args["hidden"].new_full((rows, args["hidden"].shape[-1]), NAN)
     return {"hidden": nan, **alter.token_padding(args, rows, IGNORE)}
 
 
 def maskable(args: Args, rows: int) -> Args:
-    """The same, with ids that would count without a mask."""
+    """The same rows with ids that would count without a mask."""
     found = padding(args, rows)
     return found | {"token_ids": torch.zeros_like(found["token_ids"])}
 
 
 def schedules(args: Args) -> dict[str, Args]:
-    """Other sizes of a slab of d-logits. Kept probabilities need no slabs, and have other bits."""
-    everything = 2 * args["token_ids"].numel() * vocabulary(args)  # of the whole vocabulary, in 16 bits
+    """Other slab sizes for d-logits. Kept probabilities need no slabs, and have other bits."""
+    everything = 2 * args["token_ids"].numel() * vocabulary(args)  # the whole vocabulary in 16 bits
     sizes = () if keeps(args) else (1, everything // 5, everything // 2)
     return {f"workspace_bytes={n}": {"workspace_bytes": n} for n in sizes}
 
@@ -148,7 +149,8 @@ def schedules(args: Args) -> dict[str, Args]:
 
 
 def rolled_vocabulary(args: Args) -> Args:
-    """Every token one column farther: the same mathematics, another order of the sums over tokens."""
+    """Every token shifted by one column: the same mathematics, another order of the sums over the
+    vocabulary."""
     V = vocabulary(args)
 
     def rolled(t: Tensor | None) -> Tensor | None:
@@ -166,7 +168,7 @@ def other_groups_of_features(args: Args) -> Args:
 
 
 def _with(what: str, name: str, value: Any) -> Mutant:
-    """The call with another value of one argument, or what a function makes of the arguments."""
+    """The call with another value of one argument; a function gets the arguments."""
     return Mutant(what, name, lambda args: args | {name: value(args) if callable(value) else value})
 
 

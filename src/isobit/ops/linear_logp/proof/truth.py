@@ -1,19 +1,19 @@
-"""What `linear_logp` should be, and how far its classes may be from it.
+"""The truth of `linear_logp`, and bounds on the errors of its classes.
 
-Errors are counted in units of 2^-23 and follow the computation. A logit is a chain of products, whose error
-`chain_error` bounds for each of them: it grows with D, because every step cuts. Roundings of a logit to 16
-bits are monotone, so an error becomes the distance between where the ends of its interval are rounded to,
-which is 0 for most logits. From errors e of the logits follow
+Errors are counted in units of 2^-23 and follow the computation. A logit is a chain of products, and
+`chain_error` bounds the error of each: it grows with D, because every step truncates. Roundings of a logit to
+16 bits are monotone, so its error becomes the distance between the rounded ends of its interval, which is 0
+for most logits. From errors e of the logits follow
 
     lse      log sum_v p e^e            and the roundings of a log-sum-exp, as in `logp`
-    logp     e of the token, and that
+    logp     e of the token, and that of lse
     entropy  sum_v p |log p + H| e
     p        p (e^(e + error of lse) - 1)
 
-and from those the error of a d-logit. The kernels round d-logits to the inputs' dtype, to nearest, which
-adds half an eps of it to every one: 2^-8 of it in bf16, 2^-11 in fp16, none in fp32. Products carry the
-errors of d-logits on, times the sizes of their other factor, and add those of their own chains. Where
-probabilities are kept they have been rounded in the same way before.
+and from those the error of a d-logit. The kernels round d-logits to the inputs' dtype, to nearest, which adds
+half an eps of it to each: 2^-8 of it in bf16, 2^-11 in fp16, none in fp32. Products carry the errors of
+d-logits on, times the sizes of their other factor, and add those of their own chains. Kept probabilities have
+been rounded in the same way before.
 """
 
 import math
@@ -31,7 +31,7 @@ from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof.inputs import keeps
 
-#: Errors of the kernels' own tanh, relative to it, in units: exp2 is good to 2^-22, and a quotient follows.
+#: Relative error of the kernels' tanh in units: exp2 has 2^-22, and a division follows.
 TANH = 8.0
 
 FP32 = torch.finfo(torch.float32)
@@ -43,13 +43,13 @@ def formula(args: Args) -> tuple[Tensor, ...]:
 
 
 def constant(x: Tensor, like: Tensor) -> Tensor:
-    """x without a gradient, in the graph of another tensor all the same."""
+    """x without a gradient, but still in the autograd graph of another tensor."""
     return x.detach() + 0.0 * like
 
 
 @dataclass
 class Errors:
-    """Rows of logits in fp64, after everything that happens to them, and what may be wrong with each."""
+    """Rows of logits in fp64 after all transformations, and the error bound of each."""
 
     hidden: Tensor  # [N, D], zeros in rows that do not count
     weight: Tensor  # [vocab, D]
@@ -66,7 +66,7 @@ class Errors:
 
 
 def finite(x: Tensor) -> Tensor:
-    """0 in place of what is not: banned tokens have no probability, so nothing of theirs counts."""
+    """0 in place of inf and NaN: banned tokens have probability 0, so their errors do not matter."""
     return torch.where(x.isfinite(), x, 0.0)
 
 
@@ -108,8 +108,8 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     lse = torch.where(rows.live[:, None], lse, rows.z.logsumexp(-1, keepdim=True))
     log_p = (rows.z - lse).clamp(min=-1000.0)
     p = log_p.exp()
-    log_v = math.log(len(rows.weight)) + 4.0  # sums of V terms, and exp2/log2 good to some units
-    # Exponents are differences from a maximum, times log2(e) / temperature: a shift costs no digits.
+    log_v = math.log(len(rows.weight)) + 4.0  # sums of V terms, and exp2/log2 with errors of some units
+    # Exponents are differences from a maximum, times log2(e) / temperature: a common shift adds no error.
     e = rows.error + 3 * finite(rows.top - rows.z)
     lse_error = torch.log1p((p * torch.expm1(e * UNIT)).sum(-1, keepdim=True)) / UNIT + log_v
     moment = (log_p + entropy).abs() * e + 2 * e.square() * UNIT
@@ -139,8 +139,8 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
 
 
 def _narrowed(rows: Errors, args: Args, dz: Tensor, error: Tensor, kept: Tensor) -> Tensor | float:
-    """What rounding d-logits to the inputs' dtype adds, in units; `kept` is what the largest probability of
-    a row becomes in them."""
+    """Error from rounding d-logits to the inputs' dtype, in units; `kept` is the factor from a row's
+    largest probability to them."""
     narrow = narrow_dtype(rows.hidden, rows.weight)
     if narrow is None:
         return 0.0
@@ -152,9 +152,9 @@ def _narrowed(rows: Errors, args: Args, dz: Tensor, error: Tensor, kept: Tensor)
 
 
 def _products(rows: Errors, args: Args, dz: Tensor, error: Tensor) -> dict[str, Tensor]:
-    """Errors of the gradients. dhidden is one chain over the vocabulary in one class and segments of it in
-    the other: the chain's bound holds for both. Twice all of it, because a result is rounded again: one that
-    is off by d may round to the other neighbour."""
+    """Errors of the gradients. dhidden is one chain over the vocabulary in one class and segments in the
+    other; the chain's bound holds for both. All is doubled, because a result is rounded again: an error of d
+    may round to the other neighbour."""
     vocab, V = len(rows.weight), len(args["weight"])
     error = torch.where(rows.live[:, None], error, 0.0)
     dhidden = chain_error(dz, rows.weight)[0] + error @ rows.weight.abs()
@@ -163,7 +163,7 @@ def _products(rows: Errors, args: Args, dz: Tensor, error: Tensor) -> dict[str, 
     sizes = {"gradient:hidden": 2 * dhidden.reshape(args["hidden"].shape)}
     for name, right in (("weight", rows.hidden[stream]), ("bias", dz.new_ones(count, 1))):
         found = segment_error(left, right, bounds, None) + wrong @ right.abs()
-        whole = found.new_zeros(V, found.shape[1])  # padding of the vocabulary has no gradient
+        whole = found.new_zeros(V, found.shape[1])  # the padding of the vocabulary has no gradient
         whole[:vocab] = 2 * found
         sizes[f"gradient:{name}"] = whole if name == "weight" else whole[:, 0]
     return sizes
