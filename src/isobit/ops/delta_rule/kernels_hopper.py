@@ -1,27 +1,27 @@
 """The recurrence on Hopper: class dhu/1.
 
-A sequence's chunks follow one another, so the time of a chunk is what counts. One program carries 64 columns
-of a head's state, transposed, in the registers of one warpgroup (V takes the 64 rows of a `wgmma`), and both
-products of the chain take it from there:
+The chunks of a sequence depend on one another, so the latency of a chunk decides the speed. One program
+carries 64 columns of a head's state, transposed, in the registers of one warpgroup (V takes the 64 rows of a
+`wgmma`). Both products of the recurrence read it from there:
 
     X = E K^T          E = -D [64, K] as 16-bit numbers, K from shared memory
     X = dv^T - X       one rounding: dv2
     E = decay E - scale do^T Q + X W
 
-With E = -D nothing is ever negated on the way. Around this warpgroup, the *walker*, stand warps that bring
-tiles and gates and take dh and dv2 away (`kernels_hopper_io`), so that it waits for the tensor cores alone.
+With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles and
+gates and store dh and dv2 (`kernels_hopper_io`), so that the walker waits for the tensor cores only.
 
-do^T Q is not in the chain. Without a gate it has an accumulator of its own, and is set off one chunk ahead:
-the tensor cores are at it while the walker rounds E. With a gate, do is multiplied by gate and scale first
-and split into two 16-bit numbers, high + low, whose products with Q are added to E while the walker is at X:
-one number would lose digits that the state has. K = 256 leaves no registers for a second accumulator, and
-takes that way too.
+do^T Q does not depend on the state. Without a gate it has an accumulator of its own and starts one chunk
+ahead: the tensor cores compute it while the walker rounds E. With a gate, do is first multiplied by gate and
+scale and split into two 16-bit numbers, high + low, whose products with Q are added to E while the walker
+computes X; a single number would lose digits of the state. K = 256 leaves no registers for a second
+accumulator, and takes that way too.
 
-The last chunk of a sequence may have fewer tokens than 64. Then the rest of its tiles, which are another
-sequence's, are set to zero in shared memory, and dv2 is stored under a mask.
+The last chunk of a sequence may have fewer than 64 tokens. The rest of its tiles belongs to another sequence
+and is set to zero in shared memory, and dv2 is stored with a mask.
 
-Programs take items (sequence, head, columns) by turns. Which program takes an item, and how many there are,
-decides no bit.
+Items (sequence, head, columns) are dealt to programs round-robin. Which program takes an item, and how many
+programs there are, affects no bit.
 """
 
 from typing import Any
@@ -60,10 +60,10 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
 )
 from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 
-#: Stages of the ring: as many as fit beside what is stored, 227 KB together.
+#: Stages of the ring: as many as fit beside the output buffers, 227 KB together.
 STAGES = {64: 4, 128: 3, 256: 1}
 
-#: Registers of a thread at launch, and what the gater keeps of its.
+#: Registers per thread at launch, and those that the gate loader keeps.
 REGISTERS, GATER_REGISTERS = 240, gl.constexpr(48)
 
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -72,7 +72,7 @@ ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def _clear(one, other, left):
-    """Zeros in the rows of two tiles that are another sequence's."""
+    """Zeros the rows of two tiles that belong to another sequence."""
     token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, BY_ROWS)), 1)
     one.store(gl.where(token < left, one.load(BY_ROWS), 0.0))
     other.store(gl.where(token < left, other.load(BY_ROWS), 0.0))
@@ -90,7 +90,7 @@ def _gated(ring, stage, scale, OF_STATE: gl.constexpr):
     else:
         y = y * -scale
     if gl.bfloat16 == DTYPE:
-        # Half a unit more and the lower half cut off: y.to(bf16) and back takes four times as long.
+        # Add half a unit and truncate the lower half: y.to(bf16) and back takes four times as long.
         bits = y.to(gl.int32, bitcast=True)
         high = ((bits + 0x8000) & -0x10000).to(gl.float32, bitcast=True)
     else:
@@ -101,7 +101,7 @@ def _gated(ring, stage, scale, OF_STATE: gl.constexpr):
 
 @gluon.jit
 def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
-    """Wait for a chunk's q and do. WHOLE: it is known to have 64 tokens."""
+    """Wait for q and do of a chunk. WHOLE: it is known to have 64 tokens."""
     mbarrier.wait(ring.ready.index(2 * stage), phase)
     if not WHOLE:
         left = gl.max(ring.left.index(stage).load(ONE_OF_FOUR), 0)
@@ -111,7 +111,7 @@ def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _begin(ring, stage, phase, OF_STATE: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr):
-    """P = do^T Q of a chunk, on its way; nothing unless it is taken AHEAD."""
+    """Start P = do^T Q of a chunk; nothing unless it is computed AHEAD."""
     P = gl.to_tensor(0)
     if AHEAD:
         _arrived(ring, stage, phase, WHOLE)
@@ -126,11 +126,11 @@ def _chunk(
     E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, row, left, scale,
     OF_STATE: gl.constexpr, AHEAD: gl.constexpr, LAST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """E before a chunk, from E after it, and P of the chunk that is taken next. LAST: it has fewer than 64
-    tokens. FIRST: the next one may be another sequence's, and have fewer.
+    """E before a chunk, from E after it, and P of the next chunk to process. LAST: the chunk has fewer than
+    64 tokens. FIRST: the next chunk may be of another sequence, and have fewer.
 
-    Registers of an accumulator must rest while another product is under way, or the compiler makes all
-    products wait for one another. So E is written only where none is."""
+    The registers of an accumulator must not be touched while another product is in flight, or the compiler
+    serialises all products. So E is written only where none is in flight."""
     DTYPE: gl.constexpr = ring.q_desc.dtype
     A: gl.constexpr = gl.DotOperandLayout(0, OF_STATE, 2)
     k, dv, w = ring.k.index(stage), ring.dv.index(stage), ring.w.index(stage)
@@ -183,7 +183,7 @@ def _chunk(
 
 @gluon.jit
 def _state(v, k, V, K: gl.constexpr, V_FIRST: gl.constexpr):
-    """Where element (v, k) of a state lies."""
+    """The offset of element (v, k) of a state."""
     if V_FIRST:
         at = v * K + k
     else:
@@ -218,7 +218,7 @@ def _walk(
                 E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first + full * CHUNK,
                 left, scale, OF_STATE, AHEAD, True, True,
             )  # fmt: skip
-        # Of these all but the sequence's first are followed by another whole chunk.
+        # All of these but the sequence's first chunk are followed by another whole chunk.
         for _ in range(full - 1 if AHEAD else full):
             E, P, stage, phase, dh_turn, dv_turn = _chunk(
                 E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first, CHUNK,
@@ -231,8 +231,8 @@ def _walk(
                     scale, OF_STATE, AHEAD, False, True,
                 )  # fmt: skip
         if HAS_DH0:
-            # A sum with 0 that the compiler cannot see through, or it would hold the addresses above in
-            # registers until here.
+            # Adds a 0 that the compiler cannot see through, or it would keep the addresses above in registers
+            # until here.
             V = items.V + gl.minimum(tokens, 0)
             gl.store(dh0 + base + _state(column + i, j + V - items.V, V, K, out.V_FIRST), -E)
     if AHEAD:
@@ -283,7 +283,8 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """[B, T, heads, columns] as the matrix [B T, heads columns] that TMA reads, copied where it cannot."""
+    """[B, T, heads, columns] as the matrix [B T, heads columns] for TMA, copied if TMA cannot read it in
+    place."""
     t = t.contiguous()
     if t.data_ptr() % 16:
         t = t.clone()

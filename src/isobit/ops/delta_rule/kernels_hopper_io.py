@@ -1,5 +1,5 @@
-"""What flows around the walker of `kernels_hopper`: work items, tiles and gates on their way in, results on
-their way out. Every kind of traffic has a warp of its own, and waits for nothing but its own barriers."""
+"""Everything around the walker of `kernels_hopper`: work items, loads of tiles and gates, stores of results.
+Each kind of traffic has its own warp, which waits for its own barriers only."""
 
 from isobit.blocks.hopper_pipe import (
     accumulator_layout,
@@ -14,7 +14,7 @@ from isobit.blocks.hopper_pipe import (
     tma_store,
 )
 
-#: Tokens of a chunk, and columns of the state that a program carries.
+#: Tokens per chunk, and columns of the state per program.
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 
 OF_CHUNK = gl.constexpr(accumulator_layout(64))
@@ -26,7 +26,7 @@ ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 @record
 class Items:
-    """What programs take by turns: 64 columns of one head's state in one sequence."""
+    """The work items: 64 columns of one head's state in one sequence."""
 
     cu_seqlens: gl.tensor
     offsets: gl.tensor
@@ -44,7 +44,7 @@ class Items:
     @gluon.jit
     def item(self, t):
         """(sequence, value head, first column, first token, tokens, first chunk) of item t. Bounds of packed
-        sequences are taken to lie inside of the T tokens, whatever they are."""
+        sequences are clamped to the T tokens, whatever they are."""
         tiles = self.V // COLUMNS
         column = t % tiles * COLUMNS
         hv = t // tiles % self.HV
@@ -62,9 +62,9 @@ class Items:
 
 @record
 class Ring:
-    """Stages of shared memory, one for each chunk on its way. What a chunk needs comes and goes in two
-    parts: q and do, which are used while the chunk before is not done, and k, dv and w. `ready`: a part's
-    tiles and gates have arrived; `empty`: the walker is done with them. Barrier 2 stage + part."""
+    """Stages of shared memory, one for each chunk in flight. A chunk has two parts: q and do, which are used
+    before the previous chunk is finished, and k, dv and w. `ready`: the tiles and gates of a part have
+    arrived; `empty`: the walker is done with them. Barrier 2 stage + part."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -99,7 +99,7 @@ class Ring:
         w = gl.allocate_shared_memory(q_desc.dtype, wide, q_desc.layout)
         do = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
         dv = gl.allocate_shared_memory(q_desc.dtype, slim, do_desc.layout)
-        of_do = q  # not touched without the gates
+        of_do = q  # unused without gates
         of_x = q
         decay = q
         if HAS_G:
@@ -124,7 +124,7 @@ class Ring:
 
 @gluon.jit
 def load_chunks(items, ring):
-    """The loader: tiles of every chunk, as fast as stages come free."""
+    """The loader: the tiles of every chunk, as soon as a stage is free."""
     WIDE: gl.constexpr = ring.q_desc.block_type.nbytes
     SLIM: gl.constexpr = ring.do_desc.block_type.nbytes
     stage = gl.to_tensor(0)
@@ -149,8 +149,8 @@ def load_chunks(items, ring):
             tma_load(ring.dv_desc, [row, by_v], bar, ring.dv.index(stage))
             tma_load(ring.w_desc, [row, hv * ring.K], bar, ring.w.index(stage))
             stage, phase = after(stage, phase, ring.STAGES)
-    # The walker begins with the product of q and do of a chunk before it ends the one before, and so behind
-    # the last one too. Nobody takes that product.
+    # The walker starts the product of q and do of a chunk before it finishes the previous one, and so also
+    # after the last chunk. The result of that one is not used.
     mbarrier.wait(ring.empty.index(2 * stage), phase)
     ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
     mbarrier.arrive(ring.ready.index(2 * stage))
@@ -158,7 +158,7 @@ def load_chunks(items, ring):
 
 @gluon.jit
 def load_gates(items, ring, g, gk, scale, unit):
-    """The gater. `unit` turns the gates into powers of two. Tokens that are another sequence's have factor
+    """The gate loader. `unit` turns the gates into powers of two. Tokens of another sequence get factor
     zero."""
     ALONG_K: gl.constexpr = gl.BlockedLayout([1, ring.K // 32], [1, 32], [1, 1], [1, 0])
     token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, ALONG_CHUNK)), 0)
@@ -199,9 +199,9 @@ def load_gates(items, ring, g, gk, scale, unit):
 
 @record
 class Out:
-    """Where dh and dv2 leave to: through a buffer each, which a *storer* warp each stores by TMA. `full` and
-    `free`: barriers of dh's buffer and of dv2's. The walker does not store by itself, because the fence that
-    TMA needs waits for the products that are under way."""
+    """Outputs: dh and dv2 have a buffer each, which a *storer* warp each stores by TMA. `full` and `free`:
+    barriers of the buffers of dh and dv2. The walker does not store by itself, because the fence that TMA
+    needs would wait for the products in flight."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
@@ -235,7 +235,7 @@ class Out:
 
     @gluon.jit
     def put_rows(self, items, X, turn, hv, column, row, left, LAST: gl.constexpr):
-        """dv2 = X of a chunk. That of a last one is stored under a mask, and here."""
+        """dv2 = X of a chunk. For a LAST chunk the walker itself stores it, with a mask."""
         if LAST:
             token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, OF_CHUNK)), 0)
             v = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, OF_CHUNK)), 1)

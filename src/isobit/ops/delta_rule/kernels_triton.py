@@ -1,8 +1,9 @@
 """The recurrence in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-One program walks one sequence of one value head, for BV columns of the state: columns are independent, and K
-is what is summed over. The state stays in registers from the last chunk to the first. Every edge is masked:
-what is no token, feature or column counts as zero, so a sequence's bits do not depend on what lies behind it.
+One program processes one sequence of one value head, for BV columns of the state: columns are independent,
+and sums run over K. The state stays in registers from the last chunk to the first. Every edge is masked:
+missing tokens, features and columns count as zero, so the bits of a sequence do not depend on what follows
+it.
 """
 
 from typing import Any
@@ -17,13 +18,13 @@ from isobit.blocks.launch import Launch, run
 from isobit.blocks.temperature import LOG2E
 from isobit.blocks.triton_tiles import steps
 
-#: Columns of the state that one program carries.
+#: Columns of the state per program.
 COLUMNS = 32
 
 
 @triton.jit
 def bounds_of(cu_seqlens, n, T):
-    """(first token, tokens) of a packed sequence, inside of the T tokens whatever the bounds are."""
+    """(first token, tokens) of a packed sequence, clamped to the T tokens whatever the bounds are."""
     first = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), T)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), first), T)
     return first.to(tl.int64), (end - first).to(tl.int32)
@@ -75,7 +76,7 @@ def dhu_kernel(
         t = tl.arange(0, CHUNK)
         live = t < left
         row = first + c * CHUNK + t
-        # The rows of bounds that are none may be more than dh has.
+        # Invalid bounds may imply more chunks than dh has.
         fits = (chunk + c < NT) | (cu_seqlens is None)
         to = dh + ((chunk + c) * HV + hv) * K * V + at
         tl.store(to, narrow(D, dh), mask=inside & fits)
@@ -105,7 +106,7 @@ def dhu_kernel(
         X = rounded(X + dv_c, dv2.dtype.element_ty)
         tl.store(dv2 + at_v, X, mask=by_v)
         if SPLIT:
-            # Gate and scale, folded into do as a pair of numbers: one would lose digits that D has.
+            # Gate and scale are folded into do, as a pair of numbers: a single one would lose digits of D.
             y = do_c.to(tl.float32) * factor[:, None]
             high = rounded(y, do.dtype.element_ty)
             low = rounded(y - high.to(tl.float32), do.dtype.element_ty)
@@ -131,7 +132,7 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def chunk_offsets(args: dict[str, Any], launch: Launch) -> Tensor | None:
-    """[S], where sequences are packed."""
+    """[S], if sequences are packed."""
     bounds, given = args["cu_seqlens"], args["chunk_offsets"]
     if bounds is None or given is not None:
         return given

@@ -1,7 +1,7 @@
 """The state of gated delta-rule attention, backwards (GDN, KDA: Qwen3-Next, Kimi Linear).
 
-A head carries a state S [K, V] through a sequence that is cut into chunks of C tokens. Forward, chunk by
-chunk, with gates g (one a token) and gk (one a token and feature) in log2, summed up inside of each chunk,
+A head carries a state S [K, V] through a sequence that is divided into chunks of C tokens. Forward, chunk by
+chunk, with gates g (one per token) and gk (one per token and feature) in log2, cumulative within each chunk,
 and with `last` its last token:
 
     v_new = u - W S
@@ -9,14 +9,14 @@ and with `last` its last token:
     o     = scale (2^g Q) S + a part inside of the chunk
 
 Backward, from the last chunk to the first, D is the gradient of the state at the end of a chunk. With do the
-gradient of o, and dv what reaches v_new inside of the chunk:
+gradient of o, and dv the gradient of v_new from inside of the chunk:
 
     dh[c] = D
     dv2   = 2^(g[last] - g) (K D) + dv
     D     = 2^(g[last] + gk[last]) D + scale (2^g Q)^T do - W^T dv2
 
-dh0 is what is left of D. D is carried in fp32 and rounded to the dtype of q where it is stored and where it
-meets K; dv2 is rounded once, and meets W as it is stored.
+dh0 is the final D. D is carried in fp32. It is rounded to the dtype of q where it is stored and where it is
+multiplied by K. dv2 is rounded once, and W is multiplied by the rounded value.
 
 Names, shapes and layouts are those of flash-linear-attention (FLA) 0.6.
 """
@@ -53,7 +53,7 @@ DHU_TRITON_1 = Numerics(
 
 
 def _sizes(args: dict[str, Any]) -> dict[str, int]:
-    """Sizes of outputs that no input has."""
+    """Sizes of outputs that do not occur in an input."""
     B, T, _, K = args["q"].shape
     V, packed, indices = args["dv"].shape[-1], args["cu_seqlens"], args["chunk_indices"]
     NT = len(indices) if packed is not None else -(-T // args["chunk_size"])
@@ -86,7 +86,7 @@ def backward(
     use_exp2: bool = True,
     transpose_state_layout: bool | None = None,
 ) -> tuple[Float[Tensor, "B NT HV X Y in q"], F32[Tensor, "S HV X Y if h0"], Float[Tensor, "B T HV V in dv"]]:
-    """(dh, dh0, dv2). Packed sequences come with chunk_indices, which say how many chunks there are."""
+    """(dh, dh0, dv2). Packed sequences need chunk_indices, whose length is the number of chunks."""
 
 
 # Rules that annotations cannot express
@@ -147,7 +147,7 @@ def _states(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _sequences(contract: Contract, args: dict[str, Any]) -> None:
-    """0 <= ... <= T, and chunks as they follow from that."""
+    """0 <= ... <= T, and chunk indices and offsets that match."""
     given, C = args["cu_seqlens"], args["chunk_size"]
     if given is None:
         return
@@ -236,34 +236,28 @@ def chunk_gated_delta_rule_bwd_dhu(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of the states of gated delta-rule attention: what FLA's function of this name computes.
 
-    Args:
-        q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference).
-        w: [B, T, HV, K], of the same dtype. HV is a multiple of H: value heads share q and k in groups.
-        do, dv: [B, T, HV, V], of the same dtype.
-        g: [B, T, HV] fp32, the log2 of the gate, summed up from the start of each chunk.
-        gk: [B, T, HV, K] fp32, the same for each feature; of a chunk only its last row is read.
-        h0: [S, HV, K, V] or None: whether dh0 is wanted. It is not read.
-        dht: [S, HV, K, V], the gradient of the last state; None is 0.
-        scale: what q is multiplied by; None is K ** -0.5. A run-time value.
-        state_v_first: states and dh are [..., V, K]. `transpose_state_layout` is its older name.
-        cu_seqlens: [S + 1], int32 or int64: the token that each packed sequence begins at, from 0 to T, with
-            B = 1. Sequences may be empty. None: every batch element is a sequence.
-        chunk_size: 16, 32 or 64.
-        chunk_indices: [NT, 2] of packed sequences: of each chunk its sequence and its number there. Without
-            it they are computed, which waits for the device once.
-        chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed where it is not given.
-        use_graph: accepted and without effect: all calls can be captured, and their outputs are their own.
-        use_exp2: False takes the gates for natural logarithms.
-        validate: check cu_seqlens, chunk_indices and chunk_offsets on a GPU too (a host sync). None checks
-            on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. Unchecked, wrong bounds give wrong
-            results, and nothing is read or written out of bounds.
-        numerics: the class that the bits must be of, "dhu/1" or "dhu/triton-1"; None takes that of the
-            backend that serves. A class that cannot be kept is an error.
-        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+    Args: q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference). w: [B, T, HV, K], of the same
+        dtype. HV is a multiple of H: groups of value heads share q and k. do, dv: [B, T, HV, V], of the same
+        dtype. g: [B, T, HV] fp32, the log2 of the gate, cumulative from the start of each chunk. gk: [B, T,
+        HV, K] fp32, the same for each feature; only the last row of each chunk is read. h0: [S, HV, K, V] or
+        None: whether dh0 is wanted. Its values are not read. dht: [S, HV, K, V], the gradient of the last
+        state; None is 0. scale: factor on q; None is K ** -0.5. A run-time value. state_v_first: states and
+        dh are [..., V, K]. `transpose_state_layout` is its older name. cu_seqlens: [S + 1], int32 or int64:
+        the first token of each packed sequence, from 0 to T, with B = 1. Sequences may be empty. None: every
+        batch element is a sequence. chunk_size: 16, 32 or 64. chunk_indices: [NT, 2] for packed sequences:
+        the sequence of each chunk and its number there. If it is not given it is computed, which waits for
+        the device once. chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is
+        not given. use_graph: accepted and without effect: every call can be captured, and outputs are always
+        new tensors. use_exp2: False takes the gates as natural logarithms. validate: check cu_seqlens,
+        chunk_indices and chunk_offsets on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+        with ISOBIT_VALIDATE=1. Without the check, wrong bounds give wrong results, but no access is out of
+        bounds. numerics: the numerics class that the result must have, "dhu/1" or "dhu/triton-1"; None takes
+        that of the backend that serves. It is an error if no backend can keep it. backend: force "hopper",
+        "triton" or "reference"; None takes the first that can serve.
 
     Returns:
         (dh, dh0, dv2): dh [B, NT, HV, K, V] in the dtype of q, dh0 like h0 in fp32 or None, dv2 like dv.
-        A sequence's bits do not depend on what it is batched or packed with, nor on its place there.
+        The bits of a sequence do not depend on what it is batched or packed with, nor on its place there.
 
     Example:
         >>> import torch, isobit
@@ -286,7 +280,7 @@ def chunk_gated_delta_rule_bwd_dhu(
     return dh, None if h0 is None else dh0, dv2
 
 
-# What is computed before the contract has been asked is None for arguments that break it.
+# These run before the contract is checked. For arguments that violate it they return None.
 
 
 def _default_scale(q: Tensor) -> float | None:

@@ -78,7 +78,7 @@ def recurrence(
         chunks = len(chunk_indices)
         count = (length + C - 1) // C
         states = states[torch.arange(NT, device=q.device) < count[:, None]][None]
-        missing = chunks - states.shape[1]  # of bounds that are none
+        missing = chunks - states.shape[1]  # for invalid bounds
         states = torch.cat((states[:, :chunks], states.new_zeros(1, max(missing, 0), HV, K, V)), 1)
     if state_v_first:
         states, D = states.mT, D.mT
@@ -88,7 +88,7 @@ def recurrence(
 
 
 def _rows(B: int, T: int, bounds: Tensor | None, C: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(tokens, whether there is one) of each sequence, [S, a multiple of C]; B * T stands for none."""
+    """(tokens, whether there is one) of each sequence, [S, a multiple of C]; index B * T means no token."""
     if bounds is None:
         first, length = torch.arange(B, device=device) * T, torch.full((B,), T, device=device)
         longest = T

@@ -75,8 +75,8 @@ def _call(args: Args, backend: str | None) -> Tensor:
 
 
 def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """q, k, w, do and dv read once, dv2 and a state a chunk written once. Gates and the states at both ends
-    are left out: they are a few percent where they are there."""
+    """q, k, w, do and dv are read once, dv2 and one state per chunk written once. Gates and the first and
+    last states are left out: they are at most a few percent."""
     tokens, HV, K, V = dims["B"] * dims["T"], dims["HV"], dims["K"], dims["V"]
     elements = tokens * (2 * dims["H"] * K + HV * (K + 3 * V)) + -(-tokens // 64) * HV * K * V
     return Cost(fwd_bytes=0, bwd_bytes=elements * dtype.itemsize, bwd_flops=6 * tokens * HV * K * V)
@@ -84,7 +84,7 @@ def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 
 @dataclass(frozen=True)
 class _OneHead:
-    """dh of one head of the first batch element in fp64: of packed sequences, all."""
+    """Truth in fp64: dh of one head of the first batch element, or of all packed sequences."""
 
     head: int
     known: Tensor
@@ -94,7 +94,7 @@ class _OneHead:
 
 
 def _judge(args: Args) -> _OneHead:
-    """Heads do not meet in any sum."""
+    """Heads are independent, so one is enough."""
     HV = args["w"].shape[2]
     head, group = HV - 1, HV // args["q"].shape[2]
     one: dict[str, Any] = {p.name: args.get(p.name) for p in backward.contract.params} | {"use_exp2": True}
@@ -117,7 +117,7 @@ def _case(B: int, T: int, H: int, mode: str, HV: int = 0, **options: Any) -> Cas
 
 
 def _spread(count: int, total: int, least: int, most: int) -> str:
-    """So many lengths from `least` to `most` that make up `total`."""
+    """`count` lengths from `least` to `most` that sum to `total`."""
     steps = [least + (most - least) * i // max(count - 1, 1) for i in range(count)]
     scaled = [n * total // sum(steps) for n in steps]
     return "+".join(map(str, (*scaled[:-1], total - sum(scaled[:-1]))))

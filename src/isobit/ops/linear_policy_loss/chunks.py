@@ -1,8 +1,8 @@
-"""Where the chunks of a batch end, and which part of its tensors belongs to each.
+"""Splits a batch into chunks, and its tensors with it.
 
-Rows are flat [N], sequences of one length [B, T], or sequences packed one after another, [N] with their
-bounds. Chunks hold whole sequences; flat rows may be cut anywhere. A chunk has as many rows as there is room
-for. A sequence for which there is none is a chunk of its own, and nothing of it is kept.
+Rows are flat [N], sequences of equal length [B, T], or sequences packed one after another, [N] with their
+bounds. Chunks hold whole sequences; flat rows may be split anywhere. A chunk has as many rows as fit in the
+workspace. A sequence that does not fit is a chunk of its own, and none of its probabilities are kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from isobit.blocks.stream import SEGMENT
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows `first` to `end`, which are the units `begin` to `stop`: sequences, or rows where those are flat.
-    `kept`: there is room for their probabilities."""
+    """Rows `first` to `end`, which are the units `begin` to `stop`: sequences, or single rows if rows are
+    flat. `kept`: their probabilities fit in the workspace."""
 
     first: int
     end: int
@@ -32,8 +32,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of a leading shape. `bounds` say where sequences begin and the last one ends; None: rows are
-    flat."""
+    """Rows of a leading shape. `bounds` are the first row of each sequence and the end of the last; None:
+    rows are flat."""
 
     shape: tuple[int, ...]
     bounds: Sequence[int] | None
@@ -46,14 +46,14 @@ class Batch:
         return N
 
     def chunks(self, capacity: int | None) -> list[Chunk]:
-        """All rows, so many at a time; None: at once, with nothing kept."""
+        """All rows in chunks of at most `capacity` rows; None: one chunk, with nothing kept."""
         N, bounds = self.rows, self.bounds
         if N == 0:
             return []
         if capacity is None or capacity >= N:
             return [Chunk(0, N, 0, N if bounds is None else len(bounds) - 1, capacity is not None)]
         if bounds is None:
-            # A multiple of a segment, so that no row has to wait for the next chunk, if all count.
+            # A multiple of a segment, so that no row has to be queued if all rows count.
             step = capacity // SEGMENT * SEGMENT or capacity
             return [Chunk(a, b, a, b, True) for a in range(0, N, step) for b in (min(a + step, N),)]
         made, begin, last = list[Chunk](), 0, len(bounds) - 1
@@ -62,7 +62,7 @@ class Batch:
             while stop < last and bounds[stop + 1] - bounds[begin] <= capacity:
                 stop += 1
             if bounds[stop] == N:
-                stop = last  # sequences without rows, behind all
+                stop = last  # include empty sequences at the end
             rows = bounds[stop] - bounds[begin]
             if rows:
                 made.append(Chunk(bounds[begin], bounds[stop], begin, stop, rows <= capacity))
@@ -70,9 +70,9 @@ class Batch:
         return made
 
     def halves(self, chunk: Chunk) -> list[Chunk]:
-        """A chunk as two, about equally long; none if it is a single unit."""
+        """A chunk in two parts of about equal length; an empty list if it is a single unit."""
         cut = middle = (chunk.first + chunk.end) // 2
-        if self.bounds is not None:  # the sequence that begins next to there
+        if self.bounds is not None:  # the closest start of a sequence
             inner = range(chunk.begin + 1, chunk.stop)
             middle = min(inner, default=chunk.begin, key=lambda unit: abs(self.bounds[unit] - cut))  # type: ignore[index]
             cut = self.bounds[middle]
@@ -82,7 +82,7 @@ class Batch:
                 Chunk(cut, chunk.end, middle, chunk.stop, False)]  # fmt: skip
 
     def of_rows(self, t: Any, chunk: Chunk) -> Any:
-        """A chunk's part of what has one number a row, or a line of them; anything else as it is."""
+        """The chunk's part of a tensor with one entry per row; anything else unchanged."""
         if not isinstance(t, Tensor) or t.ndim == 0:
             return t
         if len(self.shape) == 2:
@@ -90,7 +90,7 @@ class Batch:
         return t[chunk.first : chunk.end]
 
     def part(self, t: Tensor, part: Chunk, of: Chunk) -> Tensor:
-        """A part of what has the rows of a chunk, or of several."""
+        """A part of a tensor that has the rows of a chunk, or of several."""
         if len(self.shape) == 2:
             return t[part.begin - of.begin : part.stop - of.begin]
         return t[part.first - of.first : part.end - of.first]
@@ -98,10 +98,10 @@ class Batch:
     # The inputs of a loss
 
     def sort(self, inputs: Mapping[str, Any], error: Callable[[str, Any, str], Exception]) -> "Inputs":
-        """Which inputs have rows, and which have sequences; or the error of one that has neither."""
+        """Sorts inputs into those by row and those by sequence; raises an error for one that is neither."""
         by_rows, by_sequences, same = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
         sequences = () if self.bounds is None else (len(self.bounds) - 1,)
-        # As many sequences as rows, and some of them empty: a tensor could be either.
+        # As many sequences as rows, some of them empty: a tensor of this shape could be either.
         unclear = self.shape == sequences and list(self.bounds or ()) != list(range(self.rows + 1))
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
@@ -127,7 +127,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a loss by what they have one of."""
+    """Inputs of a loss: one entry per row, one per sequence, or the same for all."""
 
     batch: Batch
     by_rows: Mapping[str, Tensor]

@@ -1,23 +1,22 @@
-"""Any loss of log-probabilities, straight from hidden states and an LM head, in three products.
+"""Any loss of log-probabilities, directly from hidden states and an LM head, in three matrix products.
 
     logp, entropy = linear_logp(hidden, weight, token_ids, ...)          of a chunk of rows
-    loss         += loss_fn(logp, entropy, **inputs)                      the caller's own, of the chunk
+    loss         += loss_fn(logp, entropy, **inputs)                      the caller's loss of this chunk
 
-and the gradients of the chunk are made before the next chunk begins, because those of its log-probabilities
-are known then:
+The gradients of the chunk's log-probabilities are known then, so its other gradients are computed before the
+next chunk begins:
 
     product 1   the logits: log-probabilities, and probabilities p, which are kept
     product 2   dhidden  = dz weight        dz = dlogp (one-hot - p), in the memory of p
     product 3   dweight += dz^T hidden
 
-So there is never more of [N, V] than a chunk, and no logit is computed twice. `linear_logp` needs a fourth
-product: between its forward and its backward all rows have passed. Where there is a gradient of the entropy,
-and for a sequence that has no room in the workspace, logits are computed twice here too.
+So there is never more of [N, V] in memory than one chunk, and no logit is computed twice. `linear_logp` needs
+a fourth product: it computes all rows before its backward begins. Logits are computed twice here too if the
+entropy has a gradient, and for a sequence that does not fit in the workspace.
 
-Gradients are kept in fp32, from the forward to the backward. There they are multiplied by the gradient of the
-loss and rounded once. Where all rows are one chunk, product 3 is made there on Hopper, by a kernel that
-multiplies and rounds. Where no row has room, everything but the loss is left to the backward of
-`linear_logp`.
+Gradients are kept in fp32 from the forward to the backward. There they are multiplied by the gradient of the
+loss and rounded once. If all rows are one chunk, Hopper does product 3 there, in a kernel that multiplies and
+rounds. If no row is kept, everything but the loss is left to the backward of `linear_logp`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +60,7 @@ def declared(
     cu_seqlens: object | None = None,
     workspace_bytes: int | None = None,
 ) -> F32[Tensor, ""]:
-    """loss, and sums beside it."""
+    """(loss, sums): the loss, and the sums that loss_fn returns with it."""
 
 
 # Rules that annotations cannot express
@@ -125,7 +124,7 @@ def batch_of(args: dict[str, Any]) -> Batch:
 
 
 def _bounds(args: dict[str, Any]) -> Sequence[int] | None:
-    """Where sequences begin; None where rows are flat. Reads cu_seqlens, which waits for a GPU if it is
+    """Where sequences begin; None if rows are flat. Reads cu_seqlens, which waits for the GPU if it is
     there."""
     given, shape = args["cu_seqlens"], args["token_ids"].shape
     if given is None:
@@ -144,8 +143,7 @@ _ONCE = (
 
 
 class _PolicyLoss(torch.autograd.Function):
-    """Gradients are there when the loss is, but for a dweight that was postponed; the backward multiplies
-    them."""
+    """The forward already computes the gradients (except a postponed dweight); the backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, kept: list[Sums], *tensors: Tensor | None) -> Tensor:
@@ -175,7 +173,7 @@ def _first(gradient: Tensor, dloss: Tensor) -> Tensor:
 
 
 def _scaled(gradient: Tensor | None, like: tuple[torch.Size, torch.dtype], dloss: Tensor) -> Tensor | None:
-    """Multiplied in fp32 and rounded once, to the shape and dtype of what it is the gradient of."""
+    """Multiplied in fp32 and rounded once, to the shape and dtype of its parameter."""
     if gradient is None:
         return None
     shape, dtype = like
@@ -184,7 +182,7 @@ def _scaled(gradient: Tensor | None, like: tuple[torch.Size, torch.dtype], dloss
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients with respect to log-probabilities and entropies are known."""
+    """A loss whose gradients with respect to log-probabilities and entropies are already known."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *results: Tensor) -> Tensor:
@@ -220,52 +218,47 @@ def linear_policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """The sum of `loss_fn` over chunks of rows, from hidden states and the weight of an LM head.
 
-    Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: gradients of
-    a chunk are finished before the next one begins.
+    Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: the gradients
+    of a chunk are finished before the next one begins.
 
-    Args:
-        hidden: [N, D], or [B, T, D] with a sequence a line; in bf16, fp16, fp32 (or fp64, on the reference
-            backend). Any strides, the last dimension contiguous.
-        weight: [V, D], of the same dtype: the weight of the LM head.
-        token_ids: [N] or [B, T], int32 or int64; out of the vocabulary as in `linear_logp`.
-        loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or [b, T] with
-            whole sequences. Plain PyTorch. It returns the rows' share of the loss, a scalar, or (loss, sums)
-            with a dict of what else is summed. Shares must add up: a sum over rows, divided by a number that
-            is given, and no mean over the rows that are there. `isobit.losses` has some.
-        inputs: what else loss_fn takes, by name. Tensors of the shape of token_ids are cut like the rows;
-            tensors [B] (with cu_seqlens: one for every sequence) like the sequences; anything without
-            dimensions is passed as it is. No gradient goes to them.
-        bias: [V], of the same dtype as the weight or fp32; added in fp32.
-        mask: [N] or [B, T], bool or integer; a row counts where it is nonzero. Rows that do not count have
-            log-probability 0 and get no gradient, and what they hold, NaN included, reaches no result.
-            loss_fn is not given it, unless it is among the inputs too.
-        ignore_index: rows with this token id do not count.
-        temperature: a positive number that divides the logits, or an fp32 tensor with one for every row.
-        entropy: give loss_fn the entropies too; None otherwise. Where it uses their gradient, logits are
-            computed twice.
-        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
-            list or a tensor; one on a GPU is read, which waits for it once. Rows [B, T] need none.
-        workspace_bytes: memory for the probabilities of a chunk and what lies beside them; None is 1.3 GiB.
-            Fewer rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written
-            once a chunk. A sequence that has no room, and all rows where there is room for less than 1024,
-            have their logits computed twice. That changes bits of gradients; where chunks end does not.
-        validate: look at ids and temperatures on a GPU too, and run loss_fn on both halves of the first
-            chunk beside, which shows if shares do not add up (host syncs). None does it on CPU tensors, and
-            everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of, as of `linear_logp`.
-        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+    Args: hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
+        reference backend). Any strides, the last dimension contiguous. weight: [V, D], of the same dtype: the
+        weight of the LM head. token_ids: [N] or [B, T], int32 or int64; ids outside of the vocabulary as in
+        `linear_logp`. loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or
+        [b, T] with whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or
+        (loss, sums), where sums is a dict of other values to be summed over chunks. Shares must add up:
+        return a sum over rows divided by a fixed number, not a mean over the rows of the chunk.
+        `isobit.losses` has some. inputs: other arguments of loss_fn, by name. Tensors with the shape of
+        token_ids are split like the rows; tensors [B] (with cu_seqlens: one element per sequence) like the
+        sequences; values without dimensions are passed unchanged. They get no gradient. bias: [V], of the
+        same dtype as the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts
+        where it is nonzero. Rows that do not count have log-probability 0 and get no gradient, and their
+        values, NaN included, reach no result. loss_fn does not receive the mask, unless it is among the
+        inputs too. ignore_index: rows with this token id do not count. temperature: a positive number that
+        divides the logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn
+        too; otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens:
+        where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a
+        tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
+        workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
+        rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
+        chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than 1024
+        fit. That changes bits of gradients; where chunks end does not. validate: check ids and temperatures
+        on a GPU too, and also run loss_fn on both halves of the first chunk, to see whether shares add up
+        (host syncs). None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the
+        numerics class that the result must have, as in `linear_logp`. backend: force "hopper", "triton" or
+        "reference"; None takes the first that can serve.
 
     Returns:
-        (loss, stats): the sum of all shares, in their order, and the sums of what loss_fn returned beside
-        them, detached.
+        (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
+        returned, detached.
 
-    Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias,
-    and only those that are wanted are computed; without any there is one product. They are those of
-    `linear_logp` with kept probabilities and the same loss, in the same bits where the gradient of the loss
-    is 1; any other is multiplied in fp32, before the one rounding. From the call to the backward they take 4
-    V D + 4 N D bytes at most.
+    Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
+    only those that are needed are computed, and without any there is one product. They equal those of
+    `linear_logp` with kept probabilities and the same loss, bit for bit if the gradient of the loss is 1; any
+    other value is multiplied in fp32, before the one rounding. Between the call and the backward they take
+    4 V D + 4 N D bytes at most.
 
-    `torch.compile` cannot see into it: a compiled function breaks there.
+    `torch.compile` cannot trace it: a compiled function has a graph break there.
 
     Example:
         >>> import torch, isobit

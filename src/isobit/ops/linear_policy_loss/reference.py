@@ -1,5 +1,5 @@
-"""`linear_policy_loss` in plain PyTorch: the formula that is the truth. The backend of this name is that of
-`linear_logp`, a chunk of rows at a time."""
+"""`linear_policy_loss` in plain PyTorch: the formula that is the truth. The backend named reference is that
+of `linear_logp`, one chunk of rows at a time."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def formula(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
 ) -> Tensor:
-    """The loss by definition: of all rows at once, in fp64 for fp64 inputs and in fp32 for all others."""
+    """The loss by definition, of all rows at once, in fp64 for fp64 inputs and in fp32 for all others."""
     logp, found, _ = reference.formula(
         hidden, weight, token_ids, bias=bias, mask=mask, ignore_index=ignore_index, temperature=temperature
     )

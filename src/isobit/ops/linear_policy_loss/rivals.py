@@ -1,5 +1,4 @@
-"""What people use instead of `linear_policy_loss`, the shapes at which both are timed, and how fast is fast
-enough.
+"""What people use instead of `linear_policy_loss`, the shapes at which both are timed, and the speed goals.
 
 N tokens in sequences of 1024, with D features and a vocabulary of V; a clipped policy loss, its value and the
 gradients of hidden states and weight. Two series:
@@ -7,8 +6,8 @@ gradients of hidden states and weight. Two series:
     linear_policy_loss         with a workspace of 1.3 GiB
     linear_policy_loss_small   with 256 MB
 
-The baseline is G, one bare matrix product of that size, as for `linear_logp`. There are three to be made, or
-four where logits are computed twice.
+The baseline is G, one bare matrix product of that size, as for `linear_logp`. The loss needs three such
+products, or four if logits are computed twice.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from isobit.ops.linear_policy_loss.proof.inputs import make as make_rows
 
 SHAPES = ((4096, 2048, 131072), (8192, 4096, 151936), (16384, 4096, 128256))
 
-#: Tokens of a sequence, of a rival that wants to know.
+#: Tokens per sequence, for rivals that need it.
 LENGTH = 1024
 
 GIB, MB = 1 << 30, 10**6
@@ -81,7 +80,7 @@ def _native(args: Args) -> Tensor:
 
 
 def _trl(args: Args) -> Tensor:
-    """Products a tile of 4096 x 32768 logits at a time, again in the backward."""
+    """Computes tiles of 4096 x 32768 logits, and again in the backward."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     hidden, weight, ids = (args[name] for name in ("hidden", "weight", "token_ids"))
@@ -90,7 +89,7 @@ def _trl(args: Args) -> Tensor:
 
 
 def _liger(args: Args) -> Tensor:
-    """Gradients in the forward, sequence by sequence; the same terms and the same divisor."""
+    """Computes gradients in the forward, sequence by sequence; the same terms and divisor."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     given, rows = args["inputs"], (-1, min(LENGTH, len(args["hidden"])))
@@ -129,8 +128,8 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class Sampled:
-    """The loss in fp64, and the gradient of some hidden states, each relative to its size: of the loss that
-    of its terms, of a gradient its largest element."""
+    """Truth in fp64: the loss, and the gradient of some hidden states. Errors are relative: that of the loss
+    to the size of its terms, that of a gradient to its largest element."""
 
     args: Args
 
@@ -144,7 +143,7 @@ class Sampled:
 
     @cached_property
     def loss(self) -> tuple[float, float]:
-        """The loss, and the sum of the sizes of its terms."""
+        """The loss, and the sum of the absolute values of its terms."""
         everyone = torch.arange(len(self.args["hidden"]), device=self.args["hidden"].device)
         total = size = 0.0
         with torch.no_grad():
@@ -163,7 +162,7 @@ class Sampled:
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         loss, dhidden = result[0], result[1]
-        if loss.ndim:  # a product has no loss
+        if loss.ndim:  # a bare product has no loss
             return None
         total, size = self.loss
         rows, exact = self.gradient
@@ -176,7 +175,7 @@ class Sampled:
 
 
 def _most_mb(workspace: int) -> Base:
-    """One dweight in fp32, and the workspace."""
+    """One fp32 dweight, and the workspace."""
 
     def figure(group: Group) -> float | None:
         sizes = sizes_of(next(iter(group.values()))["case"])

@@ -1,4 +1,4 @@
-"""The caller's loss on a chunk of rows: its share in the loss, and the gradients of it."""
+"""Runs the caller's loss on a chunk of rows: its share of the loss, and the gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,8 @@ LossFn = Callable[..., Any]
 
 
 class Share(NamedTuple):
-    """What a chunk adds to the loss, its sums, and the gradients of its log-probabilities and entropies."""
+    """A chunk's contribution to the loss, its sums, and the gradients of its log-probabilities and
+    entropies."""
 
     loss: Tensor
     sums: dict[str, Any]
@@ -22,7 +23,7 @@ class Share(NamedTuple):
 
 
 class Loss:
-    """The caller's loss function, and what is wrong with it."""
+    """The caller's loss function, and the errors it may raise."""
 
     def __init__(self, contract: Contract, loss_fn: LossFn) -> None:
         self._contract, self._loss_fn = contract, loss_fn
@@ -34,8 +35,8 @@ class Loss:
         self, logp: Tensor, entropy: Tensor | None, inputs: Mapping[str, Any], gradients: bool | None,
         where: str,
     ) -> Share:  # fmt: skip
-        """Of rows with these log-probabilities. Gradients are taken, or are not, or, if that is None, as far
-        as there are any. `where` says which rows they are."""
+        """The share of rows with these log-probabilities. Gradients are computed, or not, or, if that is
+        None, as far as they exist. `where` names the rows in errors."""
         wanted = gradients is not False
         leaves = [t.detach().requires_grad_(wanted) for t in (logp, entropy) if t is not None]
         given = (leaves[0], leaves[1] if entropy is not None else None)
@@ -50,8 +51,8 @@ class Loss:
 
     @contextmanager
     def _their_code(self, where: str) -> Iterator[None]:
-        """What the caller's code raises says of which rows. Want of memory is no mistake of it, and whoever
-        catches that wants to see it."""
+        """An exception from the caller's code is raised again with the rows it was called on. Out-of-memory
+        errors pass unchanged, because callers catch them."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -60,7 +61,7 @@ class Loss:
             raise self.error(f"raised {type(error).__name__} on {where}: {error}") from error
 
     def _parts(self, returned: Any) -> tuple[Tensor, dict[str, Any]]:
-        """(loss, sums) of what was returned."""
+        """(loss, sums) from the returned value."""
         loss, sums = returned, dict[str, Any]()
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
             loss, sums = returned
@@ -83,16 +84,17 @@ class Loss:
         if any(all(t is not leaf for leaf in leaves) for t in _variables(loss)):
             rule = "the loss depends on another tensor that requires a gradient, and none would reach it"
             raise self.error(f"{rule}; detach() it")
-        with self._their_code(where):  # it may have autograd functions of its own
+        with self._their_code(where):  # the loss may contain autograd functions of its own
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
         if all(g is None for g in found):
             raise self.error(detached)
         return [*found, None][:2]
 
     def together(self, whole: Share, halves: Sequence[Share], logp: Tensor) -> None:
-        """Raise unless the shares of two halves add up to that of the whole, which had these
-        log-probabilities: a loss that mixes rows, a mean for one, would depend on where chunks end."""
-        # Terms of a loss may cancel. How large they are the gradients tell.
+        """Raise unless the shares of two halves add up to the share of the whole, which has these
+        log-probabilities. Otherwise the loss mixes rows (a mean, for example) and would depend on where
+        chunks end."""
+        # Terms of a loss may cancel, so the tolerance is relative to the gradients, not to the loss.
         losses = torch.stack([share.loss.double() for share in (whole, *halves)])
         terms = 0.0 if whole.dlogp is None else (whole.dlogp.abs() * (1 + logp.abs())).nansum()
         pairs = [(losses[:1], losses[1:].sum()[None], losses.abs().nan_to_num().max() + terms)]
@@ -112,7 +114,7 @@ class Loss:
 
 
 def _variables(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that a backward would accumulate gradients into."""
+    """The leaf tensors into which a backward would accumulate gradients."""
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()

@@ -1,10 +1,10 @@
-"""One sweep over the chunks of a batch: log-probabilities, the loss, and all gradients, chunk after chunk.
+"""Computes log-probabilities, the loss, and all gradients, chunk after chunk.
 
-Where probabilities are kept, a chunk's three products are made one after another, and what lasts longer than
-a chunk is dhidden, dweight and dbias in fp32, and the rows that wait for their segment to be complete.
+If probabilities are kept, the three products of a chunk follow one another. Only dhidden, dweight and dbias
+in fp32, and the queued rows whose segment is not complete yet, outlive a chunk.
 
-Where nothing is kept there is one chunk, and its logits are computed twice: now and, as `linear_logp` does
-it, in the backward. Then only the gradients of log-probabilities and entropies are known in advance.
+If nothing is kept there is one chunk, and its logits are computed twice: now and in the backward, as in
+`linear_logp`. Then only the gradients of log-probabilities and entropies are known in advance.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from isobit.ops.linear_logp.rooms import WORKSPACE_BYTES, Memory, capacity
 from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
 from isobit.ops.linear_policy_loss.shares import Loss, Share
 
-#: Options of `linear_logp` that there are none of here.
+#: Options of `linear_logp` that this op does not have.
 PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size"))
 
 
 class Gradients(NamedTuple):
-    """In fp32, of a loss that nothing has been multiplied with; None for what is not wanted or postponed."""
+    """In fp32, of the loss itself (not yet scaled); None for what is not wanted or postponed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -34,21 +34,21 @@ class Gradients(NamedTuple):
 
 
 class Postponed(NamedTuple):
-    """d-logits and hidden states of so many rows, of which dweight is still to be made."""
+    """d-logits and hidden states of `rows` rows, from which dweight is still to be computed."""
 
     memory: Tensor
     queue: Tensor
     rows: Tensor
 
     def dweight(self, vocab: int, factor: Tensor) -> Tensor:
-        """Times a factor, and rounded."""
+        """dweight times a factor, rounded."""
         own = {"memory": self.memory, "queue": self.queue, "count": self.rows}
         found: Tensor = chunk_ops.finish(**own, vocab=vocab, factor=factor)
         return found
 
 
 class Found(NamedTuple):
-    """What a sweep has found."""
+    """The results of all chunks."""
 
     sums: "Sums"
     gradients: Gradients
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that keeps the contract. `check`: the loss is also tried on two halves of a chunk."""
+    """A call that satisfies the contract. `check`: also run the loss on both halves of a chunk."""
 
     args: Mapping[str, Any]
     backend: str
@@ -78,16 +78,16 @@ class Call:
 
     @property
     def kept(self) -> bool:
-        """Whether probabilities of any rows are."""
+        """Whether probabilities of any rows are kept."""
         return len(self.chunks) != 1 or self.chunks[0].kept
 
     @cached_property
     def controls(self) -> dict[str, Any]:
-        """Who serves is settled, and so is what tensors hold."""
+        """The backend is already chosen, and values are already validated."""
         return {"backend": self.backend, "validate": False}
 
     def of_rows(self, chunk: Chunk) -> dict[str, Any]:
-        """A chunk's part of what the ops take, and what all rows share."""
+        """The chunk's part of the arguments, and those that all rows share."""
         names = ("hidden", "token_ids", "mask", "temperature")
         found = {name: self.batch.of_rows(self.args[name], chunk) for name in names}
         return found | {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
@@ -96,7 +96,8 @@ class Call:
 def _forward(
     call: Call, chunk: Chunk, stats: bool = False, room: int | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(logp, entropy, stats) of rows, without keeping anything. `room` is for a backward that follows."""
+    """(logp, entropy, stats) of rows, without keeping anything. `room` is the workspace of a later
+    backward."""
     logp, entropy, _, found, *_ = forward(
         **call.of_rows(chunk), **PLAIN, return_entropy=call.args["entropy"], return_stats=stats,
         workspace_bytes=room, **call.controls,
@@ -105,7 +106,7 @@ def _forward(
 
 
 class Sums:
-    """What chunks add up to: the loss and its sums, in the order of the chunks."""
+    """Accumulates over chunks, in their order: the loss and its sums."""
 
     def __init__(self, call: Call, gradients: bool) -> None:
         hidden = call.args["hidden"]
@@ -140,7 +141,7 @@ class Sums:
     def _share(
         self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None, gradients: bool | None
     ) -> Share:
-        """Of a part of the rows that have these log-probabilities."""
+        """The share of a part of the rows that have these log-probabilities."""
         call = self._call
         where = f"rows {part.first} to {part.end} of {call.batch.rows}"
         logp, inputs = call.batch.part(logp, part, of), call.inputs.of(part)
@@ -149,10 +150,10 @@ class Sums:
 
 
 def evaluate(call: Call) -> Sums:
-    """The loss alone. Nothing is kept, so all log-probabilities are made at once; the chunks of the loss are
-    those that it has with gradients."""
+    """The loss only. Nothing is kept, so all log-probabilities are computed at once. The loss runs on the
+    same chunks as with gradients."""
     sums = Sums(call, gradients=False)
-    for whole in call.batch.chunks(None):  # one, or none without rows
+    for whole in call.batch.chunks(None):  # one chunk, or none if there are no rows
         logp, entropy, _ = _forward(call, whole)
         for chunk in call.chunks:
             sums.add(chunk, whole, logp, entropy)
@@ -160,12 +161,13 @@ def evaluate(call: Call) -> Sums:
 
 
 def without_keeping(call: Call) -> tuple[Sums, Share, list[Tensor]]:
-    """The loss of all rows, gradients of their log-probabilities and entropies, and these themselves, whose
-    own backward computes logits a second time."""
+    """The loss of all rows, the gradients of their log-probabilities and entropies, and these themselves.
+    Their own backward computes logits a second time."""
     args, sums, (chunk,) = call.args, Sums(call, gradients=True), call.chunks
     room = args["workspace_bytes"]
     if room is not None and call.backend == "hopper" and args["weight"].requires_grad:
-        # There are no sums of dweight in fp32: d-logits have their room too, but for sums of dhidden.
+        # There are no fp32 sums of dweight, so their memory can hold d-logits too, except for sums of
+        # dhidden.
         (V, D), N = args["weight"].shape, call.batch.rows
         room += max(0, 4 * V * D - 4 * N * D)
     logp, entropy, _ = _forward(call, chunk, room=room)
@@ -174,9 +176,9 @@ def without_keeping(call: Call) -> tuple[Sums, Share, list[Tensor]]:
 
 
 def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
-    """The loss, and gradients of what they are wanted for, chunk after chunk."""
+    """The loss, and the wanted gradients, chunk after chunk."""
     hidden, chunks = call.args["hidden"], call.chunks
-    # On Hopper dweight of one chunk waits for the backward, which knows what to multiply it with.
+    # On Hopper dweight of a single chunk is left to the backward, which knows its factor.
     postpone = call.backend == "hopper" and wanted["weight"] and len(chunks) == 1
     now = {**wanted, "weight": wanted["weight"] and not postpone}
     sums, gradients = Sums(call, gradients=True), _new(call, now, torch.empty if chunks else torch.zeros)
@@ -206,7 +208,7 @@ def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
 
 
 def _new(call: Call, wanted: Mapping[str, bool], make: Callable[..., Tensor]) -> Gradients:
-    """Gradients of what they are wanted for, in fp32."""
+    """The wanted gradients, in fp32."""
     hidden, weight = call.args["hidden"], call.args["weight"]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     shapes = ((call.batch.rows, hidden.shape[-1]), weight.shape, weight.shape[:1])

@@ -1,5 +1,5 @@
-"""What must be shown of `chunk_gated_delta_rule_bwd_dhu`: inputs that would expose a wrong kernel, the truth,
-how far from it a kernel may be."""
+"""The proof of `chunk_gated_delta_rule_bwd_dhu`: inputs that would expose a wrong kernel, the truth, and
+error bounds."""
 
 from functools import partial
 from importlib import import_module
@@ -26,13 +26,13 @@ BY_TOKEN = ("q", "k", "w", "do", "dv", "g", "gk")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """As a model has them: unit keys, w a part of its key, gates that decay. So states neither grow nor
-    vanish. `mode` has a letter for what is given: g, k (gk), h (h0), t (dht). `lengths` are of packed
-    sequences, as 30+0+59."""
+    """Inputs as in a model: unit keys, w a fraction of its key, decaying gates. So states neither grow nor
+    vanish. `mode` has a letter for each tensor that is given: g, k (gk), h (h0), t (dht). `lengths` are those
+    of packed sequences, as 30+0+59."""
     d, given = case.dims, case.options.get("mode", "gkht")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     C, v_first = case.options.get("chunk", 64), bool(case.options.get("v_first"))
-    # Many numbers are drawn where they will live.
+    # Large random inputs are drawn on the device itself.
     where = device if case.heavy or case.data == "random" else torch.device("cpu")
     gen = torch.Generator(where).manual_seed(options.seed)
 
@@ -50,7 +50,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     wide = torch.promote_types(case.dtype, F32)
 
     def gate(*shape: int) -> Tensor:
-        """Steps of the log2 of a decay, summed up from the start of each chunk."""
+        """Random log2 decays, cumulative from the start of each chunk."""
         steps = -torch.rand(*shape, generator=gen, device=gen.device, dtype=wide) / 8
         ends = [*(s for first, end in pairwise(bounds or [0, T]) for s in range(first, end, C)), T]
         parts = [steps[:, first:end].cumsum(1) for first, end in pairwise(ends)]
@@ -72,13 +72,13 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Sequences to append that must change nothing: NaN."""
+    """Sequences of NaN to append; they must change nothing."""
     names = (*BY_TOKEN, "h0", "dht")
     return {n: None if args[n] is None else args[n].new_full((rows, *args[n].shape[1:]), NAN) for n in names}
 
 
 def features_reversed(args: Args) -> Args:
-    """Groups of 16 features in another order: the same products, other chains."""
+    """Groups of 16 features in reversed order: the same products, summed in another order."""
     axis = -1 if args["state_v_first"] else -2
     found = {n: alter.in_other_groups(args[n], -1) for n in ("q", "k", "w", "gk") if args[n] is not None}
     states = {n: alter.in_other_groups(args[n], axis) for n in ("h0", "dht") if args[n] is not None}
@@ -86,7 +86,7 @@ def features_reversed(args: Args) -> Args:
 
 
 def features_back(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of states that are [K, V], and K a multiple of 16."""
+    """Undoes it for states [K, V] with K a multiple of 16."""
     dh, dh0, dv2 = outputs
     return alter.in_other_groups(dh, -2), alter.in_other_groups(dh0, -2), dv2
 
@@ -100,7 +100,7 @@ def _bound(args: Args) -> Args:
 
 
 def _present(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """An output that was not asked for has no elements."""
+    """An output that was not requested becomes an empty tensor."""
     return tuple(args["q"].new_empty(0, dtype=F32) if o is None else o for o in outputs)
 
 
@@ -125,7 +125,7 @@ def _narrowest(args: Args) -> torch.dtype:
 
 
 def packed_alone(trial: Trial) -> list[OutputCheck]:
-    """A packed sequence has the bits that it has alone, and at another place among others."""
+    """A packed sequence has the same bits alone, and at another place among others."""
     args = trial.args()
     if args["cu_seqlens"] is None:
         return []
@@ -191,8 +191,8 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def record(module: str, launch: Any, dtype: torch.dtype) -> None:
-    """Gates or none, both layouts, packed or not, every K of the Hopper kernel. Of other dtypes than bf16,
-    whose code differs in conversions, the portable kernel has a call of each layout."""
+    """With and without gates, both layouts, packed or not, every K of the Hopper kernel. For other dtypes
+    than bf16, which differ only in conversions, the portable kernel has one call per layout."""
     if module == "kernels_hopper" and dtype == F32:
         dtype = F16  # tensor cores take no fp32
     kernels = import_module(f"isobit.ops.delta_rule.{module}")

@@ -1,14 +1,14 @@
-"""How far a kernel may be from the truth: a bound that is carried along the recurrence.
+"""Bounds on the error of a kernel, propagated along the recurrence.
 
-e is the error of D. Rounding D to 16 bits adds half a unit u of it; a product a b of n terms may be off by
-what chains of 16 cut off, at most 21/4 units of 2^-23 of |a| |b| a step (see `isobit.check.errors`). Then,
-with all factors in absolute value,
+e is the error of D. Rounding D to 16 bits adds half a unit u of it. In a product a b of n terms every step of
+a chain of 16 truncates at most 21/4 units of 2^-23 of |a| |b| (see `isobit.check.errors`). Then, with all
+factors in absolute value,
 
     dh        e + u (|D| + e)
     dv2       2^(g[last] - g) (|K| (the error of dh) + chain) + few units of its parts, then rounded
     e after   decay e + |W|^T (the error of dv2) + chains + few units of the parts
 
-Powers of two may be off by some units, and by what rounding their argument does. Nothing here is fitted.
+Powers of two have errors of some units, plus that of their rounded argument. Nothing here is fitted.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from isobit.check.proof import Args
 
 UNIT = 2.0**-23
 
-#: Units by which a power of two may be off, with an argument of a few dozens that was rounded.
+#: Error of a power of two in units, for an argument of a few dozens that was rounded.
 POWER = 64.0
 
 
 def _chain(a: Tensor, b: Tensor) -> Tensor:
-    """What a product may be off by, from the absolute values of its factors."""
+    """Error of a product, from the absolute values of its factors."""
     return 21 / 4 * UNIT * (a.shape[-1] / 16 + 1) * (a @ b)
 
 
@@ -41,9 +41,10 @@ def _sequences(args: Args) -> Iterator[tuple[int, int, int, int]]:
 
 
 def error_bounds(args: Args, narrow: torch.dtype) -> dict[str, Tensor]:
-    """Of dh, dh0 and dv2 in units of 2^-23, for fp64 arguments that came from the dtype `narrow`."""
+    """Error bounds of dh, dh0 and dv2 in units of 2^-23, for fp64 arguments that came from the dtype
+    `narrow`."""
     u = torch.finfo(narrow).eps / 2 if narrow.itemsize == 2 else UNIT / 2
-    least = torch.finfo(narrow).smallest_normal * u  # what rounding to numbers below the normal ones costs
+    least = torch.finfo(narrow).smallest_normal * u  # error of rounding to a subnormal number
     C, scale = args["chunk_size"], args["scale"]
     HV, V = args["dv"].shape[2:]
     K = args["q"].shape[3]
@@ -89,7 +90,7 @@ def error_bounds(args: Args, narrow: torch.dtype) -> dict[str, Tensor]:
                 + _chain(qg, do.abs()) * 2 + (POWER * UNIT + u * u) * (qg @ do.abs())
                 + least * q.abs().mT.sum(-1, keepdim=True)
                 + w.abs().mT @ of_x + _chain(w.abs().mT, x_size)
-                # Chains that begin with the state cut off of that, too.
+                # Chains that begin with the state truncate that, too.
                 + 21 / 4 * UNIT * (3 * C / 16 + 3) * (decay * D.abs() + qg @ do.abs() + w.abs().mT @ x_size)
             )  # fmt: skip
             D = after

@@ -139,8 +139,8 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
 
 
 def _narrowed(rows: Errors, args: Args, dz: Tensor, error: Tensor, kept: Tensor) -> Tensor | float:
-    """Error from rounding d-logits to the inputs' dtype, in units; `kept` is the factor from a row's
-    largest probability to them."""
+    """Error from rounding d-logits to the inputs' dtype, in units; `kept` is the size of the d-logit of a
+    row's largest probability."""
     narrow = narrow_dtype(rows.hidden, rows.weight)
     if narrow is None:
         return 0.0

@@ -1,5 +1,5 @@
-"""What must be shown of `linear_policy_loss`: its inputs are in `inputs.py`, the truth in `truth.py`, equal
-bits in `bits.py`."""
+"""The proof of `linear_policy_loss`. Inputs are in `inputs.py`, the truth in `truth.py`, bit laws in
+`bits.py`."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ MB = 1 << 20
 
 
 def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The loss. What is summed beside it is the caller's."""
+    """The loss. Its sums are the caller's business."""
     return outputs[:1]
 
 
@@ -29,8 +29,8 @@ def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def memory(case: Case, backend: str, direction: str) -> int:
-    """Bytes beyond inputs, outputs and gradients: the workspace, and sums of dweight and of dhidden in fp32.
-    Where nothing is kept, what `linear_logp` takes, with the room of those sums."""
+    """Bytes beyond inputs, outputs and gradients: the workspace, and fp32 sums of dweight and dhidden. If
+    nothing is kept, as much as `linear_logp`, plus the memory of those sums."""
     sizes = dict(case.dims)
     V, D = sizes.pop("V"), sizes.pop("D")
     N = math.prod(sizes.values())
@@ -41,7 +41,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     room, sums = rooms.WORKSPACE_BYTES if given is None else given, 4 * V * D + 4 * N * D
     if backend == "triton":
         return of_rows + (given or 0) + of_loss
-    if backend == "reference":  # a few temporaries of a chunk, and widened weights
+    if backend == "reference":  # a few temporaries per chunk, and converted weights
         rows = min(N, max(1, room // (4 * V)))
         return 4 * 14 * rows * V + 3 * 4 * V * D + 4 * 4 * N * D + sums + of_loss
     if rooms.capacity("hopper", V, D, case.dtype, room) is None:
@@ -53,7 +53,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def _call(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> Args:
-    """What both directions of a chunk are given: nothing optional, or everything."""
+    """Arguments of both directions of a chunk: no optional ones, or all."""
     args: Args = {"hidden": _empty(N, D, dtype=dtype), "weight": _empty(V, D, dtype=dtype)}
     args |= {"token_ids": _empty(N, dtype=torch.int64), "ignore_index": -100, "temperature": 1.0}
     args |= {"bias": None, "mask": None}
@@ -67,8 +67,8 @@ def _empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """A chunk that is kept, in the middle and at the end; and one whose logits are computed again, because of
-    the entropy's gradient or because it has no room. All rows at once are what `linear_logp` does."""
+    """A chunk that is kept, in the middle and at the end; and one whose logits are recomputed, because the
+    entropy has a gradient or because it does not fit. All rows at once are covered by `linear_logp`."""
     from isobit.ops.linear_logp import kernels_hopper_chunk
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
@@ -95,7 +95,7 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 
 
 def _rows(count: int, V: int) -> int:
-    """Room for so many rows of the reference, in fp32, and for none elsewhere."""
+    """A workspace for this many rows of the reference, in fp32, and for none on other backends."""
     return 4 * V * count
 
 
@@ -115,7 +115,7 @@ _SMALL = [
 
 
 def _heavy(dims: dict[str, int], dtype: torch.dtype, rows: int | None = None, **options: Any) -> Case:
-    """A case for a GPU, with room for chunks of so many rows on Hopper."""
+    """A case for a GPU, with a workspace for chunks of `rows` rows on Hopper."""
     if rows is not None:
         options["workspace_bytes"] = rooms.bytes_for(rows, dims["V"], dims["D"])
     return Case(dims, dtype, "random", options=options, heavy=True, gpu_gb=16)

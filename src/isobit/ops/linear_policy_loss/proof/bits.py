@@ -1,4 +1,4 @@
-"""Equal bits: those of `linear_logp`, and whatever the chunks, the packing and the other rows.
+"""Bit laws: equal to `linear_logp`, and independent of chunks, packing and other rows.
 
 law F   logp, entropy and a row's dhidden depend on the row alone
 law W   dweight and dbias depend on the rows that count and on their order: not on where chunks end
@@ -26,7 +26,7 @@ Gradients = dict[str, Tensor]
 
 
 def gradients(trial: Trial, args: Args) -> Gradients:
-    """Of a loss whose own gradient is 1; those of hidden states by rows."""
+    """Gradients of a loss whose own gradient is 1; those of hidden states as [N, D]."""
     one = torch.ones((), device=trial.device)
     found = replace(trial, given=(one,)).backward(args)[1]
     return {name: g.flatten(0, -2) if name == "hidden" else g for name, g in found.items()}
@@ -37,11 +37,11 @@ def same_gradients(what: str, ours: Gradients, theirs: Gradients, *names: str) -
     return [same_bits(f"gradient:{name}", ours[name], theirs[name], what) for name in chosen]
 
 
-# With linear_logp
+# Against linear_logp
 
 
 def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
-    """Log-probabilities, entropies, and all gradients, where all rows are kept or none is."""
+    """Log-probabilities, entropies, and all gradients, if all rows are kept or none is."""
     args = trial.args()
     ours, seen = gradients(trial, args), results(trial, args)
     call: dict[str, Any] = inputs.as_linear_logp(args) | {"return_entropy": True, "backend": trial.backend}
@@ -65,7 +65,7 @@ def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
 
 
 def results(trial: Trial, args: Args) -> list[Tensor]:
-    """(logp, entropy), as the loss is given them chunk by chunk."""
+    """(logp, entropy), as loss_fn receives them chunk by chunk."""
     seen: list[tuple[Tensor, ...]] = []
 
     def watched(logp: Tensor, entropy: Tensor | None, **given: Any) -> Any:
@@ -83,7 +83,7 @@ def chunks_of(trial: Trial, args: Args) -> list[Any]:
     return batch_of(args).chunks(rooms.capacity(trial.backend, V, D, dtype, room))
 
 
-# Whatever the chunks and the other rows
+# Independent of chunks and other rows
 
 
 def invariant(trial: Trial) -> list[OutputCheck]:
@@ -94,7 +94,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
         checks += same_gradients(what, gradients(trial, args | changes), whole)
     if all(chunk.kept for chunk in chunks_of(trial, args)) or trial.backend != "hopper":
         checks += same_gradients("the same rows, flat", gradients(trial, flat), whole)
-    else:  # a sequence that has no room is not kept: its rows alone have room
+    else:  # a sequence that does not fit is not kept, but its rows alone would be
         whole = gradients(trial, flat)
     N = flat["token_ids"].numel()
     gen = torch.Generator().manual_seed(7)
@@ -121,7 +121,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
 
 
 def schedules(trial: Trial, args: Args) -> Iterator[tuple[str, Args]]:
-    """Other ends of chunks, and other slabs of d-logits, for rows that are kept as they were."""
+    """Other chunk boundaries, and other slabs of d-logits, that keep the same rows."""
     V, D = args["weight"].shape
     least = rooms.LEAST_ROWS
     sizes = [rooms.bytes_for(n, V, D) for n in (least, least + 128, 2 * least + 384)] + [0]
@@ -138,7 +138,7 @@ def rows_in(stretches: list[tuple[int, int]]) -> set[int]:
 
 
 def of_rows(what: str, trial: Trial, changed: Args, whole: Gradients, index: Tensor) -> list[OutputCheck]:
-    """Rows of dhidden beside other rows."""
+    """Checks rows of dhidden when they are beside other rows."""
     found = gradients(replace(trial, only=("hidden",)), changed)
     return same_gradients(what, found, {"hidden": whole["hidden"][index]})
 
@@ -149,7 +149,7 @@ _BY_ROWS = ("hidden", "token_ids", "mask", "temperature")
 
 
 def flattened(args: Args) -> Args:
-    """The same rows [N], each with the weight that it has with its sequence's gain."""
+    """The same rows [N], with the gain of each sequence folded into the weights of its rows."""
     given, lead = dict(args["inputs"]), args["token_ids"].ndim
     gains, lengths = given.pop("gains", None), given.pop("lengths", None)
     if gains is not None:
@@ -166,7 +166,7 @@ def selected(args: Args, index: Tensor) -> Args:
 
 
 def among(args: Args, at: Tensor, total: int) -> Args:
-    """The rows at these places among others, in their order."""
+    """The rows at these places among padding rows, in their order."""
     others = inputs.padding(args, total)
     found = {n: others[n].index_copy(0, at, args[n]) for n in _BY_ROWS if isinstance(args[n], Tensor)}
     weights = others["weights"].index_copy(0, at, args["inputs"]["weights"])

@@ -1,5 +1,5 @@
 """Inputs that would expose a wrong `linear_policy_loss`: those of `linear_logp`, with a loss that has a
-weight for every row and a gain for every sequence, and calls that must be refused."""
+weight per row and a gain per sequence, and calls that must be refused."""
 
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from isobit.ops.linear_policy_loss.sweep import PLAIN
 
 LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "every other")
 
-#: What the loss adds of every entropy, where it is given them.
+#: Factor on the entropies in the loss, if it gets them.
 BONUS = 0.25
 
 
@@ -26,8 +26,8 @@ def weighed(
     lengths: Tensor | None = None,
     divisor: float = 1.0,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """sum_i weights_i gain_i (logp_i - BONUS entropy_i) / divisor, with a gain for every sequence: a line of
-    [B, T], or so many rows as its length says. Linear, so the gradients of logp are known without it."""
+    """sum_i weights_i gain_i (logp_i - BONUS entropy_i) / divisor, with one gain per sequence: a line of [B,
+    T], or the rows of one length. Linear, so the gradients of logp are known in closed form."""
     weights = weights.to(logp.dtype)
     if gains is not None and lengths is not None:
         weights = weights * gains.to(logp.dtype).repeat_interleave(lengths)
@@ -40,7 +40,7 @@ def weighed(
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Those of a case of `linear_logp`, and a loss. With `sequences` its rows are so many, packed; one of
+    """Inputs of a case of `linear_logp`, and a loss. With `sequences` the rows are packed sequences; one of
     them is empty."""
     found = rows.make(case, device, options)
     args = {name: value for name, value in found.items() if name not in PLAIN}
@@ -60,21 +60,21 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def as_linear_logp(args: Args) -> Args:
-    """The call of `linear_logp` in it, with all probabilities kept where there are any to keep."""
+    """The same call of `linear_logp`, with all probabilities kept if there are any to keep."""
     left = ("loss_fn", "inputs", "cu_seqlens", "entropy")
     room = None if args["entropy"] else rows.FULL
     return {k: v for k, v in args.items() if k not in left} | PLAIN | {"workspace_bytes": room}
 
 
 def lay_out(args: Args, layout: str) -> Args:
-    """The same values under other strides and alignments, those of the inputs among them."""
+    """The same values with other strides and alignments, also in the inputs of the loss."""
     moved = rows.lay_out(args | PLAIN, layout)
     return {name: moved[name] for name in args}
 
 
 def padding(args: Args, count: int) -> Args:
-    """Rows that must change nothing: NaN, and not counting. Their weights are numbers: a loss that is not
-    told which rows count has 0 for their log-probabilities, and 0 times NaN is NaN."""
+    """Rows of NaN that do not count; they must change nothing. Their weights are finite: the loss does not
+    know which rows count, gets log-probability 0 for these, and 0 times NaN is NaN."""
     found = rows.padding(args, count)
     return found | {"weights": torch.ones(count, device=args["hidden"].device)}
 
@@ -83,7 +83,7 @@ def padding(args: Args, count: int) -> Args:
 
 
 def _with(what: str, name: str, value: Any) -> Mutant:
-    """The call with another value of one argument, or what a function makes of the arguments."""
+    """The call with another value of one argument, computed from the arguments."""
     return Mutant(what, name, lambda args: args | {name: value(args)})
 
 
@@ -92,7 +92,7 @@ def _input(what: str, value: Any) -> Mutant:
 
 
 def _loss(what: str, loss_fn: Any) -> Mutant:
-    """A loss whose gradient is wanted, and that is looked into on a GPU too."""
+    """A loss whose gradient is wanted, and that is validated on a GPU too."""
     return Mutant(what, "loss_fn", lambda args: args | {
         "loss_fn": loss_fn, "hidden": args["hidden"].detach().requires_grad_(), "validate": True
     })  # fmt: skip

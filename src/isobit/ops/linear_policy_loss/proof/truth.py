@@ -1,5 +1,5 @@
-"""What `linear_policy_loss` should be, and how far it may be from that: as far as `linear_logp` under the
-gradients that the loss sends back, and a sum of as many terms as there are rows."""
+"""The truth of `linear_policy_loss`, and its error bound: that of `linear_logp` with the gradients of the
+loss, plus a sum of as many terms as there are rows."""
 
 import math
 from collections.abc import Sequence
