@@ -356,7 +356,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 def _unpacked(t: Any, packed: bool) -> Any:

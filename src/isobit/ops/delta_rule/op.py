@@ -206,7 +206,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @backward.public

@@ -318,7 +318,7 @@ gemm_dw.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @gemm.public

@@ -1,8 +1,8 @@
-"""Groups of sequences, the samples of one prompt each: by how many there are in each, or by where they begin.
+"""Groups of sequences, the samples of one prompt each: given by their size, or by where they begin.
 
-`samples_per_prompt` = n cuts a batch into groups of n sequences. `group_boundaries` [G + 1] cuts it into
-groups of any sizes: group g are the sequences from boundary g up to boundary g + 1, the first boundary is 0
-and the last one B.
+`samples_per_prompt` = n divides a batch into groups of n sequences. `group_boundaries` [G + 1] divides it
+into groups of any sizes: group g is the sequences from boundary g up to boundary g + 1, the first boundary is
+0 and the last one B.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from isobit.contract import INTS, Contract
 Boundaries = Sequence[int] | Tensor
 
 
-# Rules of shapes and numbers
+# Rules on shapes and numbers
 
 
 def one_spec(contract: Contract, args: dict[str, Any]) -> None:
-    """Rewards are cut into groups in exactly one way."""
+    """Rewards need exactly one of the two forms of groups."""
     size, given = args["samples_per_prompt"], args["group_boundaries"]
     if size is None and given is None:
         raise contract.error("samples_per_prompt", None, "is required with rewards, or group_boundaries is")
@@ -44,7 +44,7 @@ def floor_is_positive(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def ascend(contract: Contract, args: dict[str, Any]) -> None:
-    """Boundaries begin with 0, ascend, and end with the number of sequences. Reads them."""
+    """Boundaries begin with 0, ascend, and end with the number of sequences. Reads their values."""
     if args["group_boundaries"] is not None:
         check(contract, args["group_boundaries"], args["group_boundaries"].tolist(), args["rewards"].shape[0])
 
@@ -54,8 +54,8 @@ def check(contract: Contract, given: Boundaries, found: Sequence[int], B: int) -
 
 
 def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with boundaries as a tensor beside the rewards. A list, or a tensor on the CPU, can
-    be read without waiting for a device, so it always is."""
+    """The same arguments with boundaries as a tensor on the device of the rewards. A list, or a tensor on the
+    CPU, can be read without waiting for a device, so it is always checked."""
     given, rewards = args.get("group_boundaries"), args.get("rewards")
     if given is None or not isinstance(rewards, Tensor) or rewards.ndim != 1:
         return args
@@ -66,8 +66,8 @@ def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
         check(contract, given, given, rewards.shape[0])
         found = torch.tensor(given, dtype=torch.int64, device="cpu")
     elif not isinstance(given, Tensor) or given.device.type != "cpu" or given.ndim != 1:
-        return args  # as it is: the contract says what is wrong with it, if anything is
-    elif given.dtype in INTS and not torch.compiler.is_compiling():  # a graph has no values: the op looks
+        return args  # unchanged: the contract reports what is wrong with it
+    elif given.dtype in INTS and not torch.compiler.is_compiling():  # the op checks a graph later
         check(contract, given, given.tolist(), rewards.shape[0])
-    # Without waiting for what the device does.
+    # A copy that does not wait for the device.
     return args | {"group_boundaries": found.to(rewards.device, non_blocking=True)}

@@ -1,17 +1,16 @@
-"""What `grpo_loss` computes beside `ratio_kl`, and `group_advantages`, in portable Triton: NVIDIA, AMD, and
-the interpreter.
+"""The part of `grpo_loss` that comes after `ratio_kl`, and `group_advantages`, in portable Triton: NVIDIA,
+AMD, and the interpreter.
 
-All of it is fp64 arithmetic on a few numbers a token, which beside its logits costs nothing; results are
-rounded once. The order of every sum is written out. A sum *in L lanes* is this one: lane j takes the numbers
+All of it is fp64 arithmetic on a few numbers per token, which costs nothing compared with reading logits.
+Results are rounded once. The order of every sum is fixed. A sum *in L lanes* is: lane j adds the numbers
 j, j + L, j + 2 L, ... in ascending order, and then the lanes are added by a tree of neighbours.
 
     group       its rewards, in 128 lanes
-    chunk       4096 tokens of a sequence, from a multiple of 4096 on, in 512 lanes; what does not count is 0
+    chunk       4096 tokens of a sequence, from a multiple of 4096 on, in 512 lanes; masked tokens are 0
     sequence    its chunks, one after another
     batch       its sequences, in 128 lanes
 
-So what is summed of a group or of a sequence depends on nothing else in the batch, and not on padding behind
-it either.
+So the sums of a group or of a sequence depend on nothing else in the batch, and not on padding at its end.
 """
 
 import struct
@@ -26,22 +25,22 @@ from torch import Tensor
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.triton_rows import tree_sum
 
-#: Lanes of sums over rewards or sequences and of sums over tokens, and how often the latter follow one
-#: another in a chunk. These order sums.
+#: log2 of the lanes of sums over rewards or sequences, log2 of those of sums over tokens, and the number of
+#: tokens per lane in a chunk. These determine the order of sums.
 LOG_LANES, LOG_TOKENS, STEPS = 7, 9, 8
 CHUNK = STEPS << LOG_TOKENS
 
-#: Programs that share the groups. Each of them reads all boundaries, so there are not as many as groups.
+#: Programs that share the groups. Each reads all boundaries, so their number is limited.
 PROGRAMS = 1024
 
-#: What a chunk leaves: a line of eight numbers. Sums of surrogate, kl, ratio and entropy; how many tokens
-#: count, are clipped from below, and from above; and 0.
+#: A chunk writes a line of eight numbers: sums of surrogate, kl, ratio and entropy; how many tokens count,
+#: are clipped from below, and from above; and 0.
 LINE = 8
 
 REDUCTIONS = {"token_mean": 0, "sequence_mean": 1, "sum": 2}
 
-#: What changes from batch to batch or from step to step: a kernel that is specialised on it is compiled
-#: again.
+#: Arguments that change from batch to batch or from step to step. They are not specialised, to avoid
+#: recompiles.
 FREE = (
     "B", "T", "G", "chunks", "size", "eps", "low", "high", "beta", "number", "ignore_index",
     "reward_s", "bound_s", "ids_so", "ids_si", "mask_so", "mask_si", "adv_so", "adv_si", "w_so", "w_si",
@@ -50,7 +49,7 @@ FREE = (
 
 @triton.jit
 def double(bits):
-    """The fp64 number with these bits: Triton hands Python's floats to kernels in fp32."""
+    """The fp64 number with these bits. Triton would pass a Python float to a kernel in fp32."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True)
 
 
@@ -67,7 +66,7 @@ def tree_of_lines(x, LOG: tl.constexpr, LINE: tl.constexpr):
 
 @triton.jit
 def partition(bounds, bound_s, G, B, LOG_LANES: tl.constexpr):
-    """Whether G + 1 boundaries cut B sequences into groups: from 0 to B, strictly ascending."""
+    """Whether G + 1 boundaries divide B sequences into groups: from 0 to B, strictly ascending."""
     lane = tl.arange(0, 1 << LOG_LANES)
     wrong = tl.zeros([1 << LOG_LANES], tl.int32)
     for first in range(0, G, 1 << LOG_LANES):
@@ -90,8 +89,8 @@ def deviation(rewards, reward_s, i, inside, origin):
 def normalize_groups(
     rewards, bounds, out, B, G, size, eps, reward_s, bound_s, SCALE: tl.constexpr, LOG_LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program the groups p, p + programs, ... Bounds that are none make everything NaN, and nothing is
-    read through them."""
+    """One program takes the groups p, p + programs, ... Invalid boundaries make everything NaN, and nothing
+    is read through them."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, 1 << LOG_LANES)
     if bounds is not None:
@@ -147,8 +146,8 @@ def sum_chunks(
     B, T, low, high, beta, ignore_index, ids_so, ids_si, mask_so, mask_si, adv_so, adv_si, w_so, w_si,
     LOG_TOKENS: tl.constexpr, STEPS: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk of a sequence: its line of sums [B, chunks, LINE], and what the backward scales,
-    the derivative of each token's term with respect to its log-probability."""
+    """One program per chunk of a sequence. Writes its line of sums [B, chunks, LINE], and what the backward
+    scales: the derivative of each token's term by its log-probability."""
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, 1 << LOG_TOKENS)
     low, high, beta = double(low), double(high), double(beta)
@@ -172,7 +171,7 @@ def sum_chunks(
         is_below = (advantage < 0) & (r < low)
         is_above = (advantage > 0) & (r > high)
         clipped = tl.where(is_above, high, tl.where(is_below, low, r))
-        # A ratio that overflowed, of a token without an advantage: 0 * inf is 0 here.
+        # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
         term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage)) * weight
         of_policy += tl.where(live, term, 0.0)
         of_ratio += tl.where(live, r, 0.0)
@@ -188,7 +187,7 @@ def sum_chunks(
             if kl is not None:
                 own += beta * tl.load(slopes + B.to(tl.int64) * T + at, mask=live, other=0.0).to(tl.float64)
             tl.store(slope + at, tl.where(live, own, 0.0).to(tl.float32), mask=t < T)
-    # join pairs its operands in a new last dimension, so what is joined last alternates in a line.
+    # tl.join stacks its operands in a new last dimension, so what is joined last alternates in a line.
     evens = tl.join(tl.join(of_policy, counted.to(tl.float64)), tl.join(of_ratio, above.to(tl.float64)))
     odds = tl.join(tl.join(of_kl, below.to(tl.float64)), tl.join(of_entropy, tl.zeros_like(of_kl)))
     lines = tl.reshape(tl.join(evens, odds), [1 << LOG_TOKENS, LINE])
@@ -199,7 +198,7 @@ def sum_chunks(
 
 @triton.jit
 def of_sequences(sums, b, B, chunks, LINE: tl.constexpr):
-    """[sequences, LINE]: what these sequences have summed up, their chunks one after another."""
+    """[sequences, LINE]: the sums of these sequences, their chunks one after another."""
     at = sums + b[:, None] * chunks * LINE + tl.arange(0, LINE)[None, :]
     total = tl.zeros([b.shape[0], LINE], tl.float64)
     for chunk in range(chunks):
@@ -209,7 +208,7 @@ def of_sequences(sums, b, B, chunks, LINE: tl.constexpr):
 
 @triton.jit
 def one_of(line, k, axis: tl.constexpr):
-    """The number at a column. All others are 0 beside it, so any order of the sum is exact."""
+    """The number in column k. All others are 0, so the sum is exact in any order."""
     column = tl.arange(0, line.shape[1])[None, :]
     return tl.sum(tl.where(column == k, line, 0.0), axis=axis)
 
@@ -220,7 +219,7 @@ def reduce_batch(
     B, chunks, beta, number, NORMALIZED: tl.constexpr, REDUCTION: tl.constexpr, LOG_LANES: tl.constexpr,
     LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the loss, what is reported beside it, and by what the backward scales each sequence."""
+    """One program: the loss, the statistics, and the factor by which the backward scales each sequence."""
     lane = tl.arange(0, 1 << LOG_LANES).to(tl.int64)
     column = tl.arange(0, LINE)[None, :]
     total = tl.zeros([1 << LOG_LANES, LINE], tl.float64)
@@ -243,7 +242,7 @@ def reduce_batch(
         divisor = double(number)
         if normalizer is not None:
             divisor = tl.load(normalizer).to(tl.float64)
-    # Where no token counts the loss is 0, whatever it would be divided by.
+    # If no token counts the loss is 0, whatever the divisor.
     divisor = tl.where(active == 0, 1.0, divisor)
     one = tl.arange(0, 1)
     of_policy, of_kl = one_of(total, 0, 1), one_of(total, 1, 1)
@@ -268,8 +267,8 @@ def reduce_batch(
 
 @triton.jit(do_not_specialize=FREE)
 def scale_slopes(slope, scale, dloss, dlogp, T, TILE: tl.constexpr):
-    """Backward, one program a tile of a sequence. A slope of 0 stays 0, whatever the loss was: the tokens
-    that do not count, and those that were clipped."""
+    """Backward, one program per tile of a sequence. A slope of 0 stays 0 even if the loss is not finite:
+    tokens that do not count, and those that were clipped."""
     b = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     factor = tl.load(dloss).to(tl.float64) * tl.load(scale + b).to(tl.float64)
@@ -281,7 +280,7 @@ def scale_slopes(slope, scale, dloss, dlogp, T, TILE: tl.constexpr):
 
 
 def bits_of(number: float) -> int:
-    """Of an fp64 number, as `double` takes them."""
+    """The bits of an fp64 number, as `double` takes them."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
@@ -299,7 +298,7 @@ def group_advantages(launch: Launch = run, **args: Any) -> Tensor:
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     out = torch.empty(B, dtype=dtype, device=rewards.device)
     G = B // size if bounds is None else len(bounds) - 1
-    programs = min(max(G, 1), PROGRAMS) if B else 0  # one at least, to say that the boundaries are none
+    programs = min(max(G, 1), PROGRAMS) if B else 0  # at least one, to report invalid boundaries
     launch(
         normalize_groups, (programs,), rewards, bounds, out, B, G, size or 0, bits_of(args["eps"]),
         rewards.stride(0), 0 if bounds is None else bounds.stride(0), SCALE=args["scale"],
@@ -313,7 +312,7 @@ def token_loss(
     **args: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, slope [B, T], scale [B]),
-    from what `ratio_kl` gives of the tokens; None for what there is not, or was not asked for."""
+    from the results of `ratio_kl` per token; None for what does not exist or was not requested."""
     ids, mask, weights = args["token_ids"], as_bytes(args["mask"]), args["rollout_weights"]
     (B, T), keep = ids.shape, args["return_kept"]
     advantages = args["advantages"]
@@ -325,7 +324,7 @@ def token_loss(
     sums = empty((B, chunks, LINE), dtype=torch.float64)
     slope, scale = (empty((B, T)), empty(B)) if keep else (None, None)
     low, high, beta = (bits_of(x) for x in (1 - args["clip_low"], 1 + args["clip_high"], args["beta"]))
-    # No contraction of products and sums: the order says where roundings are.
+    # No contraction to fused multiply-adds: the class fixes where roundings are.
     options = {"num_warps": 4, "enable_fp_fusion": False}
     launch(
         sum_chunks, (B, chunks), ratio, kl, entropy, slopes, ids, mask, advantages, weights, sums, slope,
@@ -346,7 +345,7 @@ def token_loss(
     return (*results, mean_entropy, slope, scale)
 
 
-#: Tokens of a program of the backward. It adds nothing up, so this is schedule only.
+#: Tokens per program of the backward. It adds nothing up, so this affects the schedule only.
 TILE = 512
 
 
@@ -354,7 +353,7 @@ def token_loss_bwd(slope: Tensor, scale: Tensor, dloss: Tensor, launch: Launch =
     """dlogp [B, T], for the backward of `ratio_kl`."""
     B, T = slope.shape
     dlogp = torch.empty((B, T), dtype=torch.float32, device=slope.device)
-    # Hooks restore what was saved with any stride.
+    # Saved-tensor hooks may restore tensors with any strides.
     given = slope.contiguous(), scale.contiguous()
     launch(scale_slopes, (B, -(-T // TILE)), *given, dloss, dlogp, T, TILE=TILE, num_warps=4)
     return dlogp

@@ -1,29 +1,29 @@
-"""The clipped, group-normalised policy loss of GRPO, straight from logits.
+"""The clipped, group-normalised policy loss of GRPO, directly from logits.
 
-For every token that counts, with ratio and kl as of `ratio_kl`, A the advantage of its sequence and w its
-rollout weight (1 without any):
+For every token that counts, with ratio and kl from `ratio_kl`, A the advantage of its sequence and w its
+rollout weight (1 by default):
 
     surrogate = -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) w
     term      = surrogate + beta kl
 
-and the loss is their sum, divided by how much was summed:
+The loss is a reduction of the terms:
 
     token_mean       sum over tokens / tokens that count
     sequence_mean    sum over sequences of (sum over tokens / its tokens that count) / sequences that count
     sum              sum over tokens
 
-where `normalizer` takes the place of the last divisor, and a sequence counts if one of its tokens does. With
+`normalizer` replaces the last divisor, and a sequence counts if one of its tokens does. With
 `rewards`, advantages are those of `group_advantages`: for every group of sequences
 
     A = (r - mean r) / max(std r, eps)
 
-with the population's standard deviation. Gradients go to the policy's logits alone. The derivative of a term
-with respect to the token's log-probability is
+with the population standard deviation. Only the policy's logits get a gradient. The derivative of a term by
+the token's log-probability is
 
     [not clipped] (-ratio A w) + beta (-expm1(ref_logp - logp))
 
-It is kept by the forward, one number a token, because what it is scaled by is known only when all terms are
-summed; so the backward is a multiplication, and then that of `ratio_kl`.
+The forward keeps it, one number per token, because its factor is known only after all terms have been summed.
+So the backward is a multiplication, followed by the backward of `ratio_kl`.
 """
 
 from typing import Any
@@ -81,8 +81,8 @@ def forward(
 ]:
     """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, stats, slope, scale).
 
-    stats are those of `ratio_kl`, slope the derivative of each token's term with respect to its
-    log-probability, and scale what the terms of each sequence are multiplied by in the loss."""
+    stats are those of `ratio_kl`, slope the derivative of each token's term by its log-probability, and scale
+    the factor of each sequence's terms in the loss."""
 
 
 @op("grpo_loss_bwd")
@@ -111,11 +111,11 @@ def advantages_of(
     """(r - mean) / max(std, eps) in every group."""
 
 
-# What people may give beside what contracts take
+# Arguments that callers may give in other forms than the contract takes
 
 
 def _adapted(args: dict[str, Any]) -> dict[str, Any]:
-    """Advantages of sequences as those of all of their tokens, which is a view; boundaries as a tensor."""
+    """Advantages of sequences are expanded to their tokens (a view); boundaries become a tensor."""
     own, ids = args.get("advantages"), args.get("token_ids")
     if isinstance(own, Tensor) and own.ndim == 1 and isinstance(ids, Tensor) and ids.ndim == 2:
         if own.shape[0] != ids.shape[0]:
@@ -133,7 +133,7 @@ advantages_of.adapt = lambda args: groups.adapted(advantages_of.contract, args)
 
 
 def of_rows(args: dict[str, Any]) -> dict[str, Any]:
-    """The call of `ratio_kl` in a call of this op. Without a KL penalty it is given no reference."""
+    """The call of `ratio_kl` within a call of this op. Without a KL penalty it gets no reference."""
     names = ("policy_logits", "token_ids", "old_logp", "mask", "ignore_index", "temperature")
     penalty = args["beta"] > 0
     found = {name: args[name] for name in names} | {"return_kl": penalty, "return_logp": False}
@@ -142,7 +142,7 @@ def of_rows(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_rows_backward(args: dict[str, Any], dlogp: Tensor | None) -> dict[str, Any]:
-    """The call of its backward: from the gradient of logp alone, so that no other slopes are read."""
+    """The call of its backward, with the gradient of logp only, so that no slopes are read."""
     names = ("policy_logits", "token_ids", "mask", "stats", "ignore_index", "temperature")
     nothing = dict.fromkeys(("entropy", "dratio", "dkl", "dentropy", "slopes"))
     return {name: args[name] for name in names} | nothing | {"dlogp": dlogp}
@@ -193,7 +193,7 @@ def _values_of_ratio_kl(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def _normalizer_is_positive(contract: Contract, args: dict[str, Any]) -> None:
-    """Unless there is nothing to divide. Reads it."""
+    """Unless there is nothing to divide. Reads its value."""
     number = args["normalizer"]
     if not isinstance(number, Tensor) or 0 < number.item() < float("inf"):
         return
@@ -210,7 +210,7 @@ for rule in (groups.floor_is_positive, groups.one_spec):
 advantages_of.value_rule(groups.ascend)
 
 
-# Backends: those of `ratio_kl`, fastest first, each with the token terms behind it
+# Backends: those of `ratio_kl`, fastest first, each followed by the token terms
 
 _reference, _triton = Lazy(f"{__package__}.reference"), Lazy(f"{__package__}.kernels_triton")
 
@@ -223,7 +223,7 @@ def _add_backends(rows: Backend, rows_bwd: Backend) -> None:
     terms = _terms(rows)
 
     def run(**args: Any) -> Any:
-        # Where launches are recorded, all of a call are, those of `ratio_kl` too.
+        # A recorder of launches records those of `ratio_kl` too.
         recorded = {"launch": args.pop("launch")} if "launch" in args else {}
         ratio, kl, _, entropy, stats, slopes = rows.run(**of_rows(args), **recorded)
         *results, slope, scale = terms.token_loss(ratio, kl, entropy, slopes, **args, **recorded)
@@ -304,7 +304,7 @@ advantages_of.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @forward.public
@@ -338,52 +338,52 @@ def grpo_loss(
 
     Args:
         policy_logits: [B, T, V] in bf16, fp16, fp32 (or fp64, on the reference backend), the last dimension
-            contiguous: `logits[:, :-1]` is read in place. The gradient goes to it alone.
+            contiguous: `logits[:, :-1]` is read in place. Only these get a gradient.
         ref_logits: [B, T, V] of the reference, of any of these dtypes, or None. Read only if `beta` > 0.
         token_ids: [B, T], int32 or int64. In a token that counts an id outside [0, V) is a ContractError on
-            CPU tensors; on a GPU it makes the loss and the gradient of its own row NaN, and nothing is read
-            out of bounds.
-        old_logp: [B, T] fp32, log-probabilities under the policy that acted. None: the policy is that one,
-            all ratios are 1.
-        rewards: [B], one a sequence; with exactly one of `samples_per_prompt` and `group_boundaries`.
+            CPU tensors; on a GPU it makes the loss and the gradient of its own row NaN, and no read is out of
+            bounds.
+        old_logp: [B, T] fp32, log-probabilities under the policy that produced the samples. None: this policy
+            produced them, and all ratios are 1.
+        rewards: [B], one per sequence; with exactly one of `samples_per_prompt` and `group_boundaries`.
         advantages: [B] or [B, T] instead of rewards, and then no groups.
-        mask: [B, T], bool or integer; a token counts where it is nonzero. What does not count has no loss and
-            no gradient, is in no count, and what it holds, NaN included, reaches no result.
-        samples_per_prompt: sequences a group; it must divide B.
+        mask: [B, T], bool or integer; a token counts where it is nonzero. Other tokens have no loss and no
+            gradient, are in no count, and their values, NaN included, reach no result.
+        samples_per_prompt: sequences per group; it must divide B.
         group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
             ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
             is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
         clip_low, clip_high: ratios are clipped to [1 - clip_low, 1 + clip_high].
-        beta: weight of the KL penalty (the estimator k3). At 0 no reference is read, whatever it holds.
+        beta: weight of the KL penalty (the estimator k3). With 0 no reference is read.
         reduction: "token_mean", "sequence_mean" (tokens of a sequence first, then sequences) or "sum".
         normalizer: a number, or a 0-d tensor that is not read by the host, to divide by instead of the number
-            of tokens (of sequences for "sequence_mean", of 1 for "sum"). Give that of the whole batch where a
-            micro-batch is one of several: their losses and gradients then add up to those of the batch.
+            of tokens (of sequences for "sequence_mean", of 1 for "sum"). With several micro-batches give that
+            of the whole batch: their losses and gradients then add up to those of the batch.
         rollout_weights: [B, T], multiply the clipped terms and not the KL penalty, as in TRL and verl:
             truncated importance sampling.
         ref_logp: [B, T] fp32, log-probabilities under the reference, instead of `ref_logits`.
         temperature: a positive number that divides all logits, or an fp32 tensor [B, T].
-        eps: the least standard deviation that rewards are divided by.
+        eps: lower bound of the standard deviation by which rewards are divided.
         ignore_index: tokens with this id do not count.
         return_entropy: report the entropy as well.
         validate: check ids, temperatures, boundaries and normalizer on a GPU too (a host sync). None checks
             on CPU tensors, and everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of, as in `ratio_kl`; None takes that of the backend that
-            serves, which `isobit.explain` reports.
+        numerics: the numerics class that the result must have, as in `ratio_kl`; None takes that of the
+            backend that serves, which `isobit.explain` reports.
         backend: force one by name; None takes the first that can serve.
 
     Returns:
         (loss, stats). The loss is a 0-d tensor. stats are detached 0-d tensors by name:
 
-        - `policy_loss`, and with `beta` > 0 `kl`: what the loss is made of, policy_loss + beta kl, each
-          reduced as the loss is;
-        - `clip_fraction_low`, `clip_fraction_high`: the part of the tokens that are clipped from below (with
-          a negative advantage) and from above (with a positive one);
-        - `mean_ratio`, and `entropy` if it was asked for: means over the tokens;
-        - `active_tokens`: how many tokens count. Where none does, the loss and all means are 0.
+        - `policy_loss`, and with `beta` > 0 `kl`: the parts of the loss, policy_loss + beta kl, each reduced
+          like the loss;
+        - `clip_fraction_low`, `clip_fraction_high`: the fraction of the tokens that are clipped from below
+          (with a negative advantage) and from above (with a positive one);
+        - `mean_ratio`, and `entropy` if it was requested: means over the tokens;
+        - `active_tokens`: how many tokens count. If none does, the loss and all means are 0.
 
     Nothing here waits for the device. A token's term does not depend on the batch, and terms are added in
-    fp64 in an order that docs/numerics.md writes down: the same call gives the same bits.
+    fp64 in the order given in docs/numerics.md: the same call gives the same bits.
 
     Example:
         >>> import torch, isobit
@@ -407,7 +407,7 @@ def grpo_loss(
         "temperature": temperature, "eps": eps, "ignore_index": ignore_index,
         "return_entropy": return_entropy, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
-    # return_kept is autograd's: it asks for it where a backward can follow.
+    # Autograd sets return_kept itself where a backward may follow.
     loss, policy_loss, kl, low, high, ratio, active_tokens, entropy, *_ = forward(**_adapted(given))
     stats = {"policy_loss": policy_loss} | ({"kl": kl} if beta > 0 else {})
     stats |= {"clip_fraction_low": low, "clip_fraction_high": high, "mean_ratio": ratio}
@@ -426,28 +426,28 @@ def group_advantages(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Rewards relative to their group: (r - mean) / max(std, eps), with the population's standard deviation.
+    """Rewards relative to their group: (r - mean) / max(std, eps), with the population standard deviation.
 
-    TRL and verl divide by the *sample's* standard deviation plus an eps instead: their advantages are smaller
-    by sqrt((n - 1) / n) in a group of n. To have theirs, take `scale=False` and divide.
+    TRL and verl divide by the *sample* standard deviation plus an eps instead: their advantages are smaller
+    by sqrt((n - 1) / n) in a group of n. To get theirs, use `scale=False` and divide.
 
     Args:
         rewards: [B], floating point, any stride.
-        samples_per_prompt: sequences a group; it must divide B. Exactly one of this and
+        samples_per_prompt: sequences per group; it must divide B. Give either this or group_boundaries.
         group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
             ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
             is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
-        eps: the least standard deviation that is divided by.
-        scale: False subtracts the mean and divides by nothing, as Dr. GRPO does.
+        eps: lower bound of the standard deviation.
+        scale: False subtracts the mean and does not divide, as in Dr. GRPO.
         validate: check the boundaries on a GPU too (a host sync).
-        numerics: the class that the bits must be of, "advantages/1"; None takes that of the backend that
-            serves.
+        numerics: the numerics class that the result must have, "advantages/1"; None takes that of the backend
+            that serves.
         backend: force "triton" or "reference"; None takes the first that can serve.
 
     Returns:
         [B] fp32 (fp64 for fp64 rewards). It is computed in fp64 relative to the first reward of each group,
-        so equal rewards give exactly 0, and rewards that are large beside their differences lose no digits. A
-        group of one gives 0; groups may have any size.
+        so equal rewards give exactly 0, and rewards that are large compared with their differences lose no
+        digits. A group of one gives 0; groups may have any size.
 
     Example:
         >>> import torch, isobit

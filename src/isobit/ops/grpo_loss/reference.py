@@ -1,5 +1,5 @@
 """`grpo_loss` and `group_advantages` in plain PyTorch: the formulas that are the truth, and the backends that
-run anywhere. What is said of one token is `ratio_kl`'s."""
+run anywhere. Values per token come from `ratio_kl`."""
 
 from itertools import pairwise
 from typing import Any
@@ -56,8 +56,8 @@ def formula(
     eps: float = 1e-6,
     ignore_index: int = -100,
 ) -> tuple[Tensor, ...]:
-    """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy) by definition. The loss
-    alone is differentiable."""
+    """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy) by definition. Only the
+    loss is differentiable."""
     live = live_rows(token_ids, mask, ignore_index)
     reference = (ref_logits, ref_logp) if beta > 0 else (None, None)
     ratio, kl, _, entropy = ratio_kl.formula(
@@ -99,18 +99,18 @@ def formula(
 def group_advantages(
     rewards: Tensor, samples_per_prompt: int | None, group_boundaries: Tensor | None, eps: float, scale: bool
 ) -> Tensor:
-    """All groups at once, without reading boundaries that are on a GPU: wrong ones make everything NaN."""
+    """All groups at once, without reading boundaries that are on a GPU: invalid ones make everything NaN."""
     B, device = len(rewards), rewards.device
     if group_boundaries is None:
         assert samples_per_prompt is not None
         bounds, good = torch.arange(0, B + 1, samples_per_prompt, device=device), None
-    elif len(group_boundaries) == 1:  # no group, so that only no sequences are right
+    elif len(group_boundaries) == 1:  # no group: valid only without sequences
         return torch.full((B,), float("nan"), dtype=_wide(rewards), device=device)
     else:
         bounds = group_boundaries.long()
         good = (bounds[0] == 0) & (bounds[-1] == B) & (bounds.diff() > 0).all()
         nth = torch.arange(len(bounds), device=device)
-        some = torch.where(nth == len(bounds) - 1, B, nth.clamp(max=B))  # any that are not outside
+        some = torch.where(nth == len(bounds) - 1, B, nth.clamp(max=B))  # valid ones, not used
         bounds = torch.where(good, bounds, some)
     count = bounds.diff()
     own = torch.searchsorted(bounds, torch.arange(B, device=device), right=True) - 1
@@ -130,8 +130,8 @@ def group_advantages(
 def token_loss(
     ratio: Tensor, kl: Tensor | None, entropy: Tensor | None, slopes: Tensor | None, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, slope, scale), as of the
-    kernels: in fp64, from what `ratio_kl` gives of the tokens."""
+    """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, slope, scale), like the
+    kernels: in fp64, from the results of `ratio_kl` per token."""
     dtype, (B, T) = ratio.dtype, ratio.shape
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     A = args["advantages"]
@@ -142,7 +142,7 @@ def token_loss(
     low, high = 1 - args["clip_low"], 1 + args["clip_high"]
     below, above = (A < 0) & (r < low), (A > 0) & (r > high)
     clipped = torch.where(above, high, torch.where(below, low, r))
-    # A ratio that overflowed, of a token without an advantage: 0 * inf is 0 here.
+    # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
     term = torch.where((A == 0) & (r > high), 0.0, -(clipped * A))
     if args["rollout_weights"] is not None:
         term = term * torch.where(live, args["rollout_weights"].double(), 0.0)
@@ -178,7 +178,7 @@ def token_loss(
 
 
 def token_loss_bwd(slope: Tensor, scale: Tensor, dloss: Tensor) -> Tensor:
-    """dlogp [B, T], for the backward of `ratio_kl`. A slope of 0 stays 0, whatever the loss was."""
+    """dlogp [B, T], for the backward of `ratio_kl`. A slope of 0 stays 0 even if the loss is not finite."""
     found = slope.double() * (dloss.double() * scale.double())[:, None]
     return torch.where(slope == 0, 0.0, found).to(slope.dtype)
 

@@ -1,9 +1,9 @@
-"""What people use instead of `grpo_loss`, the sizes at which both are timed, and how fast is fast enough.
+"""What people use instead of `grpo_loss`, the sizes at which both are timed, and the speed goals.
 
-Six series, as of `ratio_kl`: from the logits of a reference, and from its log-probabilities (`_given`), with
+Six series, as in `ratio_kl`: from the logits of a reference, and from its log-probabilities (`_given`), with
 all tokens counting, half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities
-of a reference, so it is timed where isobit is given them as well and reads as many bytes. isobit is given
-rewards, and normalises them in groups; the others are given advantages.
+of a reference, so it is timed where isobit gets them as well and reads as many bytes. isobit gets rewards and
+normalises them in groups; the others get advantages.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ def _advantages(args: Args) -> Tensor:
 
 
 def _of_live_tokens(args: Args) -> Args:
-    """Advantages, and zeros in tokens that do not count, as people who mask afterwards have them: what must
-    not be read, NaN or an id that is none, would be an error there."""
+    """Advantages, and zeros in tokens that do not count, for rivals that mask afterwards: NaN or an invalid
+    id would be an error there."""
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     found = args | {"group_advantages": _advantages(args).float(), "live": live.float()}
     if args["mask"] is None:
@@ -77,7 +77,7 @@ def _liger(args: Args) -> Tensor:
 
 
 def _liger_inputs(args: Args) -> Args:
-    """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    """Liger needs contiguous [B, T + 1, V] and does not read the last step of each sequence."""
     args = _of_live_tokens(args)
     B, T, V = args["policy_logits"].shape
     padded = args["policy_logits"].new_zeros(B, T + 1, V)
@@ -94,7 +94,7 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
 _TAKES = ("by", "mask", "temperature", "ids", "ref", "ref_dtype", "layout")
 
 NATIVE = Rival("native", native, prepare=_of_live_tokens, jit=False, takes=_TAKES)
-# A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+# A compiled backward frees its buffers, so it cannot run twice after one forward.
 COMPILED = Rival(
     "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_tokens, compiled=True,
     takes=_TAKES,
@@ -110,7 +110,7 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Known:
-    """The loss in fp64, and the gradient of some tokens that count."""
+    """Truth in fp64: the loss, and the gradient of some tokens that count."""
 
     loss: float
     at: tuple[Tensor, Tensor]  # (sequences, steps)
@@ -120,17 +120,18 @@ class Known:
         errors = [] if direction == "bwd" else [(result[0].detach().double() - self.loss).abs()]
         if direction != "fwd" and len(self.gradient):
             errors.append((result[-1][self.at].double() - self.gradient).abs().max())
-        return float(torch.stack(errors).max()) if errors else None  # NaN if there is one
+        return float(torch.stack(errors).max()) if errors else None  # NaN if any is NaN
 
 
-#: Tokens at a time, so that fp64 needs no more memory than the case itself.
+#: Tokens computed at a time, so that fp64 needs no more memory than the case itself.
 _AT_ONCE = 128
 
 _OF_TOKENS = ("policy_logits", "ref_logits", "token_ids", "old_logp", "ref_logp")
 
 
 def known(args: Args) -> Known:
-    """Token by token, each as a sequence of its own: together they are divided by how many count."""
+    """Token by token, each as a sequence of its own; the sum is divided by the number of tokens that
+    count."""
     ids, advantages = args["token_ids"], _advantages(args).double()
     live = live_rows(ids, args["mask"], args["ignore_index"])
     rest = {name: args[name] for name in ("clip_low", "clip_high", "beta", "temperature", "ignore_index")}
@@ -147,7 +148,7 @@ def known(args: Args) -> Known:
         with torch.no_grad():
             loss += float(reference.formula(**some(b[part], t[part]))[0])
     chosen = spread_evenly(len(b), ROWS, b.device)
-    with torch.enable_grad():  # forwards are judged without
+    with torch.enable_grad():  # forwards are judged under no_grad
         exact = some(b[chosen], t[chosen])
         leaf = exact["policy_logits"].requires_grad_()
         found = reference.formula(**exact)[0]
@@ -157,12 +158,13 @@ def known(args: Args) -> Known:
 
 # Series
 
-#: A vocabulary that no kernel likes and one that all do.
+#: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
 _TWO = [CASES[1], CASES[3]]
 
 
 def _goals() -> Sequence[Goal]:
-    """Times of what must move, and the microseconds of launches; never slower than what others use."""
+    """The time for the bytes that must be moved, plus the microseconds of launches; and never slower than
+    rivals."""
 
     def held(what: str, directions: str, against: str | Base, series: str = "", figure: str = "ms") -> Goal:
         def chooses(cell: Cell) -> bool:

@@ -326,7 +326,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 def _can_keep(

@@ -194,7 +194,7 @@ class _Known(torch.autograd.Function):
         return None, None, *(g if g is None else g * dloss.to(g.dtype) for g in ctx.saved_tensors)
 
 
-# What people call
+# Public function
 
 
 @declared.public

@@ -1,8 +1,9 @@
-"""`logp` in the order of class lse/1, the one in which `linear_logp` folds logits that it never stores.
+"""`logp` in the summation order of class lse/1, the one that `linear_logp` uses for logits that it never
+stores.
 
-It is here so that a fused and an unfused path can agree bit for bit: logits of `det_gemm` in fp32, read by
-the kernel of `isobit.blocks.hopper_logits`, go through the same functions. The triton backend reads faster;
-this one serves when it is asked for by name.
+With it a fused and an unfused path can agree bit for bit: fp32 logits of `det_gemm`, read by the kernel of
+`isobit.blocks.hopper_logits`, go through the same functions. The triton backend is faster; this one is used
+only if it is requested by name.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """`logp` in portable Triton: NVIDIA, AMD, and the CPU interpreter.
 
-Forward, one read of the logits. With many rows one program walks a row; with few, one program walks a
-split of a row and a second kernel adds the splits. Both do the sums of `isobit.blocks.triton_rows` in
-the same order, so N and the number of SMs choose the schedule and never the bits.
+The forward reads the logits once. With many rows one program takes a whole row. With few rows one program
+takes a split of a row, and a second kernel adds the splits. Both add in the order of
+`isobit.blocks.triton_rows`, so N and the number of SMs affect the schedule and never the bits.
 
-Backward, one read and one write: `isobit.blocks.triton_logits`, which has what is left of the forward too.
+The backward reads and writes once: `isobit.blocks.triton_logits`, which also has the rest of the forward.
 
 Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its results and gradients are
 0. A live row with an id outside [0, V) reads nothing at that id; its results and gradients are NaN.
@@ -39,7 +39,7 @@ from isobit.blocks.triton_rows import own_or, row_offset, row_results, split_sum
 def store_row(
     z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats,
 ):  # fmt: skip
-    """Turn the sums of a live row into its results."""
+    """Turn the sums of a row that counts into its results."""
     z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
     nan = tl.where(good, 0.0, float("nan"))
     own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inverse)
@@ -122,7 +122,7 @@ def logp_merge(
 
 
 def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    """(logp, entropy, lse, stats [2, *] = (m, s)); None for outputs that were not requested."""
     logits, ids, mask = args["logits"], args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     empty = partial(torch.empty, device=logits.device, dtype=torch.float32)

@@ -6,8 +6,8 @@ With z = logits / temperature (a number, or one for every row), for every row:
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0; a row that does not count gives 0,
-gets a zero gradient, and what it holds reaches no result.
+A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
+gets a zero gradient, and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -55,7 +55,7 @@ def backward(
     ignore_index: int,
     temperature: float | F32[Tensor, "*"],
 ) -> Like[Tensor, "logits"]:
-    """dlogits, from the gradients of whichever outputs have one."""
+    """dlogits, from the gradients of any of the outputs."""
 
 
 # Rules that annotations cannot express
@@ -80,7 +80,7 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported when a call first needs them.
+# Imported at the first call that needs them.
 _triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
 _reference = Lazy(f"{__package__}.reference")
 
@@ -114,7 +114,7 @@ def _(**args: Any) -> Any:
     return _hopper.logp(**args)
 
 
-# The gradient is elementwise, from the sums that the forward left: there is no order in it.
+# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
 @backward.backend("hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["logits"].device))
 def _(**args: Any) -> Any:
     return _triton.logp_bwd(**args)
@@ -152,7 +152,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @overload
@@ -165,7 +165,7 @@ def logp(
 @overload
 def logp(logits: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
 @forward.public  # type: ignore[misc]
-def logp(  # the second overload takes options as they come
+def logp(  # the second overload takes any options
     logits: Tensor,
     token_ids: Tensor,
     *,
@@ -184,24 +184,24 @@ def logp(  # the second overload takes options as they come
         logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place.
         token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
-            CPU tensors; on a GPU it makes that row's results and gradients NaN, and nothing is read
-            out of bounds.
+            CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
+            bounds.
         mask: [*], bool or integer; a row counts where it is nonzero.
         ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
-            gradient, and what they hold, NaN included, reaches no result (the kernels do not read them).
+            gradient, and their values, NaN included, reach no result (the kernels do not read them).
         temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
-            (no gradient goes to it).
+            (it gets no gradient).
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp,
             both differentiable.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of, "lse/triton-1", or "lse/1" (bits of `linear_logp`, on a
-            Hopper GPU); None takes that of the backend that serves, which `isobit.explain` reports. A class
-            that cannot be kept is an error.
+        numerics: the numerics class that the result must have, "lse/triton-1", or "lse/1" (bits of
+            `linear_logp`, on a Hopper GPU); None takes that of the backend that serves, which
+            `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "triton", "hopper" or "reference"; None takes the first that can serve.
 
     Returns:
-        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as asked for.
+        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as requested.
 
     On the triton backend a row's bits do not depend on the other rows, on N, on strides or on alignment
     (numerics class lse/triton-1), and the gradient costs one read and one write of the logits.
@@ -216,7 +216,7 @@ def logp(  # the second overload takes options as they come
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # return_stats is autograd's: it asks for them where a backward can follow.
+    # Autograd sets return_stats itself where a backward may follow.
     out, entropy, lse, _ = forward(
         logits=logits, token_ids=token_ids, mask=mask, ignore_index=ignore_index, temperature=temperature,
         return_entropy=return_entropy, return_lse=return_lse,

@@ -1,4 +1,4 @@
-"""What must be shown of `logp`: inputs that would expose a wrong kernel, the truth, error scales."""
+"""The proof of `logp`: inputs that would expose a wrong kernel, the truth, error scales."""
 
 import math
 from typing import Any
@@ -31,13 +31,13 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     else:
         ids = torch.randint(0, V, (N,), generator=gen)
         z = torch.empty(N, V, dtype=case.dtype, device=device).fill_(options.constant)
-        if case.data == "random":  # drawn where it will live: benchmark cases hold a billion logits
+        if case.data == "random":  # drawn on the device: benchmark cases have a billion logits
             z.normal_(generator=torch.Generator(device).manual_seed(options.seed))
     if options.token is not None:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
     args: Args = {"ignore_index": IGNORE, "temperature": case.options.get("temperature", 1.0)}
-    if case.options.get("each"):  # a temperature for every row
+    if case.options.get("each"):  # one temperature per row
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     mask = None
     if case.options.get("mask"):
@@ -59,7 +59,7 @@ def reorder(args: Args) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows to append that must change nothing: NaN, and not counting."""
+    """Rows of NaN to append that do not count; they must change nothing."""
     nan = args["logits"].new_full((rows, args["logits"].shape[-1]), NAN)
     return {"logits": nan, **alter.token_padding(args, rows, IGNORE)}
 
@@ -72,7 +72,7 @@ def formula(args: Args) -> tuple[Tensor, ...]:
 
 
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
-    """Largest intermediates, in fp64: what one rounding error is relative to."""
+    """Largest intermediates, in fp64: rounding errors are relative to these."""
     logits, temperature = args["logits"], args["temperature"]
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     if isinstance(temperature, Tensor):
@@ -80,7 +80,7 @@ def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
     z = torch.where(live[..., None], logits, 0.0) / temperature
     top = z.amax(-1)
     logp64, entropy, lse = outputs
-    log_v = math.log(logits.shape[-1]) + 4.0  # sums of V terms, and exp2/log2 good to some ulp
+    log_v = math.log(logits.shape[-1]) + 4.0  # sums of V terms, and exp2/log2 with errors of some ulp
     sizes = {
         "logp": logp64.abs() + log_v,
         "entropy": entropy.abs() + 2 * log_v,
@@ -112,7 +112,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def _meta(N: int, V: int, dtype: torch.dtype, full: bool) -> tuple[Args, Args]:
-    """Arguments of a forward and of its backward: with nothing optional, or with everything."""
+    """Arguments of a forward and of its backward: with no optional ones, or with all."""
 
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -136,7 +136,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """The forward; its backward is that of the portable kernels."""
+    """The forward only; the backward is that of the portable kernels."""
     from isobit.ops.logp import kernels_hopper as kernels
 
     for full in (False, True):
@@ -167,7 +167,7 @@ _HEAVY = [
     Case({"N": 20, "V": 300000}, F32, heavy=True),
     Case({"N": 64, "V": 50257}, F16, options={"temperature": 0.7}, heavy=True),
 ]
-# V beyond one split, so that few rows take the split kernels and many (from 16 on, on a CPU) do not.
+# V is more than one split, so that few rows use the split kernels and many (from 16 on, on a CPU) do not.
 _BITS = [
     Case({"N": 17, "V": 16501}, F32),
     Case({"N": 5, "V": 16640}, BF16),
@@ -176,7 +176,7 @@ _BITS = [
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
     Case({"N": 1100, "V": 32768}, F32, data="random", heavy=True),
-    # More than 2**31 logits: 32-bit offsets would show here.
+    # More than 2**31 logits: wrong 32-bit offsets would fail here.
     Case({"N": 16500, "V": 131072}, BF16, data="random", heavy=True, gpu_gb=70),
 ]
 

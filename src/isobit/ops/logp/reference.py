@@ -1,8 +1,8 @@
 """`logp` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
 
-`formula` is what the op means. It is differentiable, works in fp64 for fp64 logits and in fp32 for all
-others, and holds a few [N, V] temporaries. `logp` and `logp_bwd` are the backend: the same numbers, a
-bounded number of rows at a time, with the gradient written out.
+`formula` defines the op. It is differentiable, computes in fp64 for fp64 logits and in fp32 for all others,
+and needs a few [N, V] temporaries. `logp` and `logp_bwd` are the backend: the same numbers, for a limited
+number of rows at a time, with an explicit gradient.
 """
 
 from typing import Any
@@ -21,12 +21,13 @@ def formula(
     ignore_index: int = -100,
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever they hold."""
+    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever their values."""
     return stored.formula(logits, token_ids, mask, ignore_index, temperature)
 
 
 def logp(**args: Any) -> tuple[Tensor | None, ...]:
-    """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for what was not asked."""
+    """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for outputs that were not
+    requested."""
     lead, (z, rows) = args["token_ids"].shape, _by_rows(args)
     found = stored.results(z, rows, args["return_entropy"], stored.wide(z))
     logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in found)
@@ -42,7 +43,7 @@ def logp_bwd(**args: Any) -> Tensor:
 
 
 def _by_rows(args: dict[str, Any]) -> tuple[Tensor, logprob.Rows]:
-    """Logits [N, V], as a view wherever one exists, and what is known of their rows."""
+    """Logits [N, V], as a view if possible, and properties of their rows."""
     logits, token_ids, temperature = args["logits"], args["token_ids"], args["temperature"]
     V, dtype = logits.shape[-1], stored.wide(logits)
     rows = logprob.Rows.of(token_ids, args["mask"], args["ignore_index"], temperature, V, dtype)

@@ -18,8 +18,8 @@ def native(args: Args) -> Tensor:
 
 
 def _of_live_rows(args: Args) -> Args:
-    """Zeros in rows that do not count, as people who mask afterwards have them: what a row holds that must
-    not be read, NaN or an id that is none, would be an error there."""
+    """Zeros in rows that do not count, for rivals that mask afterwards: NaN or an invalid id in such a row
+    would be an error there."""
     if args["mask"] is None:
         return args
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
@@ -34,7 +34,7 @@ def _liger(args: Args) -> Tensor:
 
 
 def _liger_inputs(args: Args) -> Args:
-    """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    """Liger needs contiguous [B, T + 1, V] and does not read the last step of each sequence."""
     args = _of_live_rows(args)
     ids, mask, logits = args["token_ids"], args["mask"], args["logits"]
     B, T, V = (ids.shape[:-1].numel(), ids.shape[-1], logits.shape[-1])
@@ -56,7 +56,7 @@ RIVALS: dict[str, Rival] = {
     rival.name: rival
     for rival in (
         Rival("native", native, prepare=_of_live_rows, jit=False, takes=_TAKES),
-        # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+        # A compiled backward frees its buffers, so it cannot run twice after one forward.
         Rival(
             "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True,
             takes=_TAKES,
@@ -70,7 +70,7 @@ RIVALS: dict[str, Rival] = {
 
 
 def cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """One read forward, one read and one write backward; the vectors of N are noise but counted."""
+    """One read forward, one read and one write backward. Vectors of N are negligible but counted."""
     N = math.prod(v for k, v in dims.items() if k != "V")
     logits = N * dims["V"] * dtype.itemsize
     return Cost(fwd_bytes=logits + N * (8 + 12), bwd_bytes=2 * logits + N * (8 + 16))
@@ -84,7 +84,7 @@ CASES = [
     Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
     Case({"N": 8, "V": 151936}, torch.bfloat16, data="random"),
 ]
-#: A vocabulary that no kernel likes and one that all do.
+#: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
 _TWO = [CASES[1], CASES[4]]
 
 LOGP = by_rows(

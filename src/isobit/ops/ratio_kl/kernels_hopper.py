@@ -1,10 +1,10 @@
-"""`ratio_kl` in the order of class lse/1, the one in which `linear_logp` folds logits that it never stores.
+"""`ratio_kl` in the summation order of class lse/1, which `linear_logp` uses for logits that it never stores.
 
-It is here so that a policy whose log-probabilities came from `linear_logp` has a ratio of exactly 1 to
-itself. The logits of policy and reference are folded one after the other (`isobit.blocks.hopper_logits`), and
-a small kernel makes ratio and kl of what comes out. The triton backend reads faster; this one serves when it
-is asked for by name. The backward is that of the triton backend: it is elementwise, so there is no order in
-it.
+With it a policy whose log-probabilities came from `linear_logp` has a ratio of exactly 1 to itself. The
+logits of policy and reference are folded one after the other (`isobit.blocks.hopper_logits`), and a small
+kernel computes ratio and kl from the results. The triton backend is faster; this one is used only if it is
+requested by name. The backward is that of the triton backend: it is elementwise, so no order of additions is
+involved.
 """
 
 from functools import partial
@@ -29,8 +29,8 @@ def ratio_kernel(
     ratio, kl, slopes, ids, logp, old_logp, ref_logp, N, inner, old_so, old_si, ref_so, ref_si,
     OLD: tl.constexpr, KL: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ratio, kl and their slopes in logp, of BLOCK rows a program. Of rows that do not count nothing is read:
-    as 0 everywhere they have ratio 1 and kl 0."""
+    """ratio, kl and their derivatives by logp, of BLOCK rows per program. Rows that do not count are not
+    read: with zeros everywhere they have ratio 1 and kl 0."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < N
     live = inside & (tl.load(ids + row, mask=inside, other=-2) != -2)
@@ -74,7 +74,7 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     slopes = empty((2, *lead)) if wanted else None
     of_rows = [walkable(lead, t) for t in (args["old_logp"], given if args["return_kl"] else None)]
     inner, (old, given), strides = row_strides(lead, of_rows)
-    # In the place of what there is not stands something that is not read.
+    # Missing tensors are replaced by any pointer; it is not read.
     pointers = (logp if t is None else t for t in (kl, slopes))
     read = (logp if t is None else t for t in (old, given))
     launch(

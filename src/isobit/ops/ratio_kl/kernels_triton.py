@@ -2,22 +2,22 @@
 
 Forward, two kernels:
 
-    sum_parts      reads the logits, each once: one program a part of a row of the policy or of the reference
-    finish_rows    adds the parts of each row and makes its results
+    sum_parts      reads all logits once: one program takes a part of a row of the policy or of the reference
+    finish_rows    adds the parts of each row and computes its results
 
-Programs share segments of rows, and each finds the unmasked ones of its segment by itself. A part is a row,
-or some of its splits where few rows of the segment are unmasked: so the GPU is as busy with a tenth of the
-rows as with all of them. Rows are summed as in `logp`, in its order, whatever the parts: so logp here has the
+Programs share segments of rows, and each finds the unmasked rows of its segment by itself. A part is a whole
+row, or some of its splits if few rows of the segment are unmasked, so that the GPU is as busy with a tenth of
+the rows as with all of them. Rows are summed in the order of `logp`, whatever the parts. So logp here has the
 bits of `logp`, and a policy that is compared with itself has a ratio of exactly 1. Where the hardware allows
-it `finish_rows` is started early: it reads all but the sums while `sum_parts` is still running, and waits for
-it then.
+it `finish_rows` is started early: it reads everything but the sums while `sum_parts` is still running, and
+then waits for it.
 
-Backward, one read and one write of the policy's logits, from the sums and the slopes of ratio and kl that the
-forward kept: `isobit.blocks.triton_logits`.
+The backward reads and writes the policy's logits once, with the sums and the derivatives of ratio and kl that
+the forward kept: `isobit.blocks.triton_logits`.
 
-Token ids: of a row whose id is `ignore_index` or whose mask is 0 nothing else is read; its ratio is 1, its
-other results and its gradient are 0. A live row with an id outside [0, V) reads nothing at that id; its
-results and its gradient are NaN.
+Token ids: for a row whose id is `ignore_index` or whose mask is 0 nothing else is read; its ratio is 1, its
+other results and its gradient are 0. A row that counts with an id outside [0, V) reads nothing at that id;
+its results and its gradient are NaN.
 """
 
 from functools import partial
@@ -44,17 +44,17 @@ from isobit.blocks.triton_rows import (
     split_sums,
 )
 
-#: Rows of a segment: a program looks at all of them to find its own. Schedule only.
+#: Rows per segment: a program looks at all of them to find its own. Affects the schedule only.
 SEGMENT = 64
 
-#: Parts of either logits that are wanted an SM, where few rows count: 16 are summed at a time, and four times
-#: as many leave no SM idle for long at the end. Schedule only; the interpreter, with one SM, meets both kinds
-#: of parts with few rows.
+#: How many parts per SM (of policy or reference) to aim for if few rows count: 16 are summed at a time, and
+#: four times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has one
+#: SM, and this value makes it use both kinds of parts with few rows.
 PARTS_PER_SM = 16 if INTERPRETED.value else 64
 
-#: Splits that a program of `sum_parts` takes where all of many rows count. A program that finds nothing to do
-#: costs about a nanosecond too: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us
-#: with 8448, 16896 and 25344 programs (2026-11). Schedule only.
+#: Splits per program of `sum_parts` if many rows all count. A program that finds nothing to do still costs
+#: about a nanosecond: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us with 8448,
+#: 16896 and 25344 programs (2026-11). Affects the schedule only.
 SPLITS_EACH = 4
 
 _BATCH = (*BATCH, "old_so", "given_so", "segments", "wanted", "room")
@@ -62,8 +62,8 @@ _BATCH = (*BATCH, "old_so", "given_so", "segments", "wanted", "room")
 
 @triton.jit
 def start_next_launch():
-    """Let the kernel behind this one start, if it was launched to start early: when all programs of this one
-    have come here, or are done."""
+    """Let the next kernel start, if it was launched to start early. It starts when all programs of this one
+    have come here or are done."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -71,20 +71,20 @@ def start_next_launch():
 
 @triton.jit
 def wait_for_last_launch():
-    """Until the kernel before this one is done, and all that it wrote can be read."""
+    """Wait until the previous kernel is done and all its writes are visible."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def offset(row, inner, outer_stride, inner_stride):
-    """`row_offset` of rows in 32 bits, by a division in 32 bits."""
+    """`row_offset` for rows below 2^31, with a 32-bit division."""
     outer = row // inner
     return outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
 
 
 @triton.jit
 def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si, ignore_index):
-    """(ids, which count) of the rows inside."""
+    """(ids, which of them count) of the rows inside."""
     token = tl.load(ids + offset(row, inner, ids_so, ids_si), mask=inside, other=0)
     live = inside & (token != ignore_index)
     if mask is not None:
@@ -94,8 +94,8 @@ def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si,
 
 @triton.jit
 def parts_of(count, wanted, splits):
-    """Into how many parts each of `count` rows is cut, where so many parts are wanted of all: into splits if
-    that makes at most half as many again, since parts of unequal length leave SMs idle."""
+    """Into how many parts each of `count` rows is split, if `wanted` parts are needed in total. Into single
+    splits if that gives at most half as many parts again, since parts of unequal length leave SMs idle."""
     parts = tl.maximum(tl.minimum(wanted // tl.maximum(count, 1), splits), 1)
     return tl.where(2 * count * splits <= 3 * wanted, splits, parts)
 
@@ -107,7 +107,8 @@ def sum_part(
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """(m, s, t) of a part of the row that starts at element `start`, into planes that are `room` numbers
-    apart: those of each split at [place, split], or those of the row at [place] if there is no other part."""
+    apart: those of each split at [place, split], or those of the whole row at [place] if it is the only
+    part."""
     index = tl.arange(0, 1 << LOG_SPLITS)
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
     s = tl.zeros([1 << LOG_SPLITS], tl.float32)
@@ -140,9 +141,9 @@ def sum_parts(
     UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Parts of rows that count, of the policy by one half of the programs and of the reference by the other.
-    Those of a segment are shared out among its programs, one after another. Neighbours are of different
-    segments, so that the first of all programs have work whatever counts."""
+    """Parts of rows that count; one half of the programs takes the policy, the other the reference. The parts
+    of a segment are dealt to its programs one after another. Neighbouring programs have different segments,
+    so that the first programs have work whichever rows count."""
     if EARLY:
         start_next_launch()
     BOTH: tl.constexpr = 1 if ref is None else 2
@@ -179,8 +180,8 @@ def sums_of(
     sums, place, inside, splits, room, scale, ENTROPY: tl.constexpr, ROWS: tl.constexpr,
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(m, s, t) of rows from those of their splits: what `fold` does, of many rows. Of a row that is summed
-    already there is one, and it stays as it is."""
+    """(m, s, t) of rows from those of their splits: `fold` for many rows. A row with a single sum is returned
+    unchanged."""
     index = tl.arange(0, 1 << LOG_SPLITS)[None, :]
     at, there = sums + place[:, None] * splits + index, inside[:, None] & (index < splits)
     m = tl.load(at, mask=there, other=float("-inf"))
@@ -193,13 +194,13 @@ def sums_of(
     for i in tl.static_range(LOG_SPLITS):  # a tree of neighbours, as `tree_sum`
         s = tl.sum(tl.reshape(s, [ROWS, 1 << (LOG_SPLITS - 1 - i), 2]), axis=2)
         t = tl.sum(tl.reshape(t, [ROWS, 1 << (LOG_SPLITS - 1 - i), 2]), axis=2)
-    return top, tl.max(s, axis=1), tl.max(t, axis=1)  # of one number each
+    return top, tl.max(s, axis=1), tl.max(t, axis=1)  # one number each
 
 
 @triton.jit
 def logp_of(z, good, m, s, t, inverse):
-    """(logp, entropy, s) of rows from their sums and the logits z of their tokens; NaN where a token is
-    none."""
+    """(logp, entropy, s) of rows from their sums and the logits z of their tokens; NaN for an invalid
+    token."""
     logp, entropy, _, s = row_results(z, m, s, t, inverse)
     nan = tl.where(good, 0.0, float("nan"))
     return logp + nan, entropy + nan, s
@@ -207,7 +208,8 @@ def logp_of(z, good, m, s, t, inverse):
 
 @triton.jit
 def store_rows(row, mask, N, ratio, kl, logp, entropy, stats, slopes, found):
-    """Results of rows: (ratio, kl, logp, entropy, m, s, slope of kl). The slope of ratio is ratio itself."""
+    """Store results of rows: (ratio, kl, logp, entropy, m, s, derivative of kl). That of ratio is ratio
+    itself."""
     tl.store(ratio + row, found[0], mask=mask)
     if kl is not None:
         tl.store(kl + row, found[1], mask=mask)
@@ -229,7 +231,7 @@ def finish_rows(
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
     given_si, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program a segment of rows."""
+    """One program per segment of rows."""
     ENTROPY: tl.constexpr = entropy is not None
     segment = tl.program_id(0)
     row = segment * SEGMENT + tl.arange(0, SEGMENT)
@@ -239,7 +241,7 @@ def finish_rows(
         (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
     found = tl.cumsum(live.to(tl.int32), 0)
-    left = tl.where(parts_of(tl.max(found, 0), wanted, splits) == 1, 1, splits)  # sums of a row
+    left = tl.where(parts_of(tl.max(found, 0), wanted, splits) == 1, 1, splits)  # number of sums per row
     good = live & (token >= 0) & (token < V)
     scale, inverse = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     at = offset(row, inner, policy_so, policy_si) + token
@@ -253,7 +255,7 @@ def finish_rows(
         other = tl.load(ref_logp + offset(row, inner, given_so, given_si), mask=live, other=0.0)
 
     if EARLY:
-        wait_for_last_launch()  # it makes the sums
+        wait_for_last_launch()  # the previous kernel writes the sums
     sums += segment.to(tl.int64) * room
     plane = tl.num_programs(0).to(tl.int64) * room
     m, s, t = sums_of(sums, found - 1, live, left, plane, scale, ENTROPY, SEGMENT, LOG_SPLITS)
@@ -278,8 +280,8 @@ def finish_rows(
 
 
 def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(ratio, kl, logp, entropy, stats [2, *] = (m, s), slopes [2, *] of ratio and kl in logp); None for what
-    was not asked."""
+    """(ratio, kl, logp, entropy, stats [2, *] = (m, s), slopes [2, *]: derivatives of ratio and kl by logp);
+    None for outputs that were not requested."""
     logits, ids, mask = args["policy_logits"], args["token_ids"], as_bytes(args["mask"])
     ref, given = (args[name] if args["return_kl"] else None for name in ("ref_logits", "ref_logp"))
     lead, V, device = logits.shape[:-1], logits.shape[-1], logits.device
@@ -298,9 +300,10 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     z, ids, mask, ref = tensors[:4]
     scaled, plan = scaling(args["temperature"], N), plan_of(V)
     segments, rows, splits = -(-N // SEGMENT), min(N, SEGMENT), plan.splits
-    wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # of a segment
+    wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # per segment
     programs = min(rows * splits, wanted, max(rows * splits // SPLITS_EACH, wanted // 4, 1))
-    # Sums of every split are kept only where rows have two parts or more: of so many rows, see `parts_of`.
+    # Sums of single splits are stored only if rows have two parts or more, and for at most this many rows:
+    # see `parts_of`.
     cut = min(rows, max(wanted // 2, 3 * wanted // (2 * splits)))
     room = max(rows, cut * splits)
     sums = empty((2 if ref is None else 4) + (entropy is not None), segments, room)

@@ -7,13 +7,13 @@ of the policy's and of the reference's logits (or `ref_logp` itself):
     d     = ref_logp - logp
     kl    = expm1(d) - d            the estimator k3 of KL(policy || reference): at least 0
 
-Without `old_logp` the policy is the one that acted: ratio is 1, and its gradient is that of logp. Gradients
-go to the policy's logits alone:
+Without `old_logp` the policy itself produced the samples: ratio is 1, and its gradient is that of logp. Only
+the policy's logits get a gradient:
 
-    dlogp = dratio * ratio - dkl * expm1(d)        plus that of logp itself, where it was asked for
+    dlogp = dratio * ratio - dkl * expm1(d)        plus the gradient of logp itself, if it was requested
 
-and from there as in `logp`. A row counts unless its token id is `ignore_index` or its mask is 0; a row that
-does not count has ratio 1, kl 0 and gradient 0, and what it holds reaches no result.
+and from there as in `logp`. A row counts unless its token id is `ignore_index` or its mask is 0. A row that
+does not count has ratio 1, kl 0 and gradient 0, and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -70,8 +70,8 @@ def backward(
     ignore_index: int,
     temperature: float | F32[Tensor, "*"],
 ) -> Like[Tensor, "policy_logits"]:
-    """The gradient of policy_logits, from the gradients of whichever outputs have one. slopes are read for
-    those of ratio and kl."""
+    """The gradient of policy_logits, from the gradients of any of the outputs. slopes are read for those of
+    ratio and kl."""
 
 
 # Rules that annotations cannot express
@@ -114,7 +114,7 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported when a call first needs them.
+# Imported at the first call that needs them.
 _triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
 _reference = Lazy(f"{__package__}.reference")
 
@@ -149,7 +149,7 @@ def _(**args: Any) -> Any:
     return _hopper.ratio_kl(**args)
 
 
-# The gradient is elementwise, from the sums that the forward left: there is no order in it.
+# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
 @backward.backend(
     "hopper",
     numerics="lse/1",
@@ -195,7 +195,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @overload
@@ -219,7 +219,7 @@ def ratio_kl(
     policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, **options: Any
 ) -> tuple[Tensor, ...]: ...
 @forward.public  # type: ignore[misc]
-def ratio_kl(  # the last overload takes options as they come
+def ratio_kl(  # the last overload takes any options
     policy_logits: Tensor,
     ref_logits: Tensor | None,
     token_ids: Tensor,
@@ -244,32 +244,32 @@ def ratio_kl(  # the last overload takes options as they come
     Args:
         policy_logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place. Gradients go here.
-        ref_logits: the same shape, in any of these dtypes and with strides of its own. No gradient goes to
-            it. None with `ref_logp`, or with `return_kl=False`, which reads no reference.
+        ref_logits: the same shape, in any of these dtypes and with strides of its own. It gets no gradient.
+            None with `ref_logp`, or with `return_kl=False`, which reads no reference.
         token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
-            CPU tensors; on a GPU it makes that row's results and gradients NaN, and nothing is read
-            out of bounds.
-        old_logp: [*] in fp32, of the policy that acted. Where it came from `isobit.logp` on the same logits
-            in the same numerics class, the ratio is exactly 1. None says that this policy acted: ratio 1,
-            with the gradient of logp.
+            CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
+            bounds.
+        old_logp: [*] in fp32, under the policy that produced the samples. If it came from `isobit.logp` on
+            the same logits in the same numerics class, the ratio is exactly 1. None means that this policy
+            produced them: ratio 1, with the gradient of logp.
         mask: [*], bool or integer; a row counts where it is nonzero.
         ignore_index: rows with this token id do not count. Rows that do not count have ratio 1, kl 0 and a
-            zero gradient, and what they hold, NaN included, reaches no result (the kernels do not read them).
+            zero gradient, and their values, NaN included, reach no result (the kernels do not read them).
         ref_logp: [*] in fp32, in place of `ref_logits`.
         temperature: a positive number that divides both logits, or an fp32 tensor [*] with one for every row
-            (no gradient goes to it).
+            (it gets no gradient).
         return_kl: False leaves kl out.
         return_logp, return_entropy: also return the policy's log-probabilities and the entropy of its
             distribution, both differentiable.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
-        numerics: the class that the bits must be of, "lse/triton-1", or "lse/1" (bits of `linear_logp`, on a
-            Hopper GPU); None takes that of the backend that serves, which `isobit.explain` reports. A class
-            that cannot be kept is an error.
+        numerics: the numerics class that the result must have, "lse/triton-1", or "lse/1" (bits of
+            `linear_logp`, on a Hopper GPU); None takes that of the backend that serves, which
+            `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "triton", "hopper" or "reference"; None takes the first that can serve.
 
     Returns:
-        (ratio, kl), and behind them logp and entropy as asked for; `ratio` alone if nothing else is left.
+        (ratio, kl), followed by logp and entropy as requested; `ratio` alone if nothing else is left.
 
     On the triton backend all logits are read once; a row's bits do not depend on the other
     rows, on N, on strides or on alignment (numerics class lse/triton-1); logp has the bits of `isobit.logp`;
@@ -289,7 +289,7 @@ def ratio_kl(  # the last overload takes options as they come
         >>> policy.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # return_stats is autograd's: it asks for them where a backward can follow.
+    # Autograd sets return_stats itself where a backward may follow.
     ratio, kl, logp, entropy, *_ = forward(
         policy_logits=policy_logits, ref_logits=ref_logits, token_ids=token_ids, old_logp=old_logp, mask=mask,
         ignore_index=ignore_index, ref_logp=ref_logp, temperature=temperature, return_kl=return_kl,

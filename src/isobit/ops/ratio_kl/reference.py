@@ -1,8 +1,8 @@
 """`ratio_kl` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
 
-`formula` is what the op means. It is differentiable, works in fp64 for fp64 logits and in fp32 for all
-others, and holds a few [N, V] temporaries. `ratio_kl` and `ratio_kl_bwd` are the backend: the same numbers, a
-bounded number of rows at a time, with the gradient written out.
+`formula` defines the op. It is differentiable, computes in fp64 for fp64 logits and in fp32 for all others,
+and needs a few [N, V] temporaries. `ratio_kl` and `ratio_kl_bwd` are the backend: the same numbers, for a
+limited number of rows at a time, with an explicit gradient.
 """
 
 import math
@@ -28,7 +28,7 @@ def formula(
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(ratio, kl, logp, entropy) by definition; no kl without a reference. Rows that do not count have ratio
-    1 and else 0, whatever they hold."""
+    1 and otherwise 0, whatever their values."""
     live = live_rows(token_ids, mask, ignore_index)
     tokens = (token_ids, mask, ignore_index, temperature)
     logp, entropy, _ = stored.formula(policy_logits, *tokens)
@@ -43,8 +43,8 @@ def formula(
 
 
 def ratio_kl(**args: Any) -> tuple[Tensor | None, ...]:
-    """Forward. Returns (ratio, kl, logp, entropy, stats [2, *] = (m, s), slopes [2, *] = of ratio and of kl
-    in logp); None for what was not asked."""
+    """Forward. Returns (ratio, kl, logp, entropy, stats [2, *] = (m, s), slopes [2, *]: derivatives of ratio
+    and kl by logp); None for outputs that were not requested."""
     lead, (z, rows) = args["token_ids"].shape, _by_rows(args["policy_logits"], args)
     found = stored.results(z, rows, args["return_entropy"], stored.wide(z))
     logp, entropy, _, m, s = found.reshape(5, *lead)
@@ -71,7 +71,7 @@ def ratio_kl_bwd(**args: Any) -> Tensor:
     for i, name in enumerate(("dratio", "dkl")):
         if args[name] is not None:
             given = args[name].reshape(-1)
-            # Of what has no gradient, such as a ratio that was clipped, an infinite slope is not asked.
+            # If the gradient is 0, as for a clipped ratio, the slope may be infinite: 0 * inf must be 0 here.
             total = total + torch.where(given == 0, 0.0, given * args["slopes"][i].reshape(-1))
     entropy, dentropy = args["entropy"], args["dentropy"]
     found = stored.gradient(z, rows, stats, entropy, total, dentropy, None)
@@ -79,7 +79,7 @@ def ratio_kl_bwd(**args: Any) -> Tensor:
 
 
 def _by_rows(logits: Tensor, args: dict[str, Any]) -> tuple[Tensor, logprob.Rows]:
-    """Logits [N, V], as a view wherever one exists, and what is known of their rows."""
+    """Logits [N, V], as a view if possible, and properties of their rows."""
     ids, V, dtype = args["token_ids"], logits.shape[-1], stored.wide(logits)
     rows = logprob.Rows.of(ids, args["mask"], args["ignore_index"], args["temperature"], V, dtype)
     return logits.reshape(ids.numel(), V), rows

@@ -1,8 +1,8 @@
-"""What people use instead of `ratio_kl`, the sizes at which both are timed, and how fast is fast enough.
+"""What people use instead of `ratio_kl`, the sizes at which both are timed, and the speed goals.
 
 Six series: from the logits of a reference, and from its log-probabilities (`_given`), with all rows counting,
 half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities of a reference, so it
-is timed where isobit is given them as well and reads as many bytes.
+is timed where isobit gets them as well and reads as many bytes.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def native(args: Args) -> tuple[Tensor, Tensor]:
 
 
 def _of_live_rows(args: Args) -> Args:
-    """Zeros in rows that do not count, as people who mask afterwards have them: what a row holds that must
-    not be read, NaN or an id that is none, would be an error there."""
+    """Zeros in rows that do not count, for rivals that mask afterwards: NaN or an invalid id in such a row
+    would be an error there."""
     if args["mask"] is None:
         return args
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
@@ -59,7 +59,7 @@ def _of_live_rows(args: Args) -> Args:
 
 
 def _liger(args: Args) -> Tensor:
-    """ratio + kl: the loss of an advantage of -1 with beta = 1, and no ratio is clipped."""
+    """ratio + kl: the loss for an advantage of -1 with beta = 1, where no ratio is clipped."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     loss: Tensor = triton_grpo_loss(
@@ -71,7 +71,7 @@ def _liger(args: Args) -> Tensor:
 
 
 def _liger_inputs(args: Args) -> Args:
-    """Liger wants contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    """Liger needs contiguous [B, T + 1, V] and does not read the last step of each sequence."""
     args = _of_live_rows(args)
     B, T, V = args["policy_logits"].shape
     padded = args["policy_logits"].new_zeros(B, T + 1, V)
@@ -91,7 +91,7 @@ def _liger_available(case: Case, device: torch.device) -> str | None:
 _TAKES = ("temperature", "mask", "ids", "old", "ref", "ref_dtype", "layout")
 
 NATIVE = Rival("native", native, prepare=_of_live_rows, jit=False, takes=_TAKES)
-# A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+# A compiled backward frees its buffers, so it cannot run twice after one forward.
 COMPILED = Rival(
     "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True, takes=_TAKES
 )
@@ -106,8 +106,8 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Sampled:
-    """ratio and kl of some rows that count in fp64, and the gradient of their logits under the cotangent that
-    is given to both."""
+    """Truth in fp64: ratio and kl of some rows that count, and the gradient of their logits with the same
+    cotangent for both."""
 
     args: Args
 
@@ -127,7 +127,7 @@ class Sampled:
                 exact[name] = some.double() if some.is_floating_point() else some
         every = torch.empty(self.args["token_ids"].numel(), dtype=torch.float32, device=rows.device)
         cotangent = cotangent_like(every)[rows].double()
-        with torch.enable_grad():  # forwards are judged without
+        with torch.enable_grad():  # forwards are judged under no_grad
             leaf = exact["policy_logits"].requires_grad_()
             ratio, kl, *_ = reference.formula(**exact)
             assert kl is not None
@@ -135,7 +135,7 @@ class Sampled:
         return ratio.detach(), kl.detach(), gradient
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        """Of the sum of both, where one number a row is all that there is."""
+        """The error of the sum of both, if that is all that a rival returns."""
         if len(self.rows) == 0:
             return None
         ratio, kl, gradient = self.truth
@@ -146,11 +146,11 @@ class Sampled:
             pairs += [(o.reshape(-1)[self.rows], t) for o, t in zip(outputs, known, strict=True)]
         if direction != "fwd":
             V, found = gradient.shape[-1], result[-1]
-            if found.shape != self.args["policy_logits"].shape:  # with a step more in each sequence
+            if found.shape != self.args["policy_logits"].shape:  # liger has one more step per sequence
                 found = found[:, :-1]
             pairs.append((found.reshape(-1, V)[self.rows], gradient))
         errors = [(ours.detach().double() - exact).abs().max() for ours, exact in pairs]
-        return float(torch.stack(errors).max())  # NaN if there is one
+        return float(torch.stack(errors).max())  # NaN if any is NaN
 
 
 # Cost
@@ -158,15 +158,15 @@ class Sampled:
 
 @lru_cache
 def live_count(N: int, density: float) -> int:
-    """Of the rows of a case, those that count."""
+    """How many rows of a case count."""
     if density == 1:
         return N
     return int(alter.mask_of(density, N, torch.zeros(N, dtype=torch.int64), IGNORE).sum())
 
 
 def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Of rows that count one read of both logits forward, and of the policy's backward; the gradient of every
-    row is written. The vectors of N are noise but counted."""
+    """Forward reads both logits of rows that count, backward the policy's; the gradient of every row is
+    written. Vectors of N are negligible but counted."""
     rows = [size for name, size in dims.items() if name != "V"]
     N, row = torch.Size(rows).numel(), dims["V"] * dtype.itemsize
     live = live_count(N, density)
@@ -183,12 +183,13 @@ CASES = [
     Case({"B": 32, "T": 256, "V": 131072}, torch.float16, data="random"),
     Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
 ]
-#: A vocabulary that no kernel likes and one that all do.
+#: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
 _TWO = [CASES[1], CASES[3]]
 
 
 def _goals() -> Sequence[Goal]:
-    """Times of what must move, and a launch's microseconds; never slower than what others use."""
+    """The time for the bytes that must be moved, plus the microseconds of a launch; and never slower than
+    rivals."""
 
     def held(what: str, directions: str, against: str | Base, series: str = "", **rest: str) -> Goal:
         def chooses(cell: Cell) -> bool:

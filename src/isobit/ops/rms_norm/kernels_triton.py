@@ -1,14 +1,14 @@
 """`rms_norm` in portable Triton: NVIDIA, AMD, and the CPU interpreter. Class rms/1, see docs/numerics.md.
 
-Forward: a program holds some short rows or one long one in registers, sums the squares and writes: one read
-and one write. Rows too long for registers are read twice.
+Forward: a program holds some short rows or one long one in registers, sums the squares and writes the result:
+one read and one write. Rows that do not fit in registers are read twice.
 
 Backward, `kernels_triton_bwd`: the same for dx, and dweight from the same read.
 
-Order of a row's sum: lane j takes columns j, j + 1024, ..., one after another from +0; then lanes by a tree
-of neighbours. Each addition of the tree is one of two elements, so no layout of registers can choose an
+Order of a row's sum: lane j adds columns j, j + 1024, ..., one after another from +0; then lanes are added by
+a tree of neighbours. Each addition of the tree has two operands, so the register layout cannot change the
 order. Division and square root are rounded to nearest, and no product is contracted with a sum. So the bits
-are those of IEEE arithmetic: tiles, warps, and how many rows a program takes are free.
+are those of IEEE arithmetic, and tiles, warps, and the number of rows per program are free.
 """
 
 from math import gcd
@@ -25,34 +25,34 @@ from isobit.blocks.rows import row_strides
 from isobit.blocks.triton_rows import row_offset
 from isobit.ops.rms_norm.order import log_lanes
 
-#: Elements of a tile that short rows share: 16 for each thread of four warps.
+#: Elements of a tile of several short rows: 16 for each thread of four warps.
 TILE = 2048
 
-#: The longest row that a program of the forward holds in registers: 64 elements a thread of eight warps.
+#: The longest row that a program of the forward holds in registers: 64 elements per thread of eight warps.
 HELD = 16384
 
-#: Chunks of a longer row that are read at once.
+#: Chunks of a longer row that are loaded at once.
 UNROLL = 4
 
 
 # Kernels
 
-#: What follows the batch: a kernel that is specialised on them is compiled again.
+#: Arguments that change with the batch. They are not specialised, to avoid recompiles.
 BATCH = ("N", "inner", "x_so", "x_si", "residual_so", "residual_si")
 
 
 @triton.jit
 def tree_sums(x, ROWS: tl.constexpr, LOG: tl.constexpr):
-    """Sums of rows of 2**LOG numbers: neighbours are added, again and again."""
+    """Sums of rows of 2**LOG numbers: neighbours are added repeatedly."""
     for i in tl.static_range(LOG):
-        # An axis of two: one commutative addition, whatever threads hold the two.
+        # An axis of two: one commutative addition, whichever threads hold the two.
         x = tl.sum(tl.reshape(x, [ROWS, 1 << (LOG - 1 - i), 2]), axis=2)
     return tl.reshape(x, [ROWS])
 
 
 @triton.jit
 def mask_of(row, col, N, D: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """Which elements of the chunk from column FIRST on exist; None where all do."""
+    """Which elements of the chunk from column FIRST on exist; None if all do."""
     mask = None
     if ROWS > 1 and FIRST + LANES > D:
         mask = (row < N)[:, None] & (col < D)[None, :]
@@ -65,7 +65,7 @@ def mask_of(row, col, N, D: tl.constexpr, FIRST: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def load_tile(ptr, start, col, mask):
-    """Columns of rows that start at these offsets; 0 where there is nothing."""
+    """Columns of rows that start at these offsets; 0 where masked."""
     at = ptr + start[:, None] + col[None, :]
     if mask is None:
         found = tl.load(at)
@@ -76,7 +76,7 @@ def load_tile(ptr, start, col, mask):
 
 @triton.jit
 def load_weight(weight, offset, col, D: tl.constexpr):
-    """Columns of the weight that rows are multiplied by, in fp32: with the offset, where there is one."""
+    """Columns of the weight in fp32, plus the offset if there is one."""
     w = tl.load(weight + col, mask=col < D, other=0.0).to(tl.float32)
     if offset is not None:
         w = w + offset
@@ -124,7 +124,7 @@ def norm_rows(
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS rows, which it holds in registers. Strides are given in words of WORD elements."""
+    """One program takes ROWS rows and holds them in registers. Strides are in words of WORD elements."""
     LANES: tl.constexpr = 1 << LOG_LANES
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
@@ -158,7 +158,7 @@ def norm_long_rows(
     x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, LOG_LANES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which it reads twice."""
+    """One program per row, which it reads twice."""
     LANES: tl.constexpr = 1 << LOG_LANES
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     lane = tl.arange(0, LANES)
@@ -190,27 +190,27 @@ def norm_long_rows(
 
 
 class Walk(NamedTuple):
-    """How a kernel walks tensors of one leading shape row by row."""
+    """How a kernel indexes tensors of one leading shape row by row."""
 
-    inner: int | None  # rows of the inner dimension; None where all rows are equally far apart
+    inner: int | None  # rows of the inner dimension; None if all rows have the same stride
     tensors: list[Any]
     strides: list[int]  # (outer, inner) of each, in words
-    word: int  # elements: what every row of every tensor begins at a multiple of
+    word: int  # elements: the alignment of every row of every tensor
 
 
 def walk(lead: torch.Size, D: int, *tensors: Tensor | None) -> Walk:
     inner, found, strides = row_strides(lead, tensors)
     pairs = list(zip(strides[::2], strides[1::2], strict=True))
     even = lead.numel() <= inner or all(outer == inner * step for outer, step in pairs)
-    # A word of 16 bytes, or what of it divides all rows: kernels multiply by it, so that loads are as wide as
-    # they can be, and nothing is compiled anew for another stride.
+    # A word is 16 bytes, or the part of it to which all rows are aligned. Kernels multiply strides by it, so
+    # the compiler knows the alignment: loads are as wide as possible, and another stride does not recompile.
     itemsize = next(t.element_size() for t in tensors if t is not None)
     word = gcd(16 // itemsize, D, *strides)
     return Walk(None if even else inner, found, [s // word for s in strides], word)
 
 
 def tile_of(D: int, elements: int) -> dict[str, int]:
-    """Rows that a program takes at once, lanes and chunks, for rows of D columns."""
+    """Rows per program, lanes and chunks, for rows of D columns."""
     log = log_lanes(D)
     rows = max(1, min(elements >> log, 32)) if 1 << log >= D else 1
     return {"ROWS": rows, "LOG_LANES": log, "CHUNKS": triton.cdiv(D, 1 << log)}
@@ -222,7 +222,7 @@ def or_none(offset: float) -> float | None:
 
 
 def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(out, summed, rstd); None for what was not asked."""
+    """(out, summed, rstd); None for outputs that were not requested."""
     x, residual, weight = args["x"], args["residual"], args["weight"]
     lead, D = x.shape[:-1], x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

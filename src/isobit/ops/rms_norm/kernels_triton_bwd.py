@@ -4,12 +4,12 @@
     dweight = sum over rows of dout y
 
 A program takes groups of 16 rows and holds their sum of dweight in registers: one read of h and dout, one
-write of dx, and a partial sum of dweight for every so many rows, which a second kernel adds. Rows too long
-for registers are read again by a kernel for dweight.
+write of dx, and one partial sum of dweight per program, which a second kernel adds. Rows that do not fit in
+registers are read again by a kernel for dweight.
 
-Order of dweight: a group's rows one after another from +0, groups by a tree of neighbours, filled up with +0
-to a power of two. So which program takes which groups, and how many, is free. Sums of a row are as in the
-forward.
+Order of dweight: the rows of a group one after another from +0, groups by a tree of neighbours, padded with
++0 to a power of two. So it does not matter which program takes which groups, nor how many. Sums of a row are
+as in the forward.
 """
 
 from typing import Any
@@ -36,14 +36,15 @@ from isobit.ops.rms_norm.kernels_triton import (
 )
 from isobit.ops.rms_norm.order import GROUP, log_lanes
 
-#: Elements of a tile that short rows share.
+#: Elements of a tile of several short rows.
 TILE = 2048
 
 #: The longest row that a program holds in registers, beside its sums of dweight.
 HELD = 8192
 
-#: Partial sums that a program of the last kernel adds, as a power of two, and its columns. Schedule only: the
-#: interpreter, which pays by the operation, takes more columns, and fewer sums, so that some are left.
+#: Partial sums that a program of the last kernel adds (log2), and its columns. Affects the schedule only. The
+#: interpreter has a cost per operation, so it takes more columns, and fewer sums so that more than one launch
+#: is needed.
 LOG_FAN, COLUMNS = (2, 4096) if INTERPRETED.value else (8, 32)
 
 
@@ -56,7 +57,7 @@ BATCH = (
 
 @triton.jit
 def over_rows(x, LOG_ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sums over 2**LOG_ROWS rows: neighbours are added, again and again. [1, LANES]."""
+    """Sums over 2**LOG_ROWS rows: neighbours are added repeatedly. [1, LANES]."""
     for i in tl.static_range(LOG_ROWS):
         x = tl.sum(tl.reshape(x, [1 << (LOG_ROWS - 1 - i), 2, LANES]), axis=1)
     return x
@@ -67,7 +68,7 @@ def load_rows(
     h, dout, row, live, inner, h_so, h_si, dout_so, dout_si,
     D: tl.constexpr, WORD: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of h and of dout; zeros for rows that are not live."""
+    """The chunks of h and of dout; zeros for rows that do not exist."""
     lane = tl.arange(0, 1 << LOG_LANES)
     h_start = row_offset(row, inner, h_so, h_si) * WORD
     dout_start = row_offset(row, inner, dout_so, dout_si) * WORD
@@ -91,7 +92,7 @@ def zero_tiles(ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def add_rows(totals, sums, LOG_ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Chunks of totals, and of sums over their rows."""
+    """Chunks of totals plus the sums over rows of `sums`."""
     found = ()
     for i in tl.static_range(CHUNKS):
         found = found + (totals[i] + over_rows(sums[i], LOG_ROWS, LANES),)
@@ -105,8 +106,8 @@ def gradient_rows(
     D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
     LOG_ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program `steps` times ROWS groups of GROUP rows; steps is 1 or 2. Row i of a tile is of group i,
-    and the next rows are read before these are computed."""
+    """One program takes `steps` times ROWS groups of GROUP rows; steps is 1 or 2. Row i of a tile belongs to
+    group i, and the next rows are loaded before these are computed."""
     LANES: tl.constexpr = 1 << LOG_LANES
     lane = tl.arange(0, LANES)
     base = tl.program_id(0).to(tl.int64) * steps * (ROWS * GROUP)
@@ -133,7 +134,7 @@ def gradient_rows(
             for i in tl.static_range(CHUNKS):
                 col = i * LANES + lane
                 mask = (row < N)[:, None] & (col < D)[None, :]
-                # The weight is read again, from L1: kept, it would take as many registers as a row.
+                # The weight is loaded again, from L1: keeping it would take as many registers as a row.
                 g = douts[i].to(tl.float32) * load_weight(weight, offset, col, D)
                 y = hs[i].to(tl.float32) * scale[:, None]
                 d = scale[:, None] * (g - y * mean[:, None])
@@ -166,7 +167,7 @@ def gradient_long_rows(
     h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si,
     D: tl.constexpr, WORD: tl.constexpr, LOG_LANES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """dx of rows that no program can hold: one program a row, which it reads twice."""
+    """dx of rows that do not fit in registers: one program per row, which it reads twice."""
     LANES: tl.constexpr = 1 << LOG_LANES
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     lane = tl.arange(0, LANES)
@@ -201,7 +202,7 @@ def sum_groups(
     h, dout, rstd, partials, N, inner, h_so, h_si, dout_so, dout_si,
     D: tl.constexpr, WORD: tl.constexpr, LOG_LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dweight of long rows: one program some columns of one group."""
+    """Sums of dweight for long rows: one program takes some columns of one group."""
     group = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * (1 << LOG_LANES) + tl.arange(0, 1 << LOG_LANES)
     total = tl.zeros([1, 1 << LOG_LANES], tl.float32)
@@ -218,7 +219,7 @@ def sum_groups(
 
 @triton.jit(do_not_specialize=BATCH)
 def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.constexpr):
-    """One program some columns of 2**LOG_FAN of the P sums: [P, D] becomes [programs, D]."""
+    """One program adds some columns of 2**LOG_FAN of the P sums: [P, D] becomes [programs, D]."""
     part = tl.program_id(0).to(tl.int64)
     at = (part << LOG_FAN) + tl.arange(0, 1 << LOG_FAN)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -232,13 +233,13 @@ def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.c
 
 
 def steps_of(N: int, rows: int, device: torch.device) -> int:
-    """Steps of a program that takes so many rows in one: two, where that leaves four programs or more for
-    every SM. It halves the partial sums, and decides no order."""
+    """Steps of a program that takes this many rows per step: two, if that leaves at least four programs per
+    SM. It halves the number of partial sums, and does not affect the order."""
     return 2 if 8 * rows * sm_count(device) <= N else 1
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
-    """[P, D] -> [D] by the tree of neighbours, some levels of it a launch."""
+    """[P, D] -> [D] by the tree of neighbours, some levels per launch."""
     D = partials.shape[1]
     while True:
         P = len(partials)

@@ -1,8 +1,8 @@
 """Class rms/1 in elementwise PyTorch: every addition of a sum is an addition of two tensors.
 
-PyTorch's own reductions choose their order by size. Additions, products, quotients and square roots of two
-tensors are IEEE arithmetic, rounded to nearest, whatever the size. So these are the bits of the class on any
-device, and on a CPU this is the way that serves: a few passes over the rows, some of them at a time.
+The order of PyTorch's own reductions depends on sizes. Elementwise additions, products, quotients and square
+roots are IEEE arithmetic, rounded to nearest, whatever the size. So this gives the bits of the class on any
+device. It is the backend for CPU tensors: a few passes over the rows, some rows at a time.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from isobit.ops.rms_norm.order import GROUP, log_lanes
 
-#: Elements that are in work at a time.
+#: Elements that are processed at a time.
 CHUNK = 1 << 20
 
 
 def rms_norm(**args: Any) -> tuple[Tensor | None, ...]:
-    """(out, h, rstd); None for what was not asked."""
+    """(out, h, rstd); None for outputs that were not requested."""
     x, residual, dtype = _rows(args["x"]), args["residual"], args["x"].dtype
     N, D = x.shape
     w = _weight(args["weight"], args["offset"])
@@ -71,7 +71,8 @@ def rms_norm_bwd(**args: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def row_sums(terms: Tensor) -> Tensor:
-    """[N, D] -> [N]: lanes one chunk of columns after another from +0, then neighbours."""
+    """[N, D] -> [N]: each lane adds chunks of columns one after another from +0, then a tree of
+    neighbours."""
     N, D = terms.shape
     lanes = 1 << log_lanes(D)
     total = terms.new_zeros(N, lanes)
@@ -84,7 +85,8 @@ def row_sums(terms: Tensor) -> Tensor:
 
 
 def row_means(terms: Tensor) -> Tensor:
-    """Sums of rows by D. On a GPU PyTorch multiplies with the inverse of a number, so D is a tensor too."""
+    """Sums of rows divided by D. On a GPU PyTorch divides by a Python number by multiplying with its inverse,
+    so D is a tensor."""
     sums = row_sums(terms)
     return sums / sums.new_full((), terms.shape[1])
 
@@ -101,7 +103,7 @@ def group_sums(terms: Tensor) -> Tensor:
 
 
 def tree_of_rows(sums: Tensor) -> Tensor:
-    """[groups, D] -> [D]: neighbours, filled up with +0."""
+    """[groups, D] -> [D]: a tree of neighbours, padded with +0."""
     while len(sums) > 1:
         if len(sums) % 2:
             sums = torch.cat([sums, torch.zeros_like(sums[:1])])
@@ -122,6 +124,6 @@ def _weight(weight: Tensor, offset: float) -> Tensor:
 
 
 def _pieces(N: int, D: int) -> Iterator[slice]:
-    """Rows in order, whole groups at a time."""
+    """Slices of rows in order, whole groups at a time."""
     rows = max(CHUNK // D // GROUP, 1) * GROUP
     return (slice(first, first + rows) for first in range(0, N, rows))

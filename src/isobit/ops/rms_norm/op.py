@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual added in front if there is one.
+"""RMSNorm, with an optional residual that is added first.
 
 For a row x of D numbers and a weight, with everything in between in fp32:
 
@@ -7,8 +7,8 @@ For a row x of D numbers and a weight, with everything in between in fp32:
     y    = h rstd                               rounded to the dtype of x where cast is "before"
     out  = y (offset + weight)                  rounded to the dtype of x
 
-With a residual both out and h are returned: h is what the next residual is. Backward, with g = dout (offset +
-weight) and y as it was before its rounding,
+With a residual both out and h are returned: h is the next residual. Backward, with g = dout (offset + weight)
+and y as it was before its rounding,
 
     dx = dresidual = rstd (g - y mean(g y)) + dh
     dweight        = sum over all rows of dout y
@@ -46,7 +46,7 @@ def forward(
     cast: str = "before",
     return_rstd: bool = False,
 ) -> tuple[Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]]:
-    """(out, h, rstd): h where there is a residual."""
+    """(out, h, rstd): h only with a residual."""
 
 
 @op("rms_norm_bwd")
@@ -96,13 +96,13 @@ for _rule in (_has_columns, _dtypes, _scalars):
 
 # Backends, fastest first
 
-# Imported when a call first needs them.
+# Imported at the first call that needs them.
 _triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
 _model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
 
 
 def _first(args: dict[str, Any]) -> Tensor:
-    """x, or in the backward what was normalised."""
+    """x, or h in the backward."""
     found: Tensor = args["x"] if "x" in args else args["h"]
     return found
 
@@ -163,7 +163,7 @@ def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor
 def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
     dout, dsummed, _ = grads
     needs = kept["needs"]
-    if dout is None:  # only the sum was used
+    if dout is None:  # only h was used
         return {name: dsummed for name in ("x", "residual") if name in needs}
     dx, dweight = backward(
         h=kept["h"], weight=kept["weight"], rstd=kept["rstd"], dout=_by_columns(dout),
@@ -175,8 +175,8 @@ def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[st
 
 
 def _by_columns(grad: Tensor | None) -> Tensor | None:
-    """A gradient as kernels read it. That of a sum is one number, expanded to all of its columns. (A clone:
-    of a tensor without elements contiguous() is the tensor itself, whatever its strides.)"""
+    """A gradient as kernels read it, with last stride 1. The gradient of a sum is one number expanded over
+    all columns. (A clone, because contiguous() returns an empty tensor itself, whatever its strides.)"""
     if grad is None or grad.stride(-1) == 1:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)
@@ -191,7 +191,7 @@ backward.not_differentiable(
 )
 
 
-# What people call
+# Public function
 
 
 @overload
@@ -219,31 +219,31 @@ def rms_norm(
     numerics: str | Numerics | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row, in bits that do not depend on the batch.
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row, with bits that do not depend on the batch.
 
     Args:
         x: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides, the
             last dimension contiguous.
         weight: [D], of the dtype of x or fp32.
-        residual: [*, D], of the dtype of x: what is normalised is x + residual, rounded to that dtype, as if
-            it had been added before the call.
+        residual: [*, D], of the dtype of x: x + residual is normalised, rounded to that dtype, as if it had
+            been added before the call.
         eps: a number of 0 or more, added to the mean of squares.
-        offset: is added to the weight in fp32. 1.0 is Gemma's (1 + weight), with cast="after".
+        offset: added to the weight in fp32. 1.0 is Gemma's (1 + weight), with cast="after".
         cast: where the normalised row is rounded to the dtype of x: "before" it is multiplied by the weight,
             and once more after it, as Hugging Face's Llama, Mistral and Qwen do; or only "after" it, as
             `torch.nn.functional.rms_norm` and Hugging Face's Gemma do.
-        validate: as in every op; here there is nothing to check but what every call checks.
-        numerics: the class that the bits must be of, "rms/1"; None takes that of the backend that serves,
-            which `isobit.explain` reports. A class that cannot be kept is an error.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "rms/1"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "triton", "model" or "reference"; None takes the first that can serve.
 
     Returns:
-        [*, D] in the dtype of x; with a residual, (that, x + residual). In class rms/1 a row's bits are a
-        function of that row and of the weight.
+        [*, D] in the dtype of x; with a residual, (that, x + residual). In class rms/1 a row's bits depend on
+        that row and on the weight only.
 
-    Gradients: those of x and residual are one tensor, rounded once. dweight is a sum over the rows in their
+    Gradients: x and residual share one gradient tensor, rounded once. dweight is a sum over the rows in their
     order, by groups of 16, rounded once: it does not depend on the leading shape, on strides or on the
-    schedule, and rows at the end whose dout is 0 change nothing in it.
+    schedule, and rows at the end whose dout is 0 do not change it.
 
     Example:
         >>> import torch, isobit

@@ -1,16 +1,16 @@
-"""The numbers that order the sums of class rms/1. Kernels, the model and the proof read them here."""
+"""Constants that determine the order of sums of class rms/1, for kernels, the model and the proof."""
 
-#: Lanes of a row: lane j adds columns j, j + 1024, ... A thread of four warps reads 16 bytes of a 16-bit row
-#: where neighbours share a thread, which is what 1024 lanes are for.
+#: log2 of the lanes of a row: lane j adds columns j, j + 1024, ... With 1024 lanes a thread of four warps has
+#: 8 neighbouring lanes, and so loads 16 bytes of a 16-bit row at once.
 LOG_LANES = 10
 
-#: Rows of a group in dweight, added one after another. Groups are added by a tree, so a program may take any
-#: power of two of them. Fewer rows would leave more partial sums to write and to read again, more would leave
-#: fewer programs where the batch is small.
+#: Rows per group in dweight, added one after another. Groups are added by a tree, so a program may take any
+#: power of two of them. Smaller groups would mean more partial sums to write and read again, larger ones
+#: fewer programs for a small batch.
 GROUP = 16
 
 
 def log_lanes(D: int) -> int:
-    """Lanes of a row of D columns, as a power of two: no more than there are columns. Lanes without a column
-    hold +0 and change no sum, so this is one order for all D."""
+    """log2 of the lanes of a row of D columns, no more than there are columns. Lanes without a column hold +0
+    and change no sum, so the order is the same for all D."""
     return min(LOG_LANES, (D - 1).bit_length())

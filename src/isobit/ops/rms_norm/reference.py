@@ -1,7 +1,7 @@
 """`rms_norm` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
 
-`formula` is what the op means: differentiable, in fp64 for fp64 inputs and in fp32 for all others. `rms_norm`
-and `rms_norm_bwd` are the backend: the same numbers, with the gradient written out.
+`formula` defines the op: differentiable, in fp64 for fp64 inputs and in fp32 for all others. `rms_norm` and
+`rms_norm_bwd` are the backend: the same numbers, with an explicit gradient.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def formula(
 
 
 def rms_norm(**args: Any) -> tuple[Tensor | None, ...]:
-    """Forward. Returns (out, h, rstd); None for what was not asked."""
+    """Forward. Returns (out, h, rstd); None for outputs that were not requested."""
     x, residual = args["x"], args["residual"]
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)

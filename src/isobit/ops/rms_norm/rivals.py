@@ -15,7 +15,7 @@ from isobit.check.proof import Args, Case, Cost
 
 BF16 = torch.bfloat16
 
-#: What a rival follows of the options of a case, or is not changed by.
+#: Options of a case that a rival supports, or that do not affect it.
 _TAKES = ("eps", "layout", "residual")
 
 
@@ -25,7 +25,7 @@ def _summed(args: Args) -> Tensor:
 
 
 def native(args: Args) -> Tensor | tuple[Tensor, Tensor]:
-    """torch's own, which rounds once, after the weight."""
+    """PyTorch's own, which rounds once, after the weight."""
     h = _summed(args)
     out = F.rms_norm(h, (h.shape[-1],), args["weight"], args["eps"])
     return out if args["residual"] is None else (out, h)
@@ -43,7 +43,7 @@ def eager(args: Args) -> Tensor | tuple[Tensor, Tensor]:
 def _liger(args: Args) -> Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    # Not in place: that writes the gradient over dout.
+    # Not in place: that would overwrite dout with the gradient.
     found: Tensor = liger_rms_norm(args["x"], args["weight"], args["eps"], in_place=False)
     return found
 
@@ -59,7 +59,7 @@ RIVALS = {
     for rival in (
         Rival("native", native, jit=False, takes=_TAKES),
         Rival("eager", eager, jit=False, takes=_TAKES),
-        # A compiled backward gives its buffers away, so it cannot be run twice on one forward.
+        # A compiled backward frees its buffers, so it cannot run twice after one forward.
         Rival("torch.compile", eager, directions=("fwd", "fwd_bwd"), compiled=True, takes=_TAKES),
         Rival("liger", _liger, available=_liger_available, takes=("eps", "layout")),
     )
@@ -67,8 +67,8 @@ RIVALS = {
 
 
 def cost(residual: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """One read and one write forward, of both the sum and its norm where there is a residual; backward two
-    reads and one write. What rows have one number of is noise but counted."""
+    """Forward one read and one write; with a residual two of each (x and residual, h and out). Backward two
+    reads and one write. Tensors with one number per row are negligible but counted."""
     N = math.prod(size for name, size in dims.items() if name != "D")
     rows = N * dims["D"] * dtype.itemsize
     return Cost(fwd_bytes=(4 if residual else 2) * rows + 4 * N, bwd_bytes=3 * rows + 4 * N)
@@ -79,13 +79,14 @@ def _case(N: int, D: int) -> Case:
 
 
 CASES = [_case(N, D) for D in (1024, 2048, 4096, 5120, 8192) for N in (1, 16, 256, 4096, 32768)]
-#: Heads of queries and keys, which some models normalise one by one.
+#: Heads of queries and keys, which some models normalise separately.
 HEADS = [Case({"N": 8192, "H": 32, "D": 128}, BF16, data="random")]
 _CORE = [_case(32768, 2048), _case(32768, 4096), _case(32768, 8192), _case(4096, 4096), _case(1, 4096)]
 
 
 def _goals() -> Sequence[Goal]:
-    """Times of what must move, and the microseconds of the launches; never slower than what others use."""
+    """The time for the bytes that must be moved, plus the microseconds of launches; and never slower than
+    rivals."""
 
     def held(what: str, direction: str, against: object) -> Goal:
         def chooses(cell: Cell) -> bool:

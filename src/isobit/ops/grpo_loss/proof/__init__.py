@@ -1,5 +1,5 @@
-"""What must be shown of `grpo_loss`: its inputs are in `inputs.py`, the truth and the errors in `truth.py`,
-the order of its sums in `model.py`; and of `group_advantages`, in `advantages.py`."""
+"""The proof of `grpo_loss`: inputs are in `inputs.py`, the truth and error bounds in `truth.py`, the order of
+its sums in `model.py`. The proof of `group_advantages` is in `advantages.py`."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def memory(case: Case, backend: str, direction: str) -> int:
     if backend == "reference":
         chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
         return 8 * 4 * chunk + 512 * N + (1 << 20)
-    return (1 << 20) + 64 * N  # partial sums of few rows; what is known of many, a few numbers each
+    return (1 << 20) + 64 * N  # partial sums of few rows, or a few numbers per row of many
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
-    """Every kernel beside those of `ratio_kl`, with and without options."""
+    """Every kernel that `ratio_kl` does not have, with and without options."""
     from isobit.ops.grpo_loss import kernels_triton as kernels
 
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -48,7 +48,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
 
 
 _GROUPS = {"by": "samples", "mask": torch.bool, "reduction": "sequence_mean"}
-# Few tokens: in the interpreter each of them takes a tenth of a second.
+# Few tokens, because the interpreter takes a tenth of a second for each.
 _CASES = [
     Case({"B": 2, "T": 2, "V": 17}, F32),
     Case({"B": 0, "T": 3, "V": 7}, F32),
@@ -64,7 +64,7 @@ _CASES = [
     Case({"B": 5, "T": 6, "V": 50257}, F16, heavy=True, options={"by": "bounds", "mask": torch.bool}),
 ]  # fmt: skip
 
-# Each term is divided by the same, whatever the batch: else the gradient of a row shows how many there are.
+# A fixed divisor, whatever the batch; otherwise the gradient of a row depends on the number of rows.
 _BITS = [
     Case({"B": 3, "T": 1, "V": 1030}, F32, options={"reduction": "sum"}),
     Case({"B": 3, "T": 1, "V": 1030}, F32, options={
@@ -101,7 +101,7 @@ LOSS = Proof(
         Case({"B": 4, "T": 50, "V": 50257}, BF16, data="random", heavy=True),
     ],
     mutants=inputs.MUTANTS,
-    # The loss is NaN then, and so is the gradient of one row: a test looks.
+    # One bad id makes the loss NaN, and the gradient of one row; a test covers this.
     bad_value=lambda args: (alter.one_bad_id(args, args["policy_logits"].shape[-1])[0], None),
     kernels={
         "triton": Kernels(record),

@@ -1,4 +1,4 @@
-"""What must be shown of `group_advantages`."""
+"""The proof of `group_advantages`."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ F16, F32, F64, NAN = torch.float16, torch.float32, torch.float64, float("nan")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Rewards that naive formulas lose: large beside their differences, equal, far apart, in turns. Random
-    ones are of all sizes, because beside a small one all digits of the mean show, and the second half of each
-    group repeats the first."""
+    """Rewards on which naive formulas lose accuracy: large compared with their differences, equal, far apart,
+    alternating. Random ones have all magnitudes, because next to a small reward all digits of the mean are
+    visible. The second half of each group repeats the first."""
     (B,) = case.dims.values()
     gen = torch.Generator().manual_seed(options.seed)
     rewards = torch.randn(B, generator=gen, dtype=F64)
@@ -54,7 +54,7 @@ def lay_out(args: Args, layout: str) -> Args:
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is divided by the standard deviation is a difference of differences, and sums round."""
+    """The dividend is a difference of differences, and sums have rounding errors."""
     (found,), (B,) = outputs, args["rewards"].shape
     bounds = _bounds(args, B)
     sizes = found.abs()
@@ -72,7 +72,7 @@ def _bounds(args: Args, B: int) -> list[int]:
 
 
 def halves(args: Args) -> Args:
-    """Groups whose second half repeats the first, as two groups: the same means, by other sums."""
+    """Each group whose second half repeats the first becomes two groups: the same means, from other sums."""
     found: list[int] = [0]
     for first, end in pairwise(_bounds(args, len(args["rewards"]))):
         half = (end - first) // 2
@@ -82,7 +82,7 @@ def halves(args: Args) -> Args:
 
 
 def descending(args: Args) -> tuple[Args, None]:
-    """Boundaries that are none: no single row is to blame."""
+    """Invalid boundaries; no single row is at fault."""
     B, device = len(args["rewards"]), args["rewards"].device
     bounds = torch.tensor([0, B, B], device=device)
     return args | {"samples_per_prompt": None, "group_boundaries": bounds}, None
@@ -128,11 +128,11 @@ ADVANTAGES = Proof(
         Case({"B": 65537}, F32, options=_BOUNDS, heavy=True),
         Case({"B": 65536}, F32, options={"size": 8}, heavy=True),
     ],
-    # In fp64, where the order of a sum shows in a result.
+    # In fp64, where the order of a sum is visible in the result.
     bit_cases=[
         Case({"B": 56}, F64, data="random", options={"size": 14}),
         Case({"B": 401}, F64, data="random", options=_BOUNDS),
-        # No multiple of the 128 lanes: there a group and its half are summed in the same order.
+        # Not a multiple of the 128 lanes: otherwise a group and its half would be summed in the same order.
         Case({"B": 65520}, F64, data="random", options={"size": 252}, heavy=True),
     ],
     memory_cases=[Case({"B": 512}, F32, options={"size": 8})],

@@ -1,9 +1,9 @@
 """Inputs of `grpo_loss` that would expose a wrong kernel, and the changes that laws make of them.
 
-Logits, tokens and log-probabilities are those of `ratio_kl`, with its options. Beside them: `by` says where
-advantages come from (one a sequence, unless it says `tokens`, `samples` or `bounds`), `weights` that there
-are rollout weights, `reduction` and `normalizer` (a number, or `tensor`) as in the op. beta is 0.1, and 0
-where there is no reference.
+Logits, tokens and log-probabilities are those of `ratio_kl`, with its options. In addition: `by` is the
+source of advantages (one per sequence, unless it is `tokens`, `samples` or `bounds`), `weights` adds rollout
+weights, `reduction` and `normalizer` (a number, or `tensor`) are as in the op. beta is 0.1, and 0 without a
+reference.
 """
 
 from dataclasses import replace
@@ -21,14 +21,15 @@ F32, NAN = torch.float32, float("nan")
 
 LAYOUTS = rows.LAYOUTS
 
-#: Arguments that have one number a token.
+#: Arguments with one number per token.
 _OF_TOKENS = ("token_ids", "mask", "old_logp", "ref_logp", "advantages", "rollout_weights")
 
 _OWN = ("by", "weights", "reduction", "normalizer")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Tokens that do not count hold NaN; an edge case has a sequence of nothing else."""
+    """Inputs of a case. Tokens that do not count hold NaN; an edge case has a sequence with only such
+    tokens."""
     B, T = case.dims["B"], case.dims["T"]
     theirs = {name: value for name, value in case.options.items() if name not in _OWN}
     args = rows.make(replace(case, options=theirs), device, options)
@@ -65,8 +66,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def _towards_the_clip(args: Args) -> Tensor:
-    """A sign a sequence: by turns one with which its farthest ratio is not clipped, and one with which it
-    is."""
+    """A sign per sequence: alternately one with which its farthest ratio is not clipped, and one with which
+    it is."""
     names = ("old_logp", "mask", "ignore_index", "temperature")
     exact = {name: args[name] for name in names}
     ratio = reference.formula(args["policy_logits"].double(), None, args["token_ids"], **exact)[0]
@@ -76,8 +77,8 @@ def _towards_the_clip(args: Args) -> Tensor:
 
 
 def groups_of(by: str, B: int, device: torch.device) -> Args:
-    """Two samples a prompt, or one prompt for an odd number of them; or groups of one, of two, and of what is
-    left."""
+    """Two samples per prompt, or one prompt if their number is odd; or groups of one, of two, and of the
+    rest."""
     if by == "samples":
         return {"samples_per_prompt": max(B, 1) if B % 2 else 2, "group_boundaries": None}
     bounds = sorted({min(n, B) for n in (0, 1, 3, B)})
@@ -88,13 +89,13 @@ def groups_of(by: str, B: int, device: torch.device) -> Args:
 
 
 def lay_out(args: Args, layout: str) -> Args:
-    """Logits in this layout. Once, what there is of tokens is transposed."""
+    """Logits in this layout; in one of the layouts the arguments per token are transposed."""
     laid = rows.lay_out(args, layout)
     return alter.laid_out_some(laid, _OF_TOKENS if layout == "padded" else (), "transposed")
 
 
 def padding(args: Args, sequences: int) -> Args:
-    """Sequences to append that must change nothing: NaN, and not counting."""
+    """Sequences of NaN to append that do not count; they must change nothing."""
     found = {}
     for name in (*rows.LOGITS, *_OF_TOKENS, "rewards", "temperature"):
         given = args[name]

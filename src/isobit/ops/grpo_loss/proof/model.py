@@ -1,5 +1,5 @@
-"""The order in which `grpo_loss` and `group_advantages` add, by its own arithmetic: numpy's fp64, one
-addition at a time. It shares no code with the kernels."""
+"""The sums of `grpo_loss` and `group_advantages` in their exact order: numpy's fp64, one addition at a time.
+It shares no code with the kernels."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,8 @@ REWARDS, TOKENS, CHUNK, SEQUENCES = 128, 512, 4096, 128
 
 
 def in_lanes(numbers: np.ndarray, lanes: int) -> np.float64:
-    """Lane j takes numbers j, j + lanes, ... one after another; then neighbours are added, and so on."""
+    """Lane j adds numbers j, j + lanes, ... one after another; then the lanes are added by a tree of
+    neighbours."""
     total = np.zeros(lanes, numbers.dtype)
     for first in range(0, len(numbers), lanes):
         part = numbers[first : first + lanes]
@@ -48,7 +49,7 @@ def advantages(args: Args) -> Tensor:
     bounds = list(range(0, len(r) + 1, n)) if n else args["group_boundaries"].tolist()
     found = np.zeros(len(r))
     for first, end in pairwise(bounds):
-        with np.errstate(invalid="ignore"):  # a group may hold NaN, for itself
+        with np.errstate(invalid="ignore"):  # NaN in a group affects that group only
             group = r[first:end] - r[first]
             from_mean = group - in_lanes(group, REWARDS) / np.float64(len(group))
             std = np.sqrt(in_lanes(from_mean * from_mean, REWARDS) / np.float64(len(group)))
@@ -64,7 +65,7 @@ def exact_advantages(args: Args, cotangents: object) -> dict[str, Sample]:
 
 
 def losses(args: Args, ratio: Tensor, kl: Tensor | None, A: Tensor, dtype: type = np.float64) -> list[float]:
-    """loss, policy_loss, kl and mean_ratio from what is known of the tokens, added in this dtype."""
+    """loss, policy_loss, kl and mean_ratio from the values per token, added in this dtype."""
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"]).cpu().numpy()
     r, A64 = ratio.cpu().double().numpy(), A.cpu().double().numpy()
     low, high = 1 - args["clip_low"], 1 + args["clip_high"]
@@ -90,8 +91,8 @@ def losses(args: Args, ratio: Tensor, kl: Tensor | None, A: Tensor, dtype: type 
 
 
 def as_ratio_kl(trial: Trial) -> list[OutputCheck]:
-    """The loss is that of ratio and kl of `ratio_kl` on the same backend, in the order that is written down.
-    Control: the same in fp32."""
+    """The loss has exactly the bits that follow from ratio and kl of `ratio_kl` on the same backend, added in
+    the documented order. Control: the same in fp32."""
     args = trial.args()
     names = ("old_logp", "mask", "ignore_index", "temperature")
     call = {name: args[name] for name in names} | {"return_kl": args["beta"] > 0, "backend": trial.backend}

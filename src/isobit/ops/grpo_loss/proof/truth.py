@@ -1,4 +1,4 @@
-"""The truth of `grpo_loss`, and what one rounding error of each of its results is relative to."""
+"""The truth of `grpo_loss`, and the sizes that rounding errors of its results are relative to."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,14 +28,14 @@ def formula(args: Args) -> tuple[Tensor, ...]:
 
 
 def judged(args: Args, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """All numbers in the order of `OUTPUTS`. A kl that the loss does not have is 0."""
+    """All numbers in the order of `OUTPUTS`. Without a KL penalty kl is 0."""
     loss, stats = outputs
     return (loss, *(stats.get(name, torch.zeros_like(loss.detach())) for name in OUTPUTS[1:]))
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Largest intermediates, in fp64. What `ratio_kl` has of a token may be off by as much as it may be
-    there; sums are off by the sum of that, and are rounded once more."""
+    """Largest intermediates, in fp64. The values of `ratio_kl` per token have the errors allowed there. Sums
+    have the sum of these errors, and are rounded once more."""
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
     names = ("policy_logits", "ref_logits", "token_ids", "old_logp", "mask", "ignore_index", "ref_logp")
     call = of_rows(args | {"return_entropy": True, "return_kept": True})
@@ -78,13 +78,13 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         again = dratio * ratio + (dkl * slope if beta else 0.0)
         given = (dratio, dkl, again, torch.zeros_like(again))
         sizes_there = rows_truth.scale(of_tokens, found, given)["gradient:policy_logits"]
-        # A result that is no normal number may be flushed to 0, however small its factors are.
+        # A subnormal result may be flushed to 0, however small its factors are.
         sizes["gradient:policy_logits"] = sizes_there + FP32.tiny / FP32.eps
     return sizes
 
 
 def _slope(of_tokens: Args, logp: Tensor) -> Tensor:
-    """How fast kl changes with logp."""
+    """The derivative of kl by logp."""
     ref = of_tokens["ref_logp"]
     live = live_rows(of_tokens["token_ids"], of_tokens["mask"], of_tokens["ignore_index"])
     if ref is None:

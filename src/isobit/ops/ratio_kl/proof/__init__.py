@@ -1,5 +1,5 @@
-"""What must be shown of `ratio_kl`: its inputs are in `inputs.py`, the truth and the errors in `truth.py`,
-what it has in common with `logp`, bit for bit, in `bits.py`."""
+"""The proof of `ratio_kl`. Inputs are in `inputs.py`, the truth and error bounds in `truth.py`, the bits that
+it shares with `logp` in `bits.py`."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def _meta(N: int, V: int, dtype: torch.dtype, full: bool, ref: str = "logits") -> tuple[Args, Args]:
-    """Arguments of a forward and of its backward: with nothing optional, or with everything."""
+    """Arguments of a forward and of its backward: with no optional ones, or with all."""
 
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -57,7 +57,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """The forward; its backward is that of the portable kernels."""
+    """The forward only; the backward is that of the portable kernels."""
     from isobit.ops.ratio_kl import kernels_hopper as kernels
 
     for full, ref in ((True, "logits"), (False, "logp")):
@@ -66,8 +66,8 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 
 # Cases
 
-# What is not heavy runs in the interpreter, which takes a tenth of a second for a row: rows are few, and
-# fewest in every third case, on which laws call again and again.
+# Cases that are not heavy run in the interpreter, which takes a tenth of a second per row. So there are few
+# rows, and fewest in every third case, which laws call repeatedly.
 _SMALL = [
     Case({"N": 4, "V": 33}, F32, options={"mask": torch.bool}),
     Case({"N": 0, "V": 7}, F32),
@@ -85,15 +85,15 @@ _HEAVY = [
     Case({"N": 3, "V": 300000}, F32, options={"ref": "logp"}, heavy=True),
     Case({"N": 20, "V": 50257}, F16, options={"temperature": 0.7}, heavy=True),
 ]
-# V beyond one split, so that few rows are summed in parts and many (from 9 on, on a CPU) are not.
+# V is more than one split, so that few rows are summed in parts and many (from 9 on, on a CPU) are not.
 _BITS = [
     Case({"N": 16, "V": 16501}, BF16, data="sharp", options={"ref_dtype": F32, "mask": 0.025}),
     Case({"N": 2200, "V": 50257}, F16, data="random", heavy=True),
     Case({"N": 2200, "V": 151936}, BF16, data="random", heavy=True),
-    # More than 2**31 logits: 32-bit offsets would show here.
+    # More than 2**31 logits: wrong 32-bit offsets would fail here.
     Case({"N": 16500, "V": 131072}, BF16, data="random", heavy=True, gpu_gb=100),
 ]
-# Few and many rows, odd and even V, both layouts of rows, and everything that changes what is summed.
+# Few and many rows, odd and even V, both layouts of rows, and every option that affects the sums.
 _AS_LOGP = [
     Case({"N": 17, "V": 16501}, BF16, data="sharp", options={"ref_dtype": F32, "mask": 0.025}),
     Case({"B": 2, "T": 2, "V": 3001}, F32, data="sharp", layout="shifted", options={"each": True}),

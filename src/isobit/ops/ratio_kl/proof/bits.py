@@ -1,4 +1,4 @@
-"""What `ratio_kl` has to do with `logp`, bit for bit: a policy's ratio to itself is exactly 1."""
+"""Bit laws between `ratio_kl` and `logp`: a policy's ratio to itself is exactly 1."""
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ FUSED = "lse/1"
 
 
 def as_logp(trial: Trial) -> list[OutputCheck]:
-    """ratio is 1 where old_logp is `logp` of the same logits in the same class, also where no old_logp is
-    given, and with the same gradient; logp and entropy are those of `logp`; and kl is the same from reference
-    logits and from `logp` of them. Control: an old_logp that was summed in another order."""
+    """ratio is 1 if old_logp is `logp` of the same logits in the same class, and without old_logp, with the
+    same gradient; logp and entropy have the bits of `logp`; and kl is the same from reference logits and from
+    `logp` of them. Control: an old_logp that was summed in another order."""
     args = trial.args()
-    trial.op.explain(**args, backend=trial.backend)  # if it cannot serve, that is what is to be said
+    trial.op.explain(**args, backend=trial.backend)  # raises here if the backend cannot serve
     own, entropy = _logp(trial, args, "policy_logits")
     acted = args | {"old_logp": own}
     outputs, grads = trial.backward(acted)
@@ -38,7 +38,7 @@ def as_logp(trial: Trial) -> list[OutputCheck]:
         ref, _ = _logp(trial, args, "ref_logits")
         given = trial.forward(acted | {"ref_logits": None, "ref_logp": ref})
         checks.append(same_bits("1:kl", given[1], kl, "from logp of the reference against its logits"))
-    # Of a row both orders may round to the same bits.
+    # For a single row both orders may round to the same bits.
     one_way, other_way = (_logp(trial, change(args), "policy_logits")[0] for change in (rolled, reversed_))
     other = torch.where(one_way == own, other_way, one_way)
     changed = trial.forward(args | {"old_logp": other})
@@ -53,8 +53,8 @@ def _logp(trial: Trial, args: Args, logits: str) -> tuple[Tensor, ...]:
 
 
 def _from_hidden_states(trial: Trial) -> list[OutputCheck]:
-    """In the class of fused log-probabilities: ratio is 1 where old_logp came from `linear_logp`, which has
-    stored no logits, as fp32 or rounded. Control: the same in another class."""
+    """In the class of fused log-probabilities, ratio is 1 if old_logp came from `linear_logp`, which never
+    stores logits, for fp32 and for rounded logits. Control: the same in another class."""
     if trial.numerics != FUSED:
         return []
     gen = torch.Generator(trial.device).manual_seed(3)

@@ -1,8 +1,8 @@
 """Inputs of `ratio_kl` that would expose a wrong kernel, and the changes that laws make of them.
 
-Options of a case, beside mask, temperature and ids as in `logp`: `ref` says what the reference is (its logits
-unless it says `logp` or `none`), `ref_dtype` in which dtype its logits are, and `old=none` that this policy
-acted. Data may be `sharp`: log-probabilities near 0, in which the last bits of a sum show.
+Options of a case, beside mask, temperature and ids as in `logp`: `ref` is the form of the reference (logits,
+unless it is `logp` or `none`), `ref_dtype` the dtype of its logits, and `old=none` omits old_logp. Data may
+be `sharp`: log-probabilities near 0, which make the last bits of a sum visible.
 """
 
 import math
@@ -18,12 +18,12 @@ from isobit.ops.ratio_kl import reference
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 IGNORE, NAN = -100, float("nan")
 
-#: The two tensors of logits; in laws about layouts each has its own.
+#: The two tensors of logits; laws about layouts give each its own.
 LOGITS = ("policy_logits", "ref_logits")
 LAYOUTS = ("shifted", "padded", "offset")
 
-#: How far policies are from each other, row by row in turn. Near 0 a kl keeps its digits only if it is not
-#: computed as a difference.
+#: Distances between policies, alternating over rows. A small kl is accurate only if it is not computed as a
+#: difference.
 APART = (1e-3, 0.3, 2.0)
 
 
@@ -45,10 +45,10 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         if case.data in (
             "random",
             "sharp",
-        ):  # drawn where it will live: benchmark cases hold a billion logits
+        ):  # drawn on the device: benchmark cases have a billion logits
             drawn = torch.Generator(device).manual_seed(options.seed)
             z.normal_(generator=drawn)
-            if case.data == "sharp":  # a few likely tokens, and the likeliest: log-probabilities near 0
+            if case.data == "sharp":  # a few likely tokens; the likeliest has logp near 0
                 z *= 6
                 ids = z.argmax(-1).cpu()
             ref.normal_(generator=drawn).mul_(0.3).add_(z)
@@ -56,7 +56,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))
     args: Args = {"ignore_index": IGNORE, "temperature": case.options.get("temperature", 1.0)}
-    if case.options.get("each"):  # a temperature for every row
+    if case.options.get("each"):  # one temperature per row
         args["temperature"] = 0.5 + 1.5 * torch.rand(N, generator=gen)
     wanted = case.options.get("mask")
     args["mask"] = None if wanted is None else alter.mask_of(wanted, N, ids, IGNORE)
@@ -76,13 +76,14 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def _log_probs(case: Case, args: Args, apart: Tensor, gen: torch.Generator) -> Args:
-    """Of the policy that acted, and of the reference: both near those of the policy, in fp32."""
+    """Log-probabilities under the old policy and under the reference: both near those of the policy, in
+    fp32."""
     N, V = args["policy_logits"].shape
     if case.data == "edge":
         tokens = {name: args[name] for name in ("mask", "ignore_index", "temperature")}
         exact, ids = args["policy_logits"].to(F64), args["token_ids"]
         near = reference.formula(exact, None, ids, **tokens)[2]
-    else:  # what they are near, at little cost: the log-sum-exp of V normal numbers, or of a few sharp ones
+    else:  # approximately, at little cost: the log-sum-exp of V normal numbers, or of a few sharp ones
         z, temperature = args["policy_logits"], args["temperature"]
         ids = args["token_ids"].clamp(min=0).long()[:, None].to(z.device)
         chosen = z.gather(-1, ids)[:, 0].cpu().to(F64)
@@ -111,7 +112,7 @@ def rolled(args: Args) -> Args:
 
 
 def reversed_(args: Args) -> Args:
-    """The vocabulary from its end: yet another order."""
+    """The vocabulary reversed: yet another order."""
     ids, V = args["token_ids"], args["policy_logits"].shape[-1]
     given = [name for name in LOGITS if args[name] is not None]
     ids = torch.where((ids >= 0) & (ids < V), V - 1 - ids, ids)
@@ -119,7 +120,7 @@ def reversed_(args: Args) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows to append that must change nothing: NaN, and not counting."""
+    """Rows of NaN to append that do not count; they must change nothing."""
     names = [name for name in (*LOGITS, "old_logp", "ref_logp") if args[name] is not None]
     nan = {name: args[name].new_full((rows, *args[name].shape[1:]), NAN) for name in names}
     return nan | alter.token_padding(args, rows, IGNORE)

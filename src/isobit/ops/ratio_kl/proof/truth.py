@@ -1,4 +1,4 @@
-"""The truth of `ratio_kl`, and what one rounding error of each of its results is relative to."""
+"""The truth of `ratio_kl`, and the sizes that rounding errors of its results are relative to."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def formula(args: Args) -> tuple[Tensor, ...]:
 
 
 def judged(args: Args, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """All four outputs of a call; an empty one for a kl that was not asked for."""
+    """All four outputs of a call; an empty tensor for a kl that was not requested."""
     given = [x for x in outputs if x is not None]
     if len(given) == 3:
         given.insert(1, given[0].reshape(-1)[:0])
@@ -27,20 +27,20 @@ def judged(args: Args, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Largest intermediates, in fp64. A log-probability is off by some roundings of itself and of a sum of V
-    terms; what is computed from it inherits that, times its slope."""
+    """Largest intermediates, in fp64. A log-probability has the error of some roundings of itself and of a
+    sum of V terms. Results that are computed from it inherit that error, times their derivative."""
     policy, ids, temperature = args["policy_logits"], args["token_ids"], args["temperature"]
     live = live_rows(ids, args["mask"], args["ignore_index"])
     tokens = (ids, args["mask"], args["ignore_index"], temperature)
     ratio, kl, logp, entropy = outputs
-    log_v = math.log(policy.shape[-1]) + 4.0  # sums of V terms, and exp2/log2 good to some ulp
+    log_v = math.log(policy.shape[-1]) + 4.0  # sums of V terms, and exp2/log2 with errors of some ulp
     off = logp.abs() + log_v
     # exp: its argument's error, that of the subtraction, and its own.
     off_ratio = torch.zeros_like(off)
     if args["old_logp"] is not None:
         off_ratio = off + (logp - torch.where(live, args["old_logp"], 0.0)).abs() + 2.0
     sizes = {"ratio": ratio * off_ratio, "logp": off, "entropy": entropy.abs() + 2 * log_v, "kl": kl}
-    slope = off_slope = torch.zeros_like(off)  # of kl in logp, and how far it may be
+    slope = off_slope = torch.zeros_like(off)  # derivative of kl by logp, and its error
     if args["ref_logits"] is not None or args["ref_logp"] is not None:
         ref, off_ref = args["ref_logp"], torch.zeros_like(off)
         if ref is None:
@@ -49,7 +49,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         d = torch.where(live, ref, 0.0) - logp
         off_d = off + off_ref + d.abs()
         slope, off_slope = torch.expm1(d).abs(), torch.exp(d) * (off_d + 2.0)
-        # The slope is 0 at d = 0: there the square of the error is what is left.
+        # The derivative is 0 at d = 0, so the second-order term remains.
         sizes["kl"] = slope * off_d + 4 * kl + EPS / 2 * torch.exp(d) * off_d**2
     if cotangents:
         g_ratio, g_kl, g_logp, g_entropy = (g.abs() for g in cotangents)

@@ -1,5 +1,5 @@
-"""What must be shown of `rms_norm`: inputs that would expose a wrong kernel, the truth, how far from it a
-kernel may be, its class in numpy, and which other calls must have the same bits."""
+"""The proof of `rms_norm`: inputs that would expose a wrong kernel, the truth, error bounds, its class in
+numpy, and other calls that must give the same bits."""
 
 import math
 from typing import Any
@@ -30,15 +30,15 @@ def memory(case: Case, backend: str, direction: str) -> int:
     N = math.prod(size for name, size in case.dims.items() if name != "D")
     if backend == "reference":
         return 12 * max(case.dtype.itemsize, 4) * N * D + MB
-    sums = 4 * D * (-(-N // GROUP) + 1) if direction != "fwd" else 0  # of groups, and of groups of those
+    sums = 4 * D * (-(-N // GROUP) + 1) if direction != "fwd" else 0  # of groups, and of groups of groups
     if backend == "model":
         return 2 * sums + 16 * 4 * (min(N * D, model.CHUNK) + GROUP * D) + 8 * N + MB
     return sums + sums // 64 + 4 * N + MB
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
-    """Every kernel and every branch that is fixed at compile time: short rows and long ones, whole tiles and
-    not, with everything optional and with nothing. In fp32, whose code differs in conversions, one call."""
+    """Every kernel with every value of its compile-time branches: short and long rows, whole tiles and
+    partial ones, with all options and with none. For fp32, which differs only in conversions, one call."""
     from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -47,7 +47,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
     calls = [((4096, 128), True), ((3, 7, 2560), False), ((20, 17001), True)]
     for shape, full in calls if dtype != F32 else calls[:1]:
         D, lead = shape[-1], shape[:-1]
-        # Two leading dimensions that cannot be walked as one.
+        # Two leading dimensions that cannot be flattened into one.
         x = empty(lead[0], lead[1] + 1, D)[:, :-1] if len(lead) == 2 else empty(*shape)
         weight = empty(D, dtype=F32 if full else dtype)
         options: Args = {"eps": 1e-6, "offset": 1.0 if full else 0.0, "cast": "after" if full else "before"}
@@ -70,7 +70,7 @@ def _case(N: int, D: int, dtype: torch.dtype, **rest: Any) -> Case:
     return Case({"N": N, "D": D}, dtype, options=rest, **own)
 
 
-# Laws that hold for every third case take those that are quick.
+# Some laws use every third case; these are the quick ones.
 _SMALL = [
     _case(0, 7, F32, residual=True),
     _case(7, 257, F32),
@@ -93,8 +93,8 @@ _HEAVY = [
     _case(10, 20000, BF16, heavy=True),
     _case(100, 2560, F32, data="random", heavy=True),
 ]
-# Sums of squares are good-natured: another order shows in one row of ten, and in fp32. With a residual, so
-# that there are both outputs to compare; without one they are the same, see `same_elsewhere`.
+# Another order of a sum of squares changes few bits: in one row of ten, and in fp32 only. With a residual, so
+# that there are two outputs to compare; without one they are the same, see `same_elsewhere`.
 _BITS = [
     _case(70, 300, F32, data="random", residual=True),
     _case(19, 1100, F32, data="random", residual=True, cast="after", offset=1.0),
@@ -102,7 +102,7 @@ _BITS = [
     _case(40000, 2048, BF16, data="random", residual=True, heavy=True),
     _case(2200, 8192, F16, data="random", residual=True, cast="after", heavy=True),
     _case(300, 20000, F32, data="random", residual=True, heavy=True),
-    # More than 2**31 elements: 32-bit offsets would show here.
+    # More than 2**31 elements: wrong 32-bit offsets would fail here.
     _case(1050000, 2048, BF16, data="random", residual=True, heavy=True, gpu_gb=120),
 ]
 _AGREE = [

@@ -1,4 +1,4 @@
-"""Other calls of `rms_norm` that must have the same bits."""
+"""Other calls of `rms_norm` that must give the same bits."""
 
 from dataclasses import replace
 
@@ -13,10 +13,9 @@ from isobit.ops.rms_norm.proof.inputs import BY_ROWS, lay_out
 
 
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:
-    """Fused = unfused, roundings to 16 bits are where the class has them, and dweight belongs to the stream
-    of rows: not to how they are laid out, nor to rows behind the last whose dout is 0. It is looked at in
-    fp32, since 16 bits of a long sum seldom show its order. Controls: the other `cast`, and the rows in
-    another order."""
+    """Fused = unfused; roundings to 16 bits are where the class has them; and dweight depends on the sequence
+    of rows only, not on their layout nor on rows at the end whose dout is 0. It is compared in fp32, since a
+    long sum in 16 bits seldom shows its order. Controls: the other `cast`, and the rows in another order."""
     args = trial.args()
     outputs, grads = trial.backward(args)
     given = tuple(trial.cotangents(outputs))
@@ -56,7 +55,7 @@ def _followed(t: Tensor, rows: int) -> Tensor:
 
 
 def _in_16_bits(trial: Trial, args: Args) -> list[OutputCheck]:
-    """The same rows in bf16: too few to show an order, but roundings show."""
+    """The same rows in bf16: too few bits to show an order, but roundings are visible."""
     if args["x"].dtype != torch.float32:
         return []
     names = [n for n in (*BY_ROWS, "weight") if args[n] is not None]

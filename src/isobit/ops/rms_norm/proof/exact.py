@@ -1,4 +1,4 @@
-"""Class rms/1 by its own arithmetic, in numpy, apart from every backend."""
+"""Class rms/1 in numpy, independent of every backend."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 def neighbours(x: Array) -> Array:
-    """Sums over the first axis, filled up with +0 to a power of two."""
+    """Sums over the first axis by a tree of neighbours, padded with +0 to a power of two."""
     missing = (1 << (len(x) - 1).bit_length()) - len(x)
     x = np.concatenate([x, np.zeros((missing, *x.shape[1:]), f32)])
     while len(x) > 1:
@@ -32,7 +32,7 @@ def chain(x: Array) -> Array:
 
 
 def whole(x: Array, size: int) -> Array:
-    """Zeros behind the first axis, up to a multiple."""
+    """Padded with zeros along the first axis, up to a multiple."""
     return np.concatenate([x, np.zeros((-len(x) % size, *x.shape[1:]), f32)])
 
 
@@ -58,7 +58,7 @@ def wide(t: Tensor) -> Array:
 
 @np.errstate(all="ignore")
 def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
-    """The second half of the columns, which the control leaves where they are; of gradients everything."""
+    """The second half of the columns, which the control does not move; all of the gradients."""
     x, weight, residual = args["x"], args["weight"], args["residual"]
     dtype, D, offset = x.dtype, x.shape[-1], f32(args["offset"])
     w = wide(weight[None])[0]

@@ -1,4 +1,4 @@
-"""Inputs of `rms_norm` that would expose a wrong kernel, and changes of them."""
+"""Inputs of `rms_norm` that would expose a wrong kernel, and variations of them."""
 
 import math
 
@@ -12,12 +12,12 @@ BY_ROWS = ("x", "residual")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Options: residual, eps, offset, cast, and the dtype of `weight` if it is another."""
+    """Inputs of a case. Options: residual, eps, offset, cast, and `weight` if its dtype differs."""
     dims = dict(case.dims)
     D = dims.pop("D")
     lead, given = tuple(dims.values()), dict(case.options)
     has_residual, weight_dtype = given.pop("residual", False), given.pop("weight", case.dtype)
-    # Drawn where it will live if there is much of it: on a CPU that takes longer than all the rest.
+    # Large inputs are drawn on the device: on a CPU that would take longer than all the rest.
     where = device if case.heavy or case.data == "random" else torch.device("cpu")
     gen = torch.Generator(where).manual_seed(options.seed)
 
@@ -38,8 +38,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
 
 
 def edge_rows(x: Tensor) -> None:
-    """Rows that plain randn never shows, by turns, in place."""
-    x[1::6, -1] += 100.0  # a dropped tail shows
+    """Kinds of rows that plain randn never produces, alternating, in place."""
+    x[1::6, -1] += 100.0  # exposes a dropped tail
     x[2::6] *= 1e-3  # eps is as large as the mean of squares
     x[3::6] *= 300.0
     x[4::6] = 0.0
@@ -52,12 +52,12 @@ def lay_out(args: Args, layout: str) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows that must change nothing in others: NaN and infinities."""
+    """Rows of NaN and infinities; they must not change others."""
     return {n: None if args[n] is None else alter.rows_of_nan(args[n], rows) for n in BY_ROWS}
 
 
 def half_rolled(t: Tensor, by: int = 1) -> Tensor:
-    """The first half of the columns some farther: the others stay, so that they can be compared."""
+    """The first half of the columns rolled; the others stay, so that they can be compared."""
     half = t.shape[-1] // 2
     return torch.cat([t[..., :half].roll(by, -1), t[..., half:]], -1)
 

@@ -1,4 +1,4 @@
-"""The truth of `rms_norm`, and how far from plain PyTorch a correct kernel may be."""
+"""The truth of `rms_norm`, and the allowed difference between plain PyTorch and a correct kernel."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dtype_of(*given: Tensor | None) -> torch.dtype:
-    """The dtype that these fp64 tensors came from: the narrowest that holds all they hold."""
+    """The dtype that these fp64 tensors came from: the narrowest that represents all values."""
     for dtype in DTYPES:
         if all(t is None or bool((t.to(dtype).double() == t).all()) for t in given):
             return dtype
@@ -22,7 +22,7 @@ def dtype_of(*given: Tensor | None) -> torch.dtype:
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
-    """(out, h), h an empty one without a residual. That h is rounded is what the op means and no error of it:
+    """(out, h), h an empty tensor without a residual. Rounding h is part of the definition and not an error:
     in fp64 it is rounded to the dtype that the inputs came from."""
     x, residual = args["x"], args["residual"]
     if residual is not None and x.dtype == torch.float64:
@@ -38,19 +38,19 @@ def judged(args: Args, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What two computations in fp32 can be apart, in units of eps.
+    """The difference that two fp32 computations can have, in units of eps.
 
-    A sum of squares is off by a rounding for every addition that a term goes through, so y = h rstd is by
-    `share` of itself. A value that is off by d and then rounded to 16 bits may go to the other neighbour: out
-    is followed through its roundings, from both ends of the interval that y may lie in. A gradient is rounded
-    once, to the nearest, and is off by 2 d at most where plain PyTorch is right by chance.
+    A sum of squares has one rounding error for every addition that a term goes through, so the relative error
+    of y = h rstd is `share`. A value with an error d that is then rounded to 16 bits may round to the other
+    neighbour: out is followed through its roundings from both ends of the interval of y. A gradient is
+    rounded once, to nearest, and its error is at most 2 d where plain PyTorch happens to be right.
     """
     x, weight, dtype = args["x"], args["weight"], dtype_of(args["x"], args["residual"])
     eps = 2.0**-52 if dtype == torch.float64 else 2.0**-23
     h = x if args["residual"] is None else outputs[1]
     D = h.shape[-1]
     additions = -(-D >> log_lanes(D)) + log_lanes(D) + 2
-    share = 0.5 * additions + 4.0  # half of what the sum is off by, a root, a quotient and a product
+    share = 0.5 * additions + 4.0  # half of the sum's error, a root, a quotient and a product
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + args["eps"])
     y, w = h * rstd, weight + args["offset"]
     sizes = {"out": _apart(y, share * eps * y.abs(), w, eps, args["cast"], dtype) / eps}
@@ -69,11 +69,11 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
 
 
 def _apart(y: Tensor, off: Tensor, w: Tensor, eps: float, cast: str, dtype: torch.dtype) -> Tensor:
-    """How far apart two results can be whose y are no farther than `off` from this one."""
+    """The largest difference of two results whose y are within `off` of this one."""
     low, high = y - off, y + off
     if cast == "before":
         low, high = low.to(dtype).double(), high.to(dtype).double()
     ends = torch.stack([low * w, high * w])
-    wide = 2 * eps * ends.abs().amax(0)  # the offset's rounding and the product's
+    wide = 2 * eps * ends.abs().amax(0)  # the rounding of the offset and of the product
     low, high = ends.amin(0) - wide, ends.amax(0) + wide
     return high.to(dtype).double() - low.to(dtype).double()
