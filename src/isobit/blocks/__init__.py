@@ -1,1 +1,1 @@
-"""Pieces that kernels of several ops share."""
+"""Code that kernels of several ops share."""

@@ -1,4 +1,4 @@
-"""Bounds that cut rows into pieces, [pieces + 1] from 0 to how many there are: sequences, groups."""
+"""Bounds that divide rows into pieces (sequences or groups), [pieces + 1] from 0 to the number of rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,8 +10,8 @@ from isobit.contract import Contract
 def check(
     contract: Contract, name: str, given: Any, found: Sequence[int], end: int, *, of: str, empty: bool = True
 ) -> None:
-    """Raise the rule that bounds break. `given` is the argument of this name, `found` what it holds, and
-    `end` the number of what is cut. Pieces may be `empty`, or may not."""
+    """Raise an error if bounds are invalid. `given` is the argument of this name, `found` its values, and
+    `end` the number of rows. `empty`: whether pieces may be empty."""
     if not found or found[0] != 0:
         rule = "must begin with 0" + (f", not {found[0]}" if found else "")
         raise contract.error(name, given, rule)

@@ -1,4 +1,4 @@
-"""Which devices kernels can run on: a reason where they cannot. Nothing is probed at import."""
+"""On which devices kernels can run, with a reason if they cannot. Nothing is probed at import."""
 
 from functools import cache
 

@@ -1,12 +1,12 @@
-"""The last step to a compiled kernel: Triton's own C function, called as Triton calls it.
+"""A short path to a compiled kernel: call Triton's own C function directly, as Triton calls it.
 
-Between `kernel[grid](...)` and that function Triton looks at every argument, encodes a tensor map for every
-TMA descriptor and asks for hooks. That takes longer than many a product runs, and for a kernel that is
-compiled all of it is known but for addresses and numbers. So one call is observed on its way to the C
-function, and later ones are handed over in the same form.
+Between `kernel[grid](...)` and that function Triton inspects every argument, encodes a tensor map for every
+TMA descriptor and looks up hooks. That takes longer than many matrix products run. For a kernel that is
+already compiled only addresses and numbers can change. So one call is observed on its way to the C function,
+and later calls pass their arguments in the same form.
 
-Nothing is assumed about that form. Where what was observed is not understood (another launcher, scratch
-memory, arguments in an order of their own) there is no `Entry`, and Triton's way serves.
+Nothing is assumed about that form. If the observed call is not understood (another launcher, scratch memory,
+arguments in another order) there is no `Entry`, and Triton's own path is used.
 """
 
 import copy
@@ -20,8 +20,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-#: Tensor maps that are kept, of all forms together: some 700 bytes each, and in a step of a large model there
-#: are a thousand or more, for every number of rows that comes.
+#: Number of tensor maps that are cached, of all forms together. Each takes some 700 bytes, and a step of a
+#: large model needs a thousand or more for every number of rows that occurs.
 MAPS = 1 << 16
 
 
@@ -29,7 +29,7 @@ _knobs = knobs.runtime
 
 
 def unhooked() -> bool:
-    """Whether nobody wants to see launches: Triton's own way calls the hooks of a profiler."""
+    """Whether no launch hooks are set. Triton's own path calls those of a profiler, this one does not."""
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return not (getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -39,26 +39,26 @@ def on_nvidia() -> bool:
 
 
 def stream_function() -> Callable[[int | None], int]:
-    """From a device's index to its current stream."""
+    """A function from a device's index to its current stream."""
     found: Callable[[int | None], int] = driver.active.get_current_stream
     return found
 
 
 class Maps(dict[int, Any]):
-    """Tensor maps of one form (sizes, strides, box, swizzle) by the address that they begin at."""
+    """Tensor maps of one form (sizes, strides, box, swizzle), by base address."""
 
-    _all: ClassVar[WeakValueDictionary[int, "Maps"]] = WeakValueDictionary()  # by id: no dict has a hash
-    _made: ClassVar[int] = 0  # since all were forgotten
+    _all: ClassVar[WeakValueDictionary[int, "Maps"]] = WeakValueDictionary()  # by id: a dict has no hash
+    _made: ClassVar[int] = 0  # since the cache was last cleared
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
         super().__init__()
         self._kind, self._meta = type(descriptor), meta
-        # Without what would be held as long as this, and without the list that holds this.
+        # Without references to the tensor and to the list that holds this: they would be kept alive.
         self._rest = {**descriptor.__dict__, "base": None, "maps": None}
         Maps._all[id(self)] = self
 
     def __missing__(self, address: int) -> Any:
-        """By Triton's own code, of a descriptor whose tensor is an address and nothing else."""
+        """Encoded by Triton's own code, from a descriptor whose tensor is replaced by an address."""
         made = object.__new__(self._kind)
         made.__dict__.update(self._rest, base=_At(address))
         if Maps._made >= MAPS:
@@ -84,23 +84,23 @@ class _At:
 
 @cache
 def _encode() -> Callable[[Any, Any], Any]:
-    """From a descriptor, and what the compiler says of it, to a tensor map."""
+    """A function from a descriptor and its compiler metadata to a tensor map."""
     from triton.backends.nvidia import driver as nvidia
 
     make: Any = nvidia.make_tensordesc_arg
-    if make.__code__.co_argcount == 3:  # from 3.9 on; it does not read the third
+    if make.__code__.co_argcount == 3:  # from Triton 3.9 on; the third is not read
         return lambda descriptor, meta: make(descriptor, meta, None)[0]
     return lambda descriptor, meta: make(descriptor, meta)[0]
 
 
 class Entry:
-    """A compiled kernel's C function, and how its arguments follow from those of a launch.
+    """The C function of a compiled kernel, and how its arguments follow from those of a launch.
 
-    `pointers` and `maps` are positions of tensors and TMA descriptors among a launch's arguments. In the form
-    that C takes a descriptor is a tensor map, then the matrix' sizes and strides.
+    `pointers` and `maps` are positions of tensors and TMA descriptors among the arguments of a launch. For C
+    a descriptor becomes a tensor map, followed by the matrix' sizes and strides.
 
-    C takes the grid, the stream, what is `fixed`, and the kernel's arguments: one by one where it is `flat`,
-    else in one list.
+    C takes the grid, the stream, the `fixed` values, and the kernel's arguments: one by one if `flat`, else
+    in one list.
     """
 
     __slots__ = ("_compiled", "_meta", "c", "fixed", "flat", "maps", "pointers")
@@ -109,13 +109,13 @@ class Entry:
         self, compiled: Any, c: Callable[..., None], fixed: tuple[Any, ...], flat: bool, args: Sequence[Any]
     ) -> None:
         self.c, self.fixed, self.flat = c, fixed, flat
-        self._compiled = compiled  # held: its code is unloaded with it
+        self._compiled = compiled  # kept alive: its code is unloaded with it
         self.pointers = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.maps = [i for i, a in enumerate(args) if _is_descriptor(a)]
         self._meta = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
 
     def __call__(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
-        """Launch with arguments as a launcher has them."""
+        """Launch with the same arguments that a launcher passes."""
         final = list(args)
         for i in self.pointers:
             final[i] = args[i].data_ptr()
@@ -129,8 +129,8 @@ class Entry:
             self.c(*grid, stream, *self.fixed, final)
 
     def form(self, which: int, descriptor: Any) -> Maps:
-        """The tensor maps of a descriptor's form, of the kernel's descriptors the one with this number. All
-        descriptors of a form share a list that they are kept in."""
+        """The tensor maps for the form of a descriptor, which is the kernel's descriptor number `which`. All
+        descriptors of a form share one list of them."""
         kept: list[Maps] = descriptor.maps
         if not kept:
             kept.append(Maps(descriptor, self._meta[which]))
@@ -163,7 +163,7 @@ def entry_of(compiled: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> 
 
 
 def _is_form(values: list[Any], wanted: list[Any]) -> bool:
-    """Whether C was given what we would have given it; where a None is wanted, a tensor map."""
+    """Whether C got the arguments that we would have passed; a None in `wanted` stands for a tensor map."""
     if len(values) != len(wanted):
         return False
     for value, want in zip(values, wanted, strict=True):
@@ -176,8 +176,8 @@ def _is_form(values: list[Any], wanted: list[Any]) -> bool:
 
 
 def _c_function(launch: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """(the C function behind a launcher's `launch`, a function that puts another in its place), or None.
-    For kernels with descriptors `launch` is a Python function that encodes them and holds the C function."""
+    """(the C function behind a launcher's `launch`, a function that replaces it), or None. For kernels with
+    descriptors `launch` is a Python function that encodes them and holds the C function."""
     if isinstance(launch, types.BuiltinFunctionType):
         return launch, lambda other: other
     if not isinstance(launch, types.FunctionType):

@@ -1,6 +1,6 @@
-"""Rows of logits that are stored, summed in the order of class lse/1 (`hopper_lse`).
+"""Stored rows of logits, summed in the order of class lse/1 (`hopper_lse`).
 
-A kernel reads them into the registers in which a product would have left them, and they go through the same
+A kernel loads them into the register layout of a product's accumulator, and they go through the same
 functions. So a fused and an unfused path can agree bit for bit.
 """
 
@@ -30,7 +30,7 @@ _COLUMNS = gl.constexpr(COLUMNS)
 def fold_kernel(
     partial, picked_out, logits, ids, scales, N, V, stride, capacity, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Sums of one split of 64 rows, and the logits of their tokens in it."""
+    """Sums of one split of 64 rows, and the logits of their tokens if they are in it."""
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, OF_ROWS)
     split = gl.program_id(1)
     tiles = gl.cdiv(V, _COLUMNS)
@@ -56,7 +56,7 @@ def fold_kernel(
 
 
 def why_not(name: str, logits: Tensor) -> str | None:
-    """Why logits of this name cannot be read, None if they can."""
+    """Why these logits cannot be read, or None."""
     if logits.dtype == torch.float64:
         return f"{name} are fp64; the kernels compute in fp32"
     if _rows(logits) is None:
@@ -76,7 +76,7 @@ def slots_of(
     V: int, token_ids: Tensor, mask: Tensor | None, ignore_index: int, temperature: float | Tensor,
     launch: Launch,
 ) -> Slots:  # fmt: skip
-    """The rows of a call, each in its own place."""
+    """The rows of a call, each in its own slot (not packed)."""
     each, scale = (temperature, LOG2E) if isinstance(temperature, Tensor) else (None, LOG2E / temperature)
     return Slots(token_ids, mask, each, ignore_index, scale, V, False, launch)
 
@@ -89,7 +89,7 @@ def results(
     lse: bool = False,
     stats: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(logp, entropy, lse, stats [2, *]) of rows; logp, and what else is asked for."""
+    """(logp, entropy, lse, stats [2, *]) of rows; logp always, the others if they are requested."""
     z = _rows(logits)
     assert z is not None
     N, V = z.shape

@@ -1,18 +1,18 @@
 """Sums over the vocabulary in the registers of a `wgmma` accumulator: class lse/1.
 
-In an accumulator of 64 x 256 a thread holds, of a row, the columns 8i + 2q and 8i + 2q + 1 for its own q of
-4: a *lane*. Each lane keeps its own maximum m and sum s over one *split* of the vocabulary, so that folding a
-tile needs no exchange between threads. With c = log2(e) / temperature and M = m c, rounded once:
+In an accumulator of 64 x 256 a thread holds, of a row, the columns 8i + 2q and 8i + 2q + 1 for one q of 4: a
+*lane*. Each lane keeps its own maximum m and sum s over one *split* of the vocabulary, so that folding a tile
+needs no exchange between threads. With c = log2(e) / temperature and M = m c, rounded once:
 
     m' = max(m, z),  s' = s 2^(M - M') + sum 2^u,  u = fma(z, c, -M')
 
-and for the entropy t, the sum of u 2^u. What is subtracted is the rounded M everywhere, so a shift that all
-logits share costs no digits; the kernels are compiled without contraction, or M would not be rounded.
+and for the entropy t, the sum of u 2^u. The rounded M is subtracted everywhere, so a common shift of all
+logits adds no error. The kernels are compiled without contraction, or M would not be rounded.
 
-At the end of a split the four lanes are brought to their common maximum and added. A split is one of 33
-stretches of tiles, a function of V alone; 33 of them keep 132 SMs busy for any multiple of 512 rows.
+At the end of a split the four lanes are rescaled to their common maximum and added. A split is one of 33
+ranges of tiles, which depend on V alone; 33 of them keep 132 SMs busy for any multiple of 512 rows.
 `merge_kernel` folds a row's splits in ascending order. So a row's bits depend on its own logits and on V, and
-whoever has the same logits in fp32 gets the same bits: a fused product, or a kernel that reads them.
+the same fp32 logits give the same bits, from a fused product or from a kernel that reads them.
 """
 
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor
 from isobit.blocks.hopper_pipe import ROWS, gl, gluon, triton_kernel
 from isobit.blocks.launch import Launch
 
-#: Columns of a tile, and splits of a row: both take part in the order of the sums.
+#: Columns per tile, and splits per row. Both affect the order of sums.
 COLUMNS = 256
 SPLITS = 33
 
-#: A thread's share of a tile, as (row, i, lane, parity): column = 8 i + 2 lane + parity.
+#: The part of a tile that a thread holds, as (row, i, lane, parity): column = 8 i + 2 lane + parity.
 TILE = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *([0, 1 << b, 0, 0] for b in range(5))],
@@ -37,7 +37,7 @@ TILE = gl.constexpr(
         shape=[64, 32, 4, 2],
     )
 )
-#: (row, lane) of what a thread keeps, and the rows of it.
+#: Layout of the (row, lane) sums that a thread keeps, and of their rows.
 LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, TILE.value)))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, LANES.value))
 
@@ -56,7 +56,7 @@ def as_lanes(acc):
 
 @gluon.jit
 def spread(x):
-    """[row, lane] over the columns of a tile."""
+    """[row, lane] broadcast over the columns of a tile."""
     return gl.expand_dims(gl.expand_dims(x, 1), 3)
 
 
@@ -79,7 +79,7 @@ def _maximum(x):
 
 @gluon.jit
 def _parted(parts):
-    """Each of the tensors cut in two along its last dimension: all of the first halves, then the others."""
+    """Each of the tensors split in two along its last dimension: all first halves, then the others."""
     firsts = ()
     seconds = ()
     for k in gl.static_range(len(parts)):
@@ -94,11 +94,11 @@ def _sum(x):
     """Sums of the lanes: the two of a pair, then the pairs one after another, i ascending.
 
     Written out because `gl.sum` adds registers in a chain up to Triton 3.7 and in a tree from 3.8 on. All of
-    it lies in one thread, so cutting it into pieces costs no instruction.
+    it is in one thread, so splitting it into pieces costs no instruction.
     """
     even, odd = gl.split(x)
     pairs = gl.reshape(gl.permute(even + odd, (0, 2, 1)), (ROWS, 4, 2, 2, 2, 2, 2))
-    parts = _parted(_parted(_parted(_parted(_parted((pairs,))))))  # by i: its lowest bit was cut first
+    parts = _parted(_parted(_parted(_parted(_parted((pairs,))))))  # by i: its lowest bit was split off first
     total = parts[0]
     for i in gl.static_range(1, 32):
         total += parts[i]
@@ -107,14 +107,14 @@ def _sum(x):
 
 @gluon.jit
 def finite(m):
-    """What to subtract for a maximum: 0 for an infinite one, because inf - inf is NaN. So the sum of a row
-    that holds +inf is +inf, and NaN only if the row holds NaN."""
+    """The maximum to subtract: 0 for an infinite one, because inf - inf is NaN. So the sum of a row with +inf
+    is +inf, and NaN only if the row has a NaN."""
     return gl.where(gl.abs(m) == float("inf"), 0.0, m)
 
 
 @gluon.jit
 def _factor(m, d):
-    """2^d, by which the sums of a lane with maximum m are rescaled: 0 if it has none yet."""
+    """2^d, by which the sums of a lane with maximum m are rescaled; 0 if it has seen no logit yet."""
     return gl.exp2(gl.where(m == float("-inf"), float("-inf"), d))
 
 
@@ -136,7 +136,7 @@ def fold_tile(z, m, s, t, scale, ENTROPY: gl.constexpr):
 @gluon.jit
 def pick(z, column, token, n, picked):
     """Add the logit of each row's token, in the one tile that has it. Most tiles have none. All other terms
-    of the sum are 0: its order changes nothing."""
+    of the sum are 0, so its order does not matter."""
     if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
         picked += _sum(gl.where(column == spread(gl.expand_dims(token, 1)), z, 0.0))
     return picked
@@ -144,14 +144,14 @@ def pick(z, column, token, n, picked):
 
 @gluon.jit
 def _join(x):
-    """(0 + 2) + (1 + 3) of a row's lanes: a reduction of two has one order."""
+    """(0 + 2) + (1 + 3) of a row's lanes: reductions of two have only one order."""
     halves = gl.sum(gl.reshape(x, (ROWS, 2, 2)), 1)
     return gl.convert_layout(gl.sum(halves, 1), OF_ROWS, assert_trivial=True)
 
 
 @gluon.jit
 def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
-    """(m, s, t) of the rows: their four lanes at a common maximum."""
+    """(m, s, t) of the rows: their four lanes rescaled to a common maximum."""
     top = gl.max(m, 1)
     d = finite(m) * scale - gl.expand_dims(finite(top), 1) * scale
     r = _factor(m, d)
@@ -166,7 +166,7 @@ def store_split(
     partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity,
     ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Leave a split's sums for `merge_kernel`, and the token's logit if it was in this split."""
+    """Store a split's sums for `merge_kernel`, and the token's logit if it was in this split."""
     m, s, t = join_lanes(m, s, t, scale, ENTROPY)
     out = partial + split.to(gl.int64) * 3 * capacity + row
     gl.store(out, m, mask=inside)
@@ -183,13 +183,13 @@ def compact_kernel(
     HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What each of blocks * 128 slots holds: the row it came from, its token, its scale. With PACK the rows
-    that count and have a token below V, in the caller's order, and holes of row -1 after them; without, every
-    row in its own place. The token of a hole or of a row that does not count is -2.
+    """Fills blocks * 128 slots with the row of each, its token and its scale. With PACK these are the rows
+    that count and have a token below V, in the caller's order, followed by gaps with row -1; without, every
+    row has its own slot. The token of a gap or of a row that does not count is -2.
 
-    With LIST `listed` becomes how many parts of 64 rows have one that counts, and which, ascending; and one
-    more that has no rows at all, for tiles of two parts. Only one program can count through all rows: with
-    PACK or LIST there is no other."""
+    With LIST `listed` is set to the number of parts of 64 rows with a row that counts, then these parts in
+    ascending order, then a part without any rows, for tiles of two parts. With PACK or LIST there is only one
+    program, because it must count through all rows."""
     capacity = blocks * 128
     seen = 0
     found = 0
@@ -201,7 +201,7 @@ def compact_kernel(
         live = there & (token != ignore_index)
         if HAS_MASK:
             live = live & (tl.load(mask + i, mask=there, other=0) != 0)
-        # A token that 32 bits cannot hold is outside of any vocabulary: -1 says so as well.
+        # A token that does not fit in 32 bits is outside of any vocabulary, like -1.
         known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
         own = tl.full((BLOCK,), scale, tl.float32)
         if PER_ROW:
@@ -232,7 +232,7 @@ def compact_kernel(
             tl.store(scales + slot, 1.0, mask=hole)
     else:
         seen = N
-    tl.store(count, seen)  # by every program, and the same
+    tl.store(count, seen)  # all programs write the same value
     if LIST:
         tl.store(listed, found)
         tl.store(listed + found + 1, capacity // 64)
@@ -240,7 +240,7 @@ def compact_kernel(
 
 @triton.jit
 def _without_slot(token_ids, mask, i, N, ignore_index, V, HAS_MASK: tl.constexpr):
-    """(whether rows i have no slot, what their results are then): 0 if they do not count, else NaN."""
+    """(whether rows i have no slot, the result of such a row): 0 if it does not count, else NaN."""
     token = tl.load(token_ids + i, mask=i < N, other=0)
     live = token != ignore_index
     if HAS_MASK:
@@ -254,7 +254,7 @@ def blank_kernel(
     out, token_ids, mask, N, words, ignore_index, V,
     HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of out that have no slot. It has N of them, of `words` times 8 columns."""
+    """Fills the rows of out that have no slot. out has N rows of `words` times 8 columns."""
     columns = words * 8
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -267,7 +267,7 @@ def blank_kernel(
 @triton.jit
 def _taken(x, i):
     """Column i of x [BLOCK, 8]: a thread has all of a row in its registers. All other terms are 0, so the
-    order of this sum changes nothing."""
+    order of this sum does not matter."""
     return tl.sum(tl.where((tl.arange(0, 8) == i)[None, :], x, 0.0), 1)
 
 
@@ -282,11 +282,11 @@ def merge_kernel(
     N, blocks, V, splits, factor, ENTROPY: tl.constexpr, LSE: tl.constexpr, STATS: tl.constexpr,
     PACKED: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's splits in ascending order, and write its results where the row came from. Where rows are
-    PACKED, those that have no slot get theirs here too, as many a program as it has slots.
+    """Fold a row's splits in ascending order, and write the results to its original row. If rows are PACKED,
+    this also fills rows that have no slot, as many per program as it has slots.
 
-    Splits are loaded 8 at a time, or each would wait for the one before; those that there are not are empty
-    and change nothing. Sums of rows that do not count are not read: perhaps nobody wrote them.
+    Splits are loaded 8 at a time to hide latency; missing ones are empty and change nothing. Sums of rows
+    that do not count are not read: they may never have been written.
     """
     capacity = blocks * 128
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -322,7 +322,7 @@ def merge_kernel(
             m = top
     LN2: tl.constexpr = 0.6931471805599453
     known = (token >= 0) & (token < V)
-    bad = tl.where(known, 0.0, float("nan"))  # a token that there is not
+    bad = tl.where(known, 0.0, float("nan"))  # an invalid token
     undefined = tl.where(
         m == float("inf"), float("nan"), bad
     )  # inf - inf; of such a row only lse is a number
@@ -352,9 +352,9 @@ def merge_kernel(
 
 
 class Slots:
-    """Rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are taken.
-    Where it was asked for, `listed` says which parts of 64 slots have a row that counts: how many, then their
-    numbers, then that of a part beyond all slots."""
+    """The rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are used.
+    If requested, `listed` has the parts of 64 slots with a row that counts: their number, then the parts,
+    then one part beyond all slots."""
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
@@ -385,8 +385,8 @@ class Slots:
         )  # fmt: skip
 
     def blank(self, out: Tensor, launch: Launch) -> None:
-        """What no slot will write of a matrix with a row for every row: 0 where it does not count, NaN where
-        its token is none. Rows are whole words of 8 columns."""
+        """Fills the rows that no slot will write in a matrix with one line per row: 0 if the row does not
+        count, NaN if its token is invalid. Lines are whole words of 8 columns."""
         N, columns = out.shape
         mask = self.count if self._mask is None else self._mask
         launch(

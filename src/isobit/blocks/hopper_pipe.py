@@ -1,20 +1,21 @@
-"""The main loop of Hopper kernels: a ring of shared-memory stages between one loader and its multipliers.
+"""The main loop of Hopper kernels: a ring of shared-memory stages between a producer warp and consumer
+warpgroups.
 
-One warp, the *loader*, asks the tensor memory accelerator (TMA) for the operand tiles of one step of k after
-another. One to three warpgroups, the *multipliers*, feed them to the tensor cores (`wgmma`); each owns 64
-rows of the output tile and keeps its sums in registers. Two barriers a stage connect them:
+The producer warp, the *loader*, loads the operand tiles of one step of k after another by TMA. The consumers,
+one to three warpgroups called *multipliers*, feed them to the tensor cores (`wgmma`); each has 64 rows of the
+output tile and keeps its sums in registers. Two barriers per stage connect them:
 
     ready[s]   the stage's bytes have arrived          loader -> multipliers
     empty[s]   every multiplier is done with them      multipliers -> loader
 
-TMA fills what lies outside of an operand with zeros. So ragged edges need no masks, and k is extended with
-zeros to whole groups of 16 in both operands, as the numerics classes say.
+TMA fills with zeros outside of an operand. So ragged edges need no masks, and k is padded with zeros to whole
+groups of 16 in both operands, as the numerics classes require.
 
-A kernel is persistent: program p takes items p, p + programs, p + 2 programs... An item is a *span* of tiles
-side by side in one row of tiles; a plain product has spans of one tile. While the multipliers finish one
-tile, the loader is already filling the ring for the next.
+A kernel is persistent: program p takes items p, p + programs, p + 2 programs... An item is a *span* of
+neighbouring tiles in one row of tiles; a plain product has spans of one tile. While the multipliers finish
+one tile, the loader is already filling the ring for the next.
 
-All of Gluon that the library uses is imported here; kernels take it from this module.
+All Gluon names that the library uses are imported here; kernels take them from this module.
 """
 
 import inspect
@@ -74,33 +75,33 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 #: Rows of the output that one multiplier owns: the M of a `wgmma`.
 ROWS = gl.constexpr(64)
 
-#: What the loader's warps keep of their registers; the multipliers get the rest.
+#: Registers that the loader's warps keep; the multipliers get the rest.
 LOADER_REGISTERS = gl.constexpr(24)
 
 
 def _free(fn: Callable[..., None]) -> list[str]:
-    """Parameters without an annotation, which are not constants."""
+    """Parameters without an annotation, which are not compile-time constants."""
     return [p.name for p in inspect.signature(fn).parameters.values() if p.annotation is p.empty]
 
 
 def kernel(fn: Callable[..., None]) -> Any:
-    """A Gluon kernel that is specialised on its constants alone, so that any sizes, strides and alignments
-    run what was compiled once."""
+    """A Gluon kernel that is specialised on its constants only, so that one compilation serves all sizes,
+    strides and alignments."""
     return gluon.jit(fn, do_not_specialize=_free(fn))
 
 
 def triton_kernel(fn: Callable[..., None]) -> Any:
-    """The same in Triton. What is read and written in whole words says so itself: a size that is a multiple
-    of something is passed as how many of it there are, and pointers are marked with `tl.multiple_of`."""
+    """The same in Triton. Alignment is stated in the code: a size that is a multiple of something is passed
+    as a count of it, and pointers are marked with `tl.multiple_of`."""
     return triton.jit(fn, do_not_specialize=_free(fn))
 
 
 def record(cls: type) -> Any:
-    """A class whose annotations are what it holds inside kernels, given in their order."""
+    """A class for use inside kernels; its annotations are its fields, in the order of the constructor."""
     names = tuple(cls.__annotations__)
     constant = tuple(kind is gl.constexpr for kind in cls.__annotations__.values())
 
-    def __init__(self, *values):  # Triton reads this too, and knows only plain targets of loops
+    def __init__(self, *values):  # Triton parses this too, and supports only plain loop targets
         for i in range(len(names)):
             setattr(self, names[i], gl.constexpr(values[i]) if constant[i] else values[i])
 
@@ -116,10 +117,10 @@ def put_tile(
     tile, desc, staging, row, column, WHICH: gl.constexpr, SWAPPED: gl.constexpr = False,
     OTHERS: gl.constexpr = 0,
 ):  # fmt: skip
-    """A multiplier's part of a tile, rounded, out through its own buffer and TMA; its transpose, if SWAPPED.
-    OTHERS: how many other buffers were sent off since this one was."""
+    """Store a multiplier's part of a tile, rounded, through its own buffer and TMA; transposed if SWAPPED.
+    OTHERS: how many stores of other buffers were started since the last one of this buffer."""
     buffer = staging.index(WHICH)
-    tma.store_wait(OTHERS)  # the tile before has left the buffer
+    tma.store_wait(OTHERS)  # the previous tile has left the buffer
     if SWAPPED:
         buffer.permute((1, 0)).store(tile.to(desc.dtype))
     else:
@@ -133,8 +134,8 @@ def put_tile(
 
 @gluon.jit
 def _item(t, tiles_m, spans, GROUP: gl.constexpr):
-    """Item t as (row of tiles, span). Spans are walked in bands of GROUP rows, so that the programs at work
-    at one time share operands in L2."""
+    """Item t as (row of tiles, span). Spans are visited in bands of GROUP rows, so that programs that run at
+    the same time share operands in L2."""
     band = GROUP * spans
     first = t // band * GROUP
     rows = gl.minimum(tiles_m - first, GROUP)
@@ -143,7 +144,7 @@ def _item(t, tiles_m, spans, GROUP: gl.constexpr):
 
 @gluon.jit
 def _by_length(i, spans, tiles_n):
-    """The i-th span, where those that are one tile longer than others come first."""
+    """The i-th span, in an order in which those that are one tile longer come first."""
     longer = tiles_n % spans
     if i < longer:
         span = gl.cdiv((i + 1) * spans, longer) - 1
@@ -154,19 +155,19 @@ def _by_length(i, spans, tiles_n):
 
 @gluon.jit
 def after(stage, phase, STAGES: gl.constexpr):
-    """The next stage; the phase that its barriers will complete changes with every round."""
+    """The next stage, and the phase of its barriers, which flips each time the ring wraps."""
     wraps = stage + 1 == STAGES
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @record
 class Pipe:
-    """The ring, and the tiles that it serves: tiles_m x tiles_n of them, each `steps` steps of k long, every
-    row of them cut into `spans` spans of equal length but for one tile: SPANS of them, or one for every tile
-    where SPANS is 0 or more than that.
+    """The ring, and its tiles: tiles_m x tiles_n of them, each with `steps` steps of k. Every row of tiles is
+    divided into `spans` spans whose lengths differ by at most one tile: SPANS of them, or one per tile if
+    SPANS is 0 or larger than the number of tiles.
 
-    Tensors have powers of two of columns. So those of a tile may be two tensors, 160 as 128 and 32: the last
-    REST columns have a descriptor, a ring and an accumulator of their own."""
+    The number of columns of a tensor must be a power of two. So a tile may consist of two tensors, 160
+    columns as 128 and 32: the last REST columns have a descriptor, a ring and an accumulator of their own."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
@@ -201,7 +202,7 @@ class Pipe:
         b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
         a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
         b_ring = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
-        rest_ring = b_ring  # not touched where there is no REST
+        rest_ring = b_ring  # unused without REST
         if REST:
             rest_shape: gl.constexpr = [STAGES] + rest_desc.block_type.shape
             rest_ring = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
@@ -231,11 +232,11 @@ class Pipe:
     def item(self, t):
         """(row of tiles, first tile, one past the last tile, span) of item t.
 
-        Longer spans are the first of a band and the last of the next, so that all programs, which take every
-        so many-th item, get about as many tiles.
+        Longer spans come first in one band and last in the next, so that all programs, which take items with
+        a fixed stride, get about the same number of tiles.
         """
         m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
-        first, end = span, span + 1  # where SPANS is 0, and span * tiles_n might not fit 32 bits
+        first, end = span, span + 1  # for SPANS = 0, where span * tiles_n might overflow 32 bits
         if self.SPANS:
             if m // self.GROUP % 2 == 1:
                 span = self.spans - 1 - span
@@ -250,7 +251,7 @@ class Pipe:
 
     @gluon.jit
     def issue(self, acc, use_acc, stage, phase, WHICH: gl.constexpr, REST: gl.constexpr = False):
-        """Set the tensor cores to one stage, once it is there; of the REST columns, if it says so."""
+        """Issue the products of one stage once it has arrived; those of the REST columns if REST."""
         a = self.a_ring.index(stage * self.MULTIPLIERS + WHICH)
         if REST:
             b = self.rest_ring.index(stage)
@@ -271,10 +272,10 @@ class Pipe:
 
     @gluon.jit
     def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
-        """The same for all columns of a tile, the last in the registers of `rest`, where there is a REST.
+        """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`.
 
-        The `wgmma` groups of one stage stay in flight while the next are issued; a stage is given back when
-        the groups after it have been issued and its own are complete.
+        The `wgmma` groups of one stage stay in flight while the next are issued. A stage is released when the
+        groups after it have been issued and its own are complete.
         """
         for step in range(steps):
             acc = self.issue(acc, step > 0, stage, phase, WHICH)
@@ -283,8 +284,8 @@ class Pipe:
                 acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-            # The previous stage is computed and not carried: the frontend takes a variable that is assigned
-            # another loop variable for a constant of the loop.
+            # The previous stage is recomputed here, because the frontend treats a variable that is assigned
+            # another loop variable as loop-invariant.
             mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > 0)
             stage, phase = after(stage, phase, self.STAGES)
         if self.REST:
@@ -296,7 +297,7 @@ class Pipe:
 
     @gluon.jit
     def rows(self, m, listed, LISTED: gl.constexpr):
-        """The first of each multiplier's 64 rows in row m of tiles. LISTED: those that the list names."""
+        """The first row of each multiplier in row m of tiles. LISTED: taken from the list."""
         found = ()
         for w in gl.static_range(self.MULTIPLIERS):
             part = m * self.MULTIPLIERS + w
@@ -307,7 +308,7 @@ class Pipe:
 
     @gluon.jit
     def load(self, rows, n, step, stage, phase):
-        """Ask for one step of k of a tile as soon as a stage is free; (stage, phase) of the next."""
+        """Load one step of k of a tile as soon as a stage is free; returns (stage, phase) of the next."""
         k = step * self.STEP
         column = n * self.COLUMNS
         bar = self.ready.index(stage)
@@ -339,7 +340,7 @@ class Pipe:
 
 @gluon.jit
 def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
-    """The loader: every step of k of each of the program's tiles, as fast as stages come free."""
+    """The loader: every step of k of each of the program's tiles, as soon as a stage is free."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
@@ -350,7 +351,7 @@ def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
                 stage, phase = pipe.load(rows, n, step, stage, phase)
 
 
-# Host side. Layouts are made once each: Triton keys compiled kernels on them, and looks a known one up by
+# Host side. Each layout is made once: Triton uses layouts as keys of compiled kernels, and finds one by
 # identity much faster.
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -363,13 +364,13 @@ def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMAShare
 
 @cache
 def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """Registers of one multiplier's 64 x columns sums."""
+    """Register layout of one multiplier's 64 x columns sums."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 class Matrix(NamedTuple):
-    """Rows x columns in the memory of a tensor, from its first element on. Launchers look at several of these
-    a call, and a view of a tensor takes microseconds to make."""
+    """Rows x columns in the memory of a tensor, from its first element on. Launchers need several of these
+    per call, and a view of a tensor takes microseconds to make."""
 
     base: Tensor
     rows: int
@@ -381,7 +382,8 @@ class Matrix(NamedTuple):
         return Matrix(self.base, self.columns, self.rows, self.column_stride, self.row_stride)
 
     def is_row_major(self) -> bool:
-        """Whether rows are contiguous and begin at multiples of 16 bytes (a lone row begins anywhere)."""
+        """Whether rows are contiguous and begin at multiples of 16 bytes (a single row may begin
+        anywhere)."""
         return (self.columns == 1 or self.column_stride == 1) and (self.rows == 1 or self.rows_aligned())
 
     def rows_aligned(self) -> bool:
@@ -389,31 +391,31 @@ class Matrix(NamedTuple):
 
 
 def matrix(t: Tensor) -> Matrix:
-    """The matrix in the last two dimensions of a tensor; the first one, if it holds several."""
+    """The matrix in the last two dimensions of a tensor; the first one if there are several."""
     *_, rows, columns = t.shape
     *_, row_stride, column_stride = t.stride()
     return Matrix(t, rows, columns, row_stride, column_stride)
 
 
 def aligned_for_tma(m: Matrix) -> bool:
-    """Whether TMA can read this matrix in place, by its rows or by its columns."""
+    """Whether TMA can read this matrix in place, row-major or column-major."""
     return m.base.data_ptr() % 16 == 0 and (m.is_row_major() or m.transposed().is_row_major())
 
 
-#: What descriptors hold beside their tensor, by the matrix and the box that they are of.
+#: Fields of descriptors other than the tensor, by matrix form and box.
 _descriptors: dict[CacheKey, dict[str, Any]] = {}
 
 
 def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
-    """What TMA needs to move rows x columns boxes of a row-major matrix."""
+    """The TMA descriptor for rows x columns boxes of a row-major matrix."""
     base, size, width, stride, _ = m
     key = (size, width, stride, base.dtype, rows, columns)
     known = _descriptors.get(key)
     if known is None:
         known = _form(m, rows, columns)
         remember(_descriptors, key, known)
-    # Triton checks every descriptor that is made, which takes longer than all the rest of it. It has checked
-    # one like this; only the address is another.
+    # Triton validates every descriptor when it is made, which takes longer than all the rest. It has already
+    # validated one of this form; only the address differs.
     assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(known, base=base)
@@ -421,9 +423,10 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
-    """What descriptors of such a matrix have in common; with a place for tensor maps, see `entry.Entry`."""
+    """Fields that descriptors of such a matrix have in common; with a list for tensor maps, see
+    `entry.Entry`."""
     stride, size = m.row_stride, m.base.element_size()
-    if not m.rows_aligned():  # a lone row: its stride says nothing, but TMA wants a valid one
+    if not m.rows_aligned():  # a single row: its stride is unused, but TMA needs a valid one
         assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
         stride = 16 * (m.columns * size // 16 + 1) // size
     known = _checked(m.base.dtype, m.columns, stride, rows, columns)
@@ -432,14 +435,14 @@ def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
-    """What a descriptor holds, of a matrix with one row: how many there are is nothing that Triton checks."""
+    """The fields of a descriptor for a matrix with one row: Triton does not check the number of rows."""
     layout = _shared_layout(rows, columns, dtype)
     made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
     return vars(made) | {"base": None}
 
 
 class _Nowhere(NamedTuple):
-    """All of a tensor that Triton checks."""
+    """The parts of a tensor that Triton checks."""
 
     dtype: torch.dtype
 

@@ -1,7 +1,7 @@
-"""Products on Hopper that more than one op makes: tiles and what they cost, where their sums go, rows packed
-for TMA, and the segmented sum of class seg16/512.
+"""Products on Hopper for more than one op: tiles and their time model, their outputs, packing rows for TMA,
+and the segmented sum of class seg16/512.
 
-A tile takes part in no sum, so the choice of one is free. It is made by a model of the time in microseconds:
+No sum depends on the tile, so any tile may be chosen. A model of the time in microseconds decides:
 
     FIXED + (SM^3 + HBM^3)^(1/3)
 
@@ -13,7 +13,7 @@ A tile takes part in no sum, so the choice of one is free. It is made by a model
     HBM   operands and output once, at HBM_BYTES
 
 A `wgmma` reads its 64 x 16 of the left operand from shared memory however few columns it has, so n columns
-cost the tensor cores what max(n, 32 + n / 2) would.
+take as long as max(n, 32 + n / 2) columns would at full rate.
 
 The constants were fitted on an H200: to 81 forward cells, where the root mean square of the errors is 4.4 %,
 and to tiles at 67 other shapes (tests/golden/tiles_h200.json), where it is 7.6 % over those within 25 % of
@@ -55,17 +55,17 @@ from isobit.blocks.stream import BLOCK, SEGMENT, Stream
 SHARED_BYTES = 226 * 1024  # a block has 227 KB; barriers take some
 
 FIXED_US = 3.1  # to launch, to fill the ring, to store the last tile
-FLOPS = 5.6e6  # a microsecond, one SM's tensor cores
-SM_BYTES = 158e3  # a microsecond, what one SM can take in
-L2_BYTES = 15e6  # a microsecond, what L2 can give to all of them
-HBM_BYTES = 4.3e6  # a microsecond
+FLOPS = 5.6e6  # per microsecond, the tensor cores of one SM
+SM_BYTES = 158e3  # per microsecond, into one SM
+L2_BYTES = 15e6  # per microsecond, from L2 to all SMs
+HBM_BYTES = 4.3e6  # per microsecond
 STEP_US, STEP_BUSY_US = 0.062, 0.0004
 
 
 @dataclass(frozen=True)
 class Tile:
-    """multipliers * 64 rows by `columns` of output a program, `step` of k a stage. The last `rest` of the
-    columns have an accumulator of their own, where their number is no power of two."""
+    """A program computes multipliers * 64 rows by `columns` of output, with `step` of k per stage. The last
+    `rest` columns have an accumulator of their own, if the number of columns is not a power of two."""
 
     multipliers: int
     columns: int
@@ -73,7 +73,7 @@ class Tile:
     stages: int
     swapped: bool
     group: int = 16
-    accumulators: int = 1  # of a multiplier: sums in segments have the segment's and the total
+    accumulators: int = 1  # per multiplier: segmented sums need one for the segment and one for the total
     rest: int = 0
 
     @cached_property
@@ -82,7 +82,7 @@ class Tile:
 
     @cached_property
     def step_us(self) -> tuple[float, float]:
-        """Microseconds of 64 of k: at least, and for every SM that is busy, since they share L2."""
+        """Microseconds per 64 of k: a minimum, and an amount per busy SM, since they share L2."""
         bytes_ = (self.rows + self.columns) * 64 * 2
         flops = self.rows * sum(max(n, 32 + n / 2) for n in self.parts) * 64 * 2
         return max(flops / FLOPS, bytes_ / SM_BYTES), bytes_ / L2_BYTES
@@ -94,9 +94,9 @@ class Tile:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """(registers a thread at launch, those of a multiplier once the loader has given up its own).
+        """(registers per thread at launch, those of a multiplier once the loader has released its own).
 
-        A block owns 64K registers. With one multiplier half of them do, unless it has many sums.
+        A block has 64K registers. With one multiplier half of them are enough, unless it has many sums.
         """
         many = self.columns * self.accumulators > 128
         return {1: (232 if many else 128, 0), 2: (168, 240), 3: (128, 160)}[self.multipliers]
@@ -105,7 +105,7 @@ class Tile:
 def fitted(
     multipliers: int, columns: int, swapped: bool, itemsize: int, *, step: int = 0, **others: int
 ) -> Tile:
-    """A tile with as many stages as fit beside its staged output, of elements of `itemsize` bytes."""
+    """A tile with as many stages as fit beside its staged output of `itemsize` bytes per element."""
     rows = 64 * multipliers
     step = step or (128 if rows + columns <= 160 else 64)
     left = SHARED_BYTES - rows * columns * itemsize
@@ -114,12 +114,12 @@ def fitted(
 
 
 def tiles_of(tile: Tile, rows: int, columns: int) -> int:
-    """How many cover an output, rows by columns in the tile's own orientation."""
+    """How many tiles cover an output, given as rows by columns in the tile's own orientation."""
     return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
 def microseconds(tile: Tile, rows: int, columns: int, K: int, sms: int, hbm_bytes: int) -> float:
-    """Modelled time of a product, rows by columns in the tile's own orientation."""
+    """Modelled time of a product, given as rows by columns in the tile's own orientation."""
     tiles = tiles_of(tile, rows, columns)
     busy = min(tiles, sms)
     least, each = tile.step_us
@@ -128,8 +128,8 @@ def microseconds(tile: Tile, rows: int, columns: int, K: int, sms: int, hbm_byte
     return FIXED_US + (sm**3 + (hbm_bytes / HBM_BYTES) ** 3) ** (1 / 3)
 
 
-#: Twice the registers for sums (a segment's and the total) leave room for 128 columns. 192 as 128 and 64 fit
-#: too, and were 13 to 30 % slower on an H200. Small tiles are for outputs that would leave most SMs idle.
+#: Two sets of sums (the segment's and the total) leave registers for 128 columns. 192 as 128 and 64 fit too,
+#: and were 13 to 30 % slower on an H200. Small tiles are for outputs that would leave most SMs idle.
 _SUMS = tuple(
     fitted(multipliers, columns, False, 4, step=64, group=8, accumulators=2)
     for multipliers, columns in ((2, 128), (1, 128), (1, 64))
@@ -138,7 +138,7 @@ _SUMS = tuple(
 
 @lru_cache(maxsize=4096)
 def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tuple[Tile, float]:
-    """The tile for an M x N output of sums in segments over K rows, and the microseconds it should take."""
+    """The tile for an M x N output of segmented sums over K rows, and the expected microseconds."""
     hbm_bytes = 2 * K * (M + N) + itemsize * M * N
     times = {tile: microseconds(tile, M, N, K, sms, hbm_bytes) for tile in _SUMS}
     return min(times.items(), key=lambda item: item[1])
@@ -146,19 +146,19 @@ def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tupl
 
 # Kernels
 
-#: Rows of a segment of the stream, seg16/512, and of its blocks.
+#: Rows per segment of the stream, seg16/512, and per block.
 SEGMENT_ROWS = gl.constexpr(SEGMENT)
 BLOCK_ROWS = gl.constexpr(BLOCK)
 
 
 @record
 class Output:
-    """Where a multiplier's tiles go, and what is added before they are rounded: an M x N matrix whose rows
-    (its columns when SWAPPED) are contiguous and `ld` apart. It takes COLUMNS columns of a tile, from OFFSET
-    on: those of one accumulator.
+    """Where a multiplier stores its tiles, and what is added before they are rounded: an M x N matrix with
+    contiguous rows (columns if SWAPPED) and leading dimension `ld`. It takes COLUMNS columns of a tile, from
+    OFFSET on: those of one accumulator.
 
-    `extra` is the bias, one a column (one a row when SWAPPED), or the matrix that sums over tokens start
-    from. STAGED tiles leave through shared memory and TMA.
+    `extra` is the bias, one per column (one per row if SWAPPED), or the initial value of sums over tokens.
+    STAGED tiles are stored through shared memory and TMA.
     """
 
     out: gl.tensor
@@ -180,7 +180,7 @@ class Output:
         pipe, out, ld, M, N, extra, desc, OFFSET: gl.constexpr, COLUMNS: gl.constexpr,
         LAYOUT: gl.constexpr, SWAPPED: gl.constexpr, HAS_EXTRA: gl.constexpr, STAGED: gl.constexpr,
     ):  # fmt: skip
-        staging = pipe.a_ring  # not touched unless STAGED
+        staging = pipe.a_ring  # unused unless STAGED
         if STAGED:
             shape: gl.constexpr = [pipe.MULTIPLIERS] + desc.block_type.shape
             staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
@@ -227,11 +227,11 @@ class Output:
 
 @record
 class Start:
-    """A matrix that sums start from, on its way while the first segment is computed. Its tiles come through
-    the buffers that those of the sums will leave by. Two barriers a multiplier, as for a stage of the ring:
+    """The initial value of sums, loaded while the first segment is computed, through the buffers that the
+    output tiles use later. Two barriers per multiplier, as for a stage of the ring:
 
-        empty[w]   the tile before has left the buffer     multiplier -> loader
-        ready[w]   the start value has arrived             loader -> multiplier
+        empty[w]   the previous tile has left the buffer   multiplier -> loader
+        ready[w]   the initial value has arrived           loader -> multiplier
     """
 
     desc: tma.tensor_descriptor
@@ -242,7 +242,7 @@ class Start:
 
     @gluon.jit
     def create(pipe, output, desc, STAGED: gl.constexpr):
-        ready = pipe.ready  # not touched unless STAGED
+        ready = pipe.ready  # unused unless STAGED
         empty = pipe.empty
         if STAGED:
             ready = gl.allocate_shared_memory(gl.int64, [pipe.MULTIPLIERS, 1], mbarrier.MBarrierLayout())
@@ -255,14 +255,14 @@ class Start:
 
     @gluon.jit
     def ask(self, WHICH: gl.constexpr):
-        """A multiplier at the beginning of a tile."""
+        """A multiplier calls this at the beginning of a tile."""
         tma.store_wait(0)
         mbarrier.arrive(self.empty.index(WHICH))
 
     @gluon.jit
     def load(self, pipe, rows, n, step, turn):
-        """The loader after a step of k. It asks when the ring went once around in this tile: then the
-        multipliers are at the tile too, and nothing waits for them."""
+        """The loader calls this after each step of k. It loads once the ring has gone around in this tile: by
+        then the multipliers work on the same tile, and the loader does not have to wait for them."""
         if step == gl.minimum(pipe.STAGES, pipe.steps - 1):
             for w in gl.static_range(pipe.MULTIPLIERS):
                 mbarrier.wait(self.empty.index(w), turn)
@@ -271,7 +271,8 @@ class Start:
 
     @gluon.jit
     def take(self, total, s, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
-        """What a multiplier adds segment s to: to the start value the first one, when it is complete."""
+        """The value to which a multiplier adds segment s: for the first one the initial value, once it has
+        arrived."""
         if s == 0:
             mbarrier.wait(self.ready.index(WHICH), turn)
             total = self.staging.index(WHICH).load(LAYOUT)
@@ -284,7 +285,7 @@ def _segments(
     HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
-    sum of all times a number."""
+    total is multiplied by a number."""
     FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -341,11 +342,11 @@ def sum_kernel(
     HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
     STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = init + a b in segments of k: as many segments as `count` says, of so many blocks from
-    slot `first` on as `blocks` says (HAS_BLOCKS), or full ones over all of K. COUNTED_*: that number is on
-    the device. STAGED_*: through shared memory and TMA; a sum that may have no terms reads init itself, or
-    writes nothing where init is out. SCALED: times the factor."""
-    if HAS_BLOCKS:  # segments lie one behind the other, so where the last one ends all do
+    """out [M, N] = init + a b in segments of k. There are `count` segments; with HAS_BLOCKS segment s has
+    `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
+    is on the device. STAGED_*: through shared memory and TMA. A sum that may have no terms reads init
+    directly, or writes nothing if init is out. SCALED: times the factor."""
+    if HAS_BLOCKS:  # segments are contiguous, so the end of the last one is the end of all
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
         K += gl.load(blocks + last, mask=last >= 0, other=0) * BLOCK_ROWS
@@ -354,7 +355,7 @@ def sum_kernel(
     steps = gl.cdiv(K, STEP)
     if COUNTED_ROWS:
         M = gl.load(M)
-    if COUNTED_K and STAGED_INIT:  # in place, and no terms
+    if COUNTED_K and STAGED_INIT:  # in place, and without terms
         M = gl.where(K == 0, 0, M)
     times = gl.to_tensor(1.0)
     if SCALED:
@@ -386,10 +387,11 @@ def pack_kernel(
     WORD: tl.constexpr, WHOLE: tl.constexpr, ROW_MAJOR: tl.constexpr,
     SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Slot s of out = row rows[s] of the source, or zeros for a hole. TMA cannot gather, so it reads this.
+    """Slot s of out = row rows[s] of the source, or zeros for a gap. TMA cannot gather, so it reads this
+    copy.
 
-    16 bytes are a word of WORD elements. Rows of out are so many of them apart, and so are those of the
-    source where it is ROW_MAJOR; columns are counted in words where they are WHOLE ones."""
+    A word is 16 bytes, WORD elements. The row stride of out is in words, and so is that of the source if it
+    is ROW_MAJOR; columns count words if they are WHOLE ones."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.load(rows + slot).to(tl.int64)
@@ -409,14 +411,14 @@ def pack_kernel(
 
 
 def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = None) -> Tensor:
-    """t's rows in the slots that `rows` gives them, a multiple of 64 slots; zeros where it is -1. Its own
-    rows are multiples of 16 bytes apart, so TMA can read it whatever t was like."""
+    """The rows of t in the slots given by `rows`, a multiple of 64 slots; zeros where it is -1. The row
+    stride of the result is a multiple of 16 bytes, so TMA can read it whatever t was."""
     slots, columns = len(rows), t.shape[1]
     word = 16 // t.element_size()
     if out is None:
         out = t.new_empty(slots, -(-columns // word) * word)[:, :columns]
     whole = columns % word == 0
-    row_stride = t.stride(0) if len(t) > 1 else 0  # that of a lone row says nothing
+    row_stride = t.stride(0) if len(t) > 1 else 0  # the stride of a single row is unused
     row_major = t.stride(1) == 1 and row_stride % word == 0 and t.data_ptr() % 16 == 0
     launch(
         pack_kernel, (slots // BLOCK, -(-columns // 256)), out, rows, t,
@@ -431,9 +433,10 @@ def sum_into(
     counted: Tensor | None = None, rows: Tensor | None = None, factor: Tensor | None = None,
     launch: Launch = run,
 ) -> None:  # fmt: skip
-    """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; all of it times a factor, if
-    there is one. Those rows are a packed stream's, or the first `counted` ones and zeros up to a multiple of
-    64, or all. Only the first `rows` rows of out are computed. These numbers are on the device."""
+    """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; multiplied by a factor, if
+    there is one. The rows are those of a packed stream, or the first `counted` ones followed by zeros up to a
+    multiple of 64, or all. Only the first `rows` rows of out are computed. These numbers are on the
+    device."""
     a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
@@ -444,8 +447,8 @@ def sum_into(
     out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
     staged_init = False
     if init is not None and staged and stream is None and (counted is None or init is out):
-        # It comes through the buffers of the output, and is taken after the first segment: there is one, or
-        # nothing is to be done.
+        # It is loaded through the buffers of the output, and added to the first segment. There is at least
+        # one, or there is nothing to do.
         staged_init = init.dtype == out.dtype and init.data_ptr() % 16 == 0
         if staged_init and init is not out:
             init_desc = descriptor(matrix(init), 64, tile.columns)

@@ -19,7 +19,7 @@ INTERPRETED = tl.constexpr(isinstance(_probe, InterpretedFunction))
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """fp32 x as DTYPE, rounded to nearest even. The interpreter truncates to bf16 (Triton 3.6 to 3.9), so
-    round here first: what is left for it to cut off is zero."""
+    round here first: then it truncates only zeros."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -29,5 +29,5 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(x, ptr):
-    """fp32 x, ready to be stored at ptr."""
+    """fp32 x, converted for a store at ptr."""
     return rounded(x, ptr.dtype.element_ty)

@@ -1,7 +1,7 @@
-"""expm1(d) - d with all its digits, in plain PyTorch.
+"""expm1(d) - d without cancellation, in plain PyTorch.
 
-Near 0 it is d^2 / 2, and a difference of two numbers of the size of d has lost that: with d = 1e-3 in fp32
-four digits of seven are left, with d = 1e-7 none.
+Near 0 it is d^2 / 2, which is lost in the difference of two numbers of size d: with d = 1e-3 in fp32 four
+digits of seven are left, with d = 1e-7 none.
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-#: 1/2!, 1/3!, ...: enough for fp64 where |d| < 1, the first that is left out being 1/20!.
+#: 1/2!, 1/3!, ...: enough for fp64 where |d| < 1; the first omitted term has 1/20!.
 _SERIES = [1 / math.factorial(n) for n in range(2, 20)]
 
 

@@ -1,8 +1,8 @@
-"""How a launcher reaches its kernel, and how the same launcher compiles without a GPU.
+"""How a launcher starts its kernel, and how the same launcher compiles it without a GPU.
 
-A launcher takes `launch`, by default `run`. `isobit check` passes a `Recorder` instead, with tensors
-on the meta device: it keeps what would have been launched, ready to be compiled for any target. So
-the ahead-of-time signatures are those of real calls and are written nowhere else.
+A launcher takes `launch`, by default `run`. `isobit check` passes a `Recorder` instead, with tensors on the
+meta device: it records the launches, to be compiled for any target. So ahead-of-time signatures come from
+real calls and are not written down a second time.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ Launch = Callable[..., None]
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch on the device of the first argument, on that device's current stream. No programs, no launch."""
+    """Launch on the device of the first argument, on that device's current stream. An empty grid launches
+    nothing."""
     if 0 in grid:
         return
     if args[0].device.type == "cpu":
@@ -32,19 +33,20 @@ class Launched(NamedTuple):
     """A launch that was made."""
 
     compiled: Any
-    entry: Entry | None  # the short way to it, if there is one
+    entry: Entry | None  # the short path to it, if there is one
     grid: tuple[int, int, int]
     args: Sequence[Any]  # of the kernel, constants included, in its order
 
 
-#: Compiled kernels by what they were compiled for, and the short ways to them.
+#: Compiled kernels, and the short paths to them, by what they were compiled for.
 _compiled: dict[tuple[Any, ...], tuple[Any, Entry | None]] = {}
 
 
 def launched(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Launched | None:
-    """Launch on the device of the first argument, and say how. None if only Triton knows."""
+    """Launch on the device of the first argument, and return what was launched; None if there is no record of
+    it."""
     device = args[0].device
     if device.index is None or device.index == torch.accelerator.current_device_index():
         return _launched(kernel, grid, args, options)
@@ -57,9 +59,9 @@ def _launched(
 ) -> Launched | None:
     """On the current device.
 
-    Triton's own way to a compiled kernel looks at every argument and compares every global on every call,
-    which for a kernel with TMA descriptors takes longer than many a product. What a kernel was compiled for
-    are its constants, dtypes and boxes, and of numbers and addresses what divides them: it is found by those.
+    On every call Triton's own path inspects every argument and compares every global. For a kernel with TMA
+    descriptors that takes longer than many products. A compiled kernel depends on its constants, dtypes and
+    boxes, and on the divisibility of numbers and addresses: these are the cache key here.
     """
     roles = _roles_of.get(id(kernel)) or _learn(kernel)
     index, constants, bound = args[0].device.index, roles.constants, args
@@ -89,13 +91,13 @@ def _launched(
 
 
 class Roles(NamedTuple):
-    """What the parameters of a kernel are: those that a compiled kernel depends on as a whole come last."""
+    """The parameters of a kernel. Those that are part of the cache key as they are (constants) come last."""
 
-    kernel: Any  # held, so that its id stays its own
+    kernel: Any  # kept alive, so that its id stays unique
     all: int  # how many there are
-    constants: int  # the first of them
-    free: tuple[bool, ...]  # of those before: whether the kernel is not specialised on what divides them
-    known: bool  # what it is specialised on; other hardware has other rules
+    constants: int  # index of the first of them
+    free: tuple[bool, ...]  # for each one before: whether the kernel is not specialised on its divisibility
+    known: bool  # whether its specialisation rules are known; other hardware has others
 
 
 _roles_of: dict[int, Roles] = {}
@@ -111,9 +113,9 @@ def _learn(kernel: Any) -> Roles:
 
 
 def _identities(args: Sequence[Any], free: Sequence[bool]) -> list[Any]:
-    """What of arguments that are no constants a compiled kernel depends on: of a number only whether 32 bits
-    hold it, of a float nothing, and where it is specialised on them whether 16 divides it, and whether a
-    number is 1. Layouts of boxes live as long as the process, so their ids do."""
+    """The cache key of arguments that are not constants: of an integer only whether it fits in 32 bits, of a
+    float nothing; where the kernel is specialised also whether 16 divides it, and whether it is 1. Layouts of
+    boxes live as long as the process, so their ids are unique."""
     found: list[Any] = []
     for value, loose in zip(args, free, strict=True):
         what = type(value)
@@ -129,14 +131,14 @@ def _identities(args: Sequence[Any], free: Sequence[bool]) -> list[Any]:
                 found.append(value.data_ptr() % 16 == 0)
         elif value is None or what is bool:  # None is a constant too
             found.append(value)
-        else:  # a TMA descriptor, whose layout is that of one box and dtype
+        else:  # a TMA descriptor; its layout identifies box and dtype
             found.append(id(value.layout))
     return found
 
 
 @dataclass
 class Recorder:
-    """Keeps launches instead of making them."""
+    """Records launches instead of making them."""
 
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
@@ -160,7 +162,7 @@ class Recorder:
             for i, name in enumerate(names):
                 kind, param = _triton_type(values[name]), kernel.params[i]
                 free = param.do_not_specialize
-                # A launch makes a constant of the number 1 too: a stride of 1 is what vectors are read by.
+                # A launch also turns the number 1 into a constant: a stride of 1 makes vector loads possible.
                 one = kind.startswith("i") and values[name] == 1 and not free
                 if kind == "constexpr" or param.is_constexpr or one:
                     signature[name], constants[name] = "constexpr", values[name]

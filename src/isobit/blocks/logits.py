@@ -1,7 +1,7 @@
-"""Rows of logits that are stored, in plain PyTorch: what references of ops on logits share.
+"""Stored rows of logits, in plain PyTorch, for the references of ops on logits.
 
-`formula` is what the results of a row mean: differentiable, in fp64 for fp64 logits and in fp32 for all
-others, with a few [N, V] temporaries. `results` and `gradient` are the same numbers for a backend, a bounded
+`formula` defines the results of a row: differentiable, in fp64 for fp64 logits and in fp32 for all others,
+with a few [N, V] temporaries. `results` and `gradient` are the same numbers for a backend, for a limited
 number of rows at a time.
 """
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from isobit.blocks import logprob
 from isobit.blocks.tokens import live_rows
 
-#: Elements of [rows, V] that one chunk may hold in fp32: 64 MB for each temporary.
+#: Elements of [rows, V] per chunk: 64 MB in fp32 for each temporary.
 CHUNK_ELEMENTS = 1 << 24
 
 
 def wide(*tensors: Tensor) -> torch.dtype:
-    """What is computed in: fp64 if one of them is, else fp32."""
+    """The dtype to compute in: fp64 if one of them is fp64, else fp32."""
     dtype = torch.float32
     for t in tensors:
         dtype = torch.promote_types(dtype, t.dtype)
@@ -30,9 +30,10 @@ def formula(
     ignore_index: int,
     temperature: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever they hold."""
+    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever their values."""
     live = live_rows(token_ids, mask, ignore_index)
-    # Replaced before the exponential, so that what a dead row holds reaches neither results nor gradients.
+    # Zeroed before the exponential, so that NaN in a row that does not count reaches neither results nor
+    # gradients.
     z = torch.where(live[..., None], logits.to(wide(logits)), 0.0)
     if isinstance(temperature, Tensor):
         temperature = torch.where(live, temperature, 1.0)[..., None]

@@ -1,8 +1,8 @@
-"""Log-probabilities of rows of logits in plain PyTorch: what references of several ops share.
+"""Log-probabilities of rows of logits in plain PyTorch, for the references of several ops.
 
-`formula` is what a log-probability means, for any floating dtype, differentiable. `row_results` and
-`dlogits` are the same numbers for a backend, with the gradient written out. Rows come as `Rows`: what their
-tokens are, which of them count, and by what their logits are divided.
+`formula` defines a log-probability, for any floating dtype, differentiable. `row_results` and `dlogits` are
+the same numbers for a backend, with an explicit gradient. `Rows` holds the tokens of rows, which of them
+count, and their temperatures.
 """
 
 from typing import NamedTuple
@@ -16,25 +16,25 @@ INF = float("inf")
 
 
 def formula(z: Tensor, token_ids: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) of softmax(z), z [*, V] finite in rows that do not count. Those give 0, a live row
-    whose id is no token gives NaN."""
+    """(logp, entropy, lse) of softmax(z), z [*, V] finite in rows that do not count. Those give 0; a row that
+    counts with an invalid id gives NaN."""
     good = (token_ids >= 0) & (token_ids < z.shape[-1])
     log_p = z.log_softmax(-1)
     token = torch.where(good, token_ids, 0).long()
     logp = log_p.gather(-1, token[..., None])[..., 0]
     p = log_p.exp()
-    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)  # a banned token: 0 * -inf is 0 here
+    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)  # a banned token: 0 * -inf must be 0 here
     nan = torch.zeros_like(logp).masked_fill(~good, float("nan"))
     logp, entropy, lse = (torch.where(live, x + nan, 0.0) for x in (logp, entropy, z.logsumexp(-1)))
     return logp, entropy, lse
 
 
 class Rows(NamedTuple):
-    """Everything that has one number a row, by rows."""
+    """Everything that has one number per row."""
 
     ids: Tensor
-    live: Tensor  # it counts
-    good: Tensor  # and its id is a token
+    live: Tensor  # the row counts
+    good: Tensor  # it counts and its id is valid
     temperature: Tensor | float
 
     @classmethod
@@ -42,7 +42,8 @@ class Rows(NamedTuple):
         cls, token_ids: Tensor, mask: Tensor | None, ignore_index: int, temperature: Tensor | float, V: int,
         dtype: torch.dtype,
     ) -> "Rows":  # fmt: skip
-        """Of a call with any leading shape. A temperature of a row that does not count may be anything."""
+        """From a call with any leading shape. The temperature of a row that does not count may be
+        anything."""
         ids = token_ids.reshape(-1)
         live = live_rows(token_ids, mask, ignore_index).reshape(-1)
         good = live & (ids >= 0) & (ids < V)
@@ -65,7 +66,7 @@ class Rows(NamedTuple):
         return torch.where(self.good, self.ids, 0).long()[:, None]
 
     def fill(self, dtype: torch.dtype) -> Tensor:
-        """What rows without a valid token get: 0 if they do not count, else NaN."""
+        """The result of rows without a valid token: 0 if they do not count, else NaN."""
         zeros = torch.zeros(self.ids.shape, dtype=dtype, device=self.ids.device)
         return zeros.masked_fill(self.live & ~self.good, float("nan"))
 
@@ -92,7 +93,7 @@ def dlogits(
     z: Tensor, rows: Rows, stats: Tensor, entropy: Tensor,
     dlogp: Tensor, dentropy: Tensor | None, dlse: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of what z [rows, V] was divided to, from stats [2, rows] and the rows' other numbers."""
+    """The gradient of z / temperature, z [rows, V], from stats [2, rows] and the rows' other numbers."""
     m, s = (x[:, None] for x in stats)
     u = (z - m) / rows.divisor
     p = u.exp() / s

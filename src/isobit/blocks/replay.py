@@ -1,20 +1,20 @@
-"""A call's launches, recorded once and made again with other addresses.
+"""Records the launches of a call once and repeats them with other addresses.
 
-Of two calls with one cache key (the same shapes, strides, dtypes, options) a launcher makes the same
-launches: the same kernels, grids and numbers. Only addresses differ, and each of them is one of
+For two calls with the same cache key (shapes, strides, dtypes, options) a launcher makes the same launches:
+the same kernels, grids and numbers. Only addresses differ, and each of them is one of
 
     an input's, plus an offset
     an output's, plus an offset
-    an intermediate's, all of which lie in one workspace
+    an intermediate's; all of these are in one workspace
 
-`Tape` is what a launcher launches by while it is recorded. A `Plan` is what is left of it: it allocates the
-outputs and the workspace and makes the launches, without the launcher. That is exact as long as between
-launches there are nothing but allocations and views. While a tape is open a dispatch mode looks; a call in
-which anything else happens has no plan, and its launcher serves.
+A `Tape` records the launches of a launcher. A `Plan` is made from it: it allocates the outputs and the
+workspace and makes the launches, without the launcher. That is exact as long as there are only allocations
+and views between launches. A dispatch mode watches this while a tape records. A call in which anything else
+happens has no plan, and its launcher runs every time.
 
-The workspace lives until the last launch is made. After that PyTorch's allocator may hand it to others on
-the same stream, as it does with every freed tensor. Nothing here waits for the device, so a plan can be
-captured into a CUDA graph.
+The workspace lives until the last launch is made. After that PyTorch's allocator may reuse it on the same
+stream, as with every freed tensor. Nothing here waits for the device, so a plan can be captured into a CUDA
+graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,24 +29,25 @@ from isobit.blocks.launch import Launched, launched
 
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
-#: What PyTorch's allocator aligns to, and so every tensor of a workspace.
+#: The alignment of PyTorch's allocator, and so of every tensor in a workspace.
 _ALIGNMENT = 512
 
 _current_device = torch.accelerator.current_device_index
 
 
 class Tape(TorchDispatchMode):
-    """Launches, and keeps what was launched. While it is entered it watches PyTorch's own operators."""
+    """Makes launches and records them. While it is entered it watches PyTorch's own operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[Launched] = []
-        self.new: dict[int, torch.UntypedStorage] = {}  # by address; held, so that no two of them share one
+        self.new: dict[int, torch.UntypedStorage] = {}  # by address; kept alive, so that addresses are unique
         self.reason: str | None = None  # why there can be no plan
 
     def __enter__(self) -> "Tape":
-        """On this thread. A mode's own way also sets flags of the process, which threads that enter and leave
-        at the same time put back in the wrong order: they would stay set, and `torch.compile` looks there."""
+        """Enters on this thread only. The normal way to enter a mode also sets process-wide flags. Threads
+        that enter and leave concurrently would restore them in the wrong order, and a flag that stays set
+        changes what `torch.compile` does."""
         _push_mode(self)
         return self
 
@@ -55,8 +56,8 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Or the first tape would import all of `torch._dynamo` in the middle of a call: a second or two, and
-        what that leaves for the garbage collector holds the tensors of the call."""
+        """Otherwise the first tape would import all of `torch._dynamo` in the middle of a call: that takes a
+        second or two, and leaves garbage that holds the tensors of the call."""
         return False
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -69,7 +70,7 @@ class Tape(TorchDispatchMode):
             self.made.append(made)
 
     def _refuse(self, reason: str) -> None:
-        """There will be no plan, so memory that the call gives back is not held."""
+        """There will be no plan, so do not keep memory alive that the call frees."""
         self.reason = self.reason or reason
         self.made.clear()
         self.new.clear()
@@ -88,7 +89,7 @@ class Tape(TorchDispatchMode):
 
 
 def _are_views(results: Any, args: Sequence[Any]) -> bool:
-    """Whether all that an operator returns lies in its first argument."""
+    """Whether everything that an operator returns is a view of its first argument."""
     if not (isinstance(results, tuple | list) and results and args and isinstance(args[0], Tensor)):
         return False
     base = _base(args[0])
@@ -96,13 +97,13 @@ def _are_views(results: Any, args: Sequence[Any]) -> bool:
 
 
 class _Output(NamedTuple):
-    """A tensor in a storage of its own, as it is allocated."""
+    """A tensor with its own storage, as it is to be allocated."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    size: int  # elements of the storage, or 0 where the tensor is all of it
+    size: int  # elements of the storage, or 0 if the tensor covers all of it
 
 
 def _output(t: Tensor) -> _Output:
@@ -111,13 +112,13 @@ def _output(t: Tensor) -> _Output:
 
 
 class _Launch(NamedTuple):
-    """One launch: all that C takes, and at which positions of it addresses are missing."""
+    """One launch: all arguments of the C function, and the positions where addresses have to be filled in."""
 
     c: Callable[..., None]
     flat: bool
-    head: tuple[Any, ...]  # before the kernel's arguments; the stream is missing at _STREAM
-    args: list[Any]  # of the kernel, behind the head where they are flat
-    pointers: list[tuple[int, int]]  # (position, number of the address)
+    head: tuple[Any, ...]  # before the kernel's arguments; the stream goes to index _STREAM
+    args: list[Any]  # of the kernel; after the head if they are flat
+    pointers: list[tuple[int, int]]  # (position, index of the address)
     maps: list[tuple[int, int, Maps]]
 
 
@@ -144,14 +145,14 @@ def _launch(made: Launched, place: Callable[[Tensor], int]) -> _Launch:
 
 
 class Plan:
-    """A recorded call: what it allocates, where its addresses lie, and its launches."""
+    """A recorded call: its allocations, how its addresses are computed, and its launches."""
 
     def __init__(self, tape: Tape, inputs: Sequence[Tensor], outputs: Any) -> None:
         self._device = inputs[0].device
         self._several = isinstance(outputs, tuple)
         results = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs = [None if t is None else _output(t) for t in results]
-        # Addresses are counted from an input, from an output's storage, or from the workspace.
+        # Addresses are relative to an input, to the storage of an output, or to the workspace.
         begin = {_base(t): t.data_ptr() for t in inputs}
         begin |= {_base(t): _base(t) for t in results if t is not None}
         which = {base: k for k, base in enumerate(begin)}
@@ -164,7 +165,7 @@ class Plan:
         places: dict[tuple[int, int], int] = {}
 
         def place(t: Tensor) -> int:
-            """The number of an address: (what it is counted from, bytes from there)."""
+            """The index of an address, which is stored as (base, byte offset)."""
             address, base = t.data_ptr(), _base(t)
             if base in starts:
                 at = len(begin), starts[base] + address - base
@@ -176,11 +177,11 @@ class Plan:
         self._places = list(places)
         self._stream_of = stream_function()
 
-    #: Not while somebody wants to see launches as Triton shows them.
+    #: Not while launch hooks are set: they need Triton's own path.
     can_run = staticmethod(unhooked)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
-        """The outputs of a call with these inputs, of the kind that was recorded."""
+        """The outputs of a call with these inputs, which must match the recorded call."""
         device = self._device
         if device.index is not None and device.index != _current_device():
             with torch.cuda.device(device):
@@ -220,15 +221,15 @@ class Plan:
 
 
 def recordable(inputs: Sequence[Tensor]) -> bool:
-    """Whether a call can be recorded now. Of two inputs in one storage nobody could say later which of them
-    an address belonged to."""
+    """Whether a call can be recorded now. If two inputs share a storage, an address could belong to
+    either."""
     return inputs[0].is_cuda and len({_base(t) for t in inputs}) == len(inputs) and unhooked()
 
 
 def record(
     run: Callable[..., Any], args: dict[str, Any], inputs: Sequence[Tensor]
 ) -> tuple[Any, Plan | None]:
-    """(what a backend's run returns, a plan for calls like it or None where there can be none). `inputs` are
+    """(what a backend's run returns, a plan for calls like it, or None if there can be none). `inputs` are
     the tensors among `args`."""
     with Tape() as tape:
         outputs = run(**args, launch=tape)

@@ -1,4 +1,4 @@
-"""Host side of row-wise kernels: how tensors with any leading shape are walked row by row."""
+"""Host side of row-wise kernels: how tensors with any leading shape are indexed row by row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[int, list[Any], list[int]]:
-    """Walk tensors that share the leading shape `lead` as [outer, inner] rows.
+    """Index tensors that share the leading shape `lead` as [outer, inner] rows.
 
     Returns `inner`, the tensors, and for each its (outer, inner) strides, flattened into one list.
-    One or two leading dimensions never copy, whatever their strides (`logits[:, :-1]` is walked in
-    place). With three or more, a tensor is copied only if no cut into two walks all of them.
+    One or two leading dimensions never copy, whatever their strides (`logits[:, :-1]` is read in place).
+    With three or more, a tensor is copied only if no split into two dimensions fits the strides of all.
 
-    A stride that is never taken is 0: kernels are compiled for what divides their strides, and a product of
-    N would compile them anew for another N.
+    A stride that is never used is set to 0: its divisibility is part of a compiled kernel, and a stride that
+    is a multiple of N would recompile for another N.
     """
     rank = len(lead)
     if rank == 2:
@@ -35,8 +35,8 @@ def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[
 
 
 def walkable(lead: Sequence[int], t: Tensor | None) -> Tensor | None:
-    """Numbers of rows, as they are if every cut walks them, else a copy: beside logits they are small, and
-    must not be what makes those be copied."""
+    """Numbers per row, unchanged if every split fits them, else a copy. They are small compared with logits,
+    and must not cause those to be copied."""
     if t is None or len(lead) <= 2 or t.is_contiguous() or not any(t.stride()):
         return t
     return t.contiguous()
@@ -49,7 +49,7 @@ def _two_strides(lead: Sequence[int], strides: Sequence[int], cut: int) -> tuple
 
 
 def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of these dimensions walked as one, None if there is none."""
+    """The stride of these dimensions flattened into one, None if there is none."""
     step, expected = 0, None
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:

@@ -1,13 +1,13 @@
-"""The token stream: which rows a sum over tokens takes, in which order, and where its segments begin.
+"""The token stream: which rows a sum over tokens includes, in which order, and where its segments begin.
 
-The rows that count, sequence after sequence in the caller's order, lie in *slots*. Every sequence begins at
-a slot that is a multiple of 64, so that kernels read whole blocks of 64 slots; what is left of a sequence's
-last block are holes. A sequence is summed in segments of 512 of its own rows, the last one shorter, and a
-segment begins where a block does. So the bits of a sum depend on the rows that count and on nothing else:
-not on where they were, nor on what was between them.
+The rows that count are put into *slots*, sequence after sequence in the caller's order. Every sequence begins
+at a slot that is a multiple of 64, so that kernels read whole blocks of 64 slots; the rest of a sequence's
+last block are gaps. A sequence is summed in segments of 512 of its own rows, the last one shorter, and a
+segment begins at a block. So the bits of a sum depend on the rows that count and on nothing else: not on
+where they were, nor on what was between them.
 
-Tables are built on the device by torch, without a host sync, and their sizes are functions of shapes alone.
-Integer arithmetic and searches in sorted tables, no scatter: there is nothing in it whose order could vary.
+torch builds the tables on the device, without a host sync, and their sizes depend on shapes alone. It uses
+integer arithmetic and searches in sorted tables, no scatter, so it is deterministic.
 """
 
 from dataclasses import dataclass
@@ -15,29 +15,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Rows of a segment: the 512 of the class seg16/512.
+#: Rows per segment: the 512 of the class seg16/512.
 SEGMENT = 512
 
-#: Slots of a block. Sequences and segments begin at a multiple of it.
+#: Slots per block. Sequences and segments begin at a multiple of it.
 BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Tables on the device, int32. Kernels loop to `count` and need no other size."""
+    """Tables on the device, int32. Kernels loop up to `count` and need no other size."""
 
-    #: [slots]: the row that a slot holds, -1 for a hole. `slots` is a multiple of BLOCK.
+    #: [slots]: the row in each slot, -1 for a gap. `slots` is a multiple of BLOCK.
     rows: Tensor
     #: [segments]: the first slot of each segment. Segments from `count` on are empty, and begin at 0.
     first: Tensor
-    #: [segments]: its blocks of 64 slots, 1 to 8 (0 from `count` on).
+    #: [segments]: the number of its blocks of 64 slots, 1 to 8 (0 from `count` on).
     blocks: Tensor
-    #: [1]: how many segments there are.
+    #: [1]: the number of segments.
     count: Tensor
 
 
 def capacity(T: int, sequences: int) -> tuple[int, int]:
-    """(slots, segments) that any T rows in this many sequences fit in. An empty sequence takes none."""
+    """(slots, segments) that are enough for any T rows in this many sequences. An empty sequence needs
+    none."""
     filled = min(T, sequences)
     return (T + (BLOCK - 1) * filled) // BLOCK * BLOCK, (T + (SEGMENT - 1) * filled) // SEGMENT
 
@@ -45,10 +46,10 @@ def capacity(T: int, sequences: int) -> tuple[int, int]:
 def build(T: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Stream:
     """The stream of T rows: those whose mask [T] is nonzero, in the sequences that begin at cu_seqlens.
 
-    Whatever cu_seqlens holds, no table points outside of the rows: bounds are clamped to [0, T] and made to
-    ascend, rows before the first belong to the first sequence and rows after the last to the last one.
+    Whatever cu_seqlens holds, no table points outside of the rows: bounds are clamped to [0, T] and made
+    ascending, rows before the first belong to the first sequence and rows after the last to the last one.
     """
-    seen = torch.arange(1, T + 1, device=device)  # [T]: rows that count up to and with this one
+    seen = torch.arange(1, T + 1, device=device)  # [T]: rows that count up to this one, inclusive
     if mask is not None:
         seen = (mask != 0).cumsum(0)
     ends = seen.new_full((1,), T)  # [S]: one past the last row of each sequence
@@ -64,10 +65,10 @@ def build(T: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.
     slot_first = slot_end - _rounded_up(length, BLOCK)
 
     slot = torch.arange(slots, device=device)
-    # Past the last sequence the search answers S; such slots are holes, since no sequence is that long.
+    # Beyond the last sequence the search returns S; such slots become gaps, since no sequence is that long.
     sequence = torch.searchsorted(slot_end, slot, right=True).clamp_(max=len(ends) - 1)
     at = slot - slot_first[sequence]
-    row = torch.searchsorted(seen, before[sequence] + at + 1)  # the first row that makes it so many
+    row = torch.searchsorted(seen, before[sequence] + at + 1)  # the row at which the count is reached
     rows = torch.where(at < length[sequence], row, -1)
 
     segment_end = (_rounded_up(length, SEGMENT) // SEGMENT).cumsum(0)

@@ -1,4 +1,4 @@
-"""What a temperature is to a kernel: numbers to multiply by, one for all rows or one for each."""
+"""Temperatures as kernels take them: factors, one for all rows or one per row."""
 
 import math
 from typing import NamedTuple
@@ -9,9 +9,9 @@ LOG2E = math.log2(math.e)
 
 
 class Scaling(NamedTuple):
-    """Numbers for all rows, and [N] fp32 tensors in their place where rows have temperatures of their own.
+    """Numbers for all rows, or [N] fp32 tensors instead if each row has its own temperature.
 
-    Both are computed in fp64 and rounded once to fp32, the numbers when they are handed to a kernel. So a row
+    Both are computed in fp64 and rounded once to fp32, the numbers when they are passed to a kernel. So a row
     has the same bits either way.
     """
 
@@ -22,7 +22,7 @@ class Scaling(NamedTuple):
 
 
 def scaling(temperature: float | Tensor, N: int) -> Scaling:
-    """Of a number, or of a tensor of N elements with any strides."""
+    """From a number, or from a tensor of N elements with any strides."""
     if not isinstance(temperature, Tensor):
         return Scaling(None, None, LOG2E / temperature, 1.0 / temperature)
     each = temperature.reshape(N).double()

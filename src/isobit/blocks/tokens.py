@@ -1,5 +1,5 @@
-"""Rows that pick tokens: which of them count, and the rules that annotations cannot say of ids,
-`ignore_index`, temperature and entropy."""
+"""Rows that pick tokens: which of them count, and rules on ids, `ignore_index`, temperature and entropy that
+annotations cannot express."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def entropy_is_there(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
-    """Every id of a row that counts is one of V tokens. Reads them."""
+    """Every id of a row that counts must be one of V tokens. Reads the values."""
     ids = args["token_ids"]
     live = live_rows(ids, args["mask"], args["ignore_index"])
     bad = (live & ((ids < 0) | (ids >= V))).nonzero()
@@ -46,7 +46,7 @@ def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
 
 
 def temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
-    """Those of rows that count. Reads them."""
+    """The temperatures of rows that count must be positive. Reads the values."""
     each = args["temperature"]
     if not isinstance(each, Tensor):
         return

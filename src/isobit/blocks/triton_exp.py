@@ -1,13 +1,14 @@
-"""Exponentials of numbers of rows in Triton, written out: every device gets the same bits.
+"""Exponentials in Triton, for a few numbers per row, from elementary operations: the same bits on every
+device.
 
     exp(x)     = 2^n (1 + (r + r^2 P(r)))     with x = n ln2 + r, |r| <= ln2 / 2
     k3(d)      = d^2 P(d)                     where |d| < 1, else exp(d) - 1 - d
     expm1(d)   = d + d^2 P(d)                 where |d| < 1, else exp(d) - 1
 
-with P(x) = 1/2! + x/3! + x^2/4! + ..., ten terms. In fp32, every product and every sum rounded on its own:
-kernels that use them must be compiled with `enable_fp_fusion=False`. Errors are below 1, 4 and 2 units in the
-last place; exp(0) is exactly 1, and k3 is not a difference near 0, where d^2 / 2 is far below the last place
-of d. What overflows is inf, also k3 of inf; NaN stays NaN.
+with P(x) = 1/2! + x/3! + x^2/4! + ..., ten terms. In fp32, with every product and every sum rounded
+separately: kernels that use them must be compiled with `enable_fp_fusion=False`. Errors are below 1, 4 and 2
+units in the last place. exp(0) is exactly 1. k3 is not computed as a difference near 0, where d^2 / 2 is far
+below the last place of d. Overflow gives inf, also for k3 of inf; NaN stays NaN.
 """
 
 import triton
@@ -40,15 +41,15 @@ def _power_of_two(n):
 
 @triton.jit
 def exp(x):
-    # What lies outside overflows, or is 0, as the bounds do.
+    # Beyond these limits the result overflows or is 0, as it does at the limits.
     inside = tl.where(x < 130.0, x, 130.0)
     inside = tl.where(inside > -150.0, inside, -150.0)
     n = tl.floor(inside * _LOG2E + 0.5)
-    # ln2 in two parts; of the first n times it is exact, and so is the difference.
+    # ln2 in two parts; n times the first is exact, and so is the difference.
     r = (inside - n * 0.693359375) + n * 2.12194440e-4
     e = 1.0 + (r + r * r * _series(r))
     whole = n.to(tl.int32)
-    half = whole >> 1  # 2^n itself may be out of range where the result is not
+    half = whole >> 1  # 2^n itself may be out of range although the result is not
     found = e * _power_of_two(half) * _power_of_two(whole - half)
     return tl.where(x == x, found, x)
 

@@ -1,15 +1,15 @@
-"""Rows of logits in portable Triton: what kernels of ops on stored logits share.
+"""Stored rows of logits in portable Triton, for the ops that read them.
 
-Forward, the sums of a row (`triton_rows`) by one of two schedules: with many rows one program walks a row;
-with few, one program walks a split of a row and a second kernel adds the splits. Both do the same sums in the
-same order, so N and the number of SMs choose the schedule and never the bits.
+The forward sums a row (`triton_rows`) by one of two schedules. With many rows one program takes a whole row.
+With few rows one program takes a split of a row, and a second kernel adds the splits. Both add in the same
+order, so N and the number of SMs affect the schedule and never the bits.
 
 Backward, one read and one write, elementwise:
 
     dz = (dlogp * [col == id] + p * (dlse - dlogp - dentropy * (log p + entropy))) / temperature
 
-with p = 2^u / s from the (m, s) that the forward kept, so a common shift of all logits costs no digits. Where
-an op's results are functions of logp, their gradients times their slopes are added to dlogp.
+with p = 2^u / s from the (m, s) that the forward saved, so a common shift of all logits adds no error. If an
+op's results are functions of logp, their gradients times their derivatives are added to dlogp.
 
 Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its gradient is 0. A live row with
 an id outside [0, V) reads nothing at that id; its gradient is NaN.
@@ -34,8 +34,8 @@ from isobit.blocks.triton_rows import fold, given_at, own_or, row_offset, row_we
 
 
 class Order(NamedTuple):
-    """The order of the sums: 2**log_block lanes, `unroll` tiles a step, `steps` steps a split. `warps` and
-    `registers` are schedule only."""
+    """The order of the sums: 2**log_block lanes, `unroll` tiles per step, `steps` steps per split. `warps`
+    and `registers` affect the schedule only."""
 
     log_block: int
     unroll: int
@@ -49,23 +49,25 @@ class Order(NamedTuple):
 
 
 def order_of(V: int) -> Order:
-    """A function of V alone: this is what makes law V true.
+    """Depends on V alone, so that bits do not depend on the batch (law V).
 
-    Measured with `logp` on an H200 in 2026-11, part of the copy bandwidth at V = 32768, 50257, 50304, 151936
-    (16 bits): 0.99, 0.96, 1.00, 1.04. Without the register cap 0.99, 0.94, 0.99, 1.03; one warp 0.93, 0.86,
-    0.93, 0.99; 16 tiles a step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50 % at
-    N = 8.
+    Measured with `logp` on an H200 in 2026-11, fraction of the copy bandwidth at V = 32768, 50257, 50304,
+    151936 (16 bits): 0.99, 0.96, 1.00, 1.04. Without the register cap 0.99, 0.94, 0.99, 1.03; one warp 0.93,
+    0.86, 0.93, 0.99; 16 tiles per step 0.99, 0.86, 0.98, 1.02. Twice the steps gain 2 % at odd V and cost 50
+    % at N = 8.
     """
     if V <= 1024:
         return Order(log_block=8, unroll=4, steps=1, warps=1, registers=None)
     return Order(log_block=8, unroll=8, steps=8, warps=2, registers=64)
 
 
-#: From this many rows per SM on, a program walks a row; below it, a split. Measured equal at 16 on an H200.
+#: From this many rows per SM on, a program takes a whole row; below it, a split. Equally fast at 16 on an
+#: H200.
 ROWS_PER_SM = 16
 
-#: Words of 16 bytes a tile, tiles a step, steps a program. The backward is elementwise, so this is schedule
-#: only, and the interpreter, which pays by the operation, takes wider tiles and no more than it needs.
+#: Words of 16 bytes per tile, tiles per step, steps per program. The backward is elementwise, so this affects
+#: the schedule only. The interpreter has a cost per operation, so it takes wider tiles, and no more of them
+#: than it needs.
 #:
 #: Measured on an H200 in 2026-11 with 8192 rows of 131072 fp16 logits, all of them unmasked and a tenth: one
 #: step 1.04 and 0.61 ms, eight 1.09 and 0.67, two of four warps and half as many tiles 1.03 and 0.62. With
@@ -73,11 +75,11 @@ ROWS_PER_SM = 16
 BWD_WORDS, BWD_UNROLL, BWD_STEPS, BWD_WARPS = (1024, 1, 64, 1) if INTERPRETED.value else (32, 8, 1, 1)
 
 
-#: Sizes and strides that follow the batch. They carry no alignment that a vector of logits is read by, and a
-#: kernel that were compiled for a multiple of 16 in them would be compiled again in the middle of a run.
+#: Sizes and strides that depend on the batch. No vector load of logits needs their alignment, and
+#: specialising on it would recompile in the middle of a run.
 BATCH = ("N", "inner", "ids_so", "mask_so")
 
-#: The same of gradients of rows, which may be one number for all.
+#: The same for gradients of rows, which may be one number for all.
 _GRADIENTS = tuple(
     f"{name}_{s}" for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl") for s in ("so", "si")
 )
@@ -88,7 +90,7 @@ _GRADIENTS = tuple(
 
 @triton.jit
 def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V):
-    """(id, live, good) of a row: live rows count, and good ones have an id inside [0, V)."""
+    """(id, live, good) of a row: live rows count, and good ones also have an id inside [0, V)."""
     token = tl.load(ids + row_offset(row, inner, ids_so, ids_si))
     live = token != ignore_index
     if mask is not None:
@@ -116,7 +118,7 @@ def row_sums(
 
 @triton.jit
 def store_split(partials, row, split, N, n_splits, m, s, t, ENTROPY: tl.constexpr):
-    """Leave (m, s, t) of a split in partials [3, N, splits]."""
+    """Store (m, s, t) of a split in partials [3, N, splits]."""
     at = partials + row * n_splits + split
     tl.store(at, m)
     tl.store(at + N * n_splits, s)
@@ -138,10 +140,10 @@ def merged_sums(partials, row, N, n_splits, scale, ENTROPY: tl.constexpr, LOG_SP
 
 
 class Plan(NamedTuple):
-    """How rows of V logits are summed: functions of V alone."""
+    """How rows of V logits are summed. Depends on V alone."""
 
     splits: int
-    order: dict[str, int]  # the constants that order the sums
+    order: dict[str, int]  # the constants that determine the order of sums
     options: dict[str, Any]  # of the compiler
 
     @property
@@ -149,7 +151,7 @@ class Plan(NamedTuple):
         return (self.splits - 1).bit_length()
 
     def walks_rows(self, N: int, device: torch.device) -> bool:
-        """Whether one program walks a row. Schedule only."""
+        """Whether one program takes a whole row. Affects the schedule only."""
         return self.splits == 1 or ROWS_PER_SM * sm_count(device) <= N
 
 
@@ -158,7 +160,7 @@ def plan_of(V: int) -> Plan:
     own = order_of(V)
     order = {"LOG_BLOCK": own.log_block, "UNROLL": own.unroll, "STEPS": own.steps}
     options = {"num_warps": own.warps, "enable_fp_fusion": False}
-    if own.registers and torch.version.hip is None:  # an option of NVIDIA's compiler alone
+    if own.registers and torch.version.hip is None:  # only NVIDIA's compiler has this option
         options["maxnreg"] = own.registers
     return Plan(-(-V // own.split), order, options)
 
@@ -186,12 +188,12 @@ def logits_gradient(
     CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One program STEPS x UNROLL x WORDS words of 16 bytes of a row, one of `parts` of it; dlogits is
-    contiguous [N, V], and programs that follow one another write what follows one another.
+    """One program takes STEPS x UNROLL x WORDS words of 16 bytes of a row, one of its `parts`. dlogits is
+    contiguous [N, V], and consecutive programs write consecutive memory.
 
-    Programs start on the 128-byte lines of dlogits and write whole words whatever V is; where the rows of
-    logits are CONGRUENT (as far from a word's start as those of dlogits) they read whole words too. The
-    first and the last word of a row may be shared with its neighbours and are written by element.
+    Programs start on the 128-byte lines of dlogits and write whole words whatever V is. If the rows of logits
+    are CONGRUENT (the same offset within a word as those of dlogits) they read whole words too. The first and
+    the last word of a row may be shared with its neighbours and are written by element.
     """
     WORD: tl.constexpr = LINE // 8
     row, nth = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
@@ -206,7 +208,7 @@ def logits_gradient(
     hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
     ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
     of_row = (ends >= 0) & (ends < V)
-    # Where few rows count, most of the time goes to those that do not: nothing is read or computed for them.
+    # If few rows count, most of the time goes to those that do not: nothing is read or computed for them.
     if good == 0:
         fill = narrow(tl.where(live, float("nan"), 0.0), dlogits)
         for first in range(lo, hi, UNROLL * WORDS):
@@ -253,8 +255,8 @@ def logits_gradient(
 
 @triton.jit
 def through(gradient, slope):
-    """A gradient times a slope. Of what has none, such as a ratio that was clipped, an infinite slope is not
-    asked: 0 * inf would be NaN."""
+    """A gradient times a derivative. If the gradient is 0, as for a clipped ratio, the result is 0 even for
+    an infinite derivative: 0 * inf would be NaN."""
     return tl.where(gradient == 0.0, 0.0, gradient * tl.load(slope))
 
 
@@ -274,24 +276,24 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
 
 def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     """dlogits, contiguous, in the dtype of the logits. `args` are those of a backward; `dratio` and `dkl`
-    come with the slopes of ratio and kl in logp."""
+    need `slopes`, the derivatives of ratio and kl by logp."""
     ids, mask = args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:
         return dlogits
-    # A gradient of a sum arrives as one number with stride 0, and is read there.
+    # The gradient of a sum arrives as one number with stride 0, and is read without a copy.
     grads = [walkable(lead, args.get(name)) for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl")]
     inner, (z, ids, mask, *grads), strides = row_strides(lead, (logits, ids, mask, *grads))
     N = dlogits.numel() // V
     line, word = 128 // logits.element_size(), 16 // logits.element_size()
-    # Rows of logits start where those of dlogits do, modulo a word, if their strides agree modulo one.
+    # Rows of logits and of dlogits have the same offset within a word if their strides agree modulo a word.
     outer = strides[0] - inner * V if inner < N else 0
     congruent = z.data_ptr() % 16 == 0 and not (outer % word or (strides[1] - V) % word)
-    # The most words of dlogits that a row is in or touches, from the start of a line on.
+    # The largest number of words of dlogits that a row touches, from the start of a line on.
     words = (V + line - math.gcd(V, line)) // word
     parts = max(1, -(-words // (BWD_WORDS * BWD_UNROLL * BWD_STEPS)))
-    # Hooks restore what was saved with any stride.
+    # Saved-tensor hooks may restore tensors with any strides.
     saved = (args.get(name) for name in ("stats", "slopes", "entropy"))
     kept = [x if x is None else x.contiguous() for x in saved]
     launch(

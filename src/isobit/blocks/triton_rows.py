@@ -1,24 +1,24 @@
-"""Row reductions whose bits are decided by this text, not by the compiler's register layout.
+"""Row reductions in an order that is fixed here, and not by the compiler's register layout.
 
-A row of V columns is cut into *splits*, a split into *steps* of UNROLL x BLOCK columns. Lane j of BLOCK
+A row of V columns is divided into *splits*, a split into *steps* of UNROLL x BLOCK columns. Lane j of BLOCK
 lanes takes columns j, j + BLOCK, j + 2 BLOCK, ... of its split in ascending order and keeps an online
-log-sum-exp of them, brought to a new maximum once a step. At the end of a split its lanes are added by a
+log-sum-exp of them, rescaled to a new maximum once per step. At the end of a split its lanes are added by a
 pairwise tree, and at the end of the row the splits are, by the same tree.
 
 Everything inside a lane is elementwise, and a tree adds two numbers at a time. So neither the vector width
 of a load (which the compiler derives from pointer alignment) nor the number of warps can reorder a sum.
-One program may walk a whole row, or one program each split: the bits are the same. The order is named
+One program may take a whole row, or one program each split: the bits are the same. The order is named
 `lse/triton-1`; `exp2`, `log2` and division are the device's own.
 
-Rows that start inside a 16-byte word (an odd V) are read in whole words all the same. The BLOCK lanes then
-hold the columns rotated by the row's offset from the word: the first few lanes find theirs one tile later,
-and the lanes are rotated back before the tree. A lane's sum is the same sum.
+Rows that start inside a 16-byte word (an odd V) are still read in whole words. The BLOCK lanes then hold the
+columns rotated by the row's offset from the word: the first few lanes find theirs one tile later, and the
+lanes are rotated back before the tree. The sum of a lane is the same.
 
 State of a sum: m, the largest logit seen (raw units); s = sum of 2^u; t = sum of u 2^u (for the entropy),
 where u = (z - m) * scale and scale = log2(e) / temperature.
 
-Kernels that use these pieces must be compiled with `enable_fp_fusion=False`: whether a product and a sum
-contract into one rounding must not depend on the kernel they are inlined into.
+Kernels that use these functions must be compiled with `enable_fp_fusion=False`: whether a product and a sum
+are contracted to one rounding must not depend on the kernel into which they are inlined.
 """
 
 import triton
@@ -27,8 +27,8 @@ import triton.language as tl
 
 @triton.jit
 def row_offset(row, inner, outer_stride, inner_stride):
-    """Element offset of a row of a [outer, inner, ...] view with free strides; with no `inner`, of one of
-    rows that are all `inner_stride` apart."""
+    """Element offset of a row of a [outer, inner, ...] view with any strides; without `inner`, all rows are
+    `inner_stride` apart."""
     offset = row * inner_stride
     if inner is not None:
         outer = row // inner
@@ -38,7 +38,7 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def at_row(numbers, row, live, OTHER: tl.constexpr):
-    """Numbers of rows from a table of them: of those that are live, or of one row where live is None."""
+    """Numbers of rows from a table: of those that are live, or of one row if live is None."""
     if live is None:
         found = tl.load(numbers + row)
     else:
@@ -48,7 +48,7 @@ def at_row(numbers, row, live, OTHER: tl.constexpr):
 
 @triton.jit
 def own_or(number, numbers, row, live):
-    """Each row's own number, where there is a table of them, or the one number of all rows."""
+    """Each row's own number if there is a table, otherwise the one number for all rows."""
     found = tl.full(row.shape, number, tl.float32)
     if numbers is not None:
         found = at_row(numbers, row, live, 1.0)
@@ -57,7 +57,7 @@ def own_or(number, numbers, row, live):
 
 @triton.jit
 def given_at(numbers, row, live):
-    """The same with zeros for the others; None where there is no table."""
+    """The same with zeros for rows that are not live; None if there is no table."""
     found = None
     if numbers is not None:
         found = at_row(numbers, row, live, 0.0)
@@ -67,7 +67,7 @@ def given_at(numbers, row, live):
 @triton.jit
 def row_weights(entropy, dlogp, dentropy, dlse, inverse):
     """(on_target, on_p, on_plogp) of rows, where dz = p (on_p + on_plogp log p) + on_target at the token.
-    From numbers of rows; None where there is no such gradient."""
+    From one number per row; None if there is no such gradient."""
     on_target = tl.zeros(inverse.shape, tl.float32)
     on_p = tl.zeros(inverse.shape, tl.float32)
     on_plogp = tl.zeros(inverse.shape, tl.float32)
@@ -84,25 +84,25 @@ def row_weights(entropy, dlogp, dentropy, dlse, inverse):
 
 @triton.jit
 def finite_or_zero(m):
-    """A reference that can be subtracted: an empty sum has m = -inf, and -inf - -inf is NaN. So is inf - inf:
-    relative to 0 a logit of +inf makes s infinite, and only a NaN among the logits makes it NaN."""
+    """A maximum that can be subtracted. An empty sum has m = -inf, and -inf - -inf is NaN, as is inf - inf.
+    Relative to 0 a logit of +inf makes s infinite, and only a NaN among the logits makes it NaN."""
     return tl.where(tl.abs(m) == float("inf"), 0.0, m)
 
 
 @triton.jit
 def rescale(m, s, t, ref, scale):
-    """Express sums kept relative to m relative to ref >= m instead."""
+    """Convert sums relative to m into sums relative to ref >= m."""
     d = (m - ref) * scale
     r = tl.exp2(d)
-    # d is -inf for an empty sum, whose t is 0: keep -inf * 0 out of it.
+    # d is -inf for an empty sum, whose t is 0: avoid -inf * 0.
     return s * r, tl.where(r > 0, r * (t + d * s), 0.0)
 
 
 @triton.jit
 def tree_sum(x, LOG: tl.constexpr):
-    """Sum of 2**LOG numbers: neighbours are added, again and again."""
+    """Sum of 2**LOG numbers: neighbours are added repeatedly."""
     for i in tl.static_range(LOG):
-        # An axis of two: one commutative addition, whatever threads hold the two.
+        # An axis of two: one commutative addition, whichever threads hold the two.
         x = tl.sum(tl.reshape(x, [1 << (LOG - 1 - i), 2]), axis=1)
     return tl.max(x, axis=0)  # one element is left: make it a scalar
 
@@ -121,10 +121,10 @@ def row_results(z, m, s, t, inv_temperature):
     ln2: tl.constexpr = 0.6931471805599453
     log_s = tl.log2(s) * ln2
     lse = m * inv_temperature + log_s
-    # A row that holds +inf has an lse, +inf, and no distribution.
+    # A row with +inf has an lse, +inf, but no distribution.
     none = m == float("inf")
     log_s = tl.where(none, float("nan"), log_s)
-    # (z - m) first: both may be huge, their difference keeps its digits.
+    # (z - m) first: both may be huge, but their difference is accurate.
     logp = (z - m) * inv_temperature - log_s
     return logp, log_s - t / s * ln2, lse, tl.where(none, float("nan"), s)
 
@@ -141,7 +141,7 @@ def split_sums(
     """
     BLOCK: tl.constexpr = 1 << LOG_BLOCK
     STEP: tl.constexpr = UNROLL << LOG_BLOCK
-    shift = 0  # elements between the word that the row starts in and the row
+    shift = 0  # offset of the row from the word in which it starts
     if WORD > 1:
         shift = (start % WORD).to(tl.int32)
     words = z_ptr + start // WORD * WORD
@@ -172,9 +172,9 @@ def load_step(
 ):  # fmt: skip
     """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on.
 
-    Masks are the same for all elements of a word, so that words are read whole. That is so of the one that
-    the row shares with the row before it. The word behind a step, and the one that the row does not fill at
-    its end, are read by element: behind the last row the memory may be nobody's.
+    Masks are the same for all elements of a word, so that words are read whole. This includes the word that
+    the row shares with the row before it. The word after a step, and the incomplete word at the end of a row,
+    are read by element: after the last row the memory may not belong to the tensor.
     """
     lane = tl.arange(0, BLOCK)
     low = float("-inf")

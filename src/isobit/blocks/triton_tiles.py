@@ -1,7 +1,7 @@
-"""Matrix products by tiles in portable Triton: what a tile is, which program computes which, and one product.
+"""Matrix products by tiles in portable Triton: what a tile is, which program computes it, and one product.
 
-A program computes one tile of the output, in steps of the summed dimension. Which tiles there are, and what
-happens to the sums, is the business of the op.
+A program computes one tile of the output, in steps of the summed dimension. The op decides which tiles there
+are, and what happens to the sums.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import triton.language as tl
 from isobit.blocks import stream
 from isobit.blocks.interpreter import INTERPRETED
 
-#: Rows of a segment of a sum over tokens.
+#: Rows per segment of a sum over tokens.
 SEGMENT = tl.constexpr(stream.SEGMENT)
 
 #: Rows of tiles that are visited before the next column of tiles, so that they share operands in the cache.
@@ -21,7 +21,7 @@ GROUP = tl.constexpr(8)
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the output, how much of the summed dimension is loaded at once, warps, loads in
+    """Rows and columns of the output, how much of the summed dimension is loaded at once, warps, and loads in
     flight."""
 
     rows: int
@@ -35,14 +35,14 @@ def compile_options(tile: Tile) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     if torch.version.hip:
         # One shape of matrix instruction for every tile, or the tile would decide how many k share a step;
-        # and one buffer, for a shared memory of 64 KB.
+        # and one buffer, to fit a shared memory of 64 KB.
         options |= {"matrix_instr_nonkdim": 16, "num_stages": 2}
     return options
 
 
 @triton.jit
 def place(tiles_m, tiles_n, tile):
-    """(row, column) of a tile, walked in groups of GROUP rows of tiles."""
+    """(row, column) of a tile; tiles are visited in groups of GROUP rows."""
     group = tile // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     inside = tile - group * (GROUP * tiles_n)
@@ -53,7 +53,7 @@ def place(tiles_m, tiles_n, tile):
 def steps(left, right, acc):
     """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
     if INTERPRETED:
-        # Its product of bf16 tiles is garbage (Triton 3.6 to 3.9), that of fp32 is numpy's.
+        # Its product of bf16 tiles is wrong (Triton 3.6 to 3.9); that of fp32 tiles is numpy's.
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision="ieee")
 
