@@ -326,7 +326,7 @@ def test_stale_results_are_listed_with_the_command_that_renews_them(isobit: Isob
     path.write_text(json.dumps(found))
     done = isobit("report", "--stale", "--results", str(tmp_path))
     said, again, total = done.out.splitlines()
-    assert done.code == 0 and said.startswith(f"stale  {path}: the kernels of logp are others than at ")
+    assert done.code == 0 and said.startswith(f"stale  {path}: the kernels of logp have changed since ")
     assert total == "1 of 1 result files are stale"
     assert isobit(*shlex.split(again)[1:]).code == 0  # which makes it fresh
     assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0

@@ -167,7 +167,7 @@ def test_a_result_is_stale_when_its_kernels_are_others(tmp_path: Path) -> None:
     fresh = a_file(tmp_path, "logp.json", mine, rows=[])
     assert stale.examine(fresh, tmp_path).stale is None  # though every other file has changed since
     changed = a_file(tmp_path, "logp.json", {"kernels": {"logp": "0123"}}, rows=[])
-    assert stale.examine(changed, tmp_path).stale == "the kernels of logp are others than at abc"
+    assert stale.examine(changed, tmp_path).stale == "the kernels of logp have changed since abc"
     gone = a_file(tmp_path, "gone.json", {"kernels": {"gone": "0123"}}, rows=[])
     assert stale.examine(gone, tmp_path).stale is not None
     assert (
@@ -175,7 +175,7 @@ def test_a_result_is_stale_when_its_kernels_are_others(tmp_path: Path) -> None:
         is None
     )
     old = stale.examine(a_file(tmp_path, "logp.json", {}, rows=[]), tmp_path).stale
-    assert old == "it is of commit abc and has no hashes of kernels, which came later"
+    assert old == "it was measured at commit abc, before results had kernel hashes"
 
 
 def test_the_command_that_renews_a_result(tmp_path: Path) -> None:

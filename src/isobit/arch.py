@@ -1,4 +1,4 @@
-"""What a device can do, as functions of a device. Nothing is probed at import."""
+"""Properties of a device. Nothing is probed at import."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ def sm_count(device: torch.device) -> int:
 
 @cache
 def launches_early(device: torch.device) -> bool:
-    """Whether a kernel can be started before the one that it depends on is done: NVIDIA's programmatic
+    """Whether a kernel can start before the kernel that it depends on has finished: NVIDIA's programmatic
     dependent launch, from Hopper on."""
     if device.type != "cuda" or torch.version.hip:
         return False

@@ -1,6 +1,6 @@
-"""Functions of autograd, under the names of the ops that they are of: graphs and profilers show those.
+"""Autograd functions, named after their ops: graphs and profilers show these names.
 
-They are in the style that `torch.func` wants, whose `grad`, `vjp` and `vmap` see through them.
+They are in the style that `torch.func` needs, so `grad`, `vjp` and `vmap` can transform them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class Saved(NamedTuple):
-    """What calls with one key keep for the backward: tensors, as names and which of their tensors and outputs
-    those are; and what is no tensor and the same for all of them."""
+    """What calls with one key save for the backward: tensors, by name and by position among inputs and
+    outputs; and other values, which are the same for all of these calls."""
 
     names: tuple[str, ...]
     places: tuple[int | None, ...]
@@ -33,20 +33,20 @@ class Saved(NamedTuple):
 
 
 class Body:
-    """An op with all of a call but its tensors, which are autograd's."""
+    """A call without its tensors, which autograd passes separately."""
 
     __slots__ = ("kept", "positions", "saved", "template")
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.positions = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
         self.template = tuple(None if isinstance(v, Tensor) else v for v in values)
-        #: What backwards of such calls have in common, by what gradients are wanted for.
+        #: Values that backwards of such calls share, by which gradients are needed.
         self.kept: dict[tuple[bool, ...], dict[str, Any]] = {}
-        self.saved: Saved | None = None  # where all calls through this body keep the same
+        self.saved: Saved | None = None  # set if all calls through this body save the same
 
     def settle(self, saved: Saved) -> None:
-        """Told what a call has kept. In a transform each level of it asks, with other tensors that require a
-        gradient: there is nothing to settle."""
+        """Called with what a call has saved. Inside of a transform nothing can be cached: each level calls
+        this, with other tensors that require a gradient."""
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Body:
 
 
 class Through(Body):
-    """A body that goes through a function of all values."""
+    """A body that calls a function with all values."""
 
     __slots__ = ("_function",)
 
@@ -76,13 +76,13 @@ class Applied(NamedTuple):
     """The two ways to apply an autograd function to a body and its tensors."""
 
     anywhere: Callable[..., Any]
-    #: Where no transform of `torch.func` is active. It leaves out what PyTorch does for them on every call:
-    #: reading the signature of the forward takes longer than the rest of it.
+    #: Without an active transform of `torch.func`. It skips what PyTorch does for transforms on every call:
+    #: reading the signature of the forward takes longer than the rest.
     eager: Callable[..., Any]
 
 
 def function_of(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Applied:
-    """The autograd function of an op. It is given a body, and then the tensors of the call."""
+    """The autograd function of an op. Its arguments are a body, followed by the tensors of the call."""
 
     def forward(body: Body, *tensors: Tensor) -> Any:
         return body.run(tensors)
@@ -99,7 +99,7 @@ def function_of(name: str, setup_context: Callable[..., None], backward: Callabl
 
 
 class Refusal(torch.autograd.Function):
-    """Runs, and makes a gradient through the result an error that says why there is none."""
+    """Runs a function, and makes a gradient through its result an error with a reason."""
 
     @staticmethod
     def forward(run: Callable[..., Any], why: str, *values: Any) -> Any:
@@ -121,7 +121,7 @@ class Refusal(torch.autograd.Function):
 def _one_by_one(
     apply: Callable[..., Any], count: int, in_dims: tuple[int | None, ...], values: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """`torch.vmap` as a loop over calls: each has the bits that it has alone."""
+    """`torch.vmap` as a loop over calls: each has the same bits as alone."""
     found = []
     for i in range(count):
         own = (v if d is None else v.select(d, i).contiguous() for v, d in zip(values, in_dims, strict=True))

@@ -1,4 +1,4 @@
-"""Ways to compute an op: what a backend says of itself, and what is said of a choice among several."""
+"""Backends of an op: their properties, and the choice among them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute an op. `when(args)` returns None, or the reason it cannot serve the call. Like all
-    functions here it must not look at what tensors hold: its answer is kept for calls with the same key.
+    """One implementation of an op. `when(args)` returns None, or the reason why it cannot serve the call.
+    Like all functions here it must not read tensor values: its answer is cached for calls with the same key.
 
-    `numerics`: its class, or a function of the device where the hardware decides it.
+    `numerics`: its class, or a function of the device if it depends on the hardware.
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
-    kernels, so there it serves only when asked for by name.
-    `not_by_default(args)`: any other reason to serve only when asked for by name.
-    `launches`: its run takes `launch`, and makes all of its launches by it. Where there is nothing between
-    them but allocations and views they are recorded once, and made again without its run.
+    kernels, so there it is used only if it is requested by name.
+    `not_by_default(args)`: any other reason to use it only if it is requested by name.
+    `launches`: its run takes `launch`, and uses it for all of its launches. If there are only allocations and
+    views between them, they are recorded once, and repeated without its run.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Backend:
         return self.numerics if isinstance(self.numerics, str) else self.numerics(device)
 
     def other_class(self, numerics: str | None, device: torch.device) -> str | None:
-        """The reason why it cannot keep a required class."""
+        """The reason why it cannot keep a required class, or None."""
         if numerics is None or (own := self.numerics_on(device)) == numerics:
             return None
         return f"its numerics class here is {own!r}, not {numerics!r}"
@@ -87,7 +87,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-# Choosing among the backends of an op, fastest first. `controls` are what the caller asked for.
+# The choice among the backends of an op, fastest first. `controls` are the caller's requirements.
 
 
 def backend_named(contract: Contract, backends: Sequence[Backend], name: str) -> Backend:
@@ -101,7 +101,7 @@ def backend_named(contract: Contract, backends: Sequence[Backend], name: str) ->
 def choose(
     contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
 ) -> Backend:
-    """The backend that serves a call, or an error that says why none does."""
+    """The backend that serves a call; an error with all reasons if none does."""
     forced, numerics, prefer = (controls[name] for name in ("backend", "numerics", "prefer"))
     if numerics is not None and prefer is None:
         _knows_class(contract, backends, numerics, device)
@@ -114,7 +114,7 @@ def choose(
     reasons = {}
     for backend in sorted(backends, key=lambda b: b.name != prefer):
         if backend.other_class(numerics, device) is None:
-            # One that is preferred was named once, so it need not offer itself.
+            # The preferred backend was requested by name before, so `not_by_default` does not apply.
             reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device)
             if reason is None:
                 return backend
@@ -127,7 +127,7 @@ def choose(
 def explain(
     contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
 ) -> Explanation:
-    """What `choose` would answer, and why not the others."""
+    """What `choose` would return, and why not the others."""
     forced, numerics = controls["backend"], controls["numerics"]
     if numerics is not None:
         _knows_class(contract, backends, numerics, device)
@@ -144,7 +144,7 @@ def explain(
 def _knows_class(
     contract: Contract, backends: Sequence[Backend], numerics: str, device: torch.device
 ) -> None:
-    known = {b.numerics_on(device): None for b in backends}  # in order, each once
+    known = {b.numerics_on(device): None for b in backends}  # in order, without duplicates
     if numerics not in known:
         rule = f"unknown numerics class on {arch_key(device)}; known: {', '.join(known)}"
         raise contract.error("numerics", numerics, rule)

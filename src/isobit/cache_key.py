@@ -1,10 +1,10 @@
-"""The cache key of a call: what two calls have in common that differ only in what their tensors hold.
+"""The cache key of a call. Two calls with the same key differ only in tensor values.
 
-Contracts, rules and backends look at nothing else, so what they have said of one call holds for all calls
-with its key. Asking them takes longer than many a kernel runs.
+Contracts, rules and backends look at nothing else, so their result for one call holds for all calls with its
+key. Evaluating them takes longer than many kernels run.
 
-The key of a *family* is wider: calls of any number of rows. Batches have another one every step, and neither
-contracts nor rules nor backends ask for it.
+The key of a *family* is wider: it covers calls with any number of rows. Batches have a different one every
+step, and neither contracts nor rules nor backends depend on it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 CacheKey = tuple[Any, ...]
 
-#: Keys that are remembered: batches have many sizes.
+#: Maximum number of cached keys: batches have many sizes.
 MOST_KEYS = 4096
 
 _SCALARS = frozenset((bool, int, float, str, torch.dtype, NoneType))
@@ -25,9 +25,9 @@ _TENSORS = frozenset((Tensor, Parameter))
 
 
 def cache_key_of(values: Sequence[Any], grad: bool) -> CacheKey | None:
-    """All about a call but what its tensors hold: whether autograd is on, the types of its values, those that
-    are no tensors, and of each tensor what contracts look at; of addresses, what decides how they can be
-    read. None for a call whose arguments are of no usual type, or without memory."""
+    """Everything about a call but tensor values: whether autograd is on, the types of its values, its
+    scalars, and of each tensor what contracts look at; of its address only the alignment. None for a call
+    with arguments of unusual types, or without memory."""
     types = tuple(map(type, values))  # 1, 1.0 and True are equal
     form = _forms.get(types) or _form(types)
     if form.unusual:
@@ -50,12 +50,12 @@ def cache_key_of(values: Sequence[Any], grad: bool) -> CacheKey | None:
 
 
 class _Form(NamedTuple):
-    """Where tensors and other values are among values of some types."""
+    """Positions of tensors and other values, for values of these types."""
 
     tensors: tuple[int, ...]
     scalars: tuple[int, ...]
     floats: tuple[int, ...]  # among the scalars
-    unusual: bool  # subclasses, and symbolic numbers, may have no hash, or hold anything
+    unusual: bool  # subclasses and symbolic numbers may have no hash, or hold anything
 
 
 _forms: dict[tuple[type, ...], _Form] = {}
@@ -71,11 +71,11 @@ def _form(types: tuple[type, ...]) -> _Form:
 
 
 def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> CacheKey | None:
-    """The same of all calls with two rows or more: what there is of each tensor beside its rows. Those are
-    its dimensions but for so many before and after them, as `rows_at` says of values that have rows.
+    """The key of all calls that differ in the number of rows only, for two rows or more. Rows are the
+    dimensions of a tensor between those that `rows_at` counts before and after them.
 
-    None where rows do not follow one another without a gap, because then their number may decide strides;
-    and where tensors disagree about it."""
+    None if rows are not contiguous, because then their number may affect strides; and if tensors disagree on
+    the number of rows."""
     grad, types, scalars, *tensors = key
     form = _forms.get(types) or _form(types)
     family: list[Any] = [grad, types, scalars]
@@ -102,7 +102,7 @@ def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> C
 
 
 def remember(answers: dict[CacheKey, Any], key: CacheKey | None, answer: Any) -> None:
-    """Keep an answer for calls with this key. When there are too many, all are forgotten."""
+    """Cache an answer for calls with this key. If there are too many, the whole cache is cleared."""
     if key is None:
         return
     if len(answers) >= MOST_KEYS:

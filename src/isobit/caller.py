@@ -1,4 +1,4 @@
-"""Where the library was called from: that is the line that a warning should point at."""
+"""Where the library was called from, so that a warning points at that line."""
 
 import sys
 import warnings
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-#: Code that stands between a user's line and the library's.
+#: Code between the user's line and the library's.
 _INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 

@@ -1,11 +1,11 @@
-"""Functions over ops: what people call that is made of several ops with the caller's own code between them.
+"""Functions over ops: public functions that combine several ops with the caller's own code between them.
 
     @composed("linear_policy_loss")
     def declared(hidden: Float[Tensor, "* D"], loss_fn: object, ...) -> F32[Tensor, ""]: ...
 
-Such a function has a contract, rules, backends that it can be asked to be served by, and a proof, as an op
-has. It is no `torch.library` op: no graph can hold code that is not known before it runs. An argument that is
-declared as an `object` may be anything, and is what its rules say.
+Such a function has a contract, rules, backends and a proof, like an op. It is not a `torch.library` op,
+because a graph cannot contain code that is unknown before it runs. An argument that is declared as `object`
+may be anything; its rules check it.
 """
 
 import os
@@ -23,7 +23,8 @@ from isobit.op import CONTROLS, OPS, F, Op
 
 
 class Served(NamedTuple):
-    """A call that keeps the contract: its arguments, who serves it, and whether tensors are looked into."""
+    """A call that satisfies the contract: its arguments, its backend, and whether tensor values are
+    checked."""
 
     args: Args
     backend: str
@@ -32,7 +33,7 @@ class Served(NamedTuple):
 
 @dataclass(eq=False)
 class Composed(Op):
-    """A function over ops, under the name that people call it by."""
+    """A function over ops, with its public name."""
 
     def __post_init__(self) -> None:
         self.forget()
@@ -40,21 +41,21 @@ class Composed(Op):
 
     @property
     def untraceable(self) -> str:
-        """Why no graph can hold a call."""
+        """Why a graph cannot contain a call."""
         return f"{self.name} is a function over ops: it runs the caller's own code between them"
 
     def __call__(self, **given: Any) -> Any:
         raise TypeError(f"{self.untraceable}; call isobit.{self.name}")
 
     def public(self, function: F) -> F:
-        """Mark the function that people call, as of an op; and keep `torch.compile` out of it: a compiled
-        caller has a break there, or an error that says why, where it wants none."""
+        """Mark the public function, as for an op; and exclude it from `torch.compile`: a compiled caller has
+        a graph break there, or an error with the reason if it allows no breaks."""
         super().public(function)
-        uncompiled: list[Callable[..., Any]] = []  # made when it is needed
+        uncompiled: list[Callable[..., Any]] = []  # created when needed
 
         @wraps(function)
         def outside(*args: Any, **kwargs: Any) -> Any:
-            if "torch._dynamo" not in sys.modules:  # nobody compiles, and to import it takes seconds
+            if "torch._dynamo" not in sys.modules:  # nobody compiles; importing it takes seconds
                 return function(*args, **kwargs)
             if not uncompiled:
                 uncompiled.append(torch.compiler.disable(function, reason=self.untraceable))
@@ -66,8 +67,8 @@ class Composed(Op):
         return made
 
     def like(self, op: Op, more: Args) -> None:
-        """Take over the backends of an op: what can serve the op, called with these arguments besides, can
-        serve this."""
+        """Take over the backends of an op: a backend can serve this if it can serve the op with these
+        additional arguments."""
 
         def when_with_more(backend: Backend) -> Callable[[Args], str | None]:
             return lambda args: backend.when(args | more)
@@ -78,7 +79,7 @@ class Composed(Op):
             )(self)
 
     def serve(self, given: Args) -> Served:
-        """Hold a call to the contract and choose who serves it, or raise the rule that it breaks."""
+        """Check a call against the contract and choose its backend, or raise an error."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ContractError(f"{self.untraceable}, so no transform of torch.func can see through it")
         values = self.bind(given)

@@ -1,9 +1,9 @@
-"""Shapes and dtypes as annotations, and the error that says which rule was broken.
+"""Shapes and dtypes as annotations, and errors that name the violated rule.
 
     def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...)
 
-reads: `logits` is floating point, any leading shape `*`, then V contiguous columns; `token_ids` is
-int32 or int64 with the same leading shape. A dimension that appears twice must have one size. After the
+means: `logits` is floating point, with any leading shape `*`, then V contiguous columns; `token_ids` is int32
+or int64 with the same leading shape. A dimension that appears twice must have one size. After the
 dimensions may follow
 
     "* M K; any strides"            the last dimension need not be contiguous
@@ -14,8 +14,8 @@ dimensions may follow
 and `float | F32[Tensor, "*"]` is a number, or one for every row; an `object` may be anything. Arguments are
 bound by name.
 
-From these annotations come the checks and their messages, the `torch.library` schema and the fake
-outputs, so none of them can drift from the signature.
+The checks and their messages, the `torch.library` schema and the fake outputs all derive from these
+annotations, so they cannot disagree with the signature.
 """
 
 import inspect
@@ -48,12 +48,12 @@ DTYPE_NAMES = {
 
 
 class ContractError(ValueError):
-    """An argument breaks the contract of an op. Raised before anything is launched."""
+    """An argument violates the contract of an op. Raised before anything is launched."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What one tensor must be: a kind (the allowed dtypes) and named dimensions."""
+    """Requirements on one tensor: a kind (the allowed dtypes) and named dimensions."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...]
@@ -66,8 +66,8 @@ class Spec:
 
     @property
     def contiguous_last(self) -> bool:
-        """A tensor with a named last dimension is read along it, so it must be contiguous there, unless it
-        is declared with any strides."""
+        """A tensor with a named last dimension is read along it, so that dimension must be contiguous, unless
+        the tensor is declared with any strides."""
         return bool(self.dims) and self.dims[-1] != "*" and not self.any_strides
 
 
@@ -94,7 +94,7 @@ class _Annotation:
         )]  # fmt: skip
 
 
-if TYPE_CHECKING:  # a type checker sees plain tensors with a note attached
+if TYPE_CHECKING:  # a type checker sees plain tensors with an annotation
     from typing import Annotated as F32
     from typing import Annotated as Float
     from typing import Annotated as Half
@@ -107,7 +107,7 @@ else:
     Float = _Annotation("floating point", BF16, F16, F32_, F64)
     Single = _Annotation("floating point up to fp32", BF16, F16, F32_)
     Half = _Annotation("16-bit floating point", BF16, F16)
-    F32 = _Annotation("fp32", F32_, F64)  # fp64 only from fp64 inputs: the reference at full precision
+    F32 = _Annotation("fp32", F32_, F64)  # fp64 only for fp64 inputs, on the reference
     Int = _Annotation("int32 or int64", *INTS)
     Mask = _Annotation(
         "bool or integer", torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
@@ -120,7 +120,7 @@ _SCALARS = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LEAST, _MOST = -(2**63), 2**63 - 1
 
-#: The default of an argument that has none.
+#: The default of an argument without one.
 MISSING: Any = inspect.Parameter.empty
 
 
@@ -136,7 +136,8 @@ class Param:
 
     @property
     def schema(self) -> list[str]:
-        """Its parameters of the `torch.library` op: a tensor or a number are two, one of them None there."""
+        """Its parameters in the `torch.library` op. "A tensor or a number" becomes two, one of which is
+        None."""
         either = self.spec is not None and self.scalar is not None
         mark = "?" if self.optional or either else ""
         kind = f"Tensor({self.name}!)" if self.spec and self.spec.written else "Tensor"
@@ -158,8 +159,7 @@ def _spec_of(hint: Any) -> Spec | None:
 
 
 def _as_scalar(value: Any, scalar: type) -> Any:
-    """The value as this type, or the rule that it breaks: true and false are no numbers, numpy's and symbolic
-    numbers are."""
+    """The value as this type, or an error: bool is not a number, numpy's and symbolic numbers are."""
     if type(value) is scalar or scalar is object:
         return value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
@@ -235,7 +235,7 @@ class Contract:
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
         self._defaults = {p.name: p.default for p in self.params}
-        #: Of each parameter, how many dimensions there are before and after those that are rows.
+        #: For each parameter: how many dimensions come before and after those that are rows.
         self.rows_at = [_rows_at(p.spec) for p in self.params]
         self._either = [i for i, p in enumerate(self.params) if p.spec and p.scalar]
         self._tensors = [
@@ -248,7 +248,7 @@ class Contract:
         return f"{self.name}({', '.join(s for p in self.params for s in p.schema)}) -> {result}"
 
     def to_torch(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values as the `torch.library` op takes them."""
+        """The values in the form of the `torch.library` op."""
         if not self._either:
             return values
         found: list[Any] = []
@@ -277,17 +277,17 @@ class Contract:
         if len(all_) > len(self._defaults):
             unknown = ", ".join(sorted(given.keys() - self._defaults.keys()))
             raise ContractError(f"{self.name}: unknown argument(s): {unknown}")
-        return tuple(all_.values())  # what is given has its place among the defaults
+        return tuple(all_.values())  # given values replace defaults in place
 
     def error(self, arg: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.name}({arg}: {describe(value)}): {rule}")
 
     def typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Tensors where tensors belong, numbers where numbers do: what the dispatcher would reject with a
-        message about its own internals. Numbers of other libraries become Python's."""
+        """Checks that tensors and numbers are where they belong; the dispatcher would report this in terms of
+        its internals. Numbers of other libraries become Python's."""
         changed: dict[int, Any] = {}
         i = -1
-        for p, v in zip(self.params, values, strict=True):  # this is hot, so what is usual comes first
+        for p, v in zip(self.params, values, strict=True):  # this is hot, so the usual cases come first
             i += 1
             if v is None:
                 if not p.optional:
@@ -301,7 +301,7 @@ class Contract:
         return tuple(changed.get(i, v) for i, v in enumerate(values))
 
     def _converted(self, p: Param, value: Any) -> Any:
-        """An argument of an unusual type, converted; or an error with the rule that it breaks."""
+        """An argument of an unusual type, converted; or an error."""
         if value is MISSING:
             raise self.error(p.name, None, "is required")
         if p.spec is not None and isinstance(value, Tensor):
@@ -322,7 +322,8 @@ class Contract:
         return found
 
     def check(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Bind every named dimension, or raise the first rule that is broken. Returns the dimensions."""
+        """Bind every named dimension, or raise an error for the first violated rule. Returns the
+        dimensions."""
         dims: dict[str, Any] = {}
         first_device: torch.device | None = None
         for i, name, spec, contiguous_last in self._tensors:
@@ -337,7 +338,7 @@ class Contract:
                 first_device, first_name = t.device, name
             elif t.device != first_device:
                 raise self.error(name, t, f"is on {t.device} but {first_name} is on {first_device}")
-            if spec.dims == ("*",):  # the two common forms, without the general walk below: this is hot
+            if spec.dims == ("*",):  # the two common forms, without the general case below: this is hot
                 self._agree(name, t, "*", t.shape, dims)
             elif len(spec.dims) == 2 and spec.dims[0] == "*" and t.ndim and not spec.dims[1].isdigit():
                 self._agree(name, t, "*", t.shape[:-1], dims)
@@ -380,7 +381,7 @@ class Contract:
             self._agree(name, t, dim, size, dims)
 
     def _agree(self, name: str, t: Tensor, dim: str, size: Any, dims: dict[str, Any]) -> None:
-        """A dimension has one size: the one it had where it first appeared."""
+        """A dimension has one size everywhere: that of its first occurrence."""
         known = dims.setdefault(dim, (size, name))
         if known[0] != size:
             what = "leading shape" if dim == "*" else dim
@@ -388,7 +389,7 @@ class Contract:
             raise self.error(name, t, f"{what}={got} but {what}={want} from {known[1]}")
 
     def output_dtype(self, spec: Spec, values: tuple[Any, ...]) -> torch.dtype:
-        """fp32 becomes fp64 when the first tensor is fp64: the reference keeps full precision then."""
+        """fp32 becomes fp64 if the first tensor is fp64: the reference keeps full precision then."""
         if spec.like is not None:
             return values[self.names.index(spec.like)].dtype
         if spec.dtype_of:

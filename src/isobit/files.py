@@ -1,4 +1,4 @@
-"""Writing results: a file that cannot be written is found out before the work, not after it."""
+"""Writing results: finds out before the work, not after it, that a file cannot be written."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ from isobit.contract import ContractError
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise ContractError unless a file can be written there; leave no trace. `option` named it."""
+    """Raise ContractError unless a file can be written there; leaves no file behind. `option` is the flag
+    that gave the path."""
     there = path.exists()
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
@@ -25,7 +26,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file and the folders above it, or say in one sentence why not."""
+    """Write a file and the folders above it; raises an error with the reason if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

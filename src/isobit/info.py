@@ -1,4 +1,5 @@
-"""What `isobit info` says: versions, device, where isobit is on, and what would serve each op here."""
+"""The output of `isobit info`: versions, device, where isobit is enabled, and the default backend of each
+op."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,8 @@ from isobit.stamp import stamp
 
 
 def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
-    """Line by line, because some take a while. `try_them` turns isobit on and off in other libraries."""
+    """Yields line by line, because some take a while. `try_them` turns isobit on and off in other
+    libraries."""
     if device.type == "meta":
         raise ContractError("device 'meta' holds no values, so no backend runs there: choose cpu or cuda")
     known = {"isobit": isobit.__version__, **stamp(device), "arch": arch_key(device)}

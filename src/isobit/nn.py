@@ -1,7 +1,7 @@
 """Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
 
-`swap_linear` puts it into a model in place of the linear layers there, or of some of them, and takes it out
-again. `in_forward` runs a function where the parameters of a module are whole that FSDP2 has sharded.
+`swap_linear` replaces linear layers of a model with it, and can undo that. `in_forward` runs a function while
+the parameters of a module that FSDP2 has sharded are gathered.
 """
 
 import sys
@@ -20,7 +20,7 @@ from isobit.ops.det_gemm import det_linear
 
 _HALF = (torch.bfloat16, torch.float16)
 
-#: Devices that have autocast. Of others PyTorch is asked first: to ask for its state there is an error.
+#: Devices with autocast. On others PyTorch must be asked first: querying the state there is an error.
 _AUTOCAST = ("cuda", "cpu")
 
 
@@ -35,8 +35,8 @@ class DetLinear(nn.Linear):
     dtype as for `nn.Linear`: weight, bias and input.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `nn.Linear`.
-        out_dtype, numerics, backend: as of `isobit.det_linear`.
+        in_features, out_features, bias, device, dtype: as for `nn.Linear`.
+        out_dtype, numerics, backend: as for `isobit.det_linear`.
 
     Example:
         >>> import torch, isobit
@@ -73,7 +73,7 @@ class DetLinear(nn.Linear):
         numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> "DetLinear":
-        """A layer with the very parameters of `linear` (not copies: tied weights stay tied)."""
+        """A layer with the same parameter objects as `linear` (not copies: tied weights stay tied)."""
         reason = _cannot_swap(linear)
         if reason is not None:
             raise ContractError(f"DetLinear.from_linear(linear: {type(linear).__name__}): {reason}")
@@ -87,7 +87,7 @@ class DetLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         kind, weight, operand_dtype = input.device.type, self.weight, None
         autocast = torch.is_autocast_enabled(kind) if kind in _AUTOCAST else _autocasts(kind)
-        if autocast and torch.float64 not in (input.dtype, weight.dtype):  # which it leaves alone
+        if autocast and torch.float64 not in (input.dtype, weight.dtype):  # autocast leaves fp64 alone
             operand_dtype = torch.get_autocast_dtype(kind)
         elif weight.dtype not in _HALF:
             raise ContractError(
@@ -107,15 +107,17 @@ class DetLinear(nn.Linear):
 
 @dataclass
 class Swap:
-    """What `swap_linear` did: names of the layers that it swapped, and of those it left, with the reason."""
+    """The result of `swap_linear`: the names of the layers that it swapped, and of those it skipped, with the
+    reason."""
 
     swapped: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     _layers: list[nn.Linear] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Make them `nn.Linear` again, sharded or not. Does nothing the second time. A layer that something
-        else has given another class since (parametrize) is an error, and none is touched: undo that first."""
+        """Make them `nn.Linear` again, sharded or not. Does nothing the second time. If something else has
+        changed the class of a layer since (parametrize) this is an error, and no layer is touched: undo that
+        first."""
         for name, layer in zip(self.swapped, self._layers, strict=False):
             if class_of(layer) is not DetLinear:
                 raise ContractError(f"Swap.undo: {name} is a {type(layer).__name__} by now; undo that first")
@@ -136,19 +138,18 @@ def swap_linear(
 ) -> Swap:
     """Turn the `nn.Linear` layers of a model into `DetLinear`, in place.
 
-    The layers stay the objects that they were, with their parameters, hooks and names; only their class
-    changes. So tied weights stay tied, and an optimizer or a wrapper that holds a layer still holds it.
-    A subclass of `nn.Linear` may do more than multiply, a layer whose `forward` was replaced on the object
-    would not notice a new class, and PyTorch's own transformer layers do not call theirs: such layers are
-    left as they are, listed in `skipped`, and warned about. So is the `Conv1D` of transformers, which
-    GPT-2 has in place of linear layers. FSDP2 (`fully_shard`) may shard layers before they are swapped or
-    after.
+    The layers stay the same objects, with their parameters, hooks and names; only their class changes. So
+    tied weights stay tied, and an optimizer or a wrapper that holds a layer still holds it. Some layers are
+    left unchanged, listed in `skipped`, and warned about: subclasses of `nn.Linear`, which may do more than
+    multiply; layers whose `forward` was replaced on the object, which would ignore a new class; and those of
+    PyTorch's own transformer layers, which do not call them. So is the `Conv1D` of transformers, which GPT-2
+    has in place of linear layers. FSDP2 (`fully_shard`) may shard layers before they are swapped or after.
 
     Args:
         model: any module; itself, if it is an `nn.Linear`, under the name "".
         where: names of layers, or a function of (name, layer) that says which; None is all of them. A name
             that cannot be swapped is an error.
-        out_dtype, numerics, backend: as of `isobit.det_linear`, for all of them.
+        out_dtype, numerics, backend: as for `isobit.det_linear`, the same for all layers.
 
     Returns:
         A `Swap`: `swapped`, a list of names; `skipped`, reasons by name; `undo()`.
@@ -185,7 +186,7 @@ def swap_linear(
 
 
 def _known(what: str, numerics: str | Numerics | None, backend: str | None) -> None:
-    """A class or a backend that products do not have is an error now, not at the first forward."""
+    """A class or a backend that does not exist for products is an error now, not at the first forward."""
     if numerics is not None and str(numerics).split("/")[0] not in (str(CHAIN16), str(NO_CLASS)):
         known = f"{CHAIN16} (also with the name of other hardware behind it, {CHAIN16}/sm_80), {NO_CLASS}"
         raise ContractError(f"{what}(numerics: {str(numerics)!r}): no class of products; known: {known}")
@@ -197,7 +198,7 @@ def _known(what: str, numerics: str | Numerics | None, backend: str | None) -> N
 
 
 def _chosen(linears: dict[str, nn.Linear], where: Any) -> tuple[dict[str, nn.Linear], bool]:
-    """The layers that were meant, and whether they were named one by one."""
+    """The selected layers, and whether they were given by name."""
     if where is None or callable(where):
         return {name: layer for name, layer in linears.items() if where is None or where(name, layer)}, False
     names = list(where)
@@ -216,12 +217,13 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """What a user would expect to be swapped; `_cannot_swap` says which of them can be."""
+    """Layers that a user would expect to be swapped; `_cannot_swap` decides which of them can be."""
     return isinstance(layer, nn.Linear) or _is_conv1d(layer)
 
 
 def _not_called(model: nn.Module, name: str) -> str | None:
-    """PyTorch's own transformer layers read the weights of their linear layers in evaluation, past them."""
+    """In evaluation, PyTorch's own transformer layers read the weights of their linear layers without calling
+    them."""
     parent = model.get_submodule(name.rpartition(".")[0])
     if name and isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
         return f"its {type(parent).__name__} reads the weight without calling the layer"
@@ -246,22 +248,22 @@ T = TypeVar("T")
 
 
 def in_forward(module: nn.Module, function: Callable[..., T], *inputs: Any, **named: Any) -> T:
-    """Call `function` in the place of the module's own forward, with whatever surrounds that.
+    """Call `function` in place of the module's own forward, with everything that surrounds a forward.
 
     FSDP2 (`fully_shard`) gathers the parameters of a module before its forward and again before its backward;
-    at other times they are shards, DTensors that no op of isobit takes. In here they are whole. A parameter
-    belongs to the innermost module that was given to `fully_shard`, and calls nest: first the whole model,
-    and in its place the head, serves both.
+    at other times they are shards, DTensors that no op of isobit takes. Inside of `function` they are whole.
+    A parameter belongs to the innermost module that was given to `fully_shard`. Calls can be nested: the
+    whole model first, and the head inside of it, makes the parameters of both available.
 
     Args:
         module: the module that was sharded, such as an LM head or the whole model.
-        function: is called once. Everything that a gradient goes through must be among what it returns: a
-            tensor, or tensors in tuples, lists or dicts.
-        inputs, named: what it is called with, after FSDP2 has cast them as its `mp_policy` says. Tensors that
-            need gradients should be here and not be taken from outside.
+        function: is called once. It must return every tensor through which a gradient goes: a tensor, or
+            tensors in tuples, lists or dicts.
+        inputs, named: its arguments, after FSDP2 has cast them according to its `mp_policy`. Tensors that
+            need gradients should be passed here and not captured by the function.
 
     Returns:
-        What the function returns, cast as the `mp_policy` says.
+        What the function returns, cast according to the `mp_policy`.
 
     Example:
         >>> import torch, isobit
@@ -290,12 +292,12 @@ def in_forward(module: nn.Module, function: Callable[..., T], *inputs: Any, **na
 
 
 def class_of(module: nn.Module) -> type:
-    """The class of a module, below the one that `fully_shard` gives it."""
+    """The class of a module, without the subclass that `fully_shard` creates."""
     cls, fsdp = type(module), sys.modules.get("torch.distributed.fsdp")
     return cls.__bases__[-1] if fsdp is not None and issubclass(cls, fsdp.FSDPModule) else cls
 
 
-#: By the class of a sharded layer and the class that is to be below it: a class of a sharded layer.
+#: (class of a sharded layer, class that it should have below) -> class of a sharded layer.
 _sharded: dict[tuple[type, type], type] = {}
 
 
@@ -304,7 +306,7 @@ def _set_class(layer: nn.Module, below: type) -> None:
     if cls is before:
         layer.__class__ = below
         return
-    if (cls, below) not in _sharded:  # made as fully_shard makes its own, and known in both directions
+    if (cls, below) not in _sharded:  # made as fully_shard makes its own, and cached in both directions
         copying = {"__deepcopy__": vars(cls)["__deepcopy__"]}
         made = type(f"FSDP{below.__name__}", (*cls.__bases__[:-1], below), copying)
         _sharded[cls, below], _sharded[made, before] = made, cls

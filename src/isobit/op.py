@@ -1,4 +1,4 @@
-"""One declaration per op: validate, choose a backend, run; and everything PyTorch wants around that.
+"""One declaration per op: validate, choose a backend, run; and everything that PyTorch needs around that.
 
     @op("logp")
     def forward(logits: Float[Tensor, "* V"], ...) -> tuple[F32[Tensor, "*"], ...]: ...
@@ -6,16 +6,16 @@
     @forward.backend("triton", numerics="lse/triton-1", when=cannot_serve)
     def _(**args): ...
 
-The signature is the contract (`isobit.contract`). It becomes a `torch.library` op, so that
-`torch.compile`, `opcheck`, CUDA graphs and autocast work; its body checks the contract, picks the
-first backend that can serve and calls it. Autograd is written once per op, above the backends, in
-terms of other ops. Ops are called by keyword.
+The signature is the contract (`isobit.contract`). It becomes a `torch.library` op, so that `torch.compile`,
+`opcheck`, CUDA graphs and autocast work. Its body checks the contract, picks the first backend that can serve
+the call and runs it. Autograd is written once per op, above the backends, in terms of other ops. Ops are
+called by keyword.
 
 Every op takes the same controls beside its own arguments: `validate`, `numerics`, `backend`. They are read
-here and never reach a backend. A fourth, `prefer`, is for backwards alone, see `Op.derivative`.
+here and never reach a backend. A fourth, `prefer`, is only for backwards, see `Op.derivative`.
 
-The choice is made when the op runs, not when it is traced: strides, alignment and the device decide, and
-a compiled graph must not freeze what they were.
+The backend is chosen when the op runs, not when it is traced: the choice depends on strides, alignment and
+the device, and a compiled graph must not freeze these.
 """
 
 import inspect
@@ -37,18 +37,17 @@ from isobit.ways import Way
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Every op by name, filled by the declarations as they are imported.
+#: Every op by name. Declarations add themselves when they are imported.
 OPS: dict[str, "Op"] = {}
 
 _LIBRARY = torch.library.Library("isobit", "FRAGMENT")
 
-#: What every op takes beside its own arguments. `prefer`: the backend to take if it can serve, before all
-#: others of the numerics class.
+#: Arguments that every op takes. `prefer`: the backend to try first, before all others of the numerics class.
 CONTROLS = tuple(
     Param(name, None, kind, True, None)
     for name, kind in (("validate", bool), ("numerics", str), ("backend", str), ("prefer", str))
 )
-_VALIDATE, _NUMERICS = -4, -3  # where they are among a call's values
+_VALIDATE, _NUMERICS = -4, -3  # positions among the values of a call
 
 
 @dataclass(eq=False)
@@ -56,17 +55,17 @@ class Op:
     """An op: its contract, its backends (fastest first) and its derivative."""
 
     contract: Contract
-    package: str  # that it is declared in, as `isobit.ops.logp`: its proof and its rivals are there too
-    #: (args) -> sizes by name, for dimensions of outputs that no input has.
+    package: str  # in which it is declared, as `isobit.ops.logp`; its proof and its rivals are there too
+    #: (args) -> sizes by name, for dimensions of outputs that do not occur in an input.
     sizes: Callable[[Args], dict[str, int]] | None = None
-    #: (args) -> floating-point operations that the call does, for PyTorch's counter of them.
+    #: (args) -> floating-point operations of the call, for PyTorch's FLOP counter.
     flops: Callable[[Args], int] | None = None
     backends: list[Backend] = field(default_factory=list)
     rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
     value_rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
-    function: Callable[..., Any] | None = None  # what people call, for the ops that they do
+    function: Callable[..., Any] | None = None  # the public function, for ops that have one
     differentiable: tuple[str, ...] = ()  # arguments that get a gradient
-    #: From what people may give to what the contract takes, for functions that take more: a list, say.
+    #: Converts what the public function accepts into what the contract takes, if that is more: a list, say.
     adapt: Callable[[Args], Args] = lambda args: args
 
     @property
@@ -75,7 +74,7 @@ class Op:
 
     @property
     def folder(self) -> str:
-        """`logp` for `isobit/ops/logp`: where an op is declared names its results."""
+        """`logp` for `isobit/ops/logp`. Result files are named after it."""
         return self.package.rpartition(".")[2]
 
     def __post_init__(self) -> None:
@@ -85,16 +84,16 @@ class Op:
         self.torch_op = getattr(torch.ops.isobit, self.name).default
         if self.flops is not None:
             register_flop_formula(getattr(torch.ops.isobit, self.name), get_raw=True)(self._count_flops)
-        self._applied: Applied | None = None  # autograd's, where the op has a gradient or refuses one
-        self._made_true: tuple[int, ...] = ()  # flags that are true where a backward can follow
+        self._applied: Applied | None = None  # the autograd function, if the op has a gradient or refuses one
+        self._made_true: tuple[int, ...] = ()  # positions of flags that are set where a backward may follow
         self.forget()
         OPS[self.name] = self
 
     def forget(self) -> None:
-        """Forget every cached call. New dictionaries, because another thread may hold the old ones."""
+        """Drop every cached call. New dictionaries, because another thread may hold the old ones."""
         self._ways: dict[CacheKey, Way] = {}
-        self._families: dict[CacheKey, Way] = {}  # how calls with any number of rows are served
-        self._served_of = list(self.backends)  # what was chosen from
+        self._families: dict[CacheKey, Way] = {}  # for calls with any number of rows
+        self._served_of = list(self.backends)  # the backends that cached choices were made from
 
     # Declaring
 
@@ -118,8 +117,8 @@ class Op:
         return add
 
     def rule(self, check: Callable[[Contract, Args], None]) -> None:
-        """A check that the annotations cannot express, on shapes, dtypes and scalars; not on what tensors
-        hold."""
+        """Add a check that annotations cannot express, on shapes, dtypes and scalars; not on tensor
+        values."""
         self.rules.append(check)
         self.forget()
 
@@ -129,12 +128,12 @@ class Op:
         self.forget()
 
     def public(self, function: F) -> F:
-        """Mark the function that people call this op by: the same names with the same defaults, the controls
-        among them. The contract may have more, which the function fills in."""
+        """Mark the public function of this op. It must have the same names with the same defaults, including
+        the controls. The contract may have more, which the function fills in."""
         declared = {p.name: p.default for p in self.contract.params}
         given = inspect.signature(function).parameters
         for p in given.values():
-            default = declared.get(p.name, inspect)  # inspect: a default that nothing has
+            default = declared.get(p.name, inspect)  # inspect: a value that no default equals
             if default != p.default and not (p.default is p.empty and p.name in declared):
                 raise TypeError(f"{self.name}: {function.__name__}({p}) differs from the contract")
         missing = {p.name for p in CONTROLS if p.name != "prefer"} - given.keys()
@@ -152,17 +151,16 @@ class Op:
         flags: tuple[str, ...] = (),
         once: str | None = None,
     ) -> None:
-        """Autograd for this op with respect to these arguments, whatever the backend.
+        """Autograd for this op with respect to these arguments, for all backends.
 
-        `save(args, outputs)` names the tensors to keep, inputs and outputs, and what else the backward wants
-        to know that is the same for calls with one key; `gradient(kept, grads)` calls any ops and returns
-        gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names
-        of the arguments that a gradient is wanted for; and `follow`, controls to be passed on to those ops,
-        by which gradients have the numerics class that the forward was bound to: `numerics`, and `prefer`,
-        the backend that was asked for. Outputs numbered in `constant` have no gradient, nor have optional
-        ones that were not asked for. Arguments named in `flags` are made true where a backward can follow.
-        `once` says why there is no second derivative, where the ops that `gradient` calls would not say it
-        themselves.
+        `save(args, outputs)` names the tensors to save, inputs and outputs, and anything else for the
+        backward that is the same for all calls with one cache key. `gradient(kept, grads)` calls any ops and
+        returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names of the
+        arguments that need a gradient; and `follow`, controls to pass on to those ops, so that gradients have
+        the numerics class that the forward was bound to: `numerics`, and `prefer`, the backend that was
+        requested. Outputs numbered in `constant` have no gradient, and neither have optional ones that were
+        not requested. Arguments named in `flags` are set to true where a backward may follow. `once` is the
+        error for a second derivative, if the ops that `gradient` calls would not raise one themselves.
         """
         self.differentiable = inputs
         names, specs = self.contract.names, self.contract.outputs
@@ -176,8 +174,8 @@ class Op:
                 args = dict(zip(names, body.values(tensors), strict=True))
                 not_given = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
                 saved = Saved.of(save(args, outputs), (*tensors, *several), not_given)
-                # One that is given twice, as in a a^T, is saved from the place where it comes first. The next
-                # call has two there.
+                # A tensor that is given twice, as in a a^T, is saved from its first position. The next call
+                # may have two different tensors there, so this cannot be cached.
                 if len({id(t) for t in tensors}) == len(tensors):
                     body.settle(saved)
             ctx.save_for_backward(*saved.among((*tensors, *several)))
@@ -199,7 +197,7 @@ class Op:
             kept.update(zip(saved.names, ctx.saved_tensors, strict=True))
             if not torch.is_grad_enabled():
                 found = gradient(kept, grads)
-            else:  # a graph of the backward is wanted
+            else:  # double backward: a graph of the backward is needed
                 with torch.set_grad_enabled(once is None):
                     found = gradient(kept, grads)
                 if once is not None:
@@ -211,7 +209,7 @@ class Op:
         self._set_autograd(function_of(self.name, setup_context, backward), flags)
 
     def not_differentiable(self, why: str) -> None:
-        """Make a gradient through this op an error that says why (used by backwards)."""
+        """Make a gradient through this op an error with this message (used by backwards)."""
 
         def refused(body: Body, *tensors: Tensor) -> Any:
             return Refusal.apply(lambda *given: body.run(given), why, *tensors)
@@ -219,7 +217,7 @@ class Op:
         self._set_autograd(Applied(refused, refused))
 
     def _bound_to(self, scalars: Args, device: torch.device) -> dict[str, str | None]:
-        """What a call was bound to by name: gradients of another class must not follow it."""
+        """The class or backend that a call named: gradients must not come from another class."""
         forced = scalars["prefer"] if scalars["backend"] is None else scalars["backend"]
         numerics = scalars["numerics"]
         if forced is not None:
@@ -244,14 +242,15 @@ class Op:
         _LIBRARY.impl(self.name, autograd, "Autograd")
 
     def _differentiated(self, run: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """A call under autograd's eyes, through what runs the op; anywhere."""
+        """A call under autograd, through the function that runs the op."""
         assert self._applied is not None
         values = self._followed(values)
         body = Through(run, values)
         return self._applied.anywhere(body, *[values[i] for i in body.positions])
 
     def _followed(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """The values of a call that a backward can follow; or the rule that it breaks."""
+        """The values of a call that a backward may follow; raises an error for a tensor that gets no
+        gradient."""
         for i in self.contract.tensor_positions if self.differentiable else ():
             name, t = self.contract.names[i], values[i]
             if isinstance(t, Tensor) and t.requires_grad and name not in self.differentiable:
@@ -259,8 +258,8 @@ class Op:
         return tuple(True if i in self._made_true else v for i, v in enumerate(values))
 
     def _needs_grad(self, values: tuple[Any, ...]) -> bool:
-        """Whether autograd watches: a tensor requires grad, or one has a forward-mode tangent (which the
-        autograd functions refuse: dropping it would be a silent zero)."""
+        """Whether autograd is involved: a tensor requires grad, or has a forward-mode tangent (which the
+        autograd functions refuse, because dropping it would silently give zero)."""
         if torch.is_grad_enabled():
             for i in self.contract.tensor_positions:
                 t = values[i]
@@ -274,11 +273,11 @@ class Op:
     # Running
 
     def __call__(self, **given: Any) -> Any:
-        """Call by keyword; what is left out has its default.
+        """Call by keyword; omitted arguments have their defaults.
 
-        Plain tensors outside any tracing take a short way to the body that the `torch.library` op has too:
-        PyTorch's dispatcher reaches a Python body in two hops, which cost tens of microseconds a call. And of
-        calls that are like earlier ones nothing is asked again.
+        Plain tensors outside of any tracing go directly to the body, past the `torch.library` op: PyTorch's
+        dispatcher needs two hops to a Python body, which cost tens of microseconds per call. And for calls
+        with a known cache key nothing is checked or chosen again.
         """
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
@@ -291,13 +290,13 @@ class Op:
             typed = self._typed(values)
             if typed is values:
                 return self._first_call(values, key)
-            values = typed  # a number of numpy's has become one of Python's, say
+            values = typed  # for example, a numpy number has become a Python number
             key = cache_key_of(values, _grad_enabled())
             way = self._find(key)
         return self._first_call(values, key) if way is None else way(values)
 
     def _find(self, key: CacheKey | None) -> Way | None:
-        """How calls with a key are served, if one of them or of their family has been."""
+        """The cached way to serve calls with this key, or with its family's key."""
         if key is None or self._served_of != self.backends:
             return None
         way = self._ways.get(key)
@@ -315,13 +314,13 @@ class Op:
             remember(self._families, family_key_of(key, self.contract.rows_at), way)
 
     def _first_call(self, values: tuple[Any, ...], key: CacheKey | None) -> Any:
-        """A call with a key that is not known, or without one."""
+        """A call whose key is not cached, or that has none."""
         if not self._plain(values):
             if self._applied is not None and torch._C._are_functorch_transforms_active():
                 return self._differentiated(self._run_transformed, values)
             return self.torch_op(*self.contract.to_torch(values))
         if self._applied is None or not self._needs_grad(values):
-            if values[0].device.type == "meta":  # shapes without values: no backend has anything to compute
+            if values[0].device.type == "meta":  # shapes without values: nothing to compute
                 return self._fake(*values)
             way = self._way(values)
         elif values[0].device.type == "meta":
@@ -334,7 +333,7 @@ class Op:
         return found
 
     def bind(self, given: Args) -> tuple[Any, ...]:
-        """The values of a call, in the order of the contract, each of the type that belongs there."""
+        """The values of a call, in the order of the contract, converted to the declared types."""
         return self._typed(self.contract.in_order(given))
 
     def _typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -344,7 +343,7 @@ class Op:
 
     def _plain(self, values: tuple[Any, ...]) -> bool:
         """No tensor subclass, no dispatch mode, no functorch transform or trace, no lazy negation or zeros:
-        nothing that the dispatcher would have seen to first."""
+        nothing that the dispatcher would have to handle first."""
         for i in self.contract.tensor_positions:
             t = values[i]
             if t is None or type(t) is float:
@@ -369,8 +368,8 @@ class Op:
         return way(values)
 
     def _run_for_torch(self, *given: Any) -> Any:
-        """The body as `torch.library` wants it: an output that was not asked for is an empty tensor, where
-        backends return None and save an allocation."""
+        """The body as `torch.library` needs it: an output that was not requested is an empty tensor, where
+        backends return None to save an allocation."""
         values = self.contract.from_torch(given)
         outputs = self._run(*values)
         if isinstance(outputs, Tensor):
@@ -382,11 +381,11 @@ class Op:
         )
 
     def _run_transformed(self, *values: Any) -> Any:
-        """Inside of `torch.func`: what is left of its transforms is the dispatcher's."""
+        """Inside of `torch.func`: the dispatcher handles the remaining transforms."""
         return self.torch_op(*self.contract.to_torch(values))
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:
-        """What a call would return, on the meta device: shapes and dtypes, no values."""
+        """The outputs of a call on the meta device: shapes and dtypes, no values."""
         there = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given.items()}
         outputs = self._fake(*self.bind(there))
         return outputs if isinstance(outputs, tuple) else (outputs,)
@@ -407,10 +406,10 @@ class Op:
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
     def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
-        """How calls like this one are served, or the reason why none is.
+        """How calls like this one are served; raises an error if none can be.
 
-        The contract, its rules and the choice of a backend look at everything but what tensors hold and how
-        many rows there are. So what was said of one call holds for its key, and for its family.
+        The contract, its rules and the choice of a backend depend on everything but tensor values and the
+        number of rows. So the result holds for all calls with the same key, and for its family.
         """
         if self._served_of != self.backends:
             self.forget()
@@ -423,7 +422,7 @@ class Op:
         return Way(self.name, tuple(args), backend, self._check_values, validate, applied, values)
 
     def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
-        """(arguments, dimensions) of a call that keeps the contract, whatever its tensors hold."""
+        """(arguments, dimensions) of a call that satisfies the contract, except for its value rules."""
         dims = self.contract.check(values)
         args = dict(zip(self.contract.names, values, strict=True))
         for rule in self.rules:
@@ -431,7 +430,7 @@ class Op:
         return args, dims
 
     def _check_values(self, values: Sequence[Any]) -> None:
-        """What tensors hold."""
+        """Apply the rules that read tensor values."""
         args = dict(zip(self.contract.names, values, strict=True))
         for rule in self.value_rules:
             rule(self.contract, args)
@@ -442,7 +441,8 @@ class Op:
         return backend_named(self.contract, self.backends, name)
 
     def explain(self, **given: Any) -> Explanation:
-        """Which backend would run this call, and why not the others. Same validation; launches nothing."""
+        """Which backend would run this call, and why not the others. Validates like a call; launches
+        nothing."""
         values = self.bind(given)
         args, _ = self._validated(values)
         controls, device = _pop_controls(args), values[0].device
@@ -455,7 +455,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode, a trace or a transform is active, which would have to see a call."""
+    """Whether a dispatch mode, a trace or a transform is active, which must see every call."""
     return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 
 

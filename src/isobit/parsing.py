@@ -1,4 +1,4 @@
-"""Words of the command line as values, and what is wrong with them before anything runs."""
+"""Parses values of the command line, with errors before anything runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ def device_of(text: str) -> torch.device:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0].split(". ")[0]  # torch goes on with paragraphs
+        why = str(error).splitlines()[0].split(". ")[0]  # torch's messages continue for paragraphs
         raise ContractError(
             f"device {text!r} is not usable here: {why}; this machine has {_devices()}"
         ) from None
@@ -37,7 +37,7 @@ def dtypes_of(names: list[str]) -> tuple[torch.dtype, ...]:
 
 
 def dims_of(pairs: list[str], batch: int | None, seq: int | None, vocab: int | None) -> dict[str, int] | None:
-    """Sizes by name. One that is given twice would be ignored once."""
+    """Sizes by name. An error if one is given twice, since one of them would be ignored."""
     short = {"B": batch, "T": seq, "V": vocab}
     dims = {name: size for name, size in short.items() if size is not None}
     for pair in pairs:
@@ -51,7 +51,7 @@ def dims_of(pairs: list[str], batch: int | None, seq: int | None, vocab: int | N
 
 
 def known(kind: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """The names, if all of them are known ones and none comes twice."""
+    """The names, if all of them are known and none is given twice."""
     for i, name in enumerate(names):
         if name not in known:
             raise ContractError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
@@ -61,7 +61,7 @@ def known(kind: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, .
 
 
 def given(ctx: Any, also: Mapping[str, str]) -> dict[str, str]:
-    """The flags that were given, with the words that gave them; `also` has those that stand for another."""
+    """The flags that were given, as they were written; `also` has those that stand for another."""
     said = {}
     for name in ctx.params:
         if ctx.get_parameter_source(name).name == "COMMANDLINE":
@@ -71,6 +71,6 @@ def given(ctx: Any, also: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_commit(commit: str | None, *files: Path | None) -> None:
-    """A commit goes into the stamp of a file."""
+    """A commit is only used in the stamp of a file."""
     if commit is not None and all(path is None for path in files):
         raise ContractError(f"--commit {commit} has no effect without a file: say where the report goes")

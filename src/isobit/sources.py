@@ -1,13 +1,12 @@
-"""Which code decides the numbers of an op, and a hash of it.
+"""Which code determines the numbers of an op, and a hash of it.
 
-A measurement speaks for the code that ran, so it is stale when that code has changed, and not when a comment
-has, or a name, or a function that the op does not use. What an op uses is found by reading: its own files in
-whole, and of files that it shares with others the definitions whose names it uses, and those that these use.
-Nothing is imported, so it needs no GPU.
+A measurement is stale when the code that ran has changed, but not when only a comment, a name, or an unused
+function has. The code is found by parsing: the op's own files completely, and of shared files the definitions
+whose names it uses, and those that these use. Nothing is imported, so it needs no GPU.
 
-Names that this code itself defines count by their first places, so a renamed variable, field or function
-leaves the hash as it is. Names of others (`gl.load`, `torch.empty`) count as they are, and so do names by
-which arguments are given.
+Names that are defined in this code count by the order of their first occurrence, so renaming a variable,
+field or function does not change the hash. Other names (`gl.load`, `torch.empty`) count as they are, and so
+do the names of keyword arguments.
 """
 
 import ast
@@ -20,8 +19,8 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent
 
-#: Files of an op's folder that decide its numbers, and parts of the package that they may rest on. What
-#: proves or times an op decides nothing; the frame (op.py, contract.py) decides host times and no number.
+#: Files of an op's folder that determine its numbers, and parts of the package that they may use. Proofs and
+#: rivals do not; the frame (op.py, contract.py) affects host times but no number.
 _DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
 _FOLLOWED = ("blocks", "numerics", "ops")
 _DECIDES_NOTHING = ("proof", "rivals", "chart")
@@ -31,8 +30,8 @@ Used = dict[Path, set[int]]
 
 
 def kernel_sha(folder: str, package: Path = PACKAGE) -> str | None:
-    """SHA-256 over what decides the numbers of the ops in a folder, without comments, docstrings, layout and
-    the names of what is defined there. None if there is no such folder."""
+    """SHA-256 over the code that determines the numbers of the ops in a folder, without comments, docstrings,
+    layout and the names of what is defined there. None if there is no such folder."""
     used = sorted(decisive_code(folder, package).items())
     files = [(path.relative_to(package).as_posix(), path.read_text(), tuple(sorted(i))) for path, i in used]
     return _digest(tuple(files)) if files else None
@@ -40,7 +39,7 @@ def kernel_sha(folder: str, package: Path = PACKAGE) -> str | None:
 
 @lru_cache(maxsize=256)
 def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
-    """Of some statements of some files."""
+    """The hash of some statements of some files."""
     chosen = [(path, [_parts_of(source)[i].node for i in numbers]) for path, source, numbers in files]
     nodes = [node for _, some in chosen for node in some]
     text = _Text(frozenset(_defined(nodes)), frozenset(_members(nodes)))
@@ -53,8 +52,8 @@ def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
 
 
 def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
-    """What `kernel_sha` hashes. An op that another is made of brings its whole folder, because it imports its
-    kernels only when they are called."""
+    """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
+    op imports its kernels only when they are called."""
     found: Used = {}
     pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(package / "ops" / folder)]
     seen = set(pending)
@@ -82,7 +81,8 @@ def _deciding(folder: Path) -> list[Path]:
 
 
 def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:
-    """Where a name of a module is, as far as it may decide a number: in its file, or a file of its own."""
+    """The file in which a name of a module is defined, if it may affect a number: the module's, or a file of
+    that name."""
     module, name = target
     root, *place = module.split(".")
     if root != package.name:
@@ -99,9 +99,9 @@ def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, st
 
 @dataclass(frozen=True)
 class _Part:
-    """A statement of a module, or one name of an import: what it is, the names that it defines, those that it
-    uses, and what it imports, (module, name). One that `acts` defines nothing: it is there for what it does.
-    """
+    """A statement of a module, or one name of an import: its node, the names it defines, those it uses, and
+    what it imports as (module, name). A statement that `acts` defines nothing and is executed for its
+    effect."""
 
     node: ast.stmt
     names: frozenset[str]
@@ -112,11 +112,11 @@ class _Part:
 
 @cache
 def _parts_of(source: str) -> list[_Part]:
-    """Parsed once: the ops of a report share most of their files."""
+    """Cached: the ops of a report share most of their files."""
     parts = []
     for node in _without_docstring(ast.parse(source).body):
         imported = list(_imports_in(node))
-        if isinstance(node, ast.Import | ast.ImportFrom):  # each name counts where it is used
+        if isinstance(node, ast.Import | ast.ImportFrom):  # each name counts only where it is used
             none = frozenset[str]()
             for name, (module, what) in imported:
                 alone = ast.ImportFrom(module, [ast.alias(what, name)], 0)
@@ -129,8 +129,8 @@ def _parts_of(source: str) -> list[_Part]:
 
 
 def _imports_in(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
-    """The names that imports in a statement, however deep, make known, each with (module, name) of what it
-    is; the name is empty for a module."""
+    """The names that imports in a statement define, at any depth, each with (module, name) of what it is; the
+    name is empty for a module."""
     for each in ast.walk(node):
         if isinstance(each, ast.Import):
             yield from ((alias.asname or alias.name.split(".")[0], (alias.name, "")) for alias in each.names)
@@ -139,7 +139,7 @@ def _imports_in(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _defined_by(node: ast.stmt) -> Iterator[str]:
-    """Names that a statement of a module defines there, those inside of an `if` or a `with` among them."""
+    """Names that a statement of a module defines, including those inside of an `if` or a `with`."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -179,7 +179,7 @@ def _members(nodes: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _variables(function: ast.AST) -> frozenset[str]:
-    """Arguments and variables of a function, and of those inside of it, and their names."""
+    """Arguments and variables of a function and of functions inside of it, and the names of these."""
     found = set()
     for each in ast.walk(function):
         if isinstance(each, ast.arg):
@@ -192,15 +192,15 @@ def _variables(function: ast.AST) -> frozenset[str]:
 
 
 class _Text:
-    """Trees as text: no lines and columns, no docstrings, and nothing that is empty, which other versions of
-    Python write in other ways. Names that are known here are numbers: those of modules and of classes by
-    their first places in all of the text, variables by those in their function."""
+    """Syntax trees as text: no positions, no docstrings, and no empty fields, which differ between versions
+    of Python. Names that are defined here become numbers: those of modules and classes by their first
+    occurrence in the whole text, variables by that in their function."""
 
     def __init__(self, modules: frozenset[str], members: frozenset[str]) -> None:
         self._modules, self._members = modules, members
         self._numbers: dict[tuple[str, str], int] = {}
         self._local: dict[str, int] = {}
-        self._variables: frozenset[str] | None = None  # of the function around
+        self._variables: frozenset[str] | None = None  # of the enclosing function
         self._in_class = False
 
     def of(self, node: Any) -> str:

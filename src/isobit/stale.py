@@ -1,4 +1,4 @@
-"""Which result files still speak for this source: those whose kernels are today's."""
+"""Which result files are up to date: those that were measured with the current kernels."""
 
 import json
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ def examine(path: Path, folder: Path) -> Result:
 
 
 def _command(path: Path, report: dict[str, Any]) -> str:
-    """The line that made it; of an old file, which does not say, what can be told from what it holds."""
+    """The command that produced it; for an old file without one, reconstructed from its contents."""
     if "command" in report:
         return str(report["command"])
     if "rows" in report:
         return f"isobit bench --op {path.stem}"
     tried = report["candidates"] if "candidates" in report else report["runs"]
     pairs = [(each["op"], each.get("candidate", each.get("backend"))) for each in tried]
-    pairs = [(op, backend) for op, backend in pairs if op in OPS]  # the control of a memcheck is no op
+    pairs = [(op, backend) for op, backend in pairs if op in OPS]  # the control of a memcheck is not an op
     ops = dict.fromkeys(op for op, _ in pairs)
     words = [report["suite"], *(f"--op {op}" for op in ops)]
     backends = dict.fromkeys(backend for _, backend in pairs)
@@ -55,7 +55,7 @@ def _command(path: Path, report: dict[str, Any]) -> str:
 
 
 def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
-    """Where it goes: a check under a name of its own was written with --json."""
+    """The output flag: a check with a name of its own was written with --json."""
     named = [f"check_{op.folder}" for op in OPS.values()]
     if "candidates" in report and path.stem not in named:
         return f"--json {path}"
@@ -63,7 +63,7 @@ def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
 
 
 def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
-    """What a person reads: a line a file, and below a stale one the command that renews it."""
+    """One line per file, and below a stale one the command that renews it."""
     found = []
     for result in results:
         if result.stale is not None:

@@ -1,4 +1,4 @@
-"""Where a result comes from: machine, versions, and the exact source that produced it."""
+"""The origin of a result: machine, versions, and the exact source that produced it."""
 
 import datetime
 import hashlib
@@ -15,8 +15,8 @@ from isobit.sources import PACKAGE, kernel_sha
 
 def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = ()) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
-    matched to its source also where there is no git; `commit` names it there. `kernels` hashes what decides
-    the numbers of each of these folders of ops, so that a change elsewhere makes no number stale."""
+    matched to its source even without git; `commit` names it there. `kernels` hashes the code that determines
+    the numbers of each of these folders of ops, so that other changes do not make a result stale."""
     folders = sorted(set(ops))
     return {
         "gpu": gpu_name(device),
@@ -32,13 +32,13 @@ def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = 
 
 
 def why_stale(stamp: dict[str, Any]) -> str | None:
-    """Why a result of this stamp does not speak for today's kernels; None if it does."""
+    """Why a result with this stamp is not valid for the current kernels; None if it is."""
     if "kernels" not in stamp:
         if stamp["source_sha"] == source_sha():
             return None
-        return f"it is of commit {stamp['commit']} and has no hashes of kernels, which came later"
+        return f"it was measured at commit {stamp['commit']}, before results had kernel hashes"
     changed = [name for name, sha in stamp["kernels"].items() if kernel_sha(name) != sha]
-    return f"the kernels of {', '.join(changed)} are others than at {stamp['commit']}" if changed else None
+    return f"the kernels of {', '.join(changed)} have changed since {stamp['commit']}" if changed else None
 
 
 def gpu_name(device: torch.device) -> str:
@@ -73,7 +73,7 @@ def _driver(device: torch.device) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout the package lies in, with `+` when its files differ from it."""
+    """The commit of the checkout that contains the package, with `+` if its files differ from it."""
     commit = _first_line(["git", "-C", str(PACKAGE), "rev-parse", "--short=12", "HEAD"])
     if not commit:
         return "unknown"

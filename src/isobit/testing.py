@@ -1,4 +1,4 @@
-"""The checker for other projects' test suites: hold a function of yours to the laws of an op.
+"""The checker for other projects' test suites: check your own function against the laws of an op.
 
 from isobit import testing
 
@@ -36,14 +36,14 @@ def check(
     options: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Hold a function to the laws of an op, as `isobit check --candidate` does.
+    """Check a function against the laws of an op, like `isobit check --candidate`.
 
     Args:
-        function: called by keyword, with the argument names of the op. Its signature says which options it
-            takes; cases with others are UNSUPPORTED, and fail nothing.
-        op: the name of the op, as `isobit check --op` takes it.
-        adapter: adapt(function) -> function, where names or outputs differ.
-        output_dtype: the dtype of its outputs, if that is not the op's.
+        function: called by keyword, with the argument names of the op. Its signature determines which options
+            it supports; cases with others are UNSUPPORTED, and are not failures.
+        op: the name of the op, as for `isobit check --op`.
+        adapter: adapt(function) -> function, if names or outputs differ.
+        output_dtype: the dtype of its outputs, if it differs from the op's.
         laws: some of the laws; all by default.
         dtypes, dims, case, options: as on the command line; the declared cases by default.
         device: a GPU if there is one, by default.
@@ -52,7 +52,7 @@ def check(
         The report, as `isobit check --json` writes it.
 
     Raises:
-        AssertionError: a law is broken; the message is the report.
+        AssertionError: a law failed; the message is the report.
         ContractError: nothing could be checked, or a name is unknown.
 
     Example:
@@ -86,7 +86,7 @@ def check(
 
 
 def _flags(function: Any, adapter: Any, output_dtype: torch.dtype | None) -> str | None:
-    """Flags of the command line that name the same; None where a name could not be imported."""
+    """The equivalent flags of the command line; None if something could not be imported by name."""
     flags = ["--candidate", _importable(function)]
     if adapter is not None:
         flags += ["--adapter", _importable(adapter)]
@@ -101,6 +101,6 @@ def _name(thing: Any) -> str | None:
 
 
 def _importable(thing: Any) -> str | None:
-    """`module:name`, unless it is made inside of a function or in a script."""
+    """`module:name`, unless it is defined inside of a function or in a script."""
     name = _name(thing)
     return None if name is None or "<" in name or name.startswith("__main__:") else name

@@ -1,11 +1,11 @@
-"""How calls with one cache key are served: found out once, and kept.
+"""How calls with one cache key are served: found out once, and cached.
 
 The first call runs the backend's launcher. The second is recorded (`isobit.blocks.replay`), and from the
-third on the recorded launches are made again, without the launcher. So a number of rows that comes once pays
-for no recording. Where most numbers come again, as in layers that follow one another, it is the first call
-that is recorded.
+third on the recorded launches are repeated, without the launcher. So a number of rows that occurs only once
+costs no recording. If most numbers of rows recur, as in the layers of a model, the first call is recorded
+already.
 
-This is what every call goes through, tens of thousands of times a second, so it is written for few steps.
+Every call goes through here, tens of thousands of times a second, so the code is written for few steps.
 """
 
 import os
@@ -26,7 +26,7 @@ _profiler = torch.autograd.profiler
 
 
 class _Habit:
-    """Whether calls of a family come again with as many rows."""
+    """Whether numbers of rows recur in the calls of a family."""
 
     __slots__ = ("_again", "_asked", "_kinds")
 
@@ -34,7 +34,7 @@ class _Habit:
         self._kinds = self._asked = self._again = 0
 
     def expects(self) -> bool:
-        """Whether a number of rows that is new will come again. Every eighth is asked about even then."""
+        """Whether a new number of rows is likely to recur. Every eighth is recorded in any case."""
         self._kinds += 1
         if 2 * self._again > self._asked and self._kinds % 8:
             return True
@@ -46,8 +46,8 @@ class _Habit:
 
 
 class Way(Body):
-    """From the tensors of a call to its results: under autograd where `applied` says how, through the plan
-    where there is one, or else through the backend."""
+    """From the tensors of a call to its results: through autograd if `applied` is given, through the recorded
+    plan if there is one, or else through the backend."""
 
     __slots__ = (
         "_applied", "_backend", "_check", "_expected", "_habit", "_name", "_names", "_plan", "_seen",
@@ -64,8 +64,8 @@ class Way(Body):
         applied: Applied | None,
         values: Sequence[Any],
     ) -> None:
-        """`names` are those of the arguments that a backend gets, the first of all. `check` looks at what
-        tensors hold: always or never, or, where `validate` is None, as the environment says."""
+        """`names` are those of the arguments that a backend gets; they come first. `check` reads tensor
+        values: always or never, or, if `validate` is None, as the environment variable says."""
         super().__init__(values)
         self._name, self._names, self._backend = name, names, backend
         self._check, self._validate, self._applied = check, validate, applied
@@ -74,7 +74,7 @@ class Way(Body):
         self._habit, self._expected = _Habit(), False
 
     def another(self) -> "Way":
-        """Of calls with another number of rows: they differ in their launches alone."""
+        """The same for calls with another number of rows: only their launches differ."""
         made = object.__new__(Way)
         made.positions, made.template = self.positions, self.template
         made.kept, made.saved = self.kept, self.saved
@@ -103,13 +103,13 @@ class Way(Body):
         return plan(tensors)
 
     def _must_check(self) -> bool:
-        """Whether what tensors hold is to be looked at."""
+        """Whether tensor values must be checked."""
         if self._validate is not None:
             return self._validate
         return os.environ.get("ISOBIT_VALIDATE") == "1"
 
     def _run(self, tensors: Sequence[Tensor]) -> Any:
-        """With what most calls go without."""
+        """With the steps that most calls skip."""
         if self._must_check():
             self._check(self.values(tensors))
         if not _profiler._is_profiler_enabled:
@@ -123,13 +123,14 @@ class Way(Body):
         device = tensors[0].device.type
         if not torch.is_autocast_enabled(device):
             return self._launch(tensors)
-        with torch.autocast(device, enabled=False):  # the inputs' dtypes decide, never the context's
+        with torch.autocast(device, enabled=False):  # dtypes of the inputs decide, not the autocast context
             return self._launch(tensors)
 
     def _launch(self, tensors: Sequence[Tensor]) -> Any:
         args = dict(zip(self._names, self.values(tensors), strict=False))
-        # Below what keeps account of views. A result may be a view of the launcher's own memory, which nobody
-        # else knows, but PyTorch would forbid to change it in place: by a ReLU after a layer, say.
+        # Below autograd's view tracking. A result may be a view of memory that the launcher allocated. Nobody
+        # else has that memory, but PyTorch would forbid to change the view in place, by a ReLU after a layer
+        # for example.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             if (self._seen or self._expected) and not self._tried and self._backend.launches:
                 from isobit.blocks import replay
@@ -138,7 +139,7 @@ class Way(Body):
                     if not self._expected:
                         self._habit.saw_again()
                     outputs, self._plan = replay.record(self._backend.run, args, tensors)
-                    self._tried = True  # and not if it was interrupted
+                    self._tried = True  # not if it was interrupted
                     return outputs
             self._seen = True
             return self._backend.run(**args)

@@ -4,12 +4,12 @@ Every loss is called as
 
     loss, stats = losses.grpo(logp, entropy, advantages=..., normalizer=..., old_logp=..., mask=..., ...)
 
-on a whole batch or on some of its rows, and returns the share that these rows have in the loss: a sum over
-rows, divided by a `normalizer` that is given. So the shares of chunks of a batch or of micro-batches add up
-to the loss of all, and their gradients do too. `stats` are sums over the rows that count, detached, and add
-up in the same way.
+on a whole batch or on some of its rows, and returns the share of these rows in the loss: a sum over rows,
+divided by a given `normalizer`. So the shares of chunks or micro-batches of a batch add up to the loss of the
+batch, and so do their gradients. `stats` are detached sums over the rows that count, and add up in the same
+way.
 
-Rows are [n], or [B, T] with one sequence a line. Gradients go to `logp` and `entropy`; everything else is a
+Rows are [n], or [B, T] with one sequence per line. Gradients go to `logp` and `entropy`; everything else is a
 constant.
 """
 

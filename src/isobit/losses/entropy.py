@@ -16,19 +16,19 @@ def entropy_bonus(
     """-coef / normalizer  sum_it  entropy: keeps distributions from becoming narrow.
 
     R. Williams and J. Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms",
-    1991. `entropy_coef` of the other losses has the normaliser of the loss, and in `grpo` and `gspo` the mean
-    over a sequence, which is verl's `entropy_coeff`. This has a normaliser of its own: with the number of
-    tokens that count it is TRL's `entropy_coef`, whatever its loss type.
+    1991. `entropy_coef` of the other losses uses the normalizer of the loss, and in `grpo` and `gspo` the
+    mean over a sequence, which is verl's `entropy_coeff`. This loss has its own normalizer: with the number
+    of tokens that count it is TRL's `entropy_coef`, whatever the loss type.
 
     Args:
         logp: [n] or [B, T]; only its shape and dtype are used.
         entropy: of that shape, the entropies of the distributions.
-        normalizer: what the sum is divided by, a number or a tensor without dimensions.
+        normalizer: divisor of the sum, a number or a tensor without dimensions.
         coef: weight of the entropies.
         mask: bool or integer; rows where it is 0 do not count.
 
     Returns:
-        (loss, stats): the rows' share in the loss, and the sums "entropy" and "tokens".
+        (loss, stats): the share of these rows in the loss, and the sums "entropy" and "tokens".
 
     Example:
         >>> import torch

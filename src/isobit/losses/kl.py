@@ -26,7 +26,7 @@ def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
         ref_logp: under the reference, of that shape.
 
     Returns:
-        One estimate a token, differentiable.
+        One estimate per token, differentiable.
 
     Example:
         >>> import torch
@@ -45,7 +45,7 @@ def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
         ref_logp: under the reference, of that shape.
 
     Returns:
-        One estimate a token, differentiable.
+        One estimate per token, differentiable.
 
     Example:
         >>> import torch
@@ -57,17 +57,17 @@ def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """exp(d) - 1 - d with d = ref_logp - logp, written as expm1(d) - d, which keeps its digits near d = 0.
+    """exp(d) - 1 - d with d = ref_logp - logp, computed as expm1(d) - d, which stays accurate near d = 0.
 
-    What TRL adds with `beta`. "low_var_kl" and "k3" in verl, which cuts d off at +-20 and the estimate at
-    10; nothing is cut off here.
+    TRL adds this with `beta`. It is "low_var_kl" and "k3" in verl, which clamps d to +-20 and the estimate to
+    10; nothing is clamped here.
 
     Args:
         logp: log-probabilities of the tokens under the policy, any shape.
         ref_logp: under the reference, of that shape.
 
     Returns:
-        One estimate a token, differentiable: the gradient with respect to logp is -expm1(d).
+        One estimate per token, differentiable: the gradient with respect to logp is -expm1(d).
 
     Example:
         >>> import torch

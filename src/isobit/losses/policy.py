@@ -1,4 +1,4 @@
-"""Policy losses: their terms are in `terms.py`. How they are summed, and by what, is what they are about."""
+"""Policy losses. Their terms are in `terms.py`; the losses differ in how terms are summed and normalised."""
 
 from torch import Tensor
 
@@ -37,18 +37,18 @@ def grpo(
     default.
 
     Args:
-        logp: [n] or [B, T], log-probabilities of the tokens under the policy. Half precision is widened.
-        entropy: of that shape, the entropies of the distributions; needed for entropy_coef alone.
-        advantages: of that shape, or [B] with one for a sequence.
-        normalizer: what the sum is divided by, a number or a tensor without dimensions, for the whole batch
-            and not for these rows. If it is 0, no row should count, and the loss is 0.
+        logp: [n] or [B, T], log-probabilities of the tokens under the policy. 16 bits become fp32.
+        entropy: of that shape, the entropies of the distributions; needed only for entropy_coef.
+        advantages: of that shape, or [B] with one per sequence.
+        normalizer: divisor of the sum, a number or a tensor without dimensions, for the whole batch and not
+            for these rows. If it is 0, no row should count, and the loss is 0.
         old_logp: log-probabilities under the policy before the update; None is on-policy: ratios are 1, with
             the gradient of logp.
-        mask: bool or integer; rows where it is 0 do not count. Their loss and gradient are 0, and what inputs
-            hold there, NaN included, reaches nothing.
+        mask: bool or integer; rows where it is 0 do not count. Their loss and gradient are 0, and input
+            values there, NaN included, reach no result.
         clip_low, clip_high: ratios are clipped below 1 - clip_low and above 1 + clip_high.
         dual_clip: with a negative advantage, clip ratios above this too: see `dual_clip_ppo`.
-        rollout_weights: factors of the policy's terms, as `advantages` in shape: see `truncated_weights`.
+        rollout_weights: factors of the policy's terms, shaped like `advantages`: see `truncated_weights`.
         beta: weight of the KL to a reference; if it is 0, the KL is not computed.
         ref_logp: log-probabilities under the reference.
         kl_estimator: "k1", "k2" or "k3".
@@ -56,12 +56,12 @@ def grpo(
             and their gradient is that of the KL (DeepSeek-V3.2, 2025, arXiv:2512.02556).
         entropy_coef: weight of the entropies, which are subtracted, token by token, before terms are summed.
         sequence_ids: integers of the shape of the rows, for whole sequences packed one after another: a new
-            sequence begins where the id changes. Without them a line of [B, T] is one.
+            sequence begins where the id changes. Without them each line of [B, T] is one sequence.
 
     Returns:
-        (loss, stats): the rows' share in the loss, and detached sums over the rows that count: "ratio", "kl"
-        and "entropy" (where there is one), "clip_low", "clip_high" and "clip_dual" (how many rows are clipped
-        there), "tokens" (how many count); "policy_loss" is the loss without KL and entropy.
+        (loss, stats): the share of these rows in the loss, and detached sums over the rows that count:
+        "ratio", "kl" and "entropy" (if they exist), "clip_low", "clip_high" and "clip_dual" (how many rows
+        are clipped there), "tokens" (how many count); "policy_loss" is the loss without KL and entropy.
 
     Example:
         >>> import torch
@@ -102,23 +102,23 @@ def dapo(
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """DAPO: clipped terms, every token weighing the same, with more room above than below.
+    """DAPO: clipped terms, all tokens weighted equally, with a wider clip range above than below.
 
         loss = 1 / normalizer  sum_it  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL
 
     Q. Yu et al., "DAPO", 2025, arXiv:2503.14476. `normalizer` is the number of tokens that count. Which
-    prompts are kept and what overlong answers are worth is decided before the loss. In TRL:
+    prompts are kept, and rewards of overlong answers, are decided before the loss. In TRL:
     `loss_type="dapo"` with `epsilon_high=0.28`. In verl: `loss_mode="vanilla"`,
     `loss_agg_mode="token-mean"`, `clip_ratio_high=0.28`.
 
     Args:
-        logp, entropy: as of `grpo`.
-        advantages, normalizer, old_logp, mask: as of `grpo`, but rows need not be whole sequences.
-        clip_low, clip_high, dual_clip: as of `grpo`.
-        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as of `grpo`.
+        logp, entropy: as for `grpo`.
+        advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
+        clip_low, clip_high, dual_clip: as for `grpo`.
+        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
 
     Returns:
-        (loss, stats), as `grpo`.
+        (loss, stats), as for `grpo`.
 
     Example:
         >>> import torch
@@ -156,7 +156,7 @@ def dr_grpo(
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
 ) -> tuple[Tensor, Stats]:
-    """Dr. GRPO: clipped terms over a constant, so that no length of an answer changes what a token weighs.
+    """Dr. GRPO: clipped terms over a constant, so that the weight of a token does not depend on lengths.
 
         loss = 1 / normalizer  sum_it  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL
 
@@ -167,13 +167,13 @@ def dr_grpo(
     `loss_agg_mode="seq-mean-token-sum-norm"`, and the length is `loss_scale_factor`.
 
     Args:
-        logp, entropy: as of `grpo`.
-        advantages, normalizer, old_logp, mask: as of `grpo`, but rows need not be whole sequences.
-        clip_low, clip_high, dual_clip: as of `grpo`.
-        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as of `grpo`.
+        logp, entropy: as for `grpo`.
+        advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
+        clip_low, clip_high, dual_clip: as for `grpo`.
+        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
 
     Returns:
-        (loss, stats), as `grpo`.
+        (loss, stats), as for `grpo`.
 
     Example:
         >>> import torch
@@ -225,14 +225,14 @@ def dual_clip_ppo(
     `clip_ratio_c`. In TRL: `delta` of the clipped losses.
 
     Args:
-        logp, entropy: as of `grpo`.
-        advantages, normalizer, old_logp, mask: as of `grpo`, but rows need not be whole sequences.
-        clip_low, clip_high: as of `grpo`.
+        logp, entropy: as for `grpo`.
+        advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
+        clip_low, clip_high: as for `grpo`.
         dual_clip: the largest ratio with a negative advantage, at least 1.
-        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as of `grpo`.
+        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
 
     Returns:
-        (loss, stats), as `grpo`.
+        (loss, stats), as for `grpo`.
 
     Example:
         >>> import torch
@@ -284,15 +284,15 @@ def gspo(
     its own term, and here, as in TRL, the gradient is that of the loss.
 
     Args:
-        logp, entropy: as of `grpo`.
-        advantages, normalizer, old_logp, mask: as of `grpo`.
-        clip_low, clip_high: as of `grpo`, for the ratio of a sequence; much smaller, as in the paper.
-        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as of `grpo`; for
+        logp, entropy: as for `grpo`.
+        advantages, normalizer, old_logp, mask: as for `grpo`.
+        clip_low, clip_high: as for `grpo`, for the ratio of a sequence; much smaller, as in the paper.
+        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`; for
             unbiased_kl the ratio is the sequence's.
-        sequence_ids: as of `grpo`.
+        sequence_ids: as for `grpo`.
 
     Returns:
-        (loss, stats), as `grpo`; a sequence's ratio and clipping are counted at each of its tokens.
+        (loss, stats), as for `grpo`; a sequence's ratio and clipping are counted at each of its tokens.
 
     Example:
         >>> import torch
@@ -347,14 +347,14 @@ def cispo(
     verl: `loss_mode="cispo"`, `loss_agg_mode="token-mean"`.
 
     Args:
-        logp, entropy: as of `grpo`.
-        advantages, normalizer, old_logp, mask: as of `grpo`, but rows need not be whole sequences.
+        logp, entropy: as for `grpo`.
+        advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
         clip_low, clip_high: weights are clipped below 1 - clip_low and above 1 + clip_high, whatever the sign
             of the advantage.
-        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as of `grpo`.
+        rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
 
     Returns:
-        (loss, stats), as `grpo`; "clip_low" and "clip_high" count clipped weights.
+        (loss, stats), as for `grpo`; "clip_low" and "clip_high" count clipped weights.
 
     Example:
         >>> import torch

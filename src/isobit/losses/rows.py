@@ -1,7 +1,7 @@
-"""What all losses do with their rows: bring inputs to one shape, leave out what does not count, add up.
+"""What all losses do with their rows: bring inputs to one shape, zero the rows that do not count, sum.
 
 A row that does not count is replaced by zeros on entry: its log-ratio, advantage, KL and entropy are 0, and
-so is its term. Whatever it held, NaN included, is gone before an exp could make the gradient 0 * inf of it.
+so is its term. Values there, NaN included, are gone before an exp could turn the gradient into 0 * inf.
 """
 
 from numbers import Real
@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 class Rows:
-    """The rows of one call: their log-probabilities, which of them count, and which sequence each is of."""
+    """The rows of one call: their log-probabilities, which of them count, and the sequence of each."""
 
     def __init__(
         self, loss: str, logp: Tensor, mask: Tensor | None = None, sequence_ids: Tensor | None = None
@@ -26,7 +26,7 @@ class Rows:
         if not isinstance(logp, Tensor) or not logp.is_floating_point() or logp.ndim == 0:
             raise self.error("logp", logp, "must be a floating point tensor [n] or [B, T]")
         self.shape = logp.shape
-        self.dtype = torch.promote_types(logp.dtype, torch.float32)  # losses are fp32, or fp64 of fp64
+        self.dtype = torch.promote_types(logp.dtype, torch.float32)  # losses are fp32, or fp64 for fp64
         self.counts = None if mask is None else self._integers("mask", mask, "a bool or integer") != 0
         self.sequence_ids = sequence_ids
         if sequence_ids is not None:
@@ -40,7 +40,8 @@ class Rows:
     # Inputs
 
     def differentiable(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
-        """An input in shape and dtype of the rows, 0 where they do not count; some may be one a sequence."""
+        """An input in the shape and dtype of the rows, 0 where they do not count; some may be one per
+        sequence."""
         shapes = [self.shape] + ([self.shape[:-1]] if per_sequence and len(self.shape) > 1 else [])
         if not isinstance(value, Tensor) or value.shape not in shapes:
             rule = " or ".join(str(list(shape)) for shape in shapes)
@@ -52,11 +53,12 @@ class Rows:
         return self.differentiable(name, value.detach() if isinstance(value, Tensor) else value, per_sequence)
 
     def log_ratio(self, old_logp: Tensor | None) -> Tensor:
-        """logp - old_logp; without an old policy it is this one: 0, with the gradient of logp."""
+        """logp - old_logp; without old_logp it is 0, with the gradient of logp."""
         return self.logp - (self.logp.detach() if old_logp is None else self.constant("old_logp", old_logp))
 
     def number(self, name: str, value: Any, least: float, most: float = INF) -> float:
-        # Not a tensor: whether there is a term at all depends on it, and to read one is to wait for the GPU.
+        # Not a tensor: it decides whether there is a term at all, and reading a tensor would wait for the
+        # GPU.
         if not isinstance(value, Real) or not least <= float(value) <= most:
             bounds = f" from {least:g} to {most:g}" if most < INF else f" not below {least:g}"
             raise self.error(name, value, f"must be a number{bounds if least > -INF else ''}")
@@ -75,7 +77,7 @@ class Rows:
         return x if self.counts is None else torch.where(self.counts, x, 0.0)
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the sequence that a row is of, at every row."""
+        """The sum of x over the sequence of each row, at every row."""
         if self.sequence_ids is None:
             if len(self.shape) == 1:
                 rule = "whole sequences are needed: rows [B, T], or sequence_ids"
@@ -84,15 +86,15 @@ class Rows:
         ids = self.sequence_ids.flatten()
         first = torch.ones_like(ids, dtype=torch.bool)
         first[1:] = ids[1:] != ids[:-1]
-        number = first.cumsum(0) - 1  # of the sequence among these rows
-        # There are at most as many sequences as rows, so nothing has to be read back to know how many. A sum
-        # of segments, and not index_add, whose order is chance on a GPU.
+        number = first.cumsum(0) - 1  # index of the sequence among these rows
+        # There are at most as many sequences as rows, so nothing has to be read back to know their number.
+        # Segment sums, and not index_add, whose order varies on a GPU.
         begin = torch.searchsorted(number, torch.arange(len(ids) + 1, device=ids.device))
         sums = torch.segment_reduce(x.flatten(), "sum", offsets=begin, unsafe=True)
         return sums[number].view(self.shape)
 
     def lengths(self) -> Tensor:
-        """How many rows of its sequence count, at every row; 1 where none does."""
+        """How many rows of its sequence count, at every row; 1 if none does."""
         return self.sequence_sum(self.active).clamp(min=1.0)
 
     def total(self, x: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Rows:
         return (x.detach() * self.active).sum()
 
     def normalized(self, x: Tensor, normalizer: float | Tensor) -> Tensor:
-        """The sum of all rows over the normalizer. Where that is 0 nothing counts, and the sum is 0."""
+        """The sum of all rows divided by the normalizer. If that is 0 no row counts, and the sum is 0."""
         if isinstance(normalizer, Tensor):
             if normalizer.ndim != 0:
                 raise self.error("normalizer", normalizer, "must be a number or a tensor without dimensions")

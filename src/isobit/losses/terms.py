@@ -4,7 +4,7 @@
     CISPO      -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp     cispo; no gradient goes through sg
 
 times its rollout weight, plus beta times an estimate of the KL, minus entropy_coef times the entropy. Losses
-differ in the term, in how terms are summed, and in what `normalizer` is meant to be.
+differ in the term, in how terms are summed, and in the meaning of `normalizer`.
 """
 
 import torch
@@ -33,7 +33,7 @@ def clipped(
         is_dual = (ratio > rows.number("dual_clip", dual_clip, 1)) & (A < 0)
         is_constant, constant = is_constant | is_dual, torch.where(is_dual, dual_clip, constant)
         stats["clip_dual"] = rows.total(is_dual)
-    # What is clipped does not reach exp: a ratio that overflows would have the gradient 0 * inf.
+    # Clipped ratios do not go through exp: one that overflows would have the gradient 0 * inf.
     return -A * torch.where(is_constant, constant, torch.where(is_constant, 0.0, log_ratio).exp()), stats
 
 
@@ -53,12 +53,12 @@ def summed(
     entropy_coef: float,
     lengths: Tensor | float = 1.0,
 ) -> tuple[Tensor, Stats]:
-    """(loss, stats) from the terms of the policy: weigh them, add KL and entropy, sum."""
+    """(loss, stats) from the terms of the policy: apply weights, add KL and entropy, sum."""
     if rollout_weights is not None:
         policy = policy * rows.constant("rollout_weights", rollout_weights, per_sequence=True)
     terms, stats = policy, {"policy_loss": rows.normalized(policy.detach() / lengths, normalizer), **clips}
     stats |= {"ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
-    if rows.number("beta", beta, 0) != 0:  # or 0 times a KL that overflows would be NaN
+    if rows.number("beta", beta, 0) != 0:  # otherwise 0 times a KL that overflows would be NaN
         if kl_estimator not in ESTIMATORS:
             raise rows.error("kl_estimator", kl_estimator, f"must be one of {', '.join(ESTIMATORS)}")
         kl = ESTIMATORS[kl_estimator](rows.logp, rows.constant("ref_logp", ref_logp))

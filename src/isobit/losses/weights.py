@@ -1,4 +1,4 @@
-"""Weights that correct for rollouts of another policy than the one that is trained from."""
+"""Weights that correct for the difference between the rollout engine and the trainer."""
 
 from typing import Literal
 
@@ -18,26 +18,26 @@ def truncated_weights(
 ) -> Tensor:
     """Truncated importance sampling: min(exp(old_logp - rollout_logp), cap), as `rollout_weights` of a loss.
 
-    The engine that sampled the tokens and the trainer that computed `old_logp` have the same parameters and
-    other kernels, so their log-probabilities differ. The weights make up for that, and the cap bounds what a
-    single token or sequence may weigh. E. Ionides, "Truncated Importance Sampling", Journal of Computational
-    and Graphical Statistics 17(2), 2008.
+    The engine that sampled the tokens and the trainer that computed `old_logp` have the same parameters but
+    different kernels, so their log-probabilities differ. The weights correct for that, and the cap limits the
+    weight of a single token or sequence. E. Ionides, "Truncated Importance Sampling", Journal of
+    Computational and Graphical Statistics 17(2), 2008.
 
     In TRL these are `vllm_importance_sampling_mode="token_truncate"` and `"sequence_truncate"` with
     `vllm_importance_sampling_clip_max`; in verl `algorithm.rollout_correction.rollout_is` with
-    `rollout_is_threshold`, which cuts the logarithm off at +-20 as well. A token that the engine reported NaN
-    for gets the weight 1 in TRL. Here it gets NaN: put `old_logp` in its place for a weight of 1.
+    `rollout_is_threshold`, which also clamps the logarithm to +-20. A token for which the engine reported NaN
+    gets the weight 1 in TRL. Here it gets NaN: replace it by `old_logp` for a weight of 1.
 
     Args:
         old_logp: [n] or [B, T], log-probabilities of the tokens under the policy before the update, as the
             trainer computes them.
-        rollout_logp: as the engine reported them, of that shape.
+        rollout_logp: as reported by the engine, of that shape.
         mask: bool or integer, of that shape; rows where it is 0 do not count and have the weight 0.
         cap: the largest weight.
-        level: "token" for a weight for every token, "sequence" for the product over the tokens of a sequence,
-            capped, at each of them.
+        level: "token" for a weight per token, "sequence" for the capped product over the tokens of a
+            sequence, repeated at each of them.
         sequence_ids: integers of the shape of the rows, for whole sequences packed one after another: a new
-            sequence begins where the id changes. Without them a line of [B, T] is one.
+            sequence begins where the id changes. Without them each line of [B, T] is one sequence.
 
     Returns:
         Weights of the shape of the rows, without a gradient.

@@ -1,4 +1,4 @@
-"""What decides the bits: the numerics classes by name, and the arithmetic of matrix products on the CPU."""
+"""Numerics classes by name, and the arithmetic of matrix products on the CPU."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The arithmetic is loaded when it is first asked for: most who import isobit never do."""
+    """The arithmetic is loaded at its first use: most importers of isobit never need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("isobit.numerics.mma"), name)

@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs
-"""Does this GPU keep the class `chain16`? Its tensor cores against the model, bit for bit.
+"""Does this GPU keep the class `chain16`? Compares its tensor cores with the model, bit for bit.
 
     python -m isobit.numerics.capture                       compare, category by category
-    python -m isobit.numerics.capture --save tests/golden   and keep golden vectors of what it computed
+    python -m isobit.numerics.capture --save tests/golden   and save golden vectors of its results
 
 A tile is 64 x 64 outputs of one step (k = 16) from a given accumulator, or of a chain (k = 512) from 0. Each
 is computed by two kernels, one with four warps on the whole tile, which is `wgmma` on Hopper, and one with a
-warp for every 16 x 16 part, which is `mma.sync`. The inputs are drawn to make the rules of the model visible:
-products around every border (subnormal, underflow, overflow, the bits that alignment cuts off), sums that
-cancel, zeros of both signs, infinities, NaN with payloads, and any bits at all.
+warp for every 16 x 16 part, which is `mma.sync`. The inputs are drawn to exercise every rule of the model:
+products around every limit (subnormal, underflow, overflow, the bits that alignment truncates), sums that
+cancel, zeros of both signs, infinities, NaN with payloads, and arbitrary bits.
 
-The golden vectors are a part of the tiles, chosen to matter: the rows and columns on which wrong models,
-those of `CONTROLS`, go wrong most. Exits with 1 if any bit differs.
+The golden vectors are a part of the tiles: the rows and columns on which wrong models, those of `CONTROLS`,
+differ most. Exits with 1 if any bit differs.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from isobit.stamp import stamp
 SIDE = 64  # rows and columns of a tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: How everything is drawn, whatever torch's default dtype and device are.
+#: Options for drawing, independent of torch's default dtype and device.
 DRAWN: Any = {"dtype": torch.float64, "device": "cpu"}
 
-#: Models that are wrong in one constant, and must be seen to be.
+#: Models that are wrong in one constant; the comparison must notice them.
 CONTROLS = {
     "24 bits": Step(fraction_bits=24),
     "26 bits": Step(fraction_bits=26),
@@ -65,7 +65,7 @@ def _tile(a, b, c, d, K, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(d + out, acc)
 
 
-#: The two kernels, as outputs along a side of a program's block and warps.
+#: The two kernels: side of a program's block, and warps.
 KERNELS = ((SIDE, 4), (16, 1))
 
 
@@ -100,7 +100,7 @@ class Draw:
         return torch.randint(low, high + 1, shape, generator=self.gen, device="cpu")
 
     def spread(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
-        """Random sign and fraction, exponents evenly from low to high."""
+        """Random sign and fraction, exponents uniform from low to high."""
         exponent = self.integers(low, high, shape)
         return self.sign(shape) * torch.ldexp(1 + self.uniform(*shape), exponent)
 
@@ -131,7 +131,7 @@ def step_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor
     for width in (2, 8, 14, 60) if bf16 else (2, 8, 14):
         factors = draw.spread(F, -width, width), draw.spread(F, -width, width)
         yield f"exponents to {width}", *factors, draw.spread(C, -2 * width, 2 * width)
-    for less in range(3, 15, 2):  # one large product in a group of small ones: what alignment cuts off
+    for less in range(3, 15, 2):  # one large product in a group of small ones: tests what alignment truncates
         small = torch.full((16,), 2.0**-less, **DRAWN).masked_fill_(k == 0, 1.0)
         yield "one large", draw.spread(F, 0, 0) * small, draw.normal(*F), zero
     for e in (20, 22, 23, 24, 25, 26, 27, 28):
@@ -152,7 +152,7 @@ def step_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor
             factors = draw.spread(F, low, high), draw.spread(F, low, high)
             yield "overflow", *factors, zero
             yield "overflow, c", *factors, draw.spread(C, 120, 127)
-        # Between the largest fp32 number and 2^128 there are sums that no fp32 number stands for.
+        # Between the largest fp32 number and 2^128 there are sums that fp32 cannot represent.
         largest = draw.sign(C) * float(torch.finfo(torch.float32).max)
         yield "c is the largest", draw.spread(F, 50, 52) * one, draw.spread(F, 49, 52), largest
         yield "c overflows", draw.spread(F, 124, 126), draw.spread(F, 0, 3), draw.spread(C, 127, 127)
@@ -220,7 +220,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def telling(a: Tensor, b: Tensor, c: Tensor, d: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """The rows and columns of a tile on which the controls go wrong most; a rare mistake weighs more."""
+    """The rows and columns of a tile on which the controls differ most; rare differences weigh more."""
     weight = torch.zeros(d.shape, **DRAWN)
     for control in CONTROLS.values():
         wrong = (bits(chain(a, b.t(), c, like=control)) != bits(d)).double()
@@ -231,8 +231,8 @@ def telling(a: Tensor, b: Tensor, c: Tensor, d: Tensor, side: int) -> tuple[Tens
 
 
 def save(path: Path, tiles: list[tuple[str, Tensor, Tensor, Tensor, Tensor]], origin: dict[str, Any]) -> None:
-    """Golden vectors of tiles (category, a, b, c, d) with where they come from. Steps keep 8 x 8 outputs of
-    a tile, chains 4 x 4: the factors of a chain take more room than its results."""
+    """Golden vectors of tiles (category, a, b, c, d) with their origin. Steps keep 8 x 8 outputs of a tile,
+    chains 4 x 4, because the factors of a chain take more space than its results."""
     kept: dict[str, list[Any]] = {}
     for name, a, b, c, d in tiles:
         prefix, side = ("chain", 4) if a.shape[1] > 16 else ("step", 8)

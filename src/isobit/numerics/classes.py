@@ -1,23 +1,24 @@
-"""Numerics classes: names for everything that decides the bits of a result.
+"""Numerics classes: names for everything that determines the bits of a result.
 
-A class says which numbers meet in which addition, in which precision, and where a rounding happens. Two
-kernels of one class return the same bits on the hardware the class is promised on, whatever their tiles and
+A class fixes which numbers are added to which, in which precision, and where results are rounded. Two kernels
+of one class return the same bits on the hardware for which the class is promised, whatever their tiles and
 schedules are. docs/numerics.md has the full text of each; here is what code needs: the name, one paragraph,
-and the hardware. A name carries its version: an order that changes gets a new name. Hardware that keeps the
-order of a class but not its arithmetic makes a class of its own, named after both: `chain16/sm_80`.
+and the hardware. A name includes its version: an order that changes gets a new name. Hardware that keeps the
+order of a class but not its arithmetic has a class of its own, named after both: `chain16/sm_80`.
 """
 
 from dataclasses import dataclass
 
 from isobit.contract import ContractError
 
-#: Every class by name: those below, and those that ops declare beside their backends.
+#: Every class by name: those below, and those that ops declare.
 NUMERICS: dict[str, "Numerics"] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Numerics:
-    """One class. It is as good as its name: `str()` gives it, and a class equals its name."""
+    """One class. It is interchangeable with its name: `str()` returns the name, and a class equals its
+    name."""
 
     name: str
     spec: str
@@ -88,7 +89,7 @@ NO_CLASS = Numerics(
 
 
 def known_numerics(name: str | Numerics) -> Numerics:
-    """The class of this name (or the class itself), or an error that lists those there are."""
+    """The class of this name (or the class itself), or an error that lists the known ones."""
     found = NUMERICS.get(str(name))
     if found is None:
         raise ContractError(f"unknown numerics class {str(name)!r}; known: {', '.join(NUMERICS)}")

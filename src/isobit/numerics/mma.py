@@ -1,4 +1,4 @@
-"""The arithmetic of Hopper's tensor cores on a CPU, bit for bit: what `chain16` and `seg16/512` mean.
+"""The arithmetic of Hopper's tensor cores on a CPU, bit for bit: the definition of `chain16` and `seg16/512`.
 
 One step takes 16 products of bf16 or fp16 factors and an fp32 accumulator c:
 
@@ -6,18 +6,18 @@ One step takes 16 products of bf16 or fp16 factors and an fp32 accumulator c:
     e_i    e(a_i) + e(b_i), the exponent of a product; the product is not normalised. None for a product of 0
     e_c    the exponent of c, not below -126. None if c is 0
     top    the largest of all e_i, e_c and -133
-    q      sum over the 17 terms of trunc(term * 2^(25 - top)): exact integers, each cut toward zero
+    q      sum over the 17 terms of trunc(term * 2^(25 - top)): exact integers, each truncated
     c'     q * 2^(top - 25), rounded toward zero to fp32
 
-A c' of 0 is +0, whatever the signs of the terms, and also where a negative sum is cut to 0. 2^128 and more is
-an infinity. NaN, or infinities of both signs, or 0 times an infinity among the terms make the one NaN
-0x7fffffff. The order of the 17 terms does not matter: they are integers. A step of 16 zeros leaves alone
-whatever a step before it made, since that is never -0.
+A c' of 0 is +0, whatever the signs of the terms, also if a negative sum is truncated to 0. 2^128 and more is
+an infinity. NaN, or infinities of both signs, or 0 times an infinity among the terms give the one NaN
+0x7fffffff. The order of the 17 terms does not matter: they are integers. A step of 16 zeros does not change
+the result of another step, since that is never -0.
 
-A term is less than 2^27 and there are 17, so float64 holds every q exactly, and it also holds every product
-of two factors and every power of two in use. So the model is plain float64: multiply, scale, truncate, add.
-Infinities and NaN take care of themselves on the way. Outputs are worked on in blocks that stay in a core's
-cache. What is here was measured: see docs/numerics.md, and `isobit.numerics.capture` to measure again.
+A term is less than 2^27 and there are 17, so float64 holds every q exactly. It also holds every product of
+two factors and every power of two in use. So the model is plain float64: multiply, scale, truncate, add.
+Infinities and NaN need no special treatment. Outputs are computed in blocks that stay in a core's cache. All
+of this was measured: see docs/numerics.md, and `isobit.numerics.capture` to measure again.
 """
 
 from collections.abc import Iterable
@@ -29,22 +29,22 @@ from torch import Tensor
 
 from isobit.contract import ContractError, describe
 
-#: Least exponent of a normal number: subnormal factors count as if they had it.
+#: Exponent of the smallest normal number: subnormal factors are treated as if they had it.
 _LEAST = {torch.bfloat16: -126, torch.float16: -14}
 
-#: Stands for the exponent of zero. Far below any floor, and so is its sum with another exponent.
+#: The exponent of zero: far below any floor, and so is its sum with another exponent.
 _NO_EXPONENT = -1000
 
-#: Outputs worked on at once: their float64 products, 16 each, are 1 MB and stay in a core's cache.
+#: Outputs computed at once: their float64 products, 16 each, are 1 MB and stay in a core's cache.
 _HEIGHT, _WIDTH = 32, 256
 
-#: Depth of k whose factors are held in float64 at once, a multiple of every group: this bounds the memory.
+#: Depth of k whose factors are held in float64 at once, a multiple of every group: this limits memory.
 _DEPTH = 1024
 
 
 @dataclass(frozen=True)
 class Step:
-    """The constants of a tensor-core step. Others than Hopper's serve as controls that must differ."""
+    """The constants of a tensor-core step. Values other than Hopper's serve as controls that must differ."""
 
     products: int = 16
     fraction_bits: int = 25
@@ -59,7 +59,7 @@ def chain(a: Tensor, b: Tensor, c: Tensor | None = None, *, like: Step = HOPPER)
 
     Args:
         a: [M, K], bf16 or fp16, on the CPU, any strides.
-        b: [K, N], of the same dtype. K need not be a multiple of 16: zeros fill the last group.
+        b: [K, N], of the same dtype. K need not be a multiple of 16: the last group is padded with zeros.
         c: [M, N] fp32, the accumulator before the first step; +0 if None.
         like: the constants of a step.
 
@@ -76,7 +76,7 @@ def chain(a: Tensor, b: Tensor, c: Tensor | None = None, *, like: Step = HOPPER)
     """
     _check(a, b, c)
     out = _zeros(a, b) if c is None else c.detach().clone()
-    for k in range(0, a.shape[1], _DEPTH):  # an accumulator that is carried on makes no difference
+    for k in range(0, a.shape[1], _DEPTH):  # the accumulator is carried over
         left, right = _factors(a[:, k : k + _DEPTH].t(), like), _factors(b[k : k + _DEPTH], like)
         for m in range(0, a.shape[0], _HEIGHT):
             for n in range(0, b.shape[1], _WIDTH):
@@ -108,7 +108,7 @@ def segments(
         a: [M, K], bf16 or fp16, on the CPU, any strides.
         b: [K, N], of the same dtype.
         bounds: (first, end) of every segment, in the order of the fold; see `cut`.
-        init: [M, N] fp32, what the fold starts from; +0 if None.
+        init: [M, N] fp32, the initial value of the fold; +0 if None.
         like: the constants of a step.
 
     Returns:
@@ -130,7 +130,7 @@ def segments(
 
 
 def cut(lengths: Iterable[int], size: int) -> list[tuple[int, int]]:
-    """Bounds of segments of `size`, counted anew from the start of every sequence of these lengths.
+    """Bounds of segments of `size`, starting again at every sequence of these lengths.
 
     Example:
         >>> cut([700, 3], 512)
@@ -151,14 +151,14 @@ def canonical(x: Tensor) -> Tensor:
 
 
 def _zeros(a: Tensor, b: Tensor) -> Tensor:
-    """What a product starts from, whatever torch's default dtype and device are."""
+    """The initial value of a product, independent of torch's default dtype and device."""
     return torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device="cpu")
 
 
 def _steps(left: list[np.ndarray], right: list[np.ndarray], c: np.ndarray, like: Step) -> np.ndarray:
-    """All steps for one block of outputs. `left` and `right` are values and exponents, shaped to meet as
-    [groups, products, rows, columns]. The accumulator stays in float64, where it is always an fp32 number."""
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN are results like others
+    """All steps for one block of outputs. `left` and `right` are values and exponents, shaped to broadcast to
+    [groups, products, rows, columns]. The accumulator is kept in float64, but is always an fp32 number."""
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN are valid results
         acc = c.astype(np.float64)
         for a, ea, b, eb in zip(left[0], left[1], right[0], right[1], strict=True):
             top = np.maximum(np.maximum.reduce(ea + eb, 0), _exponent(acc, -126))
@@ -171,7 +171,7 @@ def _steps(left: list[np.ndarray], right: list[np.ndarray], c: np.ndarray, like:
 
 
 def _factors(x: Tensor, like: Step) -> tuple[np.ndarray, np.ndarray]:
-    """Values and exponents of factors [K, R], as [groups, products, R] with zeros at the end of k."""
+    """Values and exponents of factors [K, R], as [groups, products, R] padded with zeros at the end of k."""
     K, R = x.shape
     groups = -(-K // like.products)
     flat = np.zeros((groups * like.products, R))
@@ -181,8 +181,8 @@ def _factors(x: Tensor, like: Step) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _exponent(x: np.ndarray, least: int) -> np.ndarray:
-    """Exponents of float64 numbers, not below `least`; of 0, `_NO_EXPONENT`. Of infinities and NaN 128, one
-    more than any fp32 number has: there it matters only that powers of two around it exist."""
+    """Exponents of float64 numbers, not below `least`; `_NO_EXPONENT` for 0. 128 for infinities and NaN, one
+    more than any fp32 number has: it only matters that powers of two around it exist."""
     biased = (x.view(np.int64) >> 52 & 0x7FF).astype(np.int16)
     return np.where(x == 0, np.int16(_NO_EXPONENT), np.clip(biased - 1023, least, 128).astype(np.int16))
 
@@ -193,7 +193,7 @@ def _power_of_two(e: np.ndarray) -> np.ndarray:
 
 
 def _toward_zero(x: np.ndarray) -> np.ndarray:
-    """float64 numbers cut toward zero to what fp32 holds, and to infinities beyond its range."""
+    """float64 numbers truncated to fp32 precision, and to infinities beyond its range."""
     size = np.abs(x)
     normal = (x.view(np.int64) & ~((1 << 29) - 1)).view(np.float64)  # fp32 keeps 23 of 52 fraction bits
     subnormal = np.trunc(x * 2.0**149) * 2.0**-149
@@ -201,7 +201,7 @@ def _toward_zero(x: np.ndarray) -> np.ndarray:
 
 
 def _check(a: Tensor, b: Tensor, c: Tensor | None) -> None:
-    """The rules of a product, in the words of the ops."""
+    """The rules of a product, worded like those of the ops."""
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in _LEAST:
             raise ContractError(f"chain({name}: {describe(x)}): dtype must be bf16 or fp16")
