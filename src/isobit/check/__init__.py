@@ -1,1 +1,1 @@
-"""Laws, not hand-written tests: everything here is derived from the declarations in OPS."""
+"""Laws instead of hand-written tests: everything here derives from the declarations in OPS."""

@@ -1,4 +1,4 @@
-"""Where an exception comes from, as whoever must look for it wants it: in this library, not inside torch."""
+"""Where an exception comes from: the line in this library that is worth looking at, not one inside torch."""
 
 import functools
 import inspect
@@ -15,8 +15,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 def raised_at(error: BaseException, op: Op, backend: str, caller: str) -> str:
     """`ops/logp/kernels_triton.py:120`: the last line of the library, or of the backend's own file, that an
-    exception passed. What `caller` itself did does not count, since everything passes there; without any
-    other, the line that raised it."""
+    exception passed through. Lines of `caller` itself are ignored, since everything passes there. If there is
+    no other, the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = set(_files_of(op, backend))
     ours = [f for f in frames if _in_package(f.filename) or f.filename in own]
@@ -32,7 +32,7 @@ def _in_package(file: str) -> bool:
 
 
 def _files_of(op: Op, backend: str) -> Iterator[str]:
-    """Where the functions of a backend are written, those of its gradients among them."""
+    """The files of a backend's functions, including those of its gradients."""
     ops = (o for o in OPS.values() if o.package == op.package)
     functions: list[Any] = [each.run for one in ops for each in one.backends if each.name == backend]
     for function in (*functions, *(op.written if isinstance(op, Candidate) else ())):

@@ -1,9 +1,10 @@
-"""Someone else's function in the place of an op: what it takes and returns, and how it is called.
+"""A user's function in place of an op: which arguments it takes, what it returns, and how it is called.
 
-A candidate is called by keyword, with the names of the op's contract. Its signature says which arguments it
-takes; a call that needs another one is UNSUPPORTED, with that reason. One small call shows which outputs it
-returns, and whether they have a gradient. It is judged by the op's own proof, cut to what it serves. Nothing
-of isobit computes in its place: it has no backend, no backward and no numerics class but its own.
+A candidate is called by keyword, with the names of the op's contract. Its signature determines which
+arguments it takes; a call that needs another one is UNSUPPORTED, with that reason. One small call shows which
+outputs it returns, and whether they have a gradient. It is judged by the op's own proof, restricted to what
+it supports. Nothing of isobit computes in its place: it has no backend, no backward, and a numerics class of
+its own.
 """
 
 import copy
@@ -24,7 +25,7 @@ from isobit.op import CONTROLS, Op
 
 Function = Callable[..., Any]
 
-#: The numerics class of every candidate: it is held to bits of its own, and shares them with nothing.
+#: The numerics class of every candidate: its bits are compared only with its own.
 OWN_CLASS = "candidate"
 
 _IGNORED = "it does not take ignore_index, and some rows here are ignored"
@@ -34,17 +35,18 @@ _CONTROLS = {p.name for p in CONTROLS}
 
 @dataclass(eq=False)
 class Candidate(Op):
-    """An op as a candidate serves it. It is not among the ops that people call, and no `torch.library` op."""
+    """An op as implemented by a candidate. It is not among the public ops, and is not a `torch.library`
+    op."""
 
     proof: Proof | None = None
     #: Laws that cannot apply to it, with the reason.
     lacks: dict[str, str] = field(default_factory=dict)
     takes: tuple[str, ...] = ()
-    #: Flags of the command line that name it; None for a function that no command line could name.
+    #: Flags of the command line that select it; None for a function that cannot be imported by name.
     flags: str | None = None
-    #: The functions of the user behind it, for whoever looks for a line of theirs.
+    #: The user's functions behind it, to find the line that raised an exception.
     written: tuple[Function, ...] = ()
-    whole: Op | None = None  # the op that it stands for
+    whole: Op | None = None  # the op that it implements
     served: tuple[int, ...] = ()
     output_dtype: torch.dtype | None = None
     _refused: dict[str, list[str]] = field(default_factory=dict)
@@ -56,20 +58,21 @@ class Candidate(Op):
         raise TypeError(f"a candidate for {self.name} is called through its function")
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:
-        """Outputs that it serves, in the dtype that it was said to return."""
+        """The outputs that it supports, in its declared output dtype."""
         assert self.whole is not None
         found = self.whole.fake(**given)
         return tuple(_recast(found[i], self.output_dtype) for i in self.served)
 
     def refusal(self, args: Args) -> str | None:
-        """Why it cannot be asked for this call. It looks at token ids: rows may be ignored by them."""
+        """Why it cannot be called with these arguments, or None. Reads token ids, since rows may be ignored
+        by them."""
         lacks = self._lacking(args)
         if lacks == [_IGNORED]:
             return _IGNORED
         return f"it does not take {', '.join(lacks)}" if lacks else None
 
     def _lacking(self, args: Args) -> list[str]:
-        """The arguments of a call that it does not take, or the sentence that says what else is wrong."""
+        """The arguments of a call that it does not take, or one sentence for another reason."""
         assert self.proof is not None
         needless = {*self.takes, *self.proof.hints}
         beside = [p for p in _own(self.contract.params) if p.name in args and p.name not in needless]
@@ -81,8 +84,8 @@ class Candidate(Op):
         return lacks
 
     def asked(self, cases: Sequence[Case]) -> list[Case]:
-        """The cases that a law is held on. If it takes none of them that has rows, then also what is left of
-        them: a law would say nothing of it where all cases vary something that it does not know."""
+        """The cases on which a law runs. If it supports none that has rows, also simplified cases: otherwise
+        the law would not test it at all, if all cases vary something that it does not support."""
         light = [c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0]
         if any(not self._lacks_of(case) for case in light):
             return list(cases)
@@ -97,7 +100,7 @@ class Candidate(Op):
         return self._refused[case.name]
 
     def _is_call(self, case: Case) -> bool:
-        """Whether a case that nobody declared is a call of the op."""
+        """Whether a case that is not declared is a valid call of the op."""
         assert self.proof is not None and self.whole is not None
         try:
             self.whole.explain(**self.proof.make(case, torch.device("cpu"), InputOptions()))
@@ -106,8 +109,8 @@ class Candidate(Op):
         return True
 
     def _simpler(self, case: Case) -> Case:
-        """The case with fewer of its options, or with others of the declared ones, as long as it then has
-        fewer arguments that are not taken."""
+        """The case with fewer options, or with other declared ones, as long as fewer of its arguments are
+        unsupported."""
         assert self.proof is not None
         fixed = {name for name in self.proof.essential if name in case.options}
         declared = {(k, text): v for c in self.proof.cases for k, v in c.options.items() for text in [str(v)]}
@@ -124,7 +127,7 @@ class Candidate(Op):
         return case
 
     def small(self) -> Case | None:
-        """The first case that it takes, by which it is asked what it returns."""
+        """The first case that it supports, used to find out what it returns."""
         assert self.proof is not None
         light = [c for c in self.asked(self.proof.cases) if not c.heavy and not c.gpu_gb]
         taken = (c for c in light if min(c.dims.values(), default=0) > 1 and not self._lacks_of(c))
@@ -132,7 +135,7 @@ class Candidate(Op):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What of the op it serves, as the report says it."""
+        """Which part of the op it supports, for the report."""
         assert self.whole is not None and self.proof is not None
         return {
             "takes": list(self.takes),
@@ -161,7 +164,7 @@ def candidate_of(
     adapter: Function | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Candidate:
-    """The candidate that a function is for an op. A small call on the device shows what it returns."""
+    """The candidate for an op from a function. A small call on the device shows what it returns."""
     given = _callable(function, name)
     called = given if adapter is None else _callable(adapter(given), f"what the adapter made of {name}")
     takes = _taken(called, op, name)
@@ -205,7 +208,7 @@ def _is_default(p: Param, value: Any) -> bool:
 
 
 def _taken(function: Function, op: Op, name: str) -> tuple[str, ...]:
-    """Arguments of the contract that the function names in its signature. `**kwargs` names none."""
+    """Arguments of the contract that the signature of the function names. `**kwargs` names none."""
     params = _own(op.contract.params)
     signature = _signature(function)
     if signature is None:
@@ -224,13 +227,14 @@ def _taken(function: Function, op: Op, name: str) -> tuple[str, ...]:
 
 
 def _signature(function: Function) -> inspect.Signature | None:
-    """Of what is called, not of what it wraps; unless it passes on whatever it is given, as decorators do."""
+    """The signature of the function itself, not of what it wraps; unless it only passes on *args and
+    **kwargs, as decorators do."""
     try:
         found = inspect.signature(function, follow_wrapped=False)
         anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         if hasattr(function, "__wrapped__") and {p.kind for p in found.parameters.values()} <= anything:
             return _signature(function.__wrapped__)
-    except (TypeError, ValueError):  # functions of C have none
+    except (TypeError, ValueError):  # C functions have none
         return None
     return found
 
@@ -239,14 +243,14 @@ def _signature(function: Function) -> inspect.Signature | None:
 
 
 def _switches(op: Op) -> set[str]:
-    """Arguments that ask for an output."""
+    """Arguments that request an output."""
     flags = {p.name for p in op.contract.params if p.scalar is bool}
     return flags & {str(spec.when) for spec in op.contract.outputs}
 
 
 def _expected(op: Op, proof: Proof, takes: Sequence[str]) -> list[tuple[int, str, str | None]]:
-    """(number, name, flag) of the outputs that it can be asked for. Those behind a flag that it does not take
-    are not among them, unless they are there by default."""
+    """(number, name, flag) of the outputs that it may return. Those that need a flag it does not take are
+    left out, unless they are returned by default."""
     defaults = {p.name: p.default for p in op.contract.params}
     found = []
     for i, name in enumerate(proof.outputs):
@@ -260,8 +264,8 @@ def _expected(op: Op, proof: Proof, takes: Sequence[str]) -> list[tuple[int, str
 def _by_number(
     outputs: Any, expected: Sequence[tuple[int, str, str | None]], given: Args, defaults: Args
 ) -> dict[int, Any]:
-    """What was returned, by the number of the output. Outputs that were not asked for may be left out, or be
-    None; a dictionary names those that are in it. More than there are is an error."""
+    """The returned values, by the number of the output. Outputs that were not requested may be left out, or
+    be None; a dictionary names those in it. Too many outputs are an error."""
     items = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     named = {k: v for item in items if isinstance(item, dict) for k, v in item.items()}
     items = [item for item in items if not isinstance(item, dict)]
@@ -286,8 +290,8 @@ def _probe(
     small: Args | None,
     total: int,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(outputs that it returns, arguments that get a gradient), from small calls. One that fails, or that can
-    be asked for none, is taken to serve everything that it could: the laws then say how it fails."""
+    """(outputs that it returns, arguments that get a gradient), from small calls. If a call fails, or none is
+    possible, everything that it could support is assumed: the laws then report how it fails."""
     everything = tuple(i for i, _, _ in expected)
     if small is None:
         return everything, op.differentiable
@@ -304,7 +308,7 @@ def _probe(
     try:
         with torch.no_grad():
             found = outputs_of(copied())
-    except Exception:  # what it raises is the laws' to report, with the line
+    except Exception:  # laws report what it raises, with the line
         return everything, op.differentiable
     served = tuple(i for i in everything if isinstance(found.get(i), Tensor) or (i in found and not there[i]))
     args = copied()
@@ -327,8 +331,8 @@ def _public(
     expected: Sequence[tuple[int, str, str | None]],
     served: Sequence[int],
 ) -> Function:
-    """What a check calls in place of the op's public function. It looks at no tensor, so that it can be
-    compiled; outputs that were not asked for are None."""
+    """The function that a check calls in place of the op's public function. It reads no tensor values, so
+    that it can be compiled. Outputs that were not requested are None."""
     defaults = _defaults(op)
 
     def call(**given: Any) -> tuple[Any, ...]:
@@ -354,8 +358,8 @@ def _recast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _cut(proof: Proof, candidate: Candidate) -> Proof:
-    """The op's proof, of the outputs that the candidate serves. In another output dtype it is held to a
-    result that was rounded once to that dtype."""
+    """The op's proof, restricted to the outputs that the candidate supports. With another output dtype, the
+    truth is rounded once to that dtype."""
     served, dtype = candidate.served, candidate.output_dtype
 
     def formula(args: Args) -> tuple[Tensor, ...]:
@@ -370,12 +374,12 @@ def _cut(proof: Proof, candidate: Candidate) -> Proof:
         found = proof.scale(args, everything, filled)
         if dtype is None or torch.finfo(dtype).bits >= 32:
             return found
-        # A result that is off by d may round to the other neighbour: at most 2 d farther from the truth.
+        # A result with an error of d may round to the other neighbour: at most 2 d farther from the truth.
         names = {proof.outputs[i] for i in served}
         return {name: 2 * size if name in names else size for name, size in found.items()}
 
     def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """An output that was not asked for has no elements, nor has one that is there for other calls."""
+        """An output that was not requested, or that only other calls have, becomes an empty tensor."""
         if all(o is not None for o in outputs):
             return outputs
         device = next(t.device for t in args.values() if isinstance(t, Tensor))
@@ -391,7 +395,7 @@ def _cut(proof: Proof, candidate: Candidate) -> Proof:
 
 
 def _lacks(proof: Proof, candidate: Candidate) -> dict[str, str]:
-    """Laws that have no meaning for a candidate, or none for this one."""
+    """Laws that do not apply to candidates, or not to this one."""
     found = {
         "contract": "to refuse bad calls with isobit's own errors is a promise of isobit's functions",
         "compile": "the kernels behind a candidate are not known here",

@@ -10,7 +10,7 @@ OK, FAIL, UNSUPPORTED = "ok", "FAIL", "UNSUPPORTED"
 
 @dataclass
 class Cell:
-    """One law on one case of one backend of one op. Without a case where a backend cannot serve any."""
+    """One law on one case of one backend of one op. Without a case if the backend cannot serve any."""
 
     op: str
     backend: str
@@ -22,4 +22,4 @@ class Cell:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     command: str = ""
-    inputs: dict[str, Any] = field(default_factory=dict)  # from what the case can be made again
+    inputs: dict[str, Any] = field(default_factory=dict)  # to make the case again

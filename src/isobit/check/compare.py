@@ -1,4 +1,4 @@
-"""Elementwise comparison with the truth, bounded by what plain PyTorch achieves; and of bits."""
+"""Elementwise comparison with the truth, within what plain PyTorch achieves; and comparison of bits."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from isobit.contract import dtype_name
 
-#: How far fp64 results may be from the truth, as a share of their scale: it is computed in fp64 too, and sums
-#: of a hundred thousand terms lose some bits of 53.
+#: Allowed error of fp64 results, relative to their scale: the truth is fp64 too, and sums of a hundred
+#: thousand terms lose some of its 53 bits.
 OF_FP64 = 2.0**-42
 
 
 @dataclass
 class OutputCheck:
-    """One output (`0`, `1`, ...) or gradient (`gradient:<name>`) held against what it should be.
+    """One output (`0`, `1`, ...) or gradient (`gradient:<name>`) compared with its expected value.
 
     `atol` and `rtol` describe the slack at the worst element: it is rtol times that element's scale.
     """
@@ -33,8 +33,8 @@ class OutputCheck:
     worst_index: list[int]
     passed: bool
     message: str
-    #: At the worst element: our distance from the truth, and that of plain PyTorch. What is allowed there is
-    #: the second plus `atol`.
+    #: At the worst element: our distance from the truth, and that of plain PyTorch. The bound there is the
+    #: second plus `atol`.
     worst_abs: float = 0.0
     torch_abs: float = 0.0
 
@@ -52,7 +52,7 @@ def failure(output: str, message: str) -> OutputCheck:
 
 
 def passed(what: str, message: str = "") -> OutputCheck:
-    """A check that held, and had no numbers to compare."""
+    """A check that held, without numbers to compare."""
     check = failure(what, message)
     check.passed = True
     return check
@@ -61,15 +61,15 @@ def passed(what: str, message: str = "") -> OutputCheck:
 def against_truth(
     output: str, ours: Tensor, torch_result: Tensor, truth: Tensor, scale: Tensor, ulps: float, eps: float
 ) -> OutputCheck:
-    """|ours - truth| <= |torch - truth| + ulps * eps * scale at every element; of fp64, which the truth is
-    too, at least `OF_FP64` * scale.
+    """|ours - truth| <= |torch - truth| + ulps * eps * scale at every element; for fp64, like the truth, with
+    a slack of at least `OF_FP64` * scale.
 
-    NaN must meet NaN and an infinity the same infinity; anywhere else a non-finite value fails.
+    NaN must match NaN and an infinity the same infinity; anywhere else a non-finite value fails.
     """
     slack = max(ulps * eps, OF_FP64 if ours.dtype == torch.float64 else 0.0)
     ours64, torch64 = ours.double(), torch_result.double()
     error, torch_error = _distance(ours64, truth), _distance(torch64, truth)
-    # Where plain torch itself overflows or loses the value, it excuses nothing.
+    # Where plain torch itself overflows or loses the value, its error is not added to the bound.
     allowed = torch.where(torch_error.isfinite(), torch_error, 0.0) + slack * scale
     excess = error - allowed
     excess = torch.where(error == 0, -1.0, torch.where(excess.isnan(), float("inf"), excess))

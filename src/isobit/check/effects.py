@@ -1,7 +1,7 @@
-"""Options of a check that would change nothing are errors, before anything runs.
+"""Options of a check that would have no effect are errors, before anything runs.
 
-Nothing here lists which options go together. A law declares which flags it reads, an op which gradients it
-has; whether a flag changes inputs is seen by making small ones with another value.
+There is no list of which options go together. A law declares which flags it reads, an op which gradients it
+has; and whether a flag changes inputs is tested by making small inputs with another value.
 """
 
 import math
@@ -32,13 +32,13 @@ from isobit.check.request import (
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op
 
-#: The product of the sizes of a case whose inputs are made to see what changes them.
+#: Cases up to this product of sizes are used to test what changes inputs.
 SMALL = 1 << 18
 
 
 def check_effects(request: Request, given: Mapping[str, str] | None = None) -> None:
-    """Raise ContractError for what is asked for and would be ignored. `given` are the flags that were given,
-    with the words that gave them: `--vocab` stands for `--dim`."""
+    """Raise ContractError for options that would be ignored. `given` are the flags that were given, as they
+    were written: `--vocab` stands for `--dim`."""
     given = request.given() if given is None else given
     ops = ops_of(request)
     check_options(ops, request)
@@ -75,7 +75,7 @@ def _readers(flag: str) -> str:
 def _all_named_have_cases(
     request: Request, ops: Sequence[Op], planned: Mapping[tuple[str, str], Sequence[Case]]
 ) -> None:
-    """An op, a law or a backend that is named and would have no cell."""
+    """Raises an error for an op, a law or a backend that is named but would have no cell."""
     pairs = candidates(ops, request)
     for op in ops if request.ops else ():
         if not any(op.name == other.name for other, _ in pairs):
@@ -93,7 +93,7 @@ def _all_named_have_cases(
 
 
 def _held_by_dtypes(request: Request, cases: Sequence[Case]) -> None:
-    """A constant that a dtype cannot hold is no input."""
+    """A constant that a dtype cannot represent is not a valid input."""
     for dtype in dict.fromkeys(case.dtype for case in cases if case.data == "constant"):
         most = torch.finfo(dtype).max
         if abs(request.inputs.constant) > most:
@@ -104,7 +104,7 @@ def _held_by_dtypes(request: Request, cases: Sequence[Case]) -> None:
 def _why_no_effect(
     flag: str, request: Request, ops: Sequence[Op], laws: Sequence[str]
 ) -> tuple[str, str] | None:
-    """(where, what to do) if a flag that these laws read changes nothing for these ops."""
+    """(where, what to do) if a flag that these laws read has no effect for these ops."""
     names = ", ".join(op.name for op in ops)
     if flag in ("--no-gradient", "--grad-mode", "--grad-seed"):
         if not any(op.differentiable for op in ops):
@@ -137,7 +137,7 @@ def _bounds(
                     yield proof_of(op).op_class, direction, case.dtype
 
 
-#: Another value of a flag of inputs, from the one that was given; the same where there is none.
+#: Another value of an input flag, made from the given one; the same if there is no other.
 _OTHERS: dict[str, Any] = {
     "--input-mode": lambda data: "edge",
     "--seed": lambda seed: seed ^ 1,
@@ -147,8 +147,8 @@ _OTHERS: dict[str, Any] = {
 
 
 def _changes_inputs(flag: str, request: Request, op: Op, laws: Sequence[str]) -> bool:
-    """Whether inputs of an op are others with another value of this flag. Where there are no small ones to
-    look at, they are taken to be."""
+    """Whether another value of this flag changes the inputs of an op. Assumed to be true if there is no small
+    case to test."""
     value = behind(request, flag)
     other = changed(request, flag, _OTHERS[flag](value))
     if behind(other, flag) == value:

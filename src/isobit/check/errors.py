@@ -1,14 +1,16 @@
-"""How far sums of products may be from the truth: bounds of the classes chain16 and seg16/512.
+"""Error bounds of sums of products in the classes chain16 and seg16/512.
 
-One step of chain16 takes 16 products and the running sum P. Each of the 17 terms is cut to 25 bits below the
-largest exponent among them, which loses less than 2^-25 of the largest term, and the sum is cut to fp32,
-which loses less than 2^-23 of it. With S the sum of the sizes of the 16 products, a step's error is below
+One step of chain16 takes 16 products and the running sum P. Each of the 17 terms is truncated to 25 bits
+below the largest exponent among them, which loses less than 2^-25 of the largest term, and the sum is
+truncated to fp32, which loses less than 2^-23 of it. With S the sum of the absolute values of the 16
+products, the error of a step is below
 
     2^-23 * (17/4 * max(|P|, S) + |P after the step|)
 
-and a chain's is the sum of that over its steps: `chain_error`, in units of 2^-23. It is a bound of the class,
-not a tolerance: it follows each output's own partial sums, it grows with K because cutting does, and nothing
-in it was fitted. A sum in segments adds its segments' errors and half a unit of every partial sum.
+and that of a chain is the sum over its steps: `chain_error`, in units of 2^-23. It is a bound of the class,
+not a tolerance: it follows the partial sums of each output, it grows with K because truncation does, and
+nothing in it was fitted. A sum in segments adds the errors of its segments and half a unit of every partial
+sum.
 """
 
 from collections.abc import Sequence
@@ -33,10 +35,11 @@ __all__ = [
 GROUP = 16
 UNIT = 2.0**-23
 
-#: The bound is taken along the exact partial sums; those of the chain differ from them by the bound itself.
+#: The bound is computed along the exact partial sums; those of the chain differ from them by the bound
+#: itself.
 SECOND_ORDER = 1.01
 
-#: Products are aligned no lower than 2^-133: what a step may lose at least, in units.
+#: Products are aligned no lower than 2^-133: the minimum loss of a step, in units.
 LEAST = 17 / 4 * 2.0**-133
 
 
@@ -64,19 +67,20 @@ def segment_error(a: Tensor, b: Tensor, bounds: Sequence[tuple[int, int]], init:
 
 
 def rounded(error: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The bound after a rounding to a 16-bit dtype. Say a sum is off by d and rounds to the other of two
-    neighbours than the truth does: then it is at most 2d farther from the truth than that one."""
+    """The bound after rounding to a 16-bit dtype. If a sum with an error of d rounds to another neighbour
+    than the truth, it is at most 2d farther from the truth than that neighbour."""
     return error if dtype == torch.float32 else 2 * error
 
 
 def rounded_factor(dy: Tensor, other: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What rounding a cotangent to the operands' dtype may add to a product with it, in units."""
+    """What rounding a cotangent to the operands' dtype may add to the error of a product with it, in
+    units."""
     assert dtype is not None
     return torch.finfo(dtype).eps / 2 / UNIT * (dy.abs() @ other.abs())
 
 
 def narrow_dtype(*factors: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype that these fp64 factors came from, or None: wider ones do not fit."""
+    """The 16-bit dtype that these fp64 factors came from, or None if a wider one is needed."""
     for dtype in (torch.bfloat16, torch.float16):
         if all(bool(((t.to(dtype).double() == t) | t.isnan()).all()) for t in factors):
             return dtype

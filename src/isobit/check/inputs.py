@@ -1,5 +1,5 @@
-"""Inputs that several proofs draw, and changes of them: rows that are hard, other layouts of the same values,
-rows that must not matter, other orders of the same sum."""
+"""Inputs that several proofs use, and variations of them: hard rows, other layouts of the same values, rows
+that must not matter, other orders of the same sum."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,27 +12,28 @@ from isobit.check.proof import Args
 NAN, INF = float("nan"), float("inf")
 
 
-# Rows that are hard
+# Hard rows
 
 
 def edge_rows(N: int, V: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows that plain randn never shows, by turns: outliers in the last column, large shifts, one logit
-    that dominates, ties, banned tokens (-inf), a wide spread. The chosen token sits where it hurts."""
+    """Kinds of rows that plain randn never produces, alternating: outliers in the last column, large shifts,
+    one dominant logit, ties, banned tokens (-inf), a wide spread. The chosen token is at the critical
+    place."""
     z = torch.randn(N, V, generator=gen)
     ids = torch.randint(0, V, (N,), generator=gen)
     last = V - 1
     for i in range(N):
         kind = i % 10
-        if kind == 1:  # all the mass in the last column: a dropped tail shows
+        if kind == 1:  # all probability in the last column: exposes a dropped tail
             z[i, last] = 20.0
             ids[i] = last
         elif kind == 2:  # exp overflows without max-subtraction
             z[i] += 200.0
         elif kind == 3:  # exp underflows without it
             z[i] -= 200.0
-        elif kind == 4:  # one logit dominates: logp of it is a tiny number
+        elif kind == 4:  # one dominant logit: its logp is tiny
             z[i, ids[i]] += 60.0
-        elif kind == 5:  # a common shift must cost no digits
+        elif kind == 5:  # a common shift must not cost accuracy
             z[i] += 1e4
         elif kind == 6:
             z[i] -= 1e4
@@ -52,20 +53,20 @@ def edge_rows(N: int, V: int, gen: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
-    """The same values under other strides and alignments; what lies between them is NaN, or 1."""
+    """The same values with other strides and alignments; the gaps between them are NaN, or 1."""
     *lead, C = t.shape
     other = NAN if t.is_floating_point() else 1
     if layout == "dense":
         return t
-    if layout == "shifted":  # t[:, :-1] of one row more in each
+    if layout == "shifted":  # t[:, :-1] of a tensor with one more row in each
         view = t.new_full((*lead[:-1], lead[-1] + 1, C), other)[..., :-1, :]
-    elif layout == "apart":  # rows farther apart, whole 16-byte words
+    elif layout == "apart":  # larger row stride, whole 16-byte words
         view = t.new_full((*lead, C + 16), other)[..., :C]
-    elif layout == "padded":  # rows farther apart, at every alignment
+    elif layout == "padded":  # larger row stride, at every alignment
         view = t.new_full((*lead, C + 5), other)[..., :C]
     elif layout == "offset":  # and the tensor itself starts between two 16-byte words
         view = t.new_full((*lead, C + 3), other)[..., 1 : C + 1]
-    elif layout == "inside":  # it starts between two words, without holes
+    elif layout == "inside":  # it starts between two words, without gaps
         view = t.new_full((t.numel() + 1,), other)[1:].view(t.shape)
     elif layout == "transposed":
         view = t.new_full((*lead[:-1], C, lead[-1]), other).mT
@@ -85,7 +86,7 @@ def laid_out_some(args: Args, names: Iterable[str], layout: str) -> Args:
 
 
 def rows_of_nan(like: Tensor, rows: int) -> Tensor:
-    """NaN and infinities by turns, in the place of rows of a [*, rows, K] tensor."""
+    """Rows of NaN and rows of infinities, alternating, like rows of a [*, rows, K] tensor."""
     found = like.new_full((*like.shape[:-2], rows, like.shape[-1]), NAN)
     found[..., 1::3, :] = INF
     found[..., 2::3, :] = -INF
@@ -93,7 +94,8 @@ def rows_of_nan(like: Tensor, rows: int) -> Tensor:
 
 
 def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
-    """Of ops that pick tokens, what all have by rows: ids that do not count, and nothing that can be read."""
+    """For ops that pick tokens, the arguments by rows: ids that do not count, and values that must not be
+    read."""
     mask, temperature = args["mask"], args["temperature"]
     found = {"token_ids": args["token_ids"].new_full((rows,), ignore_index)}
     found["mask"] = None if mask is None else mask.new_zeros(rows)
@@ -103,8 +105,8 @@ def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
 
 
 def mask_of(wanted: torch.dtype | float, N: int, ids: Tensor, ignore_index: int) -> Tensor:
-    """A mask of a dtype, in which every fourth row does not count; some of the others are then ignored by
-    their id, in place. Or of a density: the share of rows that count, anywhere."""
+    """A mask of this dtype in which every fourth row does not count; some of the others are then ignored by
+    their id, in place. Or a random mask with this fraction of rows that count."""
     index = torch.arange(N)
     if isinstance(wanted, torch.dtype):
         ids[index % 8 == 6] = ignore_index
@@ -122,14 +124,14 @@ def in_other_groups(t: Tensor, axis: int) -> Tensor:
 
 
 def after_zeros(t: Tensor, axis: int) -> Tensor:
-    """Eight zeros in front along an axis: the same sum, and every group begins elsewhere."""
+    """Eight zeros in front along an axis: the same sum, but every group begins elsewhere."""
     shape: list[Any] = list(t.shape)
     shape[axis] = 8
     return torch.cat([t.new_zeros(shape), t], axis)
 
 
 def rolled_ids(ids: Tensor, V: int) -> Tensor:
-    """Every token one column farther; what is no token stays."""
+    """Every token id shifted by one column; invalid ids stay."""
     return torch.where((ids >= 0) & (ids < V), (ids + 1) % V, ids)
 
 
@@ -137,12 +139,12 @@ def rolled_ids(ids: Tensor, V: int) -> Tensor:
 
 
 def in_other_dtype(t: Tensor) -> Tensor:
-    """In the 16-bit dtype that it does not have."""
+    """In the other 16-bit dtype."""
     return t.to(torch.float16 if t.dtype == torch.bfloat16 else torch.bfloat16)
 
 
 def one_bad_id(args: Args, V: int) -> tuple[Args, int]:
-    """A live row with a token id one past the end, and which it is."""
+    """One row that counts gets a token id one past the end; also returns which row."""
     ids = args["token_ids"].clone()
     row = min(1, ids.numel() - 1)
     ids.view(-1)[row] = V

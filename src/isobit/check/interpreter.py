@@ -1,19 +1,19 @@
-"""Triton's CPU interpreter without work that it repeats: the same results in a fraction of the time.
+"""Triton's CPU interpreter without its repeated work: the same results in a fraction of the time.
 
-What takes most of the time of a small kernel there is not the kernel:
+Most of the time of a small kernel there is not spent in the kernel:
 
-the language    patched anew for every launch and for every call of a device function, by going through all
-                members of its modules. Here: found once, put in place for a launch, and taken back after it.
-dtypes          a table of NumPy's is built for every value, and what two dtypes have in common is worked out
-                for every operation. Here: once.
-shapes          unwrapped, checked, wrapped again and written as text for every value. Here: once for every
-                shape; and values of one shape are not broadcast to it.
-bfloat16        taken apart into sign, exponent and significand, and put together again. Here: shifted by 16
-                bits, which is the same unless there is a subnormal.
-overflow        every sum and product of integers is computed again in int64 and compared with the range, for
-                an assertion that is made in debug mode alone. Here: in debug mode alone.
+the language    is patched again for every launch and for every call of a device function, by going through
+                all members of its modules. Here: found once, patched for a launch, and restored after it.
+                dtypes          a table of NumPy's is built for every value, and the promotion of two dtypes
+                is computed for every operation. Here: once. shapes          are unwrapped, checked, wrapped
+                again and formatted for every value. Here: once for every shape; and values of one shape are
+                not broadcast to it. bfloat16        is split into sign, exponent and significand, and put
+                together again. Here: shifted by 16 bits, which is the same unless there is a subnormal.
+                overflow        every sum and product of integers is computed again in int64 and compared with
+                the range, for an assertion that exists only in debug mode. Here: only in debug mode.
 
-All of it is private to Triton. Where a release has no function of that name, its own way stays; a test tells.
+All of this is private to Triton. If a release has no function of that name, its own code is used; a test
+notices.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from triton.runtime import interpreter
 
 from isobit.blocks.devices import triton_is_interpreted
 
-#: What is replaced here: who has it, under which name.
+#: What is replaced here: owner and name.
 REPLACED: tuple[tuple[Any, str], ...] = (
     (interpreter, "_patch_lang"),
     (interpreter, "_get_np_dtype"),
@@ -44,7 +44,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Kernels that are interpreted inside are interpreted sooner. Where they are compiled it does nothing."""
+    """Makes interpreted kernels faster inside of this context. Does nothing where kernels are compiled."""
     if not triton_is_interpreted():
         yield
         return
@@ -65,7 +65,7 @@ def quick_interpreter() -> Iterator[None]:
 
 
 class _Nothing:
-    """A scope inside another: all is in place, and the outer one takes it back."""
+    """A nested scope: everything is patched already, and the outer scope restores it."""
 
     def restore(self) -> None:
         pass
@@ -75,9 +75,10 @@ class _Language:
     """The attributes of the language that the interpreter replaces, as (owner, name, plain, interpreted)."""
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
-        # Device functions see the language as `tl`, those of Triton itself as `core`: one that sees both.
+        # Device functions see the language as `tl`, those of Triton itself as `core`; this function sees
+        # both.
         scope = own(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
-        # Where something is replaced twice, what was there before both is the plain one.
+        # If something is patched twice, the original is what was there before both.
         first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, plain in scope._changes:
             first.setdefault((id(owner), name), (owner, name, plain))
@@ -135,7 +136,7 @@ def _promotions_known(own: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-# Shapes. What Triton's own function makes of one is kept, whatever it is, and given to the next.
+# Shapes. What Triton's own function returns for a shape is cached, whatever it is.
 
 
 def _block_types_known(own: Callable[..., None]) -> Callable[..., None]:
@@ -143,7 +144,7 @@ def _block_types_known(own: Callable[..., None]) -> Callable[..., None]:
 
     def made(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [s.value if type(s) is tl.constexpr else s for s in shape]
-        if {*map(type, sizes)} != {int}:  # which is an error, or a type of another release
+        if {*map(type, sizes)} != {int}:  # an error, or a type of another release
             own(self, element_ty, shape)
             return
         key = (element_ty.name, *sizes)
@@ -203,7 +204,7 @@ def _bfloat16_shifted(own: Callable[..., Any]) -> Callable[..., Any]:
         names = (input_dtype.name, output_dtype.name)
         if rounding_mode is None and names == ("bf16", "fp32"):
             bits = np.ascontiguousarray(input).view(narrow)
-            # 0 wraps around: what is below 0x7F is a subnormal.
+            # 0 wraps around: values below 0x7F are subnormal.
             if not (((bits & narrow.type(0x7FFF)) - narrow.type(1)) < 0x7F).any():
                 return (bits.astype(wide) << wide.type(16)).reshape(input.shape)
         if rounding_mode is None and names == ("fp32", "bf16"):

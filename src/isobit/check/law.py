@@ -1,4 +1,4 @@
-"""Every law: its name, what it does, and the cases of a proof that it is held on."""
+"""Every law: its name, its function, and the cases of a proof on which it runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from isobit.check.trial import Trial
 
 @dataclass(frozen=True)
 class Law:
-    """One promise. `once`: it is about calls more than about numbers, so one case from the command line will
-    do. `reads` names the flags of the command line that can change what it finds; those that every law reads
-    are not among them. `bounds` are the directions of tolerances that it holds errors against."""
+    """One promise. `once`: it is about calls rather than numbers, so one case from the command line is
+    enough. `reads` names the flags of the command line that can affect it, except those that every law reads.
+    `bounds` are the directions of the tolerances that it uses."""
 
     name: str
     run: Callable[[Trial], list[OutputCheck]]
@@ -31,12 +31,12 @@ def small_case(proof: Proof) -> Case:
 
 def _gradient_cases(proof: Proof) -> Sequence[Case]:
     if not proof.op.differentiable:
-        return proof.cases[:1]  # to say so once
+        return proof.cases[:1]  # to report this once
     return [c for c in proof.cases if not c.options.keys() & set(proof.without_gradient)]
 
 
 def _compile_cases(proof: Proof) -> Sequence[Case]:
-    """In two dtypes."""
+    """The small case in two dtypes."""
     first = small_case(proof)
     others = [replace(first, dtype=c.dtype) for c in proof.cases if c.dtype != first.dtype]
     return [first, *others[:1]]
@@ -49,7 +49,7 @@ _COTANGENTS = frozenset({"--grad-mode", "--grad-seed"})
 _BACKWARD = _INPUTS | _COTANGENTS | {"--no-gradient"}
 _BOUNDS = frozenset({"--arch-key", "--tolerances"})
 
-#: In the order they run: forward before backward, numbers before machinery.
+#: In the order in which they run: forward before backward, numbers before machinery.
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (

@@ -1,8 +1,8 @@
-"""The laws of numbers. Each is one promise, written once for every op; that each of them can fail is tested
-with kernels that are known to be bad.
+"""The laws of numbers. Each is one promise, written once for every op. Tests with known-bad kernels prove
+that each of them can fail.
 
-A law takes a `Trial` and returns the checks it made; whatever it raises becomes a FAIL row with that reason.
-`Unsupported` says that the law has no meaning for this backend here.
+A law takes a `Trial` and returns the checks that it made; any exception becomes a FAIL row with that reason.
+`Unsupported` means that the law does not apply to this backend here.
 """
 
 import torch
@@ -33,8 +33,8 @@ def _forward_checks(trial: Trial, args: Args, ours: tuple[Tensor, ...]) -> list[
 
 
 def _eps(args: Args) -> float:
-    """That of fp32, in which narrower inputs are computed too, unless the first input and all that are shaped
-    like it (logits of a reference, say) are fp64."""
+    """eps of fp32, in which narrower inputs are computed too, unless the first input and all of the same
+    shape (logits of a reference, for example) are fp64."""
     inputs = [t for t in args.values() if isinstance(t, Tensor) and t.is_floating_point()]
     wide = all(t.dtype == torch.float64 for t in inputs if t.shape == inputs[0].shape)
     return torch.finfo(torch.float64 if wide else torch.float32).eps
@@ -50,7 +50,7 @@ def gradient(trial: Trial) -> list[OutputCheck]:
         raise Unsupported("no argument has a gradient")
     outputs = trial.forward(args)
     bad = [c for c in _forward_checks(trial, args, outputs) if not c.passed]
-    if bad:  # a gradient of wrong results proves nothing, and its failure would hide theirs
+    if bad:  # gradients of wrong results prove nothing, and their failure would hide the cause
         raise LawBroken(f"the forward is already wrong ({bad[0].output}: {bad[0].message})")
     _, ours = trial.backward(args)
     exact, cotangents = in_fp64(args), trial.cotangents(outputs)
@@ -75,7 +75,7 @@ def gradient(trial: Trial) -> list[OutputCheck]:
 def _formula_gradient(
     trial: Trial, args: Args, cotangents: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Outputs and gradients of the formula, under the very cotangents that the op was given."""
+    """Outputs and gradients of the formula, with the same cotangents as the op."""
     args, names = dict(args), trial.leaves(args)
     for name in names:
         args[name] = args[name].detach().clone().requires_grad_()

@@ -1,5 +1,5 @@
-"""The laws of bits. Equal bits prove something only where other bits were possible, so the invariant law
-carries controls in every run: changes that must alter bits."""
+"""The laws of bits. Equal bits prove something only if other bits were possible. So the invariant law has
+controls in every run: changes that must alter bits."""
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -23,8 +23,8 @@ Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 
 def repeatable(trial: Trial) -> list[OutputCheck]:
-    """The same call gives the same bits, forward and backward: also from the third time on, when recorded
-    launches may be made again, and into other memory, since what earlier calls returned is still there."""
+    """The same call gives the same bits, forward and backward: also from the third call on, when recorded
+    launches may be repeated, and in other memory, since the results of earlier calls are still alive."""
     args = trial.args()
     first, *others = (trial.backward(args) for _ in range(4))
     runs = zip(("second", "third", "fourth"), others, strict=True)
@@ -38,14 +38,14 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
 def _compare_runs(
     trial: Trial, ours: Run, other: Run, what: str, without: Container[int] = ()
 ) -> list[OutputCheck]:
-    """All outputs, but for those of these numbers, and all gradients."""
+    """All outputs except these, and all gradients."""
     names = [(i, n) for i, n in enumerate(trial.proof.outputs) if i not in without]
     checks = [same_bits(f"{i}:{n}", ours[0][i], other[0][i], what) for i, n in names]
     return checks + [same_bits(f"gradient:{n}", ours[1][n], other[1][n], what) for n in other[1]]
 
 
 def written(trial: Trial) -> list[OutputCheck]:
-    """Every element of every output is written: memory that is handed out full of NaN changes nothing."""
+    """Every element of every output is written: memory that is pre-filled with NaN changes nothing."""
     args = trial.args()
     clean = trial.backward(args)
     with poisoned_memory():
@@ -55,7 +55,7 @@ def written(trial: Trial) -> list[OutputCheck]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """PyTorch fills what `torch.empty` returns with NaN (or the largest integer)."""
+    """Makes PyTorch fill what `torch.empty` returns with NaN (or the largest integer)."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -71,14 +71,15 @@ def poisoned_memory() -> Iterator[None]:
         deterministic.fill_uninitialized_memory = fill
 
 
-# The batch does not show
+# Independence of the batch
 
 
 def invariant(trial: Trial) -> list[OutputCheck]:
-    """The batch does not show. Laws F and V: a row's bits do not depend on the other rows, their number or
-    order, padding, cuts into chunks, strides, alignment, or on what else is asked for; where rows act in
-    groups, not on other groups. Law W: the bits of a sum over rows do not depend on rows that do not count,
-    on layout, or on where the rows are cut in two calls. Controls: another order of a sum shows."""
+    """Bits do not depend on the batch. Laws F and V: a row's bits do not depend on the other rows, their
+    number or order, padding, chunking, strides, alignment, or on which other outputs are requested; if rows
+    act in groups, not on other groups. Law W: the bits of a sum over rows do not depend on rows that do not
+    count, on layout, or on how the rows are split into two calls. Controls: another order of a sum changes
+    bits."""
     _promises_bits(trial)
     if trial.case.data == "constant":
         raise Unsupported("constant inputs: every order of a sum of equal terms is the same")
@@ -96,7 +97,7 @@ def _promises_bits(trial: Trial) -> None:
 
 def _by_rows(trial: Trial) -> list[OutputCheck]:
     rows, proof = rows_of(trial.op), trial.proof
-    # Gradients of arguments that all rows share are sums over rows: the batch is what they are made of.
+    # Gradients of arguments that all rows share are sums over rows, so they depend on the batch.
     trial = replace(trial, only=tuple(n for n in trial.op.differentiable if n in rows.args))
     args = rows.flat(trial.args())
     whole = trial.backward(args)
@@ -104,15 +105,15 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     checks: list[OutputCheck] = []
     units = units_of(proof, args, rows.count(args), trial.device)
     N, unit = units.count, "rows" if units.groups is None else "groups"
-    #: Outputs that are sums over the batch: they are what it is made of.
+    #: Outputs that are sums over the batch, and so depend on it.
     sums = [i for i, axis in enumerate(rows.outputs) if axis is None]
 
     def compare(
         what: str, index: Tensor, changed: Args, take: Tensor | None = None, trial: Trial = trial,
         without: Container[int] = sums,
     ) -> None:  # fmt: skip
-        """Rows `take` of the changed batch (all by default) must equal rows `index` of the whole one, given
-        the cotangents that those had."""
+        """Rows `take` of the changed batch (all by default) must equal rows `index` of the whole one, with
+        the same cotangents."""
         given = rows.of_outputs(cotangents, index)
         if take is not None:
             given = tuple(rows.spread(given, take, rows.count(changed)))
@@ -125,14 +126,14 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     def alone(what: str, index: Tensor) -> None:
         """Some units in a batch of their own."""
         chosen = units.rows(index)
-        compare(what, chosen, units.told(rows.select(args, chosen), index.tolist()))
+        compare(what, chosen, units.args_of(rows.select(args, chosen), index.tolist()))
 
     gen = torch.Generator().manual_seed(7)
     everyone = torch.arange(N, device=trial.device)
     for size in sorted(n for n in {*proof.batch_sizes, N // 2, N - 1} if 0 < n < N):
         alone(f"{size} of {N} {unit} alone", torch.randperm(N, generator=gen)[:size].to(trial.device))
     alone(f"{unit} permuted", torch.randperm(N, generator=gen).to(trial.device))
-    cuts = [0, *sorted({N // 3, N // 2 + 1}), N]  # as a prompt is cut that is prefilled in chunks
+    cuts = [0, *sorted({N // 3, N // 2 + 1}), N]  # like chunked prefill
     for first, end in pairwise(cuts):
         if first < end and end - first < N:
             alone(f"chunk [{first}, {end})", everyone[first:end])
@@ -141,17 +142,17 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     around = rows.join(
         args | _head(rows, extra, 0, 2 * pad), args, args | _head(rows, extra, 2 * pad, 3 * pad)
     )
-    around = units.told(around, [0, 0, *range(N), 0])
-    if trial.refusal(around) is None:  # a candidate may know no rows that do not count
+    around = units.args_of(around, [0, 0, *range(N), 0])
+    if trial.refusal(around) is None:  # a candidate may not support rows that do not count
         compare(f"padding {unit} full of NaN around", all_rows, around, take=all_rows + 2 * pad)
     some = units.rows(everyone[:: 2 if N > 1 else 1])
     among = _replaced(rows, args, proof.padding(args, len(all_rows)), keep=some)
     if trial.refusal(among) is None:
         compare(f"padding {unit} full of NaN in place of every other one", some, among, take=some)
     for layout in proof.layouts:
-        # Kernels that cannot read a layout leave it to others of their class.
+        # If the kernels cannot read a layout, another backend of their class serves it.
         laid = proof.lay_out(args, layout)
-        if trial.refusal(laid) is not None:  # some are of a schedule, of which a candidate knows nothing
+        if trial.refusal(laid) is not None:  # some layouts are schedules, which a candidate does not have
             continue
         compare(f"layout {layout}", all_rows, laid, trial=trial.in_class(laid), without=())
     for i, output in enumerate(trial.call(cloned(args), alone=True)):
@@ -166,7 +167,7 @@ def _head(rows: Rows, extra: Args, first: int, end: int) -> Args:
 
 
 def _replaced(rows: Rows, args: Args, extra: Args, keep: Tensor) -> Args:
-    """Padding rows everywhere but in the places to keep."""
+    """Padding rows everywhere except at the places to keep."""
     names = rows.present(args)
     kept = rows.select(args, keep)
     return args | {n: extra[n].index_copy(extra[n].ndim + rows.args[n], keep, kept[n]) for n in names}
@@ -187,8 +188,8 @@ def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCh
 
 
 def agree(trial: Trial) -> list[OutputCheck]:
-    """All backends that keep one numerics class give the same bits, and they are those of the class's own
-    arithmetic where there is a model of it."""
+    """All backends of one numerics class give the same bits, and if the class has a model, these are its
+    bits."""
     _promises_bits(trial)
     proof, args = trial.proof, trial.args()
     others = _same_class(trial, args)
@@ -212,7 +213,7 @@ def agree(trial: Trial) -> list[OutputCheck]:
 
 
 def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> OutputCheck:
-    """The model of another order must not agree, or the sample cannot show an order."""
+    """The model with another order must not agree, or the sample could not detect an order."""
     assert trial.proof.exact is not None
     control = trial.proof.controls[0]
     samples = trial.proof.exact(control.change(args), ())
@@ -221,7 +222,7 @@ def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> Output
 
 
 def _same_class(trial: Trial, args: Args) -> list[str]:
-    """Other backends that keep the class of this one and can serve this call."""
+    """Other backends of the same class that can serve this call."""
     found = []
     for other in trial.op.backends:
         same = other.numerics_on(trial.device) == trial.numerics and other.name != trial.backend

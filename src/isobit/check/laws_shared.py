@@ -1,7 +1,7 @@
-"""Law W for gradients: those of arguments that all rows share, such as a weight, are sums over rows.
+"""Law W for gradients of arguments that all rows share, such as a weight: these are sums over rows.
 
-They depend on the stream of rows that count alone: not on rows that do not, wherever they are, and not on the
-schedule. Gradients of rows do not depend on who else wants one.
+They depend only on the stream of rows that count: not on other rows, wherever they are, and not on the
+schedule. Gradients of rows do not depend on which other gradients are computed.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from isobit.check.trial import Trial
 
 
 def shared_gradients(trial: Trial) -> list[OutputCheck]:
-    """None for an op that declares nothing shared."""
+    """Returns no checks for an op that declares nothing shared."""
     shared, proof, rows = trial.proof.shared, trial.proof, rows_of(trial.op)
     if shared is None:
         return []
@@ -41,7 +41,7 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
         given = rows.spread(cotangents, at, total)
         ignored = args | _among(proof.padding(args, total), args, at, rows.present(args))
         checks += same(f"ignored rows full of NaN {where}", ignored, given)
-        # The same by a mask alone.
+        # The same rows excluded by a mask only.
         ours = torch.zeros(total, dtype=torch.bool, device=trial.device).index_fill(0, at, True)
         masked = args | _among(shared.maskable(args, total), args, at, rows.present(args))
         masked[shared.mask] = ours if args[shared.mask] is None else ignored[shared.mask]
@@ -52,7 +52,7 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
         checks += same("packed: rows that do not count taken out", packed, rows.of_outputs(cotangents, index))
     schedules = {what: args | changes for what, changes in shared.schedules(args).items()}
     for what, changed_args in schedules.items():
-        if trial.refusal(changed_args) is not None:  # a candidate need not take what chooses a schedule
+        if trial.refusal(changed_args) is not None:  # a candidate may not take schedule arguments
             continue
         checks += same(what, changed_args, cotangents)
     for name in (name for name in whole if name in rows.args):
@@ -65,7 +65,7 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
 
 
 def _places(N: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
-    """Where the rows of a batch are put among others, in their order."""
+    """Positions of the rows of a batch among other rows, in their order."""
     gen = torch.Generator().manual_seed(11)
     more = N // 3 + 9
     anywhere = torch.randperm(N + more, generator=gen)[:N].sort().values

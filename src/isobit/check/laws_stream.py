@@ -1,11 +1,11 @@
 """Law W: the bits of a sum over rows.
 
-The rows that count, in the order they come, are a stream. It alone decides the bits: not where its rows lie
-among rows that do not count, not the layout of the batch, and not whether the sum was taken in one call or
-in several, where one call's result is what the next one starts from. Calls may be cut between sequences if
-the op is told where those begin, and elsewhere after whole segments of the stream.
+The rows that count, in their order, are a stream. The stream alone determines the bits: not the positions of
+its rows among rows that do not count, not the layout of the batch, and not whether the sum was computed in
+one call or in several, where the result of one call is the initial value of the next. Calls may be split
+between sequences if the op takes their bounds, and elsewhere after whole segments of the stream.
 
-Only rows are moved here, so the law is the same for every op; `Stream` names the arguments it goes by.
+Only rows are moved here, so the law is the same for every op; `Stream` names the arguments that it uses.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from isobit.check.proof import Args, Stream
 from isobit.check.rows import Rows, rows_of
 from isobit.check.trial import Trial
 
-#: Rows that join one tensor-core step. Half of it shifts every group.
+#: Rows that are added in one tensor-core step. A shift by half of it changes every group.
 GROUP = 16
 
 
@@ -58,7 +58,7 @@ class _Law:
 
     @cached_property
     def bounds(self) -> list[int] | None:
-        """Where sequences begin and the last one ends, in rows; None if the op is not told."""
+        """First row of each sequence and the end of the last; None if the op takes no bounds."""
         cuts = self.args[self.stream.cuts]
         return None if cuts is None else cuts.tolist()
 
@@ -85,7 +85,7 @@ class _Law:
             bounds = None if self.bounds is None else [int(before[b]) for b in self.bounds]
             only = self._with(self.rows.select(self.args, self._there(self.counting)), None, bounds)
             checks += self._same("packed: masked rows taken out", only)
-        # Without sequences the lines of the rectangle are any cuts at all: masked rows do not show.
+        # Without sequences the lines of the rectangle may be any split: masked rows must not matter.
         ends = self.bounds or [0, self.total // 5, self.total // 2, self.total]
         lengths = [b - a for a, b in pairwise(ends)]
         width = max([*lengths, 1]) + 3
@@ -102,7 +102,7 @@ class _Law:
     def layouts(self) -> list[OutputCheck]:
         checks = self._same("a second run", self.args)
         for layout in self.trial.proof.layouts:
-            # Kernels that cannot read a layout leave it to others of their class.
+            # If the kernels cannot read a layout, another backend of their class serves it.
             laid = self.trial.proof.lay_out(self.args, layout)
             changed = self.trial.in_class(laid).forward(laid)
             checks += self._compared(f"layout {layout}", changed)
@@ -130,7 +130,7 @@ class _Law:
         return [self._after(n) for n in range(step, len(self.counting), step)]
 
     def _after(self, count: int) -> int:
-        """The row behind the first `count` rows that count; with fewer of those, behind the last."""
+        """The row after the first `count` rows that count; with fewer of those, after the last."""
         return int(self.counting[min(count, len(self.counting)) - 1]) + 1 if len(self.counting) else 0
 
     def _in_calls(self, places: list[int]) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ class _Law:
         mask = torch.full((total,), counts, dtype=torch.bool, device=self.trial.device)
         mask = mask.index_copy(0, at, self._there(self.live))
         bounds = None
-        if self.bounds is not None:  # a sequence may begin anywhere behind the last row of the one before
+        if self.bounds is not None:  # a sequence may begin anywhere after the last row of the previous one
             before = torch.cat([at.new_zeros(1), at + 1]).tolist()
             bounds = [before[b] for b in self.bounds[:-1]] + [total]
             bounds[0] = 0

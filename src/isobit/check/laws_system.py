@@ -26,8 +26,8 @@ from isobit.contract import ContractError, Param
 
 
 def contract(trial: Trial) -> list[OutputCheck]:
-    """Bad calls raise ContractError naming the op and the argument, before any launch; a bad value in a live
-    row is reported where values may be read and poisons that row alone where they may not."""
+    """Bad calls raise ContractError with the op and the argument, before any launch. A bad value in a row
+    that counts is reported where values may be read, and makes only that row NaN where they may not."""
     args = trial.args()
     if trial.forward(args)[0].numel() == 0:
         raise Unsupported("no rows: most bad calls need one to be bad")
@@ -38,9 +38,9 @@ def contract(trial: Trial) -> list[OutputCheck]:
 
 
 def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
-    """What can be wrong with each argument, from the contract alone."""
+    """What can be wrong with each argument, derived from the contract."""
     found: list[Mutant] = []
-    bound: set[str] = set()  # dimensions that arguments before this one have given a size
+    bound: set[str] = set()  # dimensions that have a size from earlier arguments
     for p in (p for p in trial.op.contract.params if p.name in args):
         if p.scalar is not None:
             found.append(
@@ -101,7 +101,7 @@ def _rejects(trial: Trial, mutant: Mutant, args: Args) -> OutputCheck:
 
 
 def _unknown_controls(trial: Trial, args: Args) -> list[OutputCheck]:
-    """A backend or a numerics class that there is not, with a message that lists those there are."""
+    """An unknown backend or numerics class gives a message that lists the known ones."""
     device, backends = trial.device, trial.op.backends
     known = {"backend": {b.name for b in backends}, "numerics": {b.numerics_on(device) for b in backends}}
     checks = []
@@ -130,7 +130,7 @@ def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
     good_out, good_grad = trial.backward(args)
     bad_out, bad_grad = trial.backward(bad, validate=False)
     pairs = [(n, g, b) for n, g, b in zip(trial.proof.outputs, good_out, bad_out, strict=True)]
-    by_rows = rows_of(trial.op).args  # a gradient that all rows share has no row to be NaN
+    by_rows = rows_of(trial.op).args  # a gradient that all rows share has no row that could be NaN
     pairs += [(f"gradient:{n}", good_grad[n], bad_grad[n]) for n in good_grad if n in by_rows]
     rank = good_out[0].ndim  # leading dimensions
     for name, good, found in pairs:
@@ -158,11 +158,11 @@ def _reports_bad_value(trial: Trial, bad: Args, what: str, validate: bool | None
 
 
 def traceable(trial: Trial) -> list[OutputCheck]:
-    """opcheck in and out of autocast, compile without graph breaks or a recompilation per size, graph
-    capture on a GPU, and a clear error for a second derivative."""
+    """opcheck with and without autocast, compile without graph breaks and without a recompilation per size,
+    graph capture on a GPU, and a clear error for a second derivative."""
     if isinstance(trial.op, Composed):
         raise Unsupported(trial.op.untraceable)
-    if isinstance(trial.op, Candidate):  # no torch.library op, and its second derivative is its own matter
+    if isinstance(trial.op, Candidate):  # no torch.library op; a second derivative is its own matter
         checks = _compiles(trial)
     else:
         checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]
@@ -193,10 +193,10 @@ def _opcheck(trial: Trial) -> list[OutputCheck]:
 
 
 def _compiles(trial: Trial) -> list[OutputCheck]:
-    """One graph, the same bits, and no new compilation for another number of rows."""
+    """One graph, the same bits, and no recompilation for another number of rows."""
     compiler = "inductor" if _on_gpu(trial) else "aot_eager"
     args, rows = trial.args(), rows_of(trial.op)
-    lead = next(iter(rows.args))  # any tensor with rows; of several leading dimensions the first is varied
+    lead = next(iter(rows.args))  # any tensor with rows; with several leading dimensions the first is varied
     axis = 0 if rows.merged else rows.args[lead]
     torch._dynamo.reset()
 
@@ -214,17 +214,17 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     units = units_of(trial.proof, args, N, trial.device)
     first = max(units.count, 5)
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
-    while first in sizes:  # PyTorch takes dimensions of one size for one dimension
+    while first in sizes:  # PyTorch treats dimensions of equal size as one
         first += 1
     for attempt, size in enumerate((first, first - 2, first - 3)):
         index = torch.arange(size, device=trial.device) % units.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
         few = args | {n: args[n].index_select(axis, units.rows(index)) for n, axis in axes.items()}
-        few = units.told(few, index.tolist())
+        few = units.args_of(few, index.tolist())
         results = []
         for run in (step, compiled):
             mine = cloned(few)
-            # The first call compiles; from then on a recompilation is an error.
+            # The first call compiles; after that a recompilation is an error.
             with torch.compiler.set_stance("fail_on_recompile" if attempt and run is compiled else "default"):
                 results.append(_with_gradients(trial, run, mine))
         names = [*trial.proof.outputs, *(f"gradient:{n}" for n in trial.leaves(few))]
@@ -237,7 +237,7 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
 def _with_gradients(
     trial: Trial, run: Callable[[Args], tuple[Tensor, ...]], args: Args, given: list[Tensor] | None = None
 ) -> tuple[Tensor, ...]:
-    """Outputs, then gradients of whatever has one."""
+    """Outputs, then gradients of all leaves."""
     leaves = [args[name].requires_grad_() for name in trial.leaves(args)]
     outputs = run(args)
     cotangents = trial.cotangents(outputs) if given is None else given
@@ -263,7 +263,7 @@ def _second_derivative(trial: Trial) -> list[OutputCheck]:
 
 
 def _captures(trial: Trial) -> list[OutputCheck]:
-    """Captured once, replayed on other contents, forward and backward."""
+    """Captured once, replayed with other values, forward and backward."""
     first, second = trial.args(), trial.args()
     floats = [n for n, t in first.items() if isinstance(t, Tensor) and t.is_floating_point()]
     changed = (trial.leaves(first) or floats)[0]
@@ -333,7 +333,8 @@ def _memory(trial: Trial) -> list[OutputCheck]:
 
 @contextmanager
 def _older_heap_aside() -> Iterator[None]:
-    """What is there now is not searched for garbage: it would take longer than most of what is measured."""
+    """Excludes all existing objects from garbage collection: searching them would take longer than most
+    measured calls."""
     gc.freeze()
     try:
         yield
@@ -342,7 +343,7 @@ def _older_heap_aside() -> Iterator[None]:
 
 
 def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Peak of memory while `run` runs, beyond what was there before and what it returns."""
+    """Peak memory while `run` runs, beyond what was allocated before and what it returns."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -355,7 +356,7 @@ def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
         return peak - max(before, after)
     with quiet_stderr(), torch.profiler.profile(profile_memory=True) as profile:
         kept = run()
-        gc.collect()  # what Triton's interpreter has left in cycles is not kept: it counts as extra
+        gc.collect()  # reference cycles of Triton's interpreter are not results: they count as extra
     now = peak = 0
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -367,7 +368,7 @@ def peak_extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 @contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """The profiler's C++ side writes its own log lines to standard error, past Python."""
+    """The C++ side of the profiler writes log lines to standard error, past Python."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -383,10 +384,10 @@ def quiet_stderr() -> Iterator[None]:
 
 
 def compiles(trial: Trial) -> list[OutputCheck]:
-    """Every kernel compiles for its targets, with or without a GPU in the machine. For the first, and for all
-    that were asked for by name, as every call wants it. For the others as the call does that takes the most
-    shared memory, because that is what they have less of. In a check of all laws, in a second dtype: for the
-    first target, as one call wants it."""
+    """Every kernel compiles for its targets, with or without a GPU in the machine. For the first target, and
+    for all that were requested by name, in every recorded call. For the others only the call with the most
+    shared memory, since they have less of it. In a check of all laws the second dtype is compiled for the
+    first target only, one call per kernel."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -413,11 +414,11 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     checks: list[OutputCheck] = []
 
     def shared_memory(target: str, name: str, source: Any, options: dict[str, Any]) -> int:
-        """What a call takes of it, compiled; -1 if it does not compile."""
+        """Shared memory of a compiled call; -1 if it does not compile."""
         what = f"{name} {target}"
         try:
             done = triton.compile(source, target=GPUTarget(*targets[target]), options=options)
-        except Exception as error:  # the others are tried too, and the row says which kernel it was
+        except Exception as error:  # continue with the others; the row says which kernel failed
             checks.append(failure(what, f"{type(error).__name__}: {error}"))
             return -1
         checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))

@@ -1,14 +1,14 @@
-"""No kernel touches memory that is not its own: an op's cases under NVIDIA's compute-sanitizer.
+"""Checks that kernels access only their own memory: runs an op's cases under NVIDIA's compute-sanitizer.
 
     isobit memcheck --op linear_logp
 
-A process of its own makes the calls, forward and backward: every case that is not too large as it is
-declared, with all gradients and with each alone; and again with integers that are anything (token ids, masks
-and offsets from -2^63 to 2^63 - 1), which nobody validates on a GPU. Every tensor is an allocation of its own
-there, with padding behind it, so that one element too far is seen. What TMA moves is bounded by its
-descriptor, in hardware; the sanitizer judges all other accesses.
+A separate process makes the calls, forward and backward: every declared case that is not too large, with all
+gradients and with each alone; and again with arbitrary integers (token ids, masks and offsets from -2^63 to
+2^63 - 1), which are not validated on a GPU. Every tensor is its own allocation there, with padding behind it,
+so that an access one element too far is detected. TMA accesses are limited by the descriptor, in hardware;
+the sanitizer checks all others.
 
-First it must find the wrong write of a kernel that has one: a sanitizer that does not would prove nothing.
+First it must find the wrong write of a bad kernel (the control): otherwise a clean run would prove nothing.
 """
 
 import json
@@ -40,13 +40,13 @@ from isobit.stamp import stamp
 
 SCHEMA = 1
 
-#: Exit code of a process in which the sanitizer found something.
+#: Exit code of a process in which the sanitizer found an error.
 FOUND = 99
 
-#: Bytes behind every allocation that belong to nobody.
+#: Unused bytes behind every allocation.
 PADDING = 1 << 16
 
-#: The product of a case's sizes up to which it is not too large: the sanitizer makes kernels slow.
+#: Cases up to this product of sizes are run: the sanitizer makes kernels slow.
 LARGEST = 1 << 30
 
 CONTROL = "--control"
@@ -54,7 +54,7 @@ CONTROL = "--control"
 
 @dataclass
 class Run:
-    """One process under the sanitizer. `errors` is None if it has not said how many there are."""
+    """One process under the sanitizer. `errors` is None if it did not report a number."""
 
     op: str
     backend: str
@@ -120,7 +120,7 @@ def _run(op: str, backend: str, timeout: float) -> Run:
 
 
 def _first_error(said: str) -> str:
-    """What the sanitizer says first, and where."""
+    """The sanitizer's first error, and where."""
     lines = [line.removeprefix("=========").strip() for line in said.splitlines()]
     at = next((i for i, line in enumerate(lines) if line.startswith(("Invalid", "Program hit"))), None)
     return "" if at is None else " / ".join(lines[at : at + 3])
@@ -132,11 +132,11 @@ def _version() -> str:
     return f"compute-sanitizer {found[1] if found else 'of unknown version'}"
 
 
-# In the process that the sanitizer watches
+# In the process under the sanitizer
 
 
 def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
-    """Make the calls, and say which were made."""
+    """Make the calls, and yield which were made."""
     op, device = known_op(op_name), default_device()
     proof = proof_of(op)
     largest = 1 << 20 if device.type == "cpu" else LARGEST
@@ -158,7 +158,7 @@ def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
 
 
 def _any_integers(args: Args) -> Args:
-    """The same call with the extremes of every integer type in turn, in place: strides stay what they are."""
+    """The same call with the extremes of every integer type, alternating, in place: strides are kept."""
     for t in args.values():
         if isinstance(t, torch.Tensor) and not t.is_floating_point() and t.dtype != torch.bool:
             low, high = torch.iinfo(t.dtype).min, torch.iinfo(t.dtype).max
@@ -175,7 +175,7 @@ def _one_too_many(out, n):  # type: ignore[no-untyped-def]
 
 
 def write_past_the_end() -> None:
-    """The control: one element too far."""
+    """The control: writes one element too far."""
     _one_too_many[(1,)](torch.empty(100, device=default_device()), 100)
     torch.cuda.synchronize()
 

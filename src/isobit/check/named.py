@@ -1,4 +1,4 @@
-"""A candidate from the names that a user gives: `my_pkg.my_mod:my_fn`. Nothing else of theirs is imported."""
+"""Loads a candidate by name: `my_pkg.my_mod:my_fn`. Nothing else of the user's is imported."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ from isobit.op import known_op
 def load_candidate(
     op_name: str, target: str, device: torch.device, adapter: str | None, output_dtype: torch.dtype | None
 ) -> Candidate:
-    """The function of this name as a candidate for an op, through the adapter of that name."""
+    """The function with this name as a candidate for an op, through the adapter with that name."""
     function = _named(target, "--candidate")
     adapt = None if adapter is None else _named(adapter, "--adapter")
     if adapt is not None and not callable(adapt):
@@ -33,7 +33,7 @@ def load_candidate(
 
 
 def _named(text: str, option: str) -> Any:
-    """What `module:name` names; the folder of the command counts as a place for modules."""
+    """The object that `module:name` names; the current folder is searched for modules too."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):
         raise ContractError(f"{option} {text}: write it as MODULE:NAME, for example my_pkg.my_mod:my_fn")

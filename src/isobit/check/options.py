@@ -1,6 +1,6 @@
-"""What a case may vary beside sizes, dtype and data: `mask=bool`, `temperature=0.7`, `layout=padded`.
+"""Options of a case beside sizes, dtype and data: `mask=bool`, `temperature=0.7`, `layout=padded`.
 
-The names and kinds of values are those of an op's declared cases, so there is no second list of them.
+The names and types of values are those of an op's declared cases, so there is no second list of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from isobit.op import Op
 
 Options = Mapping[str, Any]
 
-#: The name that stands for the layout of a case, which is no option of it.
+#: The name for the layout of a case, which is not one of its options.
 LAYOUT = "layout"
 
 _BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def known_options(op: Op) -> dict[str, list[Any]]:
-    """Names with the values that declared cases give them, and the layouts that there are."""
+    """Names with the values that declared cases give them, and all layouts."""
     proof = proof_of(op)
     found: dict[str, list[Any]] = {}
     for case in (*proof.cases, *proof.bit_cases, *proof.agree_cases, *proof.memory_cases):
@@ -35,7 +35,7 @@ def known_options(op: Op) -> dict[str, list[Any]]:
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """`NAME=VALUE` each; a value is a number, true or false, a dtype by its short name, or a word."""
+    """Parses `NAME=VALUE`; a value is a number, true or false, a dtype by its short name, or a word."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -59,7 +59,7 @@ def _value(text: str) -> Any:
 
 
 def fit(op: Op, options: Options) -> None:
-    """Raise ContractError unless the op has options of these names, with values of these kinds."""
+    """Raise ContractError unless the op has options with these names, with values of these types."""
     known = known_options(op)
     for name, value in options.items():
         if name not in known:
@@ -79,18 +79,18 @@ def _kind(value: Any) -> str:
 
 
 def _is_word(value: Any, declared: Any) -> bool:
-    """A word must be a declared one: unlike a number it can mean nothing else."""
+    """A word must be a declared one; any number is allowed."""
     return not isinstance(value, str) or value == declared
 
 
 def varied(case: Case, options: Options) -> Case:
-    """The case with these options, over those that it has."""
+    """The case with these options, which replace its own."""
     rest = {name: value for name, value in options.items() if name != LAYOUT}
     return replace(case, layout=options.get(LAYOUT, case.layout), options={**case.options, **rest})
 
 
 def options_of(case: Case) -> dict[str, Any]:
-    """What a case varies, its layout among it if that is not the usual one."""
+    """The options of a case, including its layout if that is not the usual one."""
     return {**case.options, **({LAYOUT: case.layout} if case.layout != "dense" else {})}
 
 
@@ -102,5 +102,5 @@ def text_of(value: Any) -> str:
 
 
 def words(options: Options) -> dict[str, Any]:
-    """Options as JSON holds them: dtypes by name, the rest as they are."""
+    """Options for JSON: dtypes by name, the rest unchanged."""
     return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in options.items()}

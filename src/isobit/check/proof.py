@@ -1,4 +1,4 @@
-"""What an op declares so that `isobit check` can prove it and `isobit bench` can time it."""
+"""What an op declares for `isobit check` and `isobit bench`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Case:
     """One set of inputs: sizes by name, a dtype, a kind of data and of layout, scalar options.
 
     `heavy` cases need a real device: they would take minutes in Triton's CPU interpreter, or on a backend
-    that its proof calls slow. `gpu_gb` says that a case needs a GPU with that much memory.
+    that its proof declares slow. `gpu_gb`: the case needs a GPU with that much memory.
     """
 
     dims: dict[str, int]
@@ -54,7 +54,7 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that must move and floating-point operations that must be done, per direction."""
+    """Bytes that must be moved and floating-point operations that must be done, per direction."""
 
     fwd_bytes: int
     bwd_bytes: int = 0
@@ -81,10 +81,10 @@ class Mutant:
 class Control:
     """The same mathematics in another order: some bit must change, or equal bits elsewhere prove nothing.
 
-    Without `cotangents` it is the outputs that must change. With it, the gradients that are row by row; it
-    turns the cotangents of the whole batch into those of the changed one.
+    Without `cotangents` the outputs must change. With it, the gradients that have rows; it turns the
+    cotangents of the whole batch into those of the changed one.
 
-    Where the change moves what is computed, `back` moves the outputs back to where they were.
+    If the change moves results, `back` moves the outputs back to their places.
     """
 
     what: str
@@ -95,8 +95,8 @@ class Control:
 
 @dataclass(frozen=True)
 class Stream:
-    """How an op that sums over its rows is told which rows count, where sequences begin, and what the sum
-    starts from: names of arguments. Segments of that many rows are added one after another."""
+    """For an op that sums over its rows: the names of the arguments for which rows count, where sequences
+    begin, and the initial value. Segments of `segment` rows are added one after another."""
 
     mask: str
     cuts: str
@@ -109,20 +109,20 @@ class Shared:
     """Gradients of arguments that all rows share, in an op whose padding rows do not count: they are sums
     over the rows that do."""
 
-    #: The argument that says which rows count.
+    #: The argument for which rows count.
     mask: str
     #: (args) -> the rows that count.
     live: Callable[[Args], Tensor]
-    #: (args, rows) -> rows as of `padding`, but such that only the mask keeps them from counting.
+    #: (args, rows) -> rows like those of `padding`, but excluded by the mask only.
     maskable: Callable[[Args, int], Args]
-    #: (args) -> arguments that change the schedule and nothing else, by what they say.
+    #: (args) -> arguments that change the schedule and nothing else, by description.
     schedules: Callable[[Args], Mapping[str, Args]]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How an op is told which of its rows act together, by names of arguments: how many rows each group has,
-    or where groups begin and the last one ends. A call without either has none."""
+    """For an op whose rows act in groups, the names of arguments: the size of groups, or where groups begin
+    and the last one ends. A call without either has no groups."""
 
     size: str
     bounds: str
@@ -131,7 +131,7 @@ class Groups:
 @dataclass(frozen=True)
 class Kernels:
     """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
-    meta tensors; `targets` are what they must compile for, on any machine: the one they are made for first.
+    meta tensors; `targets` are the targets that must compile on any machine, the main one first.
     """
 
     record: Callable[[Any, torch.dtype], None]
@@ -142,11 +142,11 @@ class Kernels:
     )
 
     def by_name(self) -> dict[str, tuple[str, int | str, int]]:
-        """The targets as people name them: `cuda:90`."""
+        """The targets by their usual names: `cuda:90`."""
         return {f"{kind}:{arch}": (kind, arch, width) for kind, arch, width in self.targets}
 
 
-#: Where in a tensor, and the bits that must be there.
+#: An index into a tensor, and the bits that must be there.
 Sample = tuple[tuple[Any, ...], Tensor]
 
 
@@ -163,12 +163,12 @@ class Proof:
     make: Callable[[Case, torch.device, InputOptions], Args]
     #: The truth, in plain differentiable PyTorch; precision follows the inputs' dtype.
     formula: Callable[[Args], tuple[Tensor, ...]]
-    #: Size of the largest intermediate behind every element of every output and gradient, from fp64
-    #: inputs, outputs, cotangents: the unit of the accuracy law's slack.
+    #: Size of the largest intermediate of every element of every output and gradient, from fp64 inputs,
+    #: outputs and cotangents: the unit of the accuracy law's slack.
     scale: Callable[[Args, Sequence[Tensor], Sequence[Tensor]], dict[str, Tensor]]
     #: Negative controls of the invariant law.
     controls: Sequence[Control]
-    #: Rows that must change nothing wherever they stand: (args, rows) -> row-wise arguments.
+    #: Rows that must change nothing wherever they are: (args, rows) -> row-wise arguments.
     padding: Callable[[Args, int], Args]
     #: Other strides and alignments of the same values.
     layouts: Sequence[str]
@@ -176,49 +176,49 @@ class Proof:
     #: Peak bytes beyond inputs, outputs and gradients: (case, backend, direction) -> bytes.
     memory: Callable[[Case, str, str], int]
     cases: Sequence[Case]
-    #: Cases large enough that a reordered sum must show, and that reach every schedule of the kernels.
+    #: Cases large enough that a reordered sum must change bits, and that reach every schedule of the kernels.
     bit_cases: Sequence[Case]
     memory_cases: Sequence[Case]
     mutants: Sequence[Mutant]
-    #: (args) -> args that break a value rule, and the flat index of the live row that does, or None where
-    #: no single row is to blame; None without such a rule.
+    #: (args) -> args that violate a value rule, and the flat index of the row that does, or None if no single
+    #: row does; None without such a rule.
     bad_value: Callable[[Args], tuple[Args, int | None]] | None
     #: Backends with kernels of their own.
     kernels: Mapping[str, Kernels]
 
-    #: The dimension of the contract that counts rows; or several, where they are of one size.
+    #: The dimension of the contract that counts rows; or several, if they have the same size.
     rows: str = "*"
-    #: Numbers of rows that are computed alone, beside half of a batch and all but one.
+    #: Numbers of rows that are computed alone, in addition to half of a batch and all but one.
     batch_sizes: Sequence[int] = (1, 2, 3, 7)
     #: For ops that sum over their rows; their outputs follow the laws of a stream instead of those of rows.
     stream: Stream | None = None
-    #: The numerics class by its own arithmetic, apart from every backend, on a sample of every output and
-    #: gradient: (args, cotangents or none) -> samples by name. None where there is no such model.
+    #: The exact bits of the numerics class, independent of every backend, on a sample of every output and
+    #: gradient: (args, cotangents or none) -> samples by name. None if there is no such model.
     exact: Callable[[Args, Sequence[Tensor]], dict[str, Sample]] | None = None
-    #: Cases on which backends of one class are held against each other.
+    #: Cases on which backends of one class are compared with each other.
     agree_cases: Sequence[Case] = ()
-    #: Backends that compute on the CPU wherever the tensors are: heavy cases are not for them, and no graph
-    #: can capture them.
+    #: Backends that compute on the CPU wherever the tensors are: they skip heavy cases, and no graph can
+    #: capture them.
     slow: tuple[str, ...] = ()
     #: Dimensions that must not be 0.
     positive: tuple[str, ...] = ()
-    #: What a check writes down without judging it: (device) -> facts. Asked on GPUs only.
+    #: Observations that a check records without judging them: (device) -> facts. On GPUs only.
     observe: Callable[[torch.device], list[dict[str, Any]]] | None = None
-    #: For ops with gradients of arguments that all rows share, which are told which rows count.
+    #: For ops with a mask and with gradients of arguments that all rows share.
     shared: Shared | None = None
     #: For ops whose rows act together in groups.
     groups: Groups | None = None
     #: Arguments that choose a schedule and change no result: a candidate need not take them.
     hints: tuple[str, ...] = ()
-    #: Options of cases that they cannot go without, where they have them: without them nobody promises bits.
+    #: Options without which a case that has them would promise no bits; they must not be dropped.
     essential: tuple[str, ...] = ()
-    #: What is judged of a call's outputs, where that is not all of them: (args, outputs) -> outputs.
+    #: The outputs that are judged, if not all: (args, outputs) -> outputs.
     judged: Callable[[Args, tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda args, outputs: outputs
     #: Options of cases whose calls have no gradient, though the op has one.
     without_gradient: tuple[str, ...] = ()
-    #: The invariant law in words of its own, for a function whose outputs are sums over the batch and whose
-    #: rows come in ways that a contract cannot say: (trial) -> checks.
+    #: An invariant law of its own, for a function whose outputs are sums over the batch and whose rows have
+    #: forms that a contract cannot express: (trial) -> checks.
     invariant: Callable[[Any], list[Any]] | None = None
-    #: Other calls that must have the same bits for the op's own reasons: (trial) -> checks, none where they
-    #: do not apply. Part of the agree law.
+    #: Other calls that must have the same bits, specific to the op: (trial) -> checks, none if they do not
+    #: apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None

@@ -1,6 +1,6 @@
-"""Every op's proof, loaded from its folder when a check or a bench first asks.
+"""The proofs of all ops, loaded from their folders when a check or a bench first needs them.
 
-A folder of `isobit.ops` has a module `proof` with a list `PROOFS`. Nothing else knows which there are.
+A folder of `isobit.ops` has a module `proof` with a list `PROOFS`. There is no other list of them.
 """
 
 import pkgutil
@@ -23,7 +23,7 @@ def proofs() -> dict[str, Proof]:
 
 
 def proof_of(op: Op) -> Proof:
-    if isinstance(op, Candidate):  # it is judged by what it serves
+    if isinstance(op, Candidate):  # judged by what it supports
         assert op.proof is not None
         return op.proof
     return proofs()[op.name]

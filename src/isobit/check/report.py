@@ -15,10 +15,10 @@ from isobit.check.worst import worst_first
 from isobit.op import OPS
 from isobit.stamp import stamp
 
-#: Columns that what is printed fits into, but for commands and names of cases.
+#: Maximum width of printed lines, except for commands and names of cases.
 COLUMNS = 80
 
-#: Version of the form of a file. In version 1 a case has no inputs, and a file no command.
+#: Version of the file format. In version 1 a case has no inputs, and a file no command.
 SCHEMA = 2
 
 
@@ -31,8 +31,8 @@ def to_json(
     nothing_ran: str | None = None,
 ) -> dict[str, Any]:
     """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals.
-    Observations are facts that were seen in the same run and that nobody promises. `command` repeats it.
-    `nothing_ran` says why nothing was checked, or nothing of an op that was named; that is no pass."""
+    Observations are facts from the same run that are not promised. `command` repeats it. `nothing_ran` is the
+    reason if nothing was checked, or nothing of an op that was named; that is not a pass."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
@@ -58,7 +58,7 @@ def to_json(
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """What a report comes to, in words."""
+    """The result of a report, in words."""
     if found["fail"]:
         return "1 cell FAILS" if found["fail"] == 1 else f"{found['fail']} cells FAIL"
     if found.get("nothing_ran"):
@@ -67,7 +67,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def _case(cell: Cell) -> dict[str, Any]:
-    """A cell with its inputs beside the rest, and with whatever its comparisons say of themselves."""
+    """A cell as a dictionary, with its inputs and the figures of its comparisons."""
     found = asdict(cell)
     inputs = found.pop("inputs")
     return {**found, **inputs}
@@ -87,8 +87,8 @@ def totals(cells: list[Cell]) -> dict[str, Any]:
 
 
 def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
-    """(op, backend, law) -> FAIL if a case failed, else ok if one is, else UNSUPPORTED: what tests hold the
-    expected matrix against."""
+    """(op, backend, law) -> FAIL if a case failed, else ok if one is, else UNSUPPORTED: tests compare this
+    with the expected matrix."""
     order = [UNSUPPORTED, OK, FAIL]
     found: dict[tuple[str, str, str], str] = {}
     for c in cells:
@@ -101,7 +101,7 @@ def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
 
 
 def progress(total: int, say: Callable[[str], None]) -> Callable[[Cell], None]:
-    """What says of each cell that it is done, and how many of all there are. What did not run is said by
+    """A function that prints each finished cell, with a running count. Cells that did not run are reported by
     reason, at the end."""
     done = 0
 
@@ -116,8 +116,8 @@ def progress(total: int, say: Callable[[str], None]) -> Callable[[Cell], None]:
 
 
 def table(cells: list[Cell], columns: int = COLUMNS) -> str:
-    """op and backend down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported. Where that is too wide,
-    counts alone under the first letters of the laws, and `3F` for three that failed."""
+    """Ops and backends down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported. If that is too wide,
+    only counts under the first letters of the laws, and `3F` for three failures."""
     seen = {c.law for c in cells}
     laws = [law for law in LAWS if law in seen]
     counts = {
@@ -155,7 +155,7 @@ def _in_short(count: Counter[str]) -> str:
 
 
 def worst(cells: list[Cell]) -> list[str]:
-    """For each op and backend, of all errors that have a bound the one that is nearest to it; and where."""
+    """For each op and backend, the error that is nearest to its bound, and where."""
     lines = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         for e in worst_first(vars(c) for c in cells if (c.op, c.backend) == (op, backend))[:1]:
@@ -191,7 +191,7 @@ _LACKS = "it does not take "
 
 
 def _reason(cell: Cell) -> str:
-    """Without the call that begins it: it stands beside."""
+    """Without the call that it begins with, which is printed beside it."""
     return cell.reason.removeprefix(f"{cell.op}(backend={cell.backend!r}): ")
 
 

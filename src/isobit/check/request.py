@@ -37,12 +37,12 @@ class Request:
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
-    brief: bool = False  # part of a check of all laws: the compile law takes less of a second dtype
+    brief: bool = False  # part of a check of all laws: the compile law does less for the second dtype
     tolerances: Tolerances = field(default_factory=Tolerances)
-    candidate: Candidate | None = None  # someone else's function, in the place of the op's backends
+    candidate: Candidate | None = None  # a user's function in place of the op's backends
 
     def for_law(self, name: str) -> "Request":
-        """The same without what this law does not read."""
+        """The same request without the flags that this law does not read."""
         found, default = self, Request()
         for flag in BEHIND:
             if flag not in LAWS[name].reads:
@@ -50,11 +50,11 @@ class Request:
         return found
 
     def given(self) -> dict[str, str]:
-        """The flags that not every law reads, as far as this request is other than a plain one."""
+        """The flags that not every law reads and that differ from their defaults."""
         return {flag: flag for flag in BEHIND if behind(self, flag) != behind(Request(), flag)}
 
     def command(self) -> str:
-        """The line that repeats this request."""
+        """The command that repeats this request."""
         parts = ["isobit check"]
         parts += [f"--op {name}" for name in self.ops] + [f"--backend {name}" for name in self.backends]
         if self.candidate is not None:
@@ -65,13 +65,13 @@ class Request:
         return " ".join([*parts, self.options()])
 
     def start(self, op: str, backend: str) -> str:
-        """How a line begins that repeats something of one op and backend, or of the candidate."""
+        """The beginning of a command that repeats something for one op and backend, or for the candidate."""
         if self.candidate is None:
             return f"isobit check --op {op} --backend {backend}"
         return f"isobit check --op {op} {self.candidate.flags}"
 
     def options(self) -> str:
-        """The flags that repeat this request, for reproduction lines and for the interpreter's process."""
+        """The flags that repeat this request, for reproduction commands and for worker processes."""
         parts = [f"--device {self.device}"]
         parts += [f"--arch-key {self.arch}"] if self.arch else []
         parts += [f"--tolerances {shlex.quote(self.tolerances.path)}"] if self.tolerances.path else []
@@ -96,7 +96,7 @@ class Request:
         return " ".join(parts)
 
 
-#: What of a request stands behind each flag that not every law reads.
+#: The attribute of a request for each flag that not every law reads.
 BEHIND = {
     "--dim": "dims", "--option": "vary", "--input-mode": "data", "--seed": "inputs.seed",
     "--constant-value": "inputs.constant", "--token-value": "inputs.token", "--no-gradient": "gradient",
@@ -120,8 +120,7 @@ def changed(request: Request, flag: str, value: Any) -> Request:
 
 
 def ops_of(request: Request) -> list[Op]:
-    """The ops that are named; without names all, or of all those that have dimensions and options of these
-    names."""
+    """The named ops; without names all of them, or those that have dimensions and options of these names."""
     if request.candidate is not None:
         return [request.candidate]
     if request.ops:
@@ -139,7 +138,7 @@ def check_options(ops: Sequence[Op], request: Request) -> None:
 
 
 def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
-    """Ops and backends. A backend that only some of the ops have is looked for in those."""
+    """Ops and backends. A backend that only some of the ops have is selected for those."""
     known = {op.name: [b.name for b in op.backends] for op in ops}
     there = dict.fromkeys(name for names in known.values() for name in names)
     for name in request.backends:
@@ -155,7 +154,7 @@ def small_args(op: Op, device: torch.device) -> Args:
 
 
 def cases_of(op: Op, law: str, request: Request) -> list[Case]:
-    """The cases a law runs on: declared ones, or the one the command line describes."""
+    """The cases on which a law runs: declared ones, or the one that the command line describes."""
     proof, chosen, request = proof_of(op), LAWS[law], request.for_law(law)
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
@@ -170,14 +169,14 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
     if request.vary:
         cases = list({c.name: c for c in (varied(c, request.vary) for c in cases)}.values())
     if request.dtypes:
-        # Every law sees every dtype that is asked for, not only those its cases were declared with.
+        # Every law runs in every requested dtype, not only in those of its declared cases.
         recast = [replace(c, dtype=d) for c in cases for d in request.dtypes]
         cases = list({c.name: c for c in recast}.values())
     return [c for c in cases if request.case in (None, c.name)]
 
 
 def described(op: Op, case: Case, request: Request, arch: str) -> dict[str, Any]:
-    """From what the inputs and the bound of a case can be made again, as JSON holds it."""
+    """Everything needed to make the inputs and the bound of a case again, as JSON."""
     return {
         "op_class": proof_of(op).op_class,
         "dtype": dtype_name(case.dtype),
@@ -193,8 +192,8 @@ def described(op: Op, case: Case, request: Request, arch: str) -> dict[str, Any]
 
 
 def _check_dims(op: Op, dims: dict[str, int]) -> dict[str, int]:
-    """The dimensions in the order that the op declares them; those that are not given are those of a small
-    declared case that has the others."""
+    """The dimensions in the order that the op declares; missing ones are taken from a small declared case
+    with the given ones."""
     proof = proof_of(op)
     having = [c for c in (small_case(proof), *proof.cases) if set(dims) <= set(c.dims)]
     if having:
@@ -215,7 +214,7 @@ def _order_of(op: Op, dims: dict[str, int]) -> tuple[str, ...] | None:
 
 
 def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None:
-    """A case that is named must be a declared one, of any of the ops."""
+    """A case that is named must be declared by one of the ops."""
     if request.case is None or request.dims is not None:
         return
     free = replace(request, case=None)

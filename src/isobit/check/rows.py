@@ -1,8 +1,7 @@
-"""Where the rows of an op's tensors lie, read from its contract.
+"""Which axis of an op's tensors has the rows, read from its contract.
 
-Rows are counted by one dimension, `*` unless the op's proof names another (or several, of the same size). A
-tensor whose spec has that dimension has a line of it for every row, on one axis; all others are shared by all
-rows.
+Rows are one dimension, `*` unless the op's proof names another (or several, of the same size). A tensor whose
+spec has that dimension has rows on that axis; all others are shared by all rows.
 """
 
 from collections.abc import Sequence
@@ -20,15 +19,15 @@ from isobit.op import Op
 @dataclass(frozen=True)
 class Rows:
     """The axes of rows, counted from the end, by argument and by output; None for an output without rows.
-    They hold once the leading shape is one dimension: see `flat`."""
+    They are valid once the leading shape is one dimension: see `flat`."""
 
     args: dict[str, int]
     outputs: tuple[int | None, ...]
     merged: bool
 
     def flat(self, args: Args) -> Args:
-        """The same arguments with one leading dimension instead of any number of them, where those are what
-        counts the rows."""
+        """The same arguments with one leading dimension instead of any number of them, if these are the
+        rows."""
         if not self.merged:
             return args
         return args | {n: _one_leading(args[n], -self.args[n]) for n in self.present(args)}
@@ -38,8 +37,8 @@ class Rows:
         return int(args[name].shape[self.args[name]])
 
     def present(self, args: Args) -> list[str]:
-        """The arguments with rows that are given, as tensors: optional ones may not be there, and a number
-        may stand for all rows."""
+        """The arguments with rows that are given as tensors: optional ones may be missing, and one number may
+        stand for all rows."""
         return [n for n in self.args if isinstance(args.get(n), Tensor)]
 
     def select(self, args: Args, index: Tensor) -> Args:
@@ -47,7 +46,7 @@ class Rows:
         return args | {n: args[n].index_select(self.args[n], index) for n in self.present(args)}
 
     def join(self, *parts: Args) -> Args:
-        """Rows of several batches in one; what is no row is taken from the first."""
+        """The rows of several batches in one; other arguments are taken from the first."""
         first = parts[0]
         names = self.present(first)
         return first | {n: torch.cat([p[n] for p in parts], self.args[n]) for n in names}
@@ -86,6 +85,6 @@ def _axis(spec: Spec, dims: Sequence[str]) -> int | None:
 
 
 def _one_leading(t: Tensor, keep: int) -> Tensor:
-    """The last `keep` - 1 dimensions as they are, all before them as one."""
+    """The last `keep` - 1 dimensions unchanged, all before them flattened into one."""
     lead = t.ndim - (keep - 1)
     return t.flatten(0, lead - 1) if lead else t[None]

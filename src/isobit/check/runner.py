@@ -1,4 +1,5 @@
-"""Which laws hold: every op x backend x case x law that can exist on this machine, and nothing aborts it."""
+"""Runs every combination of op, backend, case and law that is possible on this machine; no exception stops
+it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ def run(
     request: Request, progress: Callable[[Cell], None] = lambda cell: None, part: bool = False
 ) -> list[Cell]:
     """Every cell of the request. A request that selects nothing is an error, not a pass; unless it is a part
-    of another one, of which the rest may select more."""
+    of another one, whose other parts may select more."""
     cells: list[Cell] = []
 
     def done(cell: Cell) -> None:
@@ -66,7 +67,7 @@ def run(
 
 
 def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell], Any]:
-    """As a run of one process would find them."""
+    """The order in which a single process would find them."""
     laws = list(LAWS)
     known = [(op.name, backend) for op, backend in pairs]
     cases = {
@@ -83,7 +84,7 @@ def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell],
 
 
 class NothingRan(ContractError):
-    """A check that is asked for in vain: nothing ran, or nothing of an op that was named. `cells` say why."""
+    """A check without result: nothing ran, or nothing of an op that was named. `cells` have the reasons."""
 
     def __init__(self, message: str, cells: list[Cell]) -> None:
         super().__init__(message)
@@ -103,9 +104,8 @@ def _something_ran(cells: list[Cell], request: Request) -> None:
 def quick_check(
     op_name: str, device: torch.device, backend: str | None = None, options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Failures of an op that make it not fit to be timed here; none if it is. Small cases with these options,
-    on this backend or the one that serves by default: a matter of seconds. The whole proof is `isobit
-    check`."""
+    """Failures because of which an op must not be timed here; none if it may. Runs small cases with these
+    options, on this backend or the default one: a matter of seconds. The whole proof is `isobit check`."""
     name = backend or default_backend(known_op(op_name), device)
     wanted = ("accuracy", "gradient", "repeatable", "invariant")
     asked = Request(ops=(op_name,), backends=(name,), laws=wanted, device=device, heavy=False)
@@ -121,7 +121,7 @@ def default_backend(op: Op, device: torch.device) -> str:
 
 
 def observations(request: Request) -> list[dict[str, Any]]:
-    """What the ops of a request want written down beside their laws, on a GPU: facts, not promises."""
+    """Observations that the ops of a request record on a GPU: facts, not promises."""
     if request.device.type != "cuda" or "agree" not in (request.laws or LAWS) or not request.heavy:
         return []
     asked = ((op.name, proof_of(op).observe) for op in ops_of(request))
@@ -142,9 +142,8 @@ def _interpretable(op: Op, backend: str, request: Request) -> bool:
 
 
 def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
-    """Asked of a worker: what needs Triton's interpreter where this process compiles kernels; and in a check
-    of everything on a CPU compilation too, which takes as long as all the rest where no cache knows a
-    kernel."""
+    """Runs in a worker: what needs Triton's interpreter if this process compiles kernels; and in a check of
+    everything on a CPU also compilation, which takes as long as all the rest if kernels are not cached."""
     if triton_is_interpreted() or request.device.type != "cpu":
         return False
     if law == "compile":
@@ -154,7 +153,7 @@ def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
 
 def _is_shared(op: Op, request: Request) -> bool:
     """Whether workers take the small cases of all laws: on a GPU, where compiling kernels takes most of the
-    time. Large cases stay here, one after another: several would not fit into memory."""
+    time. Large cases stay in this process, one after another: several would not fit in memory."""
     one = request.case is not None or request.dims is not None
     return request.device.type == "cuda" and not one and not isinstance(op, Candidate)
 
@@ -164,7 +163,7 @@ def _is_large(case: Case) -> bool:
 
 
 def _shared(op: Op, backend: str, request: Request) -> list[Request]:
-    """What is asked of workers on a GPU, case by case."""
+    """The requests for workers on a GPU, case by case."""
     never = _cannot_serve(op, backend, request.device)
     return [
         replace(asked, ops=(op.name,), backends=(backend,), laws=(law,), case=case.name)
@@ -177,7 +176,7 @@ def _shared(op: Op, backend: str, request: Request) -> list[Request]:
 
 
 def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
-    """What is asked of workers, law by law."""
+    """The requests for workers, law by law."""
     if _is_shared(op, request):
         return _shared(op, backend, request)
     laws = [law for law in request.laws or LAWS if _is_elsewhere(op, backend, law, request)]
@@ -226,7 +225,7 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
 
 
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
-    """The reason why a backend can serve nothing on this device, if there is one."""
+    """The reason why a backend can serve nothing on this device, or None."""
     try:
         op.explain(**small_args(op, device), backend=backend)
     except UnsupportedError as why:
@@ -257,7 +256,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     except LawBroken as broken:
         cell.status, cell.reason = FAIL, str(broken)
     except Exception as error:
-        # A backend may raise anything; the suite goes on and the row says what and where.
+        # A backend may raise anything; the suite continues, and the row says what and where.
         where = raised_at(error, op, backend, __file__)
         cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"
     cell.seconds = time.perf_counter() - start
@@ -265,8 +264,8 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
 
 
 def _is_brief(op: Op, case: Case, request: Request) -> bool:
-    """A check of all laws would compile for half of its time, and twice what differs in a dtype alone. Who
-    names the law or a dtype gets all of it."""
+    """A check of all laws would spend half of its time compiling, much of it twice for two dtypes. If the law
+    or a dtype is named, everything is compiled."""
     return request.brief and not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
 
 
@@ -281,7 +280,7 @@ def _fits(op: Op, case: Case, device: torch.device) -> None:
 
 
 def _command(op: Op, backend: str, law: str, case: Case | None, request: Request) -> str:
-    """The line that repeats a cell; without a case, all cells of its law."""
+    """The command that repeats a cell; without a case, all cells of its law."""
     if request.candidate is not None and request.candidate.flags is None:
         # No command line could import the function.
         only = "" if case is None or request.dims is not None else f", case={case.name!r}"

@@ -1,12 +1,12 @@
-"""How much slack errors have: the table of isobit, and a file of the caller's own beside it.
+"""The slack of errors: isobit's table, and an optional file of the user.
 
-A file has the form of `tolerances.json`, and only the figures that differ:
+A file has the form of `tolerances.json`, with only the figures that differ:
 
     {"classes": {"logprob": {"forward": {"bf16": 2.0}}},
      "arch": {"sm_90": {"logprob": {"gradient": {"fp32": 0.5}}}}}
 
-A figure is units in the last place, of 2^-23 (2^-52 for fp64), of the scale behind an element. Figures of an
-architecture come before those of all, and the caller's before isobit's.
+A figure is in units in the last place, of 2^-23 (2^-52 for fp64), of the scale of an element. Figures of an
+architecture take precedence over general ones, and the user's over isobit's.
 """
 
 import json
@@ -19,19 +19,19 @@ import torch
 
 from isobit.contract import ContractError, dtype_name
 
-#: What the keys of a figure may be, beside the op class: direction and dtype.
+#: The keys of a figure, beside the op class: direction and dtype.
 DIRECTIONS, DTYPES = ("forward", "gradient"), ("bf16", "fp16", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Figures of a file of the caller's; of none, by default."""
+    """The figures of the user's file; by default there is none."""
 
     path: str | None = None
     table: dict[str, Any] = field(default_factory=dict)
 
     def ulps(self, op_class: str, direction: str, dtype: torch.dtype, arch: str) -> float:
-        """The slack of an op class and dtype on an architecture; 1 for what no table names."""
+        """The slack of an op class and dtype on an architecture; 1 if no table has it."""
         name = dtype_name(dtype)
         for table in (self.table, _own()):
             for classes in (table.get("arch", {}).get(arch, {}), table.get("classes", {})):
@@ -41,17 +41,17 @@ class Tolerances:
         return 1.0
 
     def has(self, op_class: str, direction: str, dtype: torch.dtype, arch: str) -> bool:
-        """Whether the caller's file says something about this figure."""
+        """Whether the user's file has this figure."""
         tables = (self.table.get("arch", {}).get(arch, {}), self.table.get("classes", {}))
         return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
 
     def has_on(self, arch: str, op_class: str, direction: str, dtype: torch.dtype) -> bool:
-        """Whether any table has a figure of this architecture alone."""
+        """Whether any table has a figure for this architecture only."""
         tables = (table.get("arch", {}).get(arch, {}) for table in (self.table, _own()))
         return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
 
     def looser(self) -> list[str]:
-        """The figures of the file that allow more than isobit's do. A report must name them."""
+        """The figures of the file that allow more than isobit's. A report must name them."""
         lines = []
         for arch, classes in (("", self.table.get("classes", {})), *self.table.get("arch", {}).items()):
             for op_class, by_direction in classes.items():
@@ -73,7 +73,7 @@ def _own() -> dict[str, Any]:
 
 
 def read_tolerances(path: Path) -> Tolerances:
-    """The figures of a file; an error that says where it is not what it should be."""
+    """The figures of a file; an error that says what is wrong where."""
     try:
         table = json.loads(path.read_text())
     except (OSError, ValueError) as error:

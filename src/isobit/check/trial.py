@@ -1,4 +1,4 @@
-"""One op on one backend, device and case: run it and hold what comes back to its form."""
+"""One op on one backend, device and case: runs it and checks the form of the results."""
 
 import inspect
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from isobit.check.tolerances import Tolerances
 from isobit.contract import dtype_name
 from isobit.op import Op
 
-#: Ends what is said of a control that changes nothing in a candidate.
+#: The end of the message about a control that changes nothing in a candidate.
 SILENT = "changes no bit of this function"
 
 
 class Unsupported(Exception):
-    """This law cannot apply to this backend here; the message says why."""
+    """This law does not apply to this backend here; the message is the reason."""
 
 
 class LawBroken(Exception):
-    """A promise that does not come down to comparing numbers was broken."""
+    """A promise was broken that is not a comparison of numbers."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Trial:
     gradient: bool = True
     grad_mode: str = "random"
     grad_seed: int = 123
-    given: tuple[Tensor, ...] | None = None  # cotangents to use instead of drawing them
-    only: tuple[str, ...] | None = None  # take no other gradients than these
-    bound: str | None = None  # any backend of this numerics class instead of the one that is named
-    targets: tuple[str, ...] = ()  # compile for no others than these; for all if there are none
+    given: tuple[Tensor, ...] | None = None  # cotangents to use instead of random ones
+    only: tuple[str, ...] | None = None  # compute these gradients only
+    bound: str | None = None  # any backend of this numerics class instead of the named one
+    targets: tuple[str, ...] = ()  # compile for these only; for all if empty
     brief: bool = False  # compile one call of each kernel, for its first target
     tolerances: Tolerances = field(default_factory=Tolerances)
 
@@ -58,7 +58,8 @@ class Trial:
         return self.op.backend_named(self.backend).numerics_on(self.device)
 
     def in_class(self, args: Args) -> "Trial":
-        """The same, but where this backend cannot serve another of its class does: both promise one thing."""
+        """The same trial; but if this backend cannot serve, with another of its class, which promises the
+        same bits."""
         try:
             self.op.explain(**args, backend=self.backend)
         except UnsupportedError:
@@ -66,7 +67,7 @@ class Trial:
         return self
 
     def controls(self, validate: bool | None = None, alone: bool = False) -> Args:
-        """What a call says beside its arguments: who serves, and that every optional output is wanted."""
+        """The controls of a call: which backend serves it, and that every optional output is requested."""
         found: Args = {"validate": validate, "numerics": self.bound}
         found["backend"] = self.backend if self.bound is None else None
         assert self.op.function is not None
@@ -76,7 +77,8 @@ class Trial:
         return found | ({} if alone else dict.fromkeys(flags, True))
 
     def call(self, args: Args, validate: bool | None = None, alone: bool = False) -> tuple[Tensor, ...]:
-        """The public function, asked for every output; or `alone`, as most call it, for nothing optional."""
+        """The public function with every output; or `alone`, as most callers use it, without optional
+        ones."""
         assert self.op.function is not None
         refused = self.refusal(args)
         if refused is not None:
@@ -86,11 +88,12 @@ class Trial:
         return several if alone else self.proof.judged(args, several)
 
     def refusal(self, args: Args) -> str | None:
-        """Why a candidate cannot be asked for this call. Of isobit's own backends the op says it itself."""
+        """Why a candidate cannot be called with these arguments. For isobit's own backends the op itself
+        raises an error."""
         return self.op.refusal(args) if isinstance(self.op, Candidate) else None
 
     def leaves(self, args: Args) -> list[str]:
-        """Arguments that get a gradient in this call: optional ones may not be there, and some calls have
+        """Arguments that get a gradient in this call: optional ones may be missing, and some calls have
         none."""
         if self.case.options.keys() & set(self.proof.without_gradient):
             return []
@@ -101,7 +104,7 @@ class Trial:
         return self.proof.make(case or self.case, self.device, self.inputs)
 
     def forward(self, args: Args, validate: bool | None = None) -> tuple[Tensor, ...]:
-        """Outputs for private copies of the arguments, which must come back as they went."""
+        """Outputs for private copies of the arguments, which must not be modified."""
         mine = cloned(args)
         outputs = self.call(mine, validate)
         self._well_formed(args, outputs)
@@ -137,9 +140,9 @@ class Trial:
         return tuple(o.detach() for o in outputs), grads
 
     def cotangents(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Random by element, so that no wrong factor can hide; drawn on the CPU, so that they depend on
-        nothing but the seed and the position. Only the many of a heavy case are drawn where they will live:
-        on a CPU that takes longer than all the rest."""
+        """Random per element, so that no wrong factor can hide; drawn on the CPU, so that they depend only on
+        the seed and the position. Those of a heavy case are drawn on the device: on a CPU that would take
+        longer than all the rest."""
         if self.given is not None:
             return list(self.given)
         where = self.device if self.case.heavy else torch.device("cpu")
@@ -154,23 +157,23 @@ class Trial:
         return found
 
     def control(self, what: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputCheck:
-        """A change that must alter bits, or equal bits elsewhere prove nothing."""
+        """A change that must alter bits, or equal bits elsewhere would prove nothing."""
         pairs = list(zip(before, after, strict=True))
         if any(a.data_ptr() == b.data_ptr() and a.numel() for a, b in pairs):
             raise LawBroken(f"the control of {what} compares a tensor with itself")
         changed = sum(int(differing(a, b).sum()) for a, b in pairs)
         if changed:
             return passed("control", f"{what} changes bits, as it must: {changed} elements")
-        if isinstance(self.op, Candidate):  # the changes are those that show in isobit's orders of sums
+        if isinstance(self.op, Candidate):  # the changes are visible in isobit's orders of sums, not in any
             return passed("control", f"{what} {SILENT}")
-        # Declared cases were to be large enough for it, those from the command line may be too small.
+        # Declared cases are large enough by design; those from the command line may be too small.
         declared = (*self.proof.bit_cases, *self.proof.agree_cases)
         if all(self.case.dims != case.dims for case in declared):
             raise Unsupported(f"these inputs are too few to show an order: {what} changes no bit")
         return failure("control", f"{what} changed no bit: these inputs cannot show a wrong order")
 
     def conclusive(self, checks: list[OutputCheck]) -> list[OutputCheck]:
-        """The checks, if they prove something: equal bits of a candidate do where one control at least has
+        """The checks, if they prove something: equal bits of a candidate do if at least one control has
         changed bits."""
         controls = [check for check in checks if check.output == "control"]
         if controls and all(c.message.endswith(SILENT) for c in controls) and all(c.passed for c in checks):
@@ -202,7 +205,8 @@ class Trial:
 def with_gradient(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs that have a gradient, and their cotangents. Beside a loss stand numbers that have none."""
+    """Outputs that have a gradient, and their cotangents. Other outputs (statistics beside a loss) have
+    none."""
     pairs = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if o.requires_grad]
     return [o for o, _ in pairs], [g for _, g in pairs]
 

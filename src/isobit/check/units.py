@@ -1,4 +1,4 @@
-"""What a batch is cut into without changing a result: single rows, or groups of rows that act together."""
+"""The parts of a batch that are independent: single rows, or groups of rows that act together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from isobit.check.proof import Args, Groups, Proof
 
 @dataclass(frozen=True)
 class Units:
-    """The rows of each unit, in order. `groups` says how an op is told where they are; of rows it is not."""
+    """The rows of each unit, in order. `groups` names the arguments that define groups; None for single
+    rows."""
 
     sizes: Sequence[int]
     groups: Groups | None
@@ -30,16 +31,16 @@ class Units:
         found = [torch.arange(first[i], first[i + 1]) for i in index.tolist()]
         return torch.cat([torch.arange(0), *found]).to(self.device)
 
-    def told(self, args: Args, index: Sequence[int]) -> Args:
-        """Arguments whose rows are those of these units, and which say so."""
-        if self.groups is None or args[self.groups.bounds] is None:  # groups of one size are as they were
+    def args_of(self, args: Args, index: Sequence[int]) -> Args:
+        """The arguments for these units only, with adjusted group bounds."""
+        if self.groups is None or args[self.groups.bounds] is None:  # groups of equal size need no change
             return args
         bounds = torch.tensor([0, *accumulate(self.sizes[i] for i in index)], device=self.device)
         return args | {self.groups.bounds: bounds.to(args[self.groups.bounds].dtype)}
 
 
 def units_of(proof: Proof, args: Args, rows: int, device: torch.device) -> Units:
-    """Rows, unless these arguments say that some of them act together."""
+    """Single rows, unless these arguments define groups."""
     groups = proof.groups
     if groups is not None and args[groups.size] is not None:
         size = args[groups.size]

@@ -1,9 +1,9 @@
-"""Processes beside the one that checks: they are sent requests, and answer with cells as they are done.
+"""Worker processes of a check: they receive requests, and return cells as they are done.
 
-On a CPU most are in Triton's interpreter, and apart because Triton decides when it decorates a kernel whether
-it is compiled or interpreted. On a GPU there are more of them, because compiling kernels takes most of the
-time. Starting one takes as long as many a law, so they share all requests. One that dies has broken one
-request; another is started for the next.
+On a CPU most of them run Triton's interpreter. They must be separate processes, because Triton decides when
+it decorates a kernel whether it is compiled or interpreted. On a GPU there are more of them, because
+compiling kernels takes most of the time. Starting one takes as long as many laws, so all requests share them.
+If a worker dies, only its current request fails; another one is started for the next.
 """
 
 import json
@@ -21,8 +21,8 @@ from isobit.check import process
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request
 
-#: Processes that work at a time on a CPU, beside the one that asks; and the most of them on a GPU, where each
-#: takes half a gigabyte before it has begun.
+#: Number of workers on a CPU, beside this process; and the maximum on a GPU, where each takes half a gigabyte
+#: before it starts.
 WORKERS, ON_A_GPU = 2, 12
 
 
@@ -37,7 +37,7 @@ class Cells:
         self._queue.put(cell)
 
     def now(self) -> Iterator[Cell]:
-        """Those that are there."""
+        """Cells that are available now."""
         while not self._ended and not self._queue.empty():
             yield from self._next()
 
@@ -53,7 +53,7 @@ class Cells:
 
 
 def how_many(requests: list[Request]) -> int:
-    """Processes that requests are worth."""
+    """How many processes are worth starting for these requests."""
     on_a_gpu = any(request.device.type == "cuda" for request in requests)
     return min(most_on_a_gpu() if on_a_gpu else WORKERS, len(requests))
 
@@ -64,7 +64,7 @@ def most_on_a_gpu() -> int:
 
 
 def start(requests: list[Request]) -> Cells:
-    """Begin with the requests, each of one op, backend and law."""
+    """Start working on the requests, each for one op, backend and law."""
     cells, count = Cells(), how_many(requests)
     left: SimpleQueue[Request] = SimpleQueue()
     for request in requests:
@@ -86,10 +86,10 @@ def start(requests: list[Request]) -> Cells:
             with ThreadPoolExecutor(max(count, 1)) as pool:
                 threads = [pool.submit(work) for _ in range(count)]
             for thread in threads:
-                if error := thread.exception():  # whoever waits for the cells must hear of it
+                if error := thread.exception():  # whoever waits for the cells must learn of it
                     cells.put(_broken(requests[0], f"{type(error).__name__}: {error}"))
         finally:
-            cells.put(None)  # or whoever waits would wait for ever
+            cells.put(None)  # or whoever waits would wait forever
 
     Thread(target=work_all, daemon=True).start()
     return cells
@@ -97,8 +97,8 @@ def start(requests: list[Request]) -> Cells:
 
 @contextmanager
 def beside(requests: list[Request]) -> Iterator[None]:
-    """Inside, PyTorch leaves a core to every worker: threads of one operation wait for each other, and a
-    thread that waits keeps a core busy. On two cores they took twice the time of one."""
+    """Inside of this context PyTorch leaves a core to every worker: threads of one operation wait for each
+    other by spinning, which keeps cores busy. On two cores they took twice the time of one."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, before - how_many(requests)))
     try:
@@ -118,7 +118,7 @@ def _interpreted(request: Request) -> bool:
 
 
 class _Worker:
-    """One process that interprets and one that compiles, once they are needed; one of them works."""
+    """One interpreting and one compiling process, started when needed; one of them works at a time."""
 
     def __init__(self) -> None:
         self.processes: dict[bool, subprocess.Popen[str]] = {}
@@ -145,8 +145,8 @@ class _Worker:
 
 
 def _started(interpreted: bool) -> "subprocess.Popen[str]":
-    # The interpreter is numpy, which warns about every NaN and infinity that kernels are given on purpose.
-    # Its matrices are small: threads for them would take a core from the other worker to wait on.
+    # The interpreter is numpy, which warns about every NaN and infinity that kernels get on purpose. Its
+    # matrices are small: threads for them would only take a core from the other worker.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
            "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
     return process.started("isobit.check.workers", env if interpreted else None)
@@ -157,7 +157,7 @@ def _answer(request: Request) -> None:
     from isobit.check.runner import run  # which imports this file
 
     run(request, lambda cell: print(json.dumps(vars(cell)), flush=True), True)
-    if torch.cuda.is_initialized():  # what it keeps, the others cannot have
+    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
         torch.cuda.empty_cache()
 
 

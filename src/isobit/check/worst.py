@@ -1,11 +1,11 @@
-"""Errors beside the bounds that they were held against, the worst first: for the console and for pages."""
+"""Errors with their bounds, the worst first: for the console and for pages."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Laws that hold errors against a bound.
+#: Laws that compare errors with a bound.
 LAWS = ("accuracy", "gradient")
 
 
@@ -24,14 +24,14 @@ class Error:
 
     @property
     def share(self) -> float:
-        """Of the bound that is used up: beyond 1 it fails. What is no number is beyond any bound."""
+        """The fraction of the bound that is used: above 1 it fails. NaN is beyond any bound."""
         if self.ours == 0:
             return 0.0
         return self.ours / self.bound if self.bound > 0 and math.isfinite(self.ours) else math.inf
 
 
 def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
-    """Errors of all outputs of these cells, as JSON holds them. What failed stands before all others."""
+    """Errors of all outputs of these cells, from their JSON form. Failures come before all others."""
     found = [
         _error(case, output)
         for case in cases if case["law"] in LAWS
@@ -42,7 +42,7 @@ def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
 
 def _error(case: Mapping[str, Any], output: Mapping[str, Any]) -> Error:
     ours, torchs, slack = (float(output[name]) for name in ("worst_abs", "torch_abs", "atol"))
-    # Where plain torch itself has no number, it excuses nothing.
+    # Where plain torch itself has no number, its error is not added to the bound.
     bound = slack + (torchs if math.isfinite(torchs) else 0.0)
     where = (case["op"], case["backend"], case["case"], output["output"])
     return Error(*where, ours, torchs, bound, output["passed"])
