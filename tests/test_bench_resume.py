@@ -47,10 +47,10 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
     assert cases(report) == NAMES and json.loads(path.read_text()) == report
     assert report["rows"][0] == before["rows"][0] and report["notes"] == []
     assert report["stamp"] == before["stamp"]  # one copy speed for all floors
-    assert "1 of 3 cases are there already" in said and not [t for t in said if "N=7" in t]
+    assert "1 of 3 cases are already in the file" in said and not [t for t in said if "N=7" in t]
     said.clear()
     assert bench(tmp_path, resume=True, say=said.append) == report
-    assert "3 of 3 cases are there already" in said
+    assert "3 of 3 cases are already in the file" in said
 
 
 def test_without_resume_all_is_timed_anew(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_run_stops_between_cases_and_says_what_is_left(
     report = bench(tmp_path, minutes=9, say=said.append)
     assert cases(report) == NAMES[:2]  # a third would end after twelve
     assert report["notes"] == ["unfinished: 1 of 3 cases are not timed"]
-    assert "stopped for want of time: 1 of 3 cases are left (logp N=9 V=33 bf16)" in said
+    assert "stopped, out of time: 1 of 3 cases are left (logp N=9 V=33 bf16)" in said
     assert json.loads((tmp_path / "cpu" / "logp.json").read_text()) == report
     assert cases(bench(tmp_path, minutes=9, resume=True)) == NAMES
 

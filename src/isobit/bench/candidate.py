@@ -1,4 +1,4 @@
-"""Someone else's function in a benchmark: a rival named `candidate`, checked before it is timed."""
+"""A user's function in a benchmark: a rival named `candidate`, checked before it is timed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +18,12 @@ from isobit.check.runner import run
 
 NAME = "candidate"
 
-#: Laws that it must keep to be timed. Bits that do not depend on the batch are isobit's promise, not its own.
+#: Laws that it must pass to be timed. Bits that do not depend on the batch are only isobit's promise.
 LAWS = ("accuracy", "gradient")
 
 
 def with_candidate(subject: Subject, candidate: Candidate) -> Subject:
-    """The subject with the candidate beside the rivals, in every kind of call of its op."""
+    """The subject with the candidate as a rival, in every series of its op."""
     rival = Rival(
         NAME, partial(_call, candidate), directions=None if candidate.differentiable else ("fwd",),
         prepare=partial(_asked, candidate), takes=None,
@@ -43,7 +43,7 @@ def check_candidate(candidate: Candidate, device: torch.device, say: Callable[[s
 
 
 def _asked(candidate: Candidate, args: Args) -> Args:
-    """The arguments of a call that it can be asked for. Looked at before anything is timed."""
+    """The arguments of a call, if the candidate supports it. Checked before anything is timed."""
     reason = candidate.refusal(args)
     if reason is not None:
         raise UnsupportedError(reason)

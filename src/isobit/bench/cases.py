@@ -1,4 +1,4 @@
-"""What can be timed, and at which sizes: those a series declares, those asked for, small ones for a CPU."""
+"""What can be timed, and at which sizes: declared ones, requested ones, small ones for a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,29 +11,29 @@ from isobit.check.proof import DTYPES, Case
 from isobit.contract import ContractError
 from isobit.op import Op, known_op
 
-#: Bytes and operations of a case that a CPU times within a second.
+#: Bytes and operations of a case that a CPU can time within a second.
 CPU_BYTES, CPU_FLOPS = 4 << 20, 16 << 20
 
 
 def case_name(case: Case) -> str:
-    """The case by sizes, dtype and options; what kind of data fills it does not matter here."""
+    """The case by sizes, dtype and options; its kind of data does not matter here."""
     return replace(case, data="edge").name
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a benchmark is of: the ops of one folder, or a suite. `file` names its results."""
+    """The subject of a benchmark: the ops of one folder, or a suite. `file` is the name of its results."""
 
     name: str
-    flag: str  # "--op" or "--suite": how the command line asks for it
+    flag: str  # "--op" or "--suite": the flag of the command line
     file: str
     series: Sequence[Series]
     backends: tuple[str, ...]
-    candidate: str | None = None  # flags that name someone else's function beside the rivals
+    candidate: str | None = None  # flags that name a user's function beside the rivals
 
     @property
     def ops(self) -> list[str]:
-        """The ops whose kernels decide its numbers."""
+        """The ops whose kernels determine its numbers."""
         own = [one.op.name for one in self.series if one.op is not None]
         return list(dict.fromkeys([*own, *(name for one in self.series for name in one.needs)]))
 
@@ -48,7 +48,7 @@ def subject_of(op: Op) -> Subject:
 
 
 def suite_of(name: str) -> Subject:
-    """The suite of this name, or an error that lists those there are."""
+    """The suite of this name, or an error that lists the known ones."""
     from isobit.bench.suites import series_of_suite, suite_names
 
     if name not in suite_names():
@@ -59,7 +59,7 @@ def suite_of(name: str) -> Subject:
 
 
 def series_of(op: Op) -> list[Series]:
-    """What is timed of an op and of those that share its folder: `SERIES` of the folder's `rivals`."""
+    """What is timed for an op and those that share its folder: `SERIES` of the folder's `rivals`."""
     return list(import_module(f"{op.package}.rivals").SERIES)
 
 
@@ -73,8 +73,8 @@ def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
 
 
 def parse_case(text: str, of: Op | Subject) -> Case:
-    """`N=4096,V=50257,dtype=bf16` as a case of an op or a suite; its dimensions are those of a declared
-    case."""
+    """Parses `N=4096,V=50257,dtype=bf16` as a case of an op or a suite; it must have the dimensions of a
+    declared case."""
 
     def error(rule: str) -> ContractError:
         return ContractError(f"{of.name}(case: {text!r}): {rule}")
@@ -105,8 +105,8 @@ def parse_case(text: str, of: Op | Subject) -> Case:
 
 
 def small_cases(series: Series) -> list[Case]:
-    """What a series declares for a CPU; else one declared case of each set of dimensions, halved until a CPU
-    can time it, the last dimension spared longest."""
+    """The cases that a series declares for a CPU; else one declared case of each set of dimensions, halved
+    until a CPU can time it, the last dimension last."""
 
     def too_large(dims: dict[str, int], case: Case) -> bool:
         cost = series.cost(dims, case.dtype)

@@ -16,16 +16,16 @@ from typing import Any
 from isobit.bench.goals import Cell, cells
 from isobit.bench.report import format_stamp
 
-#: Colours that stay apart for most eyes, and from white and from black paper; ours is the first. Shapes
-#: beyond them begin anew, dashed.
+#: Colours that most people can distinguish, on white and on black; ours is the first. With more shapes the
+#: colours repeat, dashed.
 COLOURS = ("#1a7fc4", "#cf5a00", "#00936b", "#c065a0", "#7d64d0", "#a87700", "#808080")
-#: Pixels: a panel, what is left of and above it, and a line of the legend.
+#: Pixels: a panel, the margins to the left and above, and a line of the legend.
 WIDTH, HEIGHT, LEFT, TOP, LINE = 300, 200, 56, 40, 16
 
 
 def chart(report: dict[str, Any], inline: bool = False) -> str:
-    """The SVG of a report that has one baseline: a panel for each kind of call. As a file it is black on
-    white; `inline` it has the colours of the page, and leaves the stamp to it."""
+    """The SVG of a report with one baseline: a panel for each kind of call. As a file it is black on white;
+    `inline` it has the colours of the page, and no stamp."""
     found = cells(report["rows"], report["against"])
     panels = {op: [c for c in found if c.op == op] for op in dict.fromkeys(c.op for c in found)}
     shapes = list(dict.fromkeys(_shape(cell) for cell in found))
@@ -73,7 +73,7 @@ def _panel(
         mine = sorted((c for c in found if _shape(c) == shape), key=lambda c: c.sizes[name])
         points = [(steps[cell.sizes[name]], height(cell.share)) for cell in mine]
         parts.append(_line(i, points))
-        # Hollow where the rival has other bits: it does not do the same work there.
+        # Hollow if the rival has other bits: it does not do the same work there.
         for (x, y), cell in zip(points, mine, strict=True):
             fill = 'class="paper" fill="white"' if cell.other_bits else f'fill="{_colour(i)}"'
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" {fill} stroke="{_colour(i)}"/>')

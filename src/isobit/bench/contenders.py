@@ -1,4 +1,4 @@
-"""What a contender calls: one call per copy of the inputs, in one direction, for ours and for rivals."""
+"""The calls of a contender: one per copy of the inputs, in one direction, for isobit and for rivals."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,13 +13,13 @@ from isobit.bench.truth import cotangent_like
 from isobit.check.compare import differing
 from isobit.check.proof import Args
 
-#: Elements whose bits are compared, if that many calls are at hand: where one in a thousand differs, a few
-#: thousand elements might not show it.
+#: Number of elements whose bits are compared, if there are that many: with fewer, a difference in one of a
+#: thousand might be missed.
 COMPARED = 1 << 18
 
 
 def step_calls(function: Callable[[Args], Any], copies: Sequence[Args]) -> list[Call]:
-    """Calls of what takes its gradients itself, and returns (output, *gradients)."""
+    """Calls of a function that computes its own gradients, and returns (output, *gradients)."""
     return [partial(function, args) for args in copies]
 
 
@@ -30,18 +30,17 @@ def calls_of(
     direction: str,
     once: bool = False,
 ) -> list[Call]:
-    """One call per copy of the inputs. With `once`, nothing is called here: what is timed is the first call
-    of each."""
+    """One call per copy of the inputs. With `once`, nothing is called here: the first call of each is
+    timed."""
     return [_call(function, args, inputs, direction, once) for args in prepared]
 
 
 def _call(
     function: Callable[[Args], Any], args: Args, inputs: tuple[str, ...], direction: str, once: bool
 ) -> Call:
-    """A call that returns (output, *gradients), as far as its direction has them, and accumulates nothing.
-    Where the function returns several outputs, they are all there, and each has a cotangent. One without
-    gradients is made in `no_grad`, which is around all of them and not in each, where it would be timed as
-    well."""
+    """A call that returns (output, *gradients), as its direction has them, and accumulates nothing. If the
+    function returns several outputs, they are all returned, and each has a cotangent. A call without
+    gradients runs under a `no_grad` that surrounds all calls, so that it is not timed with each."""
     leaves = [args[name].detach().requires_grad_() for name in inputs]
     args = args | dict(zip(inputs, leaves, strict=True))
 
@@ -57,7 +56,7 @@ def _call(
         return (*outputs, *torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs]))
 
     if once:
-        assert direction == "fwd_bwd"  # a backward alone has had its forward
+        assert direction == "fwd_bwd"  # for a backward alone the forward has run before
         return fwd_bwd_once
     kept = fwd()
     cotangents = [cotangent_like(o) for o in kept]
@@ -77,7 +76,7 @@ def prepared_for(rival: Rival, copies: Sequence[Args]) -> list[Args]:
 
 
 def equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:
-    """The share of first outputs with the same bits, over enough calls; None for another dtype or shape."""
+    """The fraction of first outputs with equal bits, over enough calls; None for another dtype or shape."""
     equal = seen = 0
     for our_call, their_call in zip(ours, theirs, strict=True):
         mine, other = our_call()[0], their_call()[0]

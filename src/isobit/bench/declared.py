@@ -1,7 +1,7 @@
-"""What an op declares, as a page shows it: its arguments, its backends, and the laws that last held.
+"""The declaration of an op, as a page shows it: its arguments, its backends, and the laws that held last.
 
 `<!-- op:logp -->` and `<!-- /op -->` in a page enclose it (`tables`). Arguments and backends come from the
-declaration in the op's `op.py`, laws from the file that `isobit check` has written on a GPU.
+declaration in the op's `op.py`, laws from a result file of `isobit check` on a GPU.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from isobit.contract import Param, dtype_name
 from isobit.op import Op, public_ops
 from isobit.stamp import why_stale
 
-#: Every op has these; the README says what they do.
+#: Every op has these; the README explains them.
 _COMMON = ("validate", "numerics", "backend")
 
 
@@ -52,8 +52,8 @@ def _arguments(op: Op) -> list[list[str]]:
 
 
 def _kind(param: Param | None) -> tuple[str, str]:
-    """Shape and dtypes of a tensor; the type of what is none."""
-    if param is None:  # the public function makes something else of it
+    """Shape and dtypes of a tensor; otherwise the type."""
+    if param is None:  # the public function converts it to something else
         return "", ""
     scalar = "" if param.scalar is None else param.scalar.__name__
     if param.spec is None:
@@ -64,7 +64,7 @@ def _kind(param: Param | None) -> tuple[str, str]:
 
 
 def _backends(op: Op, found: list[dict[str, Any]]) -> list[list[str]]:
-    """As they are declared, fastest first. A class that depends on the GPU is that of the one checked."""
+    """As declared, fastest first. If the class depends on the GPU, that of the GPU that was checked."""
     checked = {candidate["candidate"]: candidate for candidate in found}
     lines = [["backend", "numerics class", "laws that held, with the number of cells", "failed"]]
     for backend in op.backends:

@@ -1,8 +1,7 @@
-"""How fast is fast enough: goals over many cells, and what a report says about each.
+"""Speed goals over many cells, and the report on each.
 
-A cell is one case in one direction; its figure is isobit's speed as a share of what it is held against,
-measured in the same minute. Goals look at the rows of a report only, so a summary can be made again from its
-file.
+A cell is one case in one direction. Its figure is isobit's speed relative to a baseline that was measured in
+the same minute. Goals use the rows of a report only, so a summary can be made again from its file.
 """
 
 import math
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-#: What a figure of 0, such as no memory at all, counts as: it has no share.
+#: Replaces a figure of 0, such as no memory at all, which has no ratio.
 _LEAST = 1e-6
 
 Row = dict[str, Any]
@@ -21,8 +20,8 @@ Group = Mapping[str, Row]
 
 @dataclass(frozen=True)
 class Base:
-    """What isobit is held against: its name, and its figure among the rows of one case and direction; None
-    where there is none."""
+    """A baseline: its name, and its figure among the rows of one case and direction; None if there is
+    none."""
 
     name: str
     figure: Callable[[Group], float | None]
@@ -34,12 +33,12 @@ def impl_as_base(name: str, figure: str = "ms") -> Base:
 
 
 def limit(value: float, unit: str) -> Base:
-    """A number that does not depend on what else was measured."""
+    """A fixed number."""
     return Base(f"{value:g} {unit}", lambda group: value)
 
 
 def floors(times: float, and_us: float) -> Base:
-    """So many times what bytes and operations alone take, and so many microseconds."""
+    """`times` the minimum time for the bytes and operations, plus some microseconds."""
 
     def figure(group: Group) -> float | None:
         row = group.get("isobit")
@@ -49,12 +48,12 @@ def floors(times: float, and_us: float) -> Base:
 
 
 def prediction() -> Base:
-    """What the rule expects that chose the tile."""
+    """The time that the model expects for the chosen tile."""
     return Base("predicted_ms", lambda group: group.get("isobit", {}).get("predicted_ms"))
 
 
 def longer_of_floor_and(name: str) -> Base:
-    """One implementation, or the time that bytes and operations alone take, where that is longer."""
+    """One implementation, or the minimum time for the bytes and operations, if that is longer."""
 
     def figure(group: Group) -> float | None:
         row = group.get(name)
@@ -65,23 +64,23 @@ def longer_of_floor_and(name: str) -> Base:
 
 @dataclass(frozen=True)
 class Cell:
-    """isobit and what it is held against in one case and direction."""
+    """isobit and its baseline in one case and direction."""
 
     op: str
     case: str
     direction: str
     sizes: dict[str, int]
-    share: float  # of the other's speed
-    other_bits: bool  # the other's bits are not ours
+    share: float  # of the baseline's speed
+    other_bits: bool  # the baseline has other bits
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Cells that are looked at together: their geometric mean and their slowest must reach these shares of
-    the speed of what they are held against. `most` says the same of the slowest as a multiple of the time.
+    """Cells that are judged together: their geometric mean and their slowest must reach these fractions of
+    the baseline's speed. `most` is the limit for the slowest as a multiple of the baseline's time.
 
-    `against` is an implementation or a `Base`; None is the series' own baseline. `figure` is the key of a
-    row that is compared, and `impl` whose it is.
+    `against` is an implementation or a `Base`; None is the series' own baseline. `figure` is the key of the
+    row that is compared, and `impl` the implementation.
     """
 
     what: str
@@ -112,13 +111,13 @@ def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure
 
 
 def sizes_of(case: str) -> dict[str, int]:
-    """`M=1 K=4096 N=4096 bf16` as sizes by name. They end where the dtype stands: options come after it."""
+    """`M=1 K=4096 N=4096 bf16` as sizes by name. They end at the dtype: options come after it."""
     pairs = (part.split("=") for part in takewhile(lambda part: "=" in part, case.split()))
     return {name: int(value) for name, value in pairs}
 
 
 def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> list[dict[str, Any]]:
-    """One entry a goal that has cells: mean, slowest cell, and whether both are what they should be."""
+    """One entry per goal that has cells: mean, slowest cell, and whether both are met."""
     found = []
     for goal in goals:
         base = goal.against or against

@@ -1,5 +1,5 @@
-"""Who is timed on a case, and what is written down of each: ours, backends beside it, rivals, a copy, and
-all of these once more with sizes that are new."""
+"""Which implementations are timed on a case, and what is recorded of each: isobit, its other backends,
+rivals, a copy, and all of these again with new sizes."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ from isobit.op import Op
 
 @dataclass(frozen=True)
 class Lineup:
-    """One series on one device: what does not change from case to case."""
+    """One series on one device: everything that is the same for all cases."""
 
     series: Series
     pool: Pool
@@ -100,11 +100,11 @@ class Lineup:
             return
 
     def options(self, case: Case) -> dict[str, Any]:
-        """In which this call differs from a plain one."""
+        """The options in which this call differs from a plain one."""
         return {**self.series.options, **options_of(case)}
 
     def inputs(self, case: Case) -> Row:
-        """From what the inputs of a row can be made again. The place of `backend` is here."""
+        """Everything needed to make the inputs of a row again. `backend` is filled in later."""
         kind = {"dtype": dtype_name(case.dtype), "options": words(self.options(case)), "backend": None}
         return kind | {"data": case.data, "seed": self.pool.inputs.seed}
 
@@ -116,8 +116,8 @@ class Lineup:
             self.vouch.check_default(name)
 
     def ours(self, case: Case, args: Args) -> dict[str, str | None]:
-        """The backend that serves by name of implementation: what a user gets by default, and beside it the
-        backend that is asked for, and those that the series declares, if they are others."""
+        """Backends by name of implementation: the default one, and beside it the requested one and those that
+        the series declares, if they differ."""
         op = self.series.op
         found: dict[str, str | None] = {"isobit": None}
         found |= {f"isobit:{way}": None for way in self.series.ways}
@@ -135,7 +135,7 @@ class Lineup:
             try:
                 op.explain(**args, backend=backend)
             except UnsupportedError as why:
-                if backend == self.backend:  # somebody waits for it
+                if backend == self.backend:  # it was requested, so report why not
                     raise
                 self.note(f"isobit:{backend}: {why}")
                 continue
@@ -196,10 +196,10 @@ class Lineup:
         return [replace(each, name=f"{each.name}{suffix}") for each in found]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
-        """All again, each call of another size than any before it, in whatever direction.
+        """All implementations again, with calls whose sizes have not occurred before, in any direction.
 
-        Steps have sizes of their own for each implementation. Attention plans for a size that is new to it,
-        which takes longer than all the rest, and the one that comes first would pay for the others."""
+        In steps each implementation has its own sizes. Attention plans for a new size, which takes longer
+        than all the rest, and the first implementation would pay for the others."""
         directions = self.series.directions
         copies = self.series.new(case, self.pool)[directions.index(direction) :: len(directions)]
         found = self.contenders(case, copies, direction, None, names, NEW) if copies else []
@@ -211,7 +211,8 @@ class Lineup:
         return [replace(each, once=True, graph=False, judge=_unjudged) for each in found]
 
     def function(self, name: str) -> Callable[[Args], Any]:
-        """What an implementation of ours calls: a way of its own, or the usual one on some backend."""
+        """The function of one of our implementations: another way of its own, or the usual one on some
+        backend."""
         way = name.partition(":")[2]
         if way in self.series.ways:
             return self.series.ways[way]
@@ -249,8 +250,8 @@ def _figures(
 
 
 def _rounded(key: str, value: Any) -> Any:
-    """Five digits of a number; JSON has no NaN, so that becomes null. A share of equal bits keeps its digits:
-    one element in a million is not none."""
+    """Five digits of a number; JSON has no NaN, so that becomes null. The fraction of equal bits keeps all
+    digits: one element in a million is not none."""
     if not isinstance(value, float) or key == "equal_bits":
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None

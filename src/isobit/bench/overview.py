@@ -1,6 +1,6 @@
 """One table over all results files: what a page shows between `<!-- results:summary -->` and its end.
 
-A line for each kind of call and direction, with the geometric mean over the cases of the file of two ratios:
+One line per kind of call and direction, with the geometric mean over the cases of the file of two ratios:
 isobit's time over the baseline's, and the best rival's time over isobit's. The baseline is the implementation
 that the file names (`against`), or a copy of as many bytes. A rival does the same work as isobit; the best is
 the one with the smallest mean, on the cases where both ran. Variants of the baseline (`torch.mm_nosplit`) and
@@ -15,15 +15,15 @@ from pathlib import Path
 from isobit.bench.report import NEW, Report, Row
 from isobit.stamp import why_stale
 
-#: Directions that have a line. Those with a name of their own (dx, dw) are kinds of calls already.
+#: Directions that get a line. Those with a name of their own (dx, dw) are kinds of calls already.
 _TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "dx": "", "dw": ""}
-#: Behind the title of what was measured with other kernels than today's.
+#: Marks results that were measured with older kernels.
 OLDER = " †"
 HEAD = ["call", "cases", "isobit's time", "best rival's time", "goals met"]
 
 
 def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], list[str]]:
-    """The lines of the table, the head first, and the names that have no file yet."""
+    """The lines of the table, the head first, and the names without a file."""
     lines, missing = [HEAD], []
     for name in names:
         path = results_dir / f"{name}.json"
@@ -54,13 +54,13 @@ def _of_file(report: Report) -> list[list[str]]:
 
 
 def _over_ours(rows: Sequence[Row], name: str) -> list[float]:
-    """Times of one implementation over isobit's, of each case in which both ran."""
+    """Times of one implementation divided by isobit's, for each case in which both ran."""
     ours = {row["case"]: row["ms"] for row in rows if row["impl"] == "isobit"}
     return [row["ms"] / ours[row["case"]] for row in rows if row["impl"] == name and row["case"] in ours]
 
 
 def _best_rival(rows: Sequence[Row], baseline: str) -> str:
-    """How many times isobit's time the best rival takes, its name, and in how many cases it ran."""
+    """The best rival's time divided by isobit's, its name, and in how many cases it ran."""
     found = {}
     for name in dict.fromkeys(row["impl"] for row in rows):
         variant = name == baseline or name.startswith(f"{baseline}_") or name.partition(":")[0] == "isobit"

@@ -1,8 +1,8 @@
-"""A benchmark's results as a person reads them.
+"""A benchmark's results as text.
 
-A report is what the JSON file holds (docs/results.md): where it comes from, `notes`, and rows with the keys
-`ROW`; where there are goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so
-that no table is shorter without saying so.
+A report is the content of the JSON file (docs/results.md): its origin, `notes`, and rows with the keys `ROW`;
+with goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so that no table is
+shorter without a reason.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 Report = dict[str, Any]
 Row = dict[str, Any]
 
-#: Version of the form of a file. Files of version 1 have no such key, and no row in them has the last five.
+#: Version of the file format. Files of version 1 have no such key, and their rows lack the last five.
 SCHEMA = 2
 
 #: Keys of a row. Other tools read them.
@@ -22,11 +22,11 @@ ROW = (
     "backend", "data", "seed",
 )  # fmt: skip
 
-#: Ends the name of an implementation whose every call has another size.
+#: Suffix of an implementation that was timed with a new size in every call.
 NEW = ":new"
 
 COLUMNS = ("impl", "ms (q25-q75)", "x floor", "TB/s", "extra MB", "host us", "max_abs", "timed")
-#: Shown where some row has them.
+#: Columns that are shown if some row has them.
 MORE_COLUMNS = {
     "TFLOP/s": ("tflops", ".4g"),
     "x baseline": ("vs_baseline", ".3f"),
@@ -41,12 +41,12 @@ CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing
 
 
 def format_report(report: Report) -> str:
-    """The table, what it amounts to, what is missing from it, where it comes from and what it is worth."""
+    """The table, the goals, what is missing, the origin, and a warning for a CPU."""
     return f"{format_table(report['rows'])}\n\n{_footer(report)}"
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Plain text, one block a case and direction, columns aligned over all of them."""
+    """Plain text, one block per case and direction, with aligned columns."""
     more = _more(rows)
     columns = (*COLUMNS, *more)
     lines = [columns, *(_cells(row, more) for row in rows)]
@@ -63,7 +63,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def show(report: Report) -> None:
-    """Print a report: with rich on a terminal where it is installed, as plain text otherwise."""
+    """Print a report: with rich on a terminal if it is installed, as plain text otherwise."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -71,7 +71,7 @@ def show(report: Report) -> None:
         print(format_report(report))
         return
     console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe: rich would fold the columns to a width nobody has
+    if not console.is_terminal:  # a file or a pipe: rich would wrap the columns
         print(format_report(report))
         return
     more = _more(report["rows"])
@@ -86,7 +86,7 @@ def show(report: Report) -> None:
 
 
 def format_stamp(stamp: dict[str, Any]) -> str:
-    """One line: machine, versions, rates where they were measured, source."""
+    """One line: machine, versions, rates if they were measured, source."""
     versions = f"torch {stamp['torch']}, Triton {stamp['triton']}, Python {stamp['python']}"
     rates = ""
     if "copy_tbps" in stamp:
@@ -97,8 +97,8 @@ def format_stamp(stamp: dict[str, Any]) -> str:
 
 
 def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """One line a goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`, or
-    `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`."""
+    """One line per goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`,
+    or `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`."""
     lines = []
     for e in entries:
         verdict = "met " if e["met"] else "MISS"
@@ -135,7 +135,7 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _more(rows: Sequence[Row]) -> list[str]:
-    """Columns that some row has something in."""
+    """Columns for which some row has a value."""
     return [name for name, (key, _) in MORE_COLUMNS.items() if any(r.get(key) is not None for r in rows)]
 
 

@@ -1,4 +1,4 @@
-"""Going on with a benchmark that was cut off: what its file holds stays, the rest is timed."""
+"""Resumes an interrupted benchmark: the cases in its file are kept, the others are timed."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 from isobit.bench.report import Report, Row
 from isobit.contract import ContractError
 
-#: Begins the note of a run that was cut off.
+#: Prefix of the note of an interrupted run.
 UNFINISHED = "unfinished: "
 
-#: What must be the same for two runs to stand in one file.
+#: What must be equal for two runs to be in one file.
 _SAME = ("gpu", "driver", "torch", "triton", "kernels", "checked")
 
 
 def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
-    """The report in a file, if there is one, without its note that it is unfinished. An error if it is of
-    other kernels or of another machine than a run with this stamp: their rows must not mix."""
+    """The report in a file, if there is one, without its note that it is unfinished. An error if it is from
+    other kernels or another machine than this stamp: rows must not mix."""
     if not path.is_file():
         return None
     try:
@@ -34,7 +34,7 @@ def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
 
 
 def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]) -> list[str]:
-    """The directions of a case that there are no rows of."""
+    """The directions of a case without rows."""
     known = {row["direction"] for row in rows if (row["op"], row["case"]) == (kind, case)}
     return [direction for direction in directions if direction not in known]
 

@@ -1,4 +1,4 @@
-"""What users would pick instead of an op: a line in the benchmark, never an oracle."""
+"""What users would use instead of an op. It is timed, and never used as the truth."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -24,15 +24,14 @@ def _always(case: Case, device: torch.device) -> str | None:
 class Rival:
     """One rival of an op.
 
-    `function(args)` returns the op's first output, or a tuple of several; of a step, (output, *gradients).
-    `prepare` turns the op's arguments into what the rival wants, before anything is timed; gradients are
-    taken with respect to what it returns. `directions` that it can be timed in; None is all there are.
-    `available` returns None, or the reason why the rival cannot be timed on this case and device. A
-    `compiled` rival goes through `torch.compile` afresh for each case, so that no case pays for the shapes of
-    another. One without `graph` waits for the device inside of a call, so no CUDA graph can capture it.
-    `takes` names the options of a case that change nothing for it or that it follows; None is all there are.
-    With others it would not do the same work, so it is not timed. One without `jit` runs kernels that
-    PyTorch or a library has compiled already.
+    `function(args)` returns the op's first output, or a tuple of several; for a step, (output, *gradients).
+    `prepare` converts the op's arguments for the rival, before anything is timed; gradients are taken with
+    respect to the converted ones. `directions` in which it can be timed; None is all. `available` returns
+    None, or the reason why the rival cannot be timed on this case and device. A `compiled` rival is compiled
+    by `torch.compile` again for each case, so that no case pays for the shapes of another. A rival without
+    `graph` waits for the device inside of a call, so no CUDA graph can capture it. `takes` names the options
+    of a case that it supports or that do not affect it; None is all. With others it would not do the same
+    work, so it is not timed. A rival without `jit` runs kernels that PyTorch or a library has compiled.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Rival:
     takes: tuple[str, ...] | None = ()
 
     def why_not(self, case: Case, device: torch.device, direction: str, options: Iterable[str]) -> str | None:
-        """The reason not to time it here, if there is one."""
+        """The reason not to time it here, or None."""
         lacks = [name for name in options if self.takes is not None and name not in self.takes]
         if lacks:
             return f"does not take {', '.join(lacks)}"
@@ -57,12 +56,12 @@ class Rival:
 
 
 def cannot_import(module: str) -> str | None:
-    """None when the module imports, else the reason: what breaks on import must not break the bench."""
+    """None if the module can be imported, else the reason: an error at import must not stop the bench."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
         return "not installed" if error.name == package else f"{package} cannot be imported: {error}"
-    except Exception as error:  # packages probe devices at import, and raise what they like
+    except Exception as error:  # packages probe devices at import, and may raise anything
         return f"{module} cannot be imported: {type(error).__name__}: {error}"
     return None

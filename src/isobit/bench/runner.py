@@ -54,11 +54,11 @@ def run(
     `out_dir` is given.
 
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
-    ours, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_report` is a
-    report of `isobit check` that spares a new check. `options` are those of every case, and `layout`. With
-    `core`, only the declared cases that stand for all. With `resume`, cases that the file has already are not
-    timed again. After `minutes`, or where the longest case so far would not fit into what is left of them, it
-    stops between two cases. Raises CheckFailed for a red op.
+    isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_report` is a
+    report of `isobit check` that replaces a new check. `options` are applied to every case, including
+    `layout`. With `core`, only the declared core cases. With `resume`, cases that are already in the file are
+    not timed again. It stops between two cases after `minutes`, or if the longest case so far would not fit
+    into the remaining time. Raises CheckFailed for an op that fails its check.
     """
     begin = time.monotonic()
     subject = subject_of(known_op(of)) if isinstance(of, str) else of
@@ -102,7 +102,7 @@ def run(
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
     if len(todo) < len(jobs):
-        say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are there already")
+        say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
     compile_ahead(subject, todo, backend, impls, device, say)
     vouch, pool, longest, stopped = Vouch(device, check_report, skip_check, say), Pool(device), 0.0, False
     with settled_heap():
@@ -123,15 +123,15 @@ def run(
                 pool.keep(None)
                 note(f"{series.name}: {case_name(case)} does not fit into memory")
             tidy(device)
-            if path is not None and rows:  # after every case: a run that is cut off keeps what it has
+            if path is not None and rows:  # after every case: an interrupted run keeps its results
                 write(path, to_json(so_far(len(todo) - 1 - i)))
             longest = max(longest, time.monotonic() - start)
     left = todo[i:] if stopped else []
     if left:
         listed = "; ".join(f"{one.name} {case_name(case)}" for one, case, _ in left)
-        say(f"stopped for want of time: {len(left)} of {len(jobs)} cases are left ({listed})")
+        say(f"stopped, out of time: {len(left)} of {len(jobs)} cases are left ({listed})")
         if path is not None:
-            say("the same command with --resume goes on")
+            say("run the same command with --resume to continue")
     found = so_far(len(left))
     if path is not None and (rows or not left):  # also a file that says why nothing was timed
         write(path, to_json(found))
@@ -142,7 +142,7 @@ def run(
 
 
 class NothingTimed(ContractError):
-    """A benchmark that is asked for in vain. `report` says so too."""
+    """A benchmark without result. `report` has the reason too."""
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
@@ -172,13 +172,13 @@ def planned(
     options: Mapping[str, Any] | None,
     core: bool,
 ) -> list[Job]:
-    """What a run would time. Names that are none, and what is named and would not be timed, are errors."""
+    """What a run would time. Unknown names, and named things that would not be timed, are errors."""
     _all_known(subject, directions or (), backend, impls or ())
     _all_there(subject)
     jobs = _jobs(subject.name, subject.series, cases, directions, device, options or {}, core)
 
     def left_out(what: str) -> ContractError:
-        return ContractError(f"bench {subject.name}: {what} has no part in what would be timed: leave it out")
+        return ContractError(f"bench {subject.name}: {what} would not be timed: leave it out")
 
     for case in (varied(case, options or {}) for case in cases or ()):
         if not any(case == other for _, other, _ in jobs):
@@ -202,7 +202,7 @@ def _jobs(
     options: Mapping[str, Any],
     core: bool,
 ) -> list[Job]:
-    """Every case of every series with the directions to time; cases that share tensors stand together."""
+    """Every case of every series with the directions to time; cases that share tensors are adjacent."""
     jobs: list[Job] = []
     for series in all_series:
         if cases and series.declared_only:
@@ -221,7 +221,7 @@ def _jobs(
 
 
 def _taken(name: str, all_series: Sequence[Series], jobs: Sequence[Job], options: Mapping[str, Any]) -> None:
-    """Options that no kind of call takes are an error, and so are values that are none."""
+    """Options that no series takes are an error, and so are invalid values."""
     if options and not jobs:
         known = dict.fromkeys(option for one in all_series for option in one.takes)
         unknown = [option for option in options if option not in known] or list(options)
@@ -241,7 +241,7 @@ def _command(
     options: Mapping[str, Any],
     core: bool,
 ) -> str:
-    """The line that repeats a run, but for where it writes."""
+    """The command that repeats a run, without its output flags."""
     parts = [f"isobit bench {subject.flag} {subject.name}", *(["--core"] if core else [])]
     parts += [subject.candidate] if subject.candidate else []
     for case in cases or ():
@@ -254,7 +254,7 @@ def _command(
 
 
 def _figure(all_series: Sequence[Series]) -> Report:
-    """The figure to read, where that is not the time of the device."""
+    """The figure to read, if it is not the device time."""
     figures = {one.figure for one in all_series}
     return {"figure": figures.pop()} if len(figures) == 1 and figures != {"ms"} else {}
 
@@ -270,7 +270,7 @@ def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
 
 
 def _all_there(subject: Subject) -> None:
-    """Modules without which a suite cannot be timed are missing before anything runs."""
+    """Raises an error, before anything runs, if a module that a suite needs is missing."""
     for module in dict.fromkeys(name for one in subject.series for name in one.imports):
         reason = cannot_import(module)
         if reason is not None:
@@ -282,7 +282,7 @@ def _all_there(subject: Subject) -> None:
 def _all_known(
     subject: Subject, directions: Sequence[str], backend: str | None, impls: Sequence[str]
 ) -> None:
-    """Names that are none are errors, before anything runs."""
+    """Unknown names are errors, before anything runs."""
     series, backends = subject.series, [backend] if backend else []
     _known(subject.name, "backend", backends, subject.backends)
     _known(
@@ -292,7 +292,7 @@ def _all_known(
     ways = dict.fromkeys(name for one in series for name in one.ways)
     rivals = dict.fromkeys(name for one in series for name in one.rivals)
     known = ["isobit", *(f"isobit:{name}" for name in (*beside, *ways)), *rivals]
-    # Which cases have new sizes only they know.
+    # Only cases know whether they have new sizes.
     _known(subject.name, "impl", [name.removesuffix(NEW) for name in impls], [*known, "copy"])
 
 
@@ -303,7 +303,7 @@ def _known(name: str, what: str, given: Sequence[str], known: Sequence[str]) -> 
 
 
 def to_json(report: Report) -> str:
-    """One row a line, so that a diff of results shows rows."""
+    """One row per line, so that a diff of results shows rows."""
     rows = ",\n".join("  " + json.dumps(row) for row in report["rows"])
     head = ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in report.items() if key != "rows")
     return f'{{\n{head},\n "rows": [\n{rows}\n ]\n}}\n'

@@ -1,18 +1,17 @@
-"""Markdown tables from result files, and a check that a page still shows what the files say.
+"""Markdown tables from result files, and a check that pages match the files.
 
     python -m isobit.bench.tables                       rewrites the tables of every page here and in docs/
     python -m isobit.bench.tables --check               exits 1 if one of them is stale
     python -m isobit.bench.tables README.md             one page, or several
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
-An op that is timed against one rival gets its share of that rival's speed: in a grid if it was timed at all
-sizes of one, else in a line a case, beside the other rivals, what memory each takes and how wrong it is.
-Every table says what an eager call costs the host; of a file whose figure is that (`launch`), it says little
-else. Whole steps get a line a case, beside the rival that they are held against.
-A file that is not there yet leaves a line that says how to make it.
-`<!-- results:linear_logp linear_logp_train -->` shows of such a file only this kind of call, or these.
-`<!-- results:summary -->` is a table of a line or two for each file (`overview`).
-Between `<!-- op:logp -->` and `<!-- /op -->` stands what an op declares (`declared`).
+An op that is timed against one rival is shown relative to that rival's speed: in a grid if it was timed at
+all sizes of one, else with a line per case, beside the other rivals, their memory and their errors. Every
+table has the host time of an eager call; a file whose figure that is (`launch`) has little else. Whole steps
+have a line per case, beside their baseline. A missing file leaves a line that says how to make it. `<!--
+results:linear_logp linear_logp_train -->` shows only these kinds of calls of such a file. `<!--
+results:summary -->` is a table with a line or two per file (`overview`). Between `<!-- op:logp -->` and `<!--
+/op -->` is the declaration of an op (`declared`).
 """
 
 import argparse
@@ -34,20 +33,20 @@ from isobit.op import public_ops
 from isobit.stamp import why_stale
 
 RESULTS = Path("results/h200")
-#: What stands in a mark for the table over all files.
+#: The name in a mark for the table over all files.
 SUMMARY = "summary"
 
-#: At the start of a line: an indented mark is an example of one.
+#: At the start of a line: an indented mark is an example.
 _MARKED = re.compile(
     r"^(<!-- (results|op):([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /\2 -->)", re.DOTALL | re.MULTILINE
 )
 
-#: Directions that are shown. A backward alone is in the files; what users pay for is both together.
+#: Directions that are shown. A backward alone is in the files; users pay for both together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
 
 
 def render_op(path: Path, series: Sequence[str] = ()) -> str:
-    """The tables of one results file, all or those of some kinds of calls, with the stamp under them."""
+    """The tables of one results file, for all or some kinds of calls, with the stamp under them."""
     report: Report = json.loads(path.read_text())
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
@@ -63,7 +62,7 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
 
 
 def render_summary(results_dir: Path) -> str:
-    """A line or two for each op, then for each suite of whole steps; and what was not timed yet."""
+    """A line or two for each op, then for each suite of whole steps; and what has not been timed yet."""
     folders = sorted({op.folder for op in public_ops().values()})
     lines, missing = overview(results_dir, (*folders, *suite_names()))
     parts = [_markdown(lines, left=1)]
@@ -75,7 +74,7 @@ def render_summary(results_dir: Path) -> str:
 
 
 def _missing(name: str) -> str:
-    """What stands for the tables of a file that nobody has made yet; a name that is none is an error."""
+    """The text in place of the tables of a missing file; an unknown name is an error."""
     if name in suite_names():
         flag = "--suite"
     elif name in {op.folder for op in public_ops().values()}:
@@ -86,17 +85,17 @@ def _missing(name: str) -> str:
 
 
 def _markdown(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of cells, the first of them the head, with that many columns on the left side aligned to it."""
+    """Rows of cells, the first of them the head, with the first `left` columns left-aligned."""
     head, *rest = lines
     rule = ["---"] * left + ["---:"] * (len(head) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rest))
 
 
-# A line a case
+# One line per case
 
 
 def _by_kind(report: Report, series: Sequence[str]) -> str:
-    """A table for each kind of call, under its name where there are several."""
+    """A table for each kind of call, under its name if there are several."""
     rows, lines = report["rows"], _host_lines if report.get("figure") == "host_us" else _lines
     known = dict.fromkeys(row["op"] for row in rows)
     if len(known) == 1 and not series:
@@ -114,7 +113,7 @@ def _all_known(series: Sequence[str], known: Iterable[str]) -> None:
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
-    """Rows by implementation, of every case in every direction that is shown."""
+    """Rows by implementation, for every case in every direction that is shown."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if row["direction"] in _SHOWN:
@@ -123,14 +122,14 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
 
 
 def _apart(case: str, group: dict[str, Row]) -> list[tuple[str, dict[str, Row]]]:
-    """A case as it is, and under a name of its own what was timed with new sizes, where there is any."""
+    """A case as it is, and under another name the rows with new sizes, if there are any."""
     usual = {name: row for name, row in group.items() if not name.endswith(NEW)}
     new = {name.removesuffix(NEW): row for name, row in group.items() if name.endswith(NEW)}
     return [(name, rows) for name, rows in ((case, usual), (f"{case}, new sizes", new)) if rows]
 
 
 def _host_lines(rows: Sequence[Row]) -> str:
-    """Host time alone: ours, and of each other how much it is and how many times ours."""
+    """Host time only: ours, and each rival's with its ratio to ours."""
     impls = dict.fromkeys(row["impl"].removesuffix(NEW) for row in rows)
     others = [name for name in impls if name != "isobit"]
     lines = [["case", "direction", "isobit us", *(f"{name} us" for name in others)]]
@@ -158,13 +157,13 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def _host(group: dict[str, Row], impls: Sequence[str]) -> str:
-    """Microseconds of host that one eager call of each takes, a dash for what was not timed."""
+    """Host microseconds of one eager call of each; a dash if it was not timed."""
     known = (group.get(name, {}).get("host_us") for name in impls)
     return " / ".join("-" if us is None else f"{us:.0f}" for us in known)
 
 
 def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
-    """isobit's ms and share of the copy's speed, each rival's ms and how many times longer that is, MB."""
+    """isobit's ms and fraction of the copy's speed, each rival's ms and its ratio to ours, MB."""
     ours, copy = group.get("isobit"), group.get("copy")
     if ours is None:
         return ["-"] * (len(rivals) + 3)
@@ -179,8 +178,8 @@ def _figures(group: dict[str, Row], rivals: Sequence[str]) -> list[str]:
 
 
 def _grids(report: Report, series: Sequence[str]) -> str:
-    """A grid for each kind of call: one size down, the others across. Where most of a grid would be empty,
-    and for whole steps, a line a case."""
+    """A grid for each kind of call: one size down, the others across. If most of a grid would be empty, and
+    for whole steps, a line per case."""
     against, found = report["against"], cells(report["rows"], report["against"])
     steps = {row["op"] for row in report["rows"] if row["method"] == "sync"}
     parts = []
@@ -188,7 +187,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
     every = dict.fromkeys(row["op"] for row in report["rows"])
     _all_known(series, every)
     for op in series or every:
-        if op not in known:  # timed without the baseline: a line a case says what there is
+        if op not in known:  # timed without the baseline: show what there is, line by line
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
             continue
         mine = _by_options([cell for cell in found if cell.op == op])
@@ -206,7 +205,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
 
 
 def _by_options(found: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Cells by what their cases say beside sizes and dtype, which a grid has no place for."""
+    """Cells by their options, which a grid cannot show."""
     groups: dict[str, list[Cell]] = {}
     for cell in found:
         options = (word for word in cell.case.split() if "=" in word and word.split("=")[0] not in cell.sizes)
@@ -215,14 +214,14 @@ def _by_options(found: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def _fills_a_grid(found: Sequence[Cell]) -> bool:
-    """At least half of it."""
+    """Whether at least half of the grid is filled."""
     down, *across = found[0].sizes
     columns = {tuple(cell.sizes[name] for name in across) for cell in found}
     return 2 * len(found) >= len({cell.sizes[down] for cell in found}) * len(columns)
 
 
 def _different(found: Sequence[Cell]) -> list[str]:
-    """The first size, and of the others those that are not the same in all cells; or all, if all are."""
+    """The first size, and those of the others that vary between cells; or all, if none varies."""
     down, *across = found[0].sizes
     return [down, *([name for name in across if len({cell.sizes[name] for cell in found}) > 1] or across)]
 
@@ -234,7 +233,8 @@ def _same_in_all(found: Sequence[Cell]) -> list[str]:
 
 
 def _usual_host(report: Report, op: str) -> list[str]:
-    """A sentence about a grid, which has no room for host times: they depend on the call, not on its size."""
+    """A sentence under a grid, which has no column for host times: they depend on the call, not on its
+    size."""
     found: dict[str, list[float]] = {}
     for row in report["rows"]:
         if row["op"] == op and row.get("host_us") is not None:
@@ -244,16 +244,17 @@ def _usual_host(report: Report, op: str) -> list[str]:
 
 
 def _beside(report: Report, op: str, against: str, whole: bool) -> str:
-    """A line a case: ms, how many times the baseline's, extra MB; of each rival ms, how many times ours, and
-    extra MB; and host times. Of calls without gradients, how wrong each is. Of `whole` steps the baseline is
-    a rival like any other, since it does the same work, and MB are the peak beyond the parameters."""
+    """A line per case: ms, the ratio to the baseline's, extra MB; for each rival ms, the ratio to ours, and
+    extra MB; and host times. For calls without gradients also the error of each. For `whole` steps the
+    baseline is a rival like any other, since it does the same work, and MB are the peak beyond the
+    parameters."""
     memory = "peak_mb" if whole else "extra_mb"
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
         if row["op"] == op:
             groups.setdefault(row["case"], {})[row["impl"]] = row
     groups = dict(part for case, group in groups.items() for part in _apart(case, group))
-    # Why one is missing is in the notes of the file.
+    # The notes of the file say why one is missing.
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
     rivals = [name for name in impls if name != "isobit" and (whole or name != against)]
@@ -282,7 +283,7 @@ def _megabytes(taken: float | None) -> str:
 
 
 def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
-    """A table of shares of the baseline's speed, and one of multiples of whatever else."""
+    """A table of fractions of the baseline's speed, and one of multiples of anything else."""
 
     def share(value: float, goal: float | None) -> str:
         digits = 2 if value >= 0.5 else 3
@@ -303,7 +304,7 @@ def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
 
 
 def _grid(found: Sequence[Cell]) -> str:
-    """The first size down, the rest across, each in ascending order; an asterisk where bits differ."""
+    """The first size down, the rest across, each in ascending order; an asterisk if bits differ."""
     down, *across = _different(found)
     columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in across) for cell in found))
     known = {(cell.sizes[down], tuple(cell.sizes[name] for name in across)): cell for cell in found}
@@ -317,7 +318,7 @@ def _grid(found: Sequence[Cell]) -> str:
 
 
 def updated(text: str, results_dir: Path) -> str:
-    """The page with every marked table rendered anew."""
+    """The page with every marked table rendered again."""
     if not _MARKED.search(text):
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
 

@@ -1,17 +1,17 @@
 """The only timer.
 
-Implementations of one case are timed in turns, so that clocks that drift hit all of them alike; one that is
-many times slower than the case must be takes fewer turns, spread evenly. On a GPU a sample is the replay of a
-CUDA graph of several calls: host time, which is often longer than the kernels, is not in it (`host_us` says
-what it is). The calls rotate over copies of the inputs that together exceed the L2 cache several times, so
-every call finds it cold. What cannot be captured is timed with events, behind a sleep long enough for the
-host to get ahead. Elsewhere a sample is the wall time of one call.
+Implementations of one case are timed alternately, so that clock drift affects all of them equally; one that
+is many times slower than the case's minimum gets fewer samples, spread evenly. On a GPU a sample is the
+replay of a CUDA graph of several calls: host time, which is often longer than the kernels, is excluded
+(`host_us` has it). The calls rotate over copies of the inputs that together exceed the L2 cache several
+times, so every call starts with a cold cache. Calls that cannot be captured are timed with events, after a
+sleep that is long enough for the host to get ahead. Without a GPU a sample is the wall time of one call.
 
-`host_us` is what an eager call costs its caller: calls are made one after another without waiting for the
-device, which has less to do than the host or is given few of them.
+`host_us` is the time until an eager call returns: calls are made one after another without waiting for the
+device, which has less to do than the host, or gets few of them.
 
-A whole step, of which the host decides how long it takes, is timed by `measure_steps`: on the wall, from an
-idle device to an idle device.
+A whole step, whose time depends on the host, is timed by `measure_steps`: wall time from an idle device to an
+idle device.
 
 A number of megabytes is 2**20 bytes here.
 """
@@ -31,22 +31,22 @@ from torch import Tensor
 
 Call = Callable[[], Any]
 
-#: The rotation of inputs exceeds the L2 cache this many times, if this many copies are enough for it.
+#: The rotation of inputs exceeds the L2 cache this many times, unless that needs more copies than this.
 L2_TIMES, MAX_COPIES = 4, 256
-#: Calls of one event-timed sample: their launches must fit the queue that the sleep holds back.
+#: Calls per event-timed sample: their launches must fit in the queue that the sleep holds back.
 MAX_EVENT_CALLS = 16
-#: Samples of one contender, and how long all of them together may take, as long as there are a few.
+#: Samples per contender, the minimum, and the time for all of them together.
 REPETITIONS, MIN_REPETITIONS, SAMPLES_MS = 30, 7, 150.0
-#: Blocks of eager calls that host time is the median of, the most calls of one, and how long all of one
-#: contender's may keep the device busy. A block begins with a call that is not counted: it finds an idle
+#: Host time is the median over this many blocks of eager calls; the most calls per block; and how long all
+#: calls of one contender may keep the device busy. The first call of a block is not counted: it finds an idle
 #: device, and caches that another contender has filled.
 HOST_BLOCKS, HOST_CALLS, HOST_MS = 11, 20, 60.0
-#: Calls that make a contender warm. One whose calls are made once gives as many away.
+#: Calls that warm up a contender. One whose calls are made only once uses up as many.
 WARM_CALLS = 3
-#: From how many milliseconds on a call counts as long as its first one took, host and all: a rival may take
-#: fifty times what a case must. Below, the host may be most of that.
+#: From this many milliseconds on, the first call's duration, host included, counts as the duration of a call:
+#: a rival may take fifty times the minimum. Below it, the host may be most of that.
 LONG_MS = 2.0
-#: Calls of one contender whose calls are made once: what host time takes, and warming up.
+#: Calls of a contender whose calls are made once: for host time and warming up.
 ONCE_CALLS = WARM_CALLS + HOST_BLOCKS * (HOST_CALLS + 1)
 #: Steps of one contender.
 STEPS = 15
@@ -57,11 +57,11 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a result is worth: its errors, and the share of its elements that have isobit's bits."""
+    """The quality of a result: its errors, and the fraction of its elements that have isobit's bits."""
 
     max_abs: float | None = None
     equal_bits: float | None = None
-    #: More keys of a row, of series whose judge knows them: `mean_abs`, `max_rel` and `rel_rms`, for one.
+    #: More keys of a row, if the judge knows them: `mean_abs`, `max_rel` and `rel_rms`, for example.
     more: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -69,13 +69,13 @@ class Verdict:
 class Contender:
     """One implementation of a case.
 
-    `build` returns its calls, one per copy of the inputs; it runs on the stream that is timed. `judge` is
-    shown the calls and the result of the first. If it is not `required`, whatever it raises only loses its
-    row. Without `graph` no capture is tried: PyTorch never gives back what a broken one has allocated.
-    `grad` is the mode of autograd around all of its calls, as users set it: not inside of each.
+    `build` returns its calls, one per copy of the inputs; it runs on the timed stream. `judge` gets the calls
+    and the result of the first. If it is not `required`, an exception only loses its row. Without `graph` no
+    capture is tried: PyTorch never frees what a failed one has allocated. `grad` is the autograd mode around
+    all of its calls, as users set it: not inside of each.
 
-    Of one with `once`, no call is made twice while the host or a step is timed, as if every one had a size
-    that nobody has seen before; the first few warm it up.
+    With `once` no call is made twice while the host or a step is timed, as if every call had a new size; the
+    first few warm it up.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one contender: milliseconds per call, microseconds of host, megabytes."""
+    """The measurements of one contender: milliseconds per call, microseconds of host, megabytes."""
 
     ms: float
     ms_q25: float
@@ -103,7 +103,7 @@ class Timing:
 
 @dataclass
 class _Lane:
-    """A contender that is warm: what issues one sample of `count` calls, and what is known of it already."""
+    """A contender that is warm: what issues one sample of `count` calls, and what is known about it."""
 
     calls: Sequence[Call]
     verdict: Verdict
@@ -118,7 +118,7 @@ class _Lane:
     extra: int | None = None
     backlog_us: float = 0.0
     sample: Call = lambda: None
-    #: About what one call takes: what the case must take, unless this contender is seen to take far longer.
+    #: Approximate time of one call: the case's minimum, unless this contender turns out to take far longer.
     call_ms: float = 1.0
     repetitions: int = 1
     ms: list[float] = field(default_factory=list)
@@ -150,8 +150,8 @@ def measure(
     call_ms: float = 1.0,
     repetitions: int | None = None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time contenders in turns. `call_ms` is about how long one call takes: a sample is as many calls as
-    fill a millisecond, within reason (events resolve a microsecond), and long calls get fewer samples.
+    """Time contenders alternately. `call_ms` is the approximate time of one call: a sample is as many calls
+    as fill a millisecond, within limits (events resolve a microsecond), and long calls get fewer samples.
 
     Returns timings by name, and the reason by name for each contender that could not run.
     """
@@ -169,14 +169,14 @@ def measure(
 def measure_steps(
     contenders: Iterable[Contender], device: torch.device, repetitions: int | None = None
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time calls that the host decides the length of, in turns, on the wall: each begins and ends with an
+    """Time calls whose duration depends on the host, alternately, by wall time: each begins and ends with an
     idle device. Contenders whose calls are made once get the mean over all of their calls, since these differ
     in size, and then all contenders make as many. Returns what `measure` returns."""
     lanes, failures = _warmed(contenders, device)
     made_once = [len(lane.calls) for lane in lanes.values() if lane.once]
     count = min(made_once, default=STEPS)
     count = count if repetitions is None else min(count, repetitions)
-    for lane in lanes.values():  # the allocator has given everything back in between
+    for lane in lanes.values():  # the allocator has freed everything in between
         with torch.set_grad_enabled(lane.grad):
             lane.warm[0]()
     host: dict[str, list[float]] = {name: [] for name in lanes}
@@ -200,7 +200,7 @@ def measure_steps(
 
 
 def _warmed(contenders: Iterable[Contender], device: torch.device) -> tuple[dict[str, _Lane], dict[str, str]]:
-    """The contenders that can run, warm, and why the others cannot."""
+    """The contenders that can run, warmed up, and why the others cannot."""
     lanes: dict[str, _Lane] = {}
     failures: dict[str, str] = {}
     for contender in contenders:
@@ -240,10 +240,10 @@ def _within(most: int, least: int, number: float) -> int:
 
 
 def _warm(contender: Contender, device: torch.device) -> _Lane:
-    """Build and run a contender until it is warm; look at its result and its memory."""
+    """Build and run a contender until it is warm; judge its result and measure its memory."""
     with torch.set_grad_enabled(contender.grad):
         calls = contender.build()
-        # A CPU gets one: it has nothing to compile, and time is not what it is there for.
+        # A CPU gets one: it has nothing to compile, and its times do not matter.
         rounds = WARM_CALLS if device.type == "cuda" else 1
         warm = calls[:rounds] if contender.once else calls[:1]
         for call in islice(cycle(warm), rounds):
@@ -277,11 +277,11 @@ def _bytes_kept(result: Any) -> int:
 
 
 def _time_the_host(lanes: Sequence[_Lane], device: torch.device) -> None:
-    """Time until an eager call returns, the device still busy with the ones before: the median of blocks of
-    calls. The lanes take turns, so that a host that is busy with something else for a while slows all of
-    them; and a block is short, or the queue fills up and a call waits for the device. Blocks of one call are
-    of calls so long that the device is what counts: they have no call before them. All copies of the inputs
-    have been used before, as the weights of a model have."""
+    """Time until an eager call returns while the device is still busy with earlier ones: the median over
+    blocks of calls. The lanes alternate, so that a host that is busy for a while slows all of them. A block
+    is short, or the queue would fill up and a call would wait for the device. Blocks of one call are for
+    calls so long that the device dominates: they have no call before them. All copies of the inputs have been
+    used before, like the weights of a model."""
     blocks: list[list[float]] = [[] for _ in lanes]
     rotations = [cycle(lane.calls) for lane in lanes]
     for lane in lanes:
@@ -305,8 +305,8 @@ def _time_the_host(lanes: Sequence[_Lane], device: torch.device) -> None:
 
 
 def _make_sample(lane: _Lane, calls: int) -> None:
-    """Capture the lane's calls, whole rotations of them, or fall back to events. Each graph has memory of its
-    own: with that of others, a capture that breaks would keep theirs as well."""
+    """Capture the lane's calls, whole rotations of them, or fall back to events. Each graph has its own
+    memory pool: if they shared one, a failed capture would keep the memory of the others as well."""
     rotation = len(lane.calls)
     lane.count = rotation * math.ceil(calls / rotation)
     graph = torch.cuda.CUDAGraph() if lane.graph else None
@@ -316,7 +316,7 @@ def _make_sample(lane: _Lane, calls: int) -> None:
                 lane.turns(lane.count)()
             graph.replay()
             torch.cuda.synchronize()
-    except Exception:  # a sync, an allocation, a launch elsewhere: each ends a capture in its way
+    except Exception:  # a sync, an allocation, a launch elsewhere: each fails a capture in its own way
         torch.cuda.synchronize()
         graph = None
     if graph is not None:
@@ -360,8 +360,8 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """What is there now is not searched for garbage. `tidy` collects between any two measurements, and most
-    of its time would go to the modules of PyTorch."""
+    """Excludes all existing objects from garbage collection. `tidy` collects between any two measurements,
+    and would spend most of its time on the modules of PyTorch."""
     gc.collect()
     gc.freeze()
     try:
@@ -371,7 +371,7 @@ def settled_heap() -> Iterator[None]:
 
 
 def tidy(device: torch.device) -> None:
-    """Give back what nobody holds, so that memory counts do not depend on what ran before."""
+    """Free unused memory, so that memory counts do not depend on what ran before."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -379,7 +379,7 @@ def tidy(device: torch.device) -> None:
 
 
 def copies_for(nbytes: int, device: torch.device) -> int:
-    """Copies of inputs of this size that a cold L2 cache needs."""
+    """Number of copies of inputs of this size for a cold L2 cache."""
     if device.type != "cuda":
         return 1
     wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
@@ -387,7 +387,7 @@ def copies_for(nbytes: int, device: torch.device) -> int:
 
 
 def copy_contender(nbytes: int, device: torch.device) -> Contender:
-    """A kernel that reads one half of `nbytes` and writes the other: the floor that can be reached."""
+    """A kernel that reads one half of `nbytes` and writes the other: the practical lower bound."""
 
     def build() -> list[Call]:
         elements = max(1, nbytes // 8)
@@ -401,15 +401,15 @@ def _copy_call(elements: int, device: torch.device) -> Call:
     target = torch.empty_like(source)
 
     def call() -> None:
-        # Not copy_: captured in a graph that is a node for the copy engine, a third slower than a kernel
-        # (2.8 against 4.3 TB/s on an H200).
+        # Not copy_: captured in a graph that is a node for the copy engine, a third slower than a kernel (2.8
+        # against 4.3 TB/s on an H200).
         torch.neg(source, out=target)
 
     return call
 
 
 def machine_rates(device: torch.device, repetitions: int | None = None) -> tuple[float, float]:
-    """(bytes/s of a large copy, read and write counted; FLOP/s of a large bf16 product), here and now."""
+    """(bytes/s of a large copy, reads and writes counted; FLOP/s of a large bf16 product), measured now."""
     gpu = device.type == "cuda"
     # Rates of a CPU mean nothing, and one without bf16 takes 0.2 s for a product of side 256.
     nbytes, side = (4 << 30, 8192) if gpu else (32 << 20, 64)
@@ -424,5 +424,5 @@ def machine_rates(device: torch.device, repetitions: int | None = None) -> tuple
         return [call]
 
     contenders = [copy_contender(nbytes, device), Contender("product", product, required=True)]
-    timings, _ = measure(contenders, device, call_ms=0.25, repetitions=repetitions)  # four calls a sample
+    timings, _ = measure(contenders, device, call_ms=0.25, repetitions=repetitions)  # four calls per sample
     return nbytes / timings["copy"].ms * 1e3, 2 * side**3 / timings["product"].ms * 1e3

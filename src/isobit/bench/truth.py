@@ -1,4 +1,4 @@
-"""The error of what is timed: a fast wrong answer must show in its own row."""
+"""The errors of what is timed: a fast wrong answer must be visible in its own row."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Errors:
-    """How wrong something is: the largest error and the mean, the largest as a share of the largest true
-    value, and the root of the mean square as a share of that of the truth."""
+    """Errors of a result: the largest and the mean, the largest relative to the largest true value, and the
+    root mean square relative to that of the truth."""
 
     max_abs: float
     mean_abs: float
@@ -30,7 +30,7 @@ def errors_of(found: Tensor, truth: Tensor) -> Errors:
     wrong = (found.double() - truth).abs()
 
     def share(of_wrong: Tensor, of_truth: Tensor) -> float:
-        return float(of_wrong / of_truth) if of_wrong else 0.0  # also where all is 0, as it should be
+        return float(of_wrong / of_truth) if of_wrong else 0.0  # also 0 if all values are 0
 
     rms = share(wrong.square().mean().sqrt(), truth.square().mean().sqrt())
     return Errors(float(wrong.max()), float(wrong.mean()), share(wrong.max(), truth.abs().max()), rms)
@@ -38,18 +38,18 @@ def errors_of(found: Tensor, truth: Tensor) -> Errors:
 
 @dataclass(frozen=True)
 class Truth:
-    """The formula in fp64 on some rows of a case: the first output, and the gradients that are row by row,
-    by their place among all gradients that are taken. One line per row."""
+    """The formula in fp64 on some rows of a case: the first output, and the gradients that have rows, by
+    their index among all gradients that are computed. One line per row."""
 
     rows: Tensor
     total_rows: int
     output: Tensor
     gradients: dict[int, Tensor]
-    taken: int  # gradients that are taken, those that are sums over rows among them
+    taken: int  # number of gradients, including those that are sums over rows
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        """Largest error of what a direction returns, in the rows that are known; None where it returns
-        nothing but sums over rows."""
+        """Largest error of what a direction returns, in the known rows; None if it returns only sums over
+        rows."""
         pairs = [] if direction == "bwd" else [(result[0], self.output)]
         if direction != "fwd":
             found = result[-self.taken :]
@@ -58,13 +58,13 @@ class Truth:
             (ours.detach().reshape(self.total_rows, -1)[self.rows].double() - truth).abs().max()
             for ours, truth in pairs
         ]
-        return float(torch.stack(errors).max()) if errors else None  # NaN if there is one
+        return float(torch.stack(errors).max()) if errors else None  # NaN if any is NaN
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some rows and columns of an output that are known in fp64: those that a few rows and columns of the
-    operands decide, whatever the size of the rest."""
+    """Some rows and columns of an output that are known in fp64: they depend on a few rows and columns of the
+    operands only, whatever the other sizes."""
 
     rows: Tensor
     columns: Tensor
@@ -76,21 +76,21 @@ class Window:
 
 
 def spread_evenly(total: int, wanted: int, device: torch.device) -> Tensor:
-    """Up to `wanted` of `total` places, the first and the last among them."""
+    """Up to `wanted` of `total` indices, including the first and the last."""
     return torch.linspace(0, total - 1, min(total, wanted), dtype=torch.float64, device=device).long()
 
 
 def cotangent_like(output: Tensor) -> Tensor:
-    """The same random numbers for every implementation, whatever shape it gives its output."""
-    gen = torch.Generator(output.device).manual_seed(1)  # of a CPU it would take seconds for large outputs
+    """The same random numbers for every implementation, whatever the shape of its output."""
+    gen = torch.Generator(output.device).manual_seed(1)  # a CPU would take seconds for large outputs
     numbers = torch.randn(output.numel(), generator=gen, device=output.device)
     return numbers.reshape(output.shape).to(output)
 
 
 def truth_of(op: Op, args: Args, inputs: Sequence[str] | None = None) -> Truth | None:
-    """The truth of a call that takes gradients with respect to `inputs`, by default to all that there are.
-    None for an op whose output is not row by row: a part of it cannot be judged alone. Of gradients, those
-    that are row by row are judged; one that all rows add to is not known from some of them."""
+    """The truth of a call with gradients with respect to `inputs`, by default all. None for an op whose
+    output has no rows: a part of it cannot be judged alone. Only gradients that have rows are judged; one
+    that is a sum over all rows is not known from some of them."""
     row_dims = {p.name: p.spec.dims for p in op.contract.params if p.spec and p.spec.dims[:1] == ("*",)}
     if inputs is None:
         inputs = [name for name in op.differentiable if args.get(name) is not None]

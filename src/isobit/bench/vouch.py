@@ -1,5 +1,5 @@
-"""Nothing is timed that is wrong: every op is checked on the very backend, and with the options, that serve
-what is timed."""
+"""Wrong results are not timed: every op is checked on the same backend, and with the same options, as in the
+benchmark."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -18,17 +18,17 @@ from isobit.stamp import gpu_name
 
 
 class CheckFailed(RuntimeError):
-    """The op does not pass its check, so its speed is of no interest."""
+    """The op fails its check, so it is not timed."""
 
 
-#: Laws of numbers and of bits that a report must have seen hold.
+#: Laws of numbers and of bits that must have passed in a report.
 _NEEDED = {"accuracy", "invariant"}
 
 
 @dataclass
 class Vouch:
-    """What has been checked in this run: each op, backend and set of options once. `report` is one of `isobit
-    check` that spares a new check; with `skip` nothing is checked."""
+    """What has been checked in this run: each op, backend and set of options once. `report` is a report of
+    `isobit check` that replaces a new check; with `skip` nothing is checked."""
 
     device: torch.device
     report: Path | None
@@ -84,9 +84,9 @@ def read_check(path: Path) -> dict[str, Any]:
 
 
 def proven(op: str, backend: str, device: torch.device, path: Path, options: Set[str]) -> bool:
-    """Whether a report of `isobit check` speaks for these kernels on this device, for numbers and bits of
-    this backend, and for calls with each of these options, whatever its value: the error of what is timed is
-    in its own row. A backend that promises no bits is asked for none."""
+    """Whether a report of `isobit check` covers these kernels on this device, for numbers and bits of this
+    backend, and for calls with each of these options, whatever its value: the error of what is timed is in
+    its own row. For a backend that promises no bits only numbers are needed."""
     report = read_check(path)
     try:
         stamp = report["stamp"]

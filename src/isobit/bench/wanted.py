@@ -1,4 +1,4 @@
-"""What the command line wants timed, of each subject alike."""
+"""What the command line requests, the same for every subject."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Wanted:
         return [parse_case(text, subject) for text in self.sizes] or None
 
     def planned(self, subject: Subject, device: torch.device) -> list[Job]:
-        """What would be timed of a subject; an error for what is wanted and would not be."""
+        """What would be timed for a subject; an error for requested things that would not be."""
         return planned(
             subject, self.cases(subject), self.directions or None, device, self.backend, self.impls or None,
             self.options, self.core,

@@ -1,6 +1,7 @@
-"""What is timed and is no op: a module here with a list `SERIES`, named as its results file and `--suite`.
+"""Benchmarks that are not of one op: each is a module here with a list `SERIES`. Its name is that of its
+results file and of `--suite`.
 
-Nothing else knows which there are.
+There is no other list of them.
 """
 
 import pkgutil

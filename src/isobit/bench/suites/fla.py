@@ -1,15 +1,15 @@
-"""Attention with a gated delta rule, by the functions of flash-linear-attention (FLA) that people call:
+"""Attention with a gated delta rule, through the public functions of flash-linear-attention (FLA):
 
     fla      FLA as it is
     isobit   the same inside of `isobit.integrations.fla.enable()`
 
 `bwd` is the backward alone, `fwd_bwd` forward and backward. isobit computes one of several kernels of the
-backward and none of the forward, so this says what that one is worth to who trains. FLA's kernel for states
-is tuned anew for each case, as its autotuner would not.
+backward and none of the forward, so this shows what that kernel gains in training. FLA's kernel for states is
+autotuned again for each case, which its autotuner would not do by itself.
 
-Before anything is timed, isobit must have served the call, and the gradients must be those of FLA as it is,
-each within what FLA's own tests allow between it and plain PyTorch: `LIMITS`. `max_abs` is their largest
-difference.
+Before anything is timed, isobit must have served the call, and the gradients must agree with those of FLA
+alone, each within the limits that FLA's own tests allow between it and plain PyTorch: `LIMITS`. `max_abs` is
+their largest difference.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ from isobit.contract import ContractError
 from isobit.integrations import fla
 from isobit.ops.delta_rule.rivals import forget_tuning
 
-#: The most that the root mean square of a gradient's difference may be, as a share of that of the gradient.
+#: Maximum root mean square of a gradient's difference, relative to that of the gradient.
 LIMITS = {"q": 0.008, "k": 0.008, "v": 0.008, "g": 0.02, "beta": 0.02}
 
-#: Gates of one number a token and head, or of as many as a head has features.
+#: Whether gates are one number per token and head, or one per feature of a head.
 GATES_OF_FEATURES = {"chunk_gated_delta_rule": False, "chunk_kda": True}
 
 
@@ -52,7 +52,7 @@ def make(op: str, case: Case, pool: Pool) -> list[Args]:
 
 
 def inputs(op: str, case: Case, device: torch.device, seed: int) -> Args:
-    """What a layer of FLA would hand to `op`: directions of length 1, gates that forget slowly."""
+    """Inputs as a layer of FLA passes them to `op`: directions of length 1, gates that forget slowly."""
     B, T, H, D = case.dims.values()
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -79,7 +79,7 @@ def _gradients(output: Tensor, args: Args, **options: bool) -> tuple[Tensor, ...
 
 
 def backward(args: Args) -> tuple[Tensor, ...]:
-    """The gradients. The forward is made by the first call, and kept."""
+    """The gradients. The first call runs the forward and keeps its output."""
     if "output" not in args:
         args["output"] = _forward(args)
     return _gradients(args["output"], args, retain_graph=True)
@@ -114,13 +114,13 @@ def _serving(args: Args) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Gradients of FLA as it is, which others are held against."""
+    """Gradients of FLA alone, with which others are compared."""
 
     op: str
     known: tuple[Tensor, ...]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
-        """The largest difference. Raises CheckFailed where a gradient is too far away."""
+        """The largest difference. Raises CheckFailed if a gradient differs too much."""
         found = result[-len(self.known) :]
         for (name, limit), ours, theirs in zip(LIMITS.items(), found, self.known, strict=True):
             share = float(_rms(ours.double() - theirs.double()) / _rms(theirs.double()))
@@ -138,8 +138,8 @@ def _rms(t: Tensor) -> Tensor:
 
 
 def agreement(args: Args) -> Agreement:
-    """Raises CheckFailed unless isobit serves such a call: both would be FLA. On Hopper FLA has no backward
-    of `chunk_gated_delta_rule` with some versions of Triton, and says so."""
+    """Raises CheckFailed unless isobit serves such a call: otherwise both would be FLA. On Hopper FLA has no
+    backward of `chunk_gated_delta_rule` with some versions of Triton, and raises an error."""
     try:
         known = backward(dict(args))
     except torch.OutOfMemoryError:
@@ -165,7 +165,8 @@ SMALL = [Case({"B": 1, "T": 70, "H": 1, "D": 16}, torch.float32, data="random")]
 
 
 def cost(op: str, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Inputs and results once each way. Products, and what passes between FLA's kernels, are not counted."""
+    """Inputs and results once in each direction. Products, and traffic between FLA's kernels, are not
+    counted."""
     B, T, H, D = dims.values()
     matrix, gates = D * dtype.itemsize, 4 * ((D if GATES_OF_FEATURES[op] else 1) + 1)
     heads = B * T * H

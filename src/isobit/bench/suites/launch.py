@@ -1,10 +1,10 @@
-"""What an eager call costs the host where the device has next to nothing to do: decoding, small batches.
+"""The host time of an eager call when the device has next to nothing to do: decoding, small batches.
 
-Each op beside what PyTorch offers for the same, at four small shapes. `host_us` is the figure to read; `ms`
-is what the device needs. Contract, choice of a backend and launch are all of it, and none of them depends on
-the sizes: several are there to show that. At the largest, `isobit:new` and `native:new` are calls that have
-another number of rows each time, as packed micro-batches have: what a call remembers of its sizes is no use
-to them.
+Each op beside PyTorch's equivalent, at four small shapes. `host_us` is the figure to read; `ms` is the device
+time. Host time is contract checks, the choice of a backend and the launch. None of these depends on the
+sizes, and several sizes are timed to show that. At the largest, `isobit:new` and `native:new` are calls with
+another number of rows each time, as in packed micro-batches: cached information about sizes does not help
+there.
 """
 
 import random
@@ -26,13 +26,13 @@ from isobit.ops.logp import rivals as logits
 
 DIRECTIONS = ("fwd", "fwd_bwd")
 
-#: The last one has new numbers of rows beside it, those of `NEW_ROWS`: between two powers of two, so that no
-#: kernel is chosen for some of them alone.
+#: The last one also has calls with new numbers of rows, those of `NEW_ROWS`: between two powers of two, so
+#: that no kernel is chosen for some of them only.
 ROWS = (1, 16, 128, 768)
 NEW_ROWS = [n for n in range(513, 1024) if n not in ROWS]
 assert len(NEW_ROWS) >= len(DIRECTIONS) * ONCE_CALLS
 
-#: A call with a new number of rows may take that many times one whose sizes are known.
+#: Limit for a call with a new number of rows, as a multiple of one whose sizes are known.
 NEW_MOST = 2.0
 
 _Costs = Callable[[dict[str, int], torch.dtype], Cost]
@@ -49,7 +49,7 @@ def _series(
     goals: Sequence[Goal],
     directions: tuple[str, ...] = DIRECTIONS,
 ) -> Series:
-    """`of_rows` names the arguments with a line for each row, which are cut to their number."""
+    """`of_rows` names the arguments with one line per row, which are cut to the number of rows."""
     cases = [Case({rows: n, **sizes}, torch.bfloat16, data="random") for n in ROWS]
     rivals = {native.name: native}
     series = by_rows(op, cases, cost, rivals, inputs=inputs, copy=False, directions=directions, core=cases)

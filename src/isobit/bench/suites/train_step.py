@@ -5,13 +5,13 @@ backward; no optimizer. Random weights, bf16, gradients of all parameters.
     isobit:head   its body, and `isobit.linear_logp` instead of logits
     isobit        the same, and every linear layer through `isobit.det_linear`
 
-A step launches hundreds of kernels, so the host decides how long a small one takes: steps are timed on the
-wall. The rows `:new` are of micro-batches that are packed and not padded: every step has another number of
-tokens, and none comes twice, nor in two implementations: attention plans for a number that it has not seen,
-which takes longer than all the rest. Their time is the mean over these.
+A step launches hundreds of kernels, so the time of a small one depends on the host: wall time is measured.
+The rows `:new` are micro-batches that are packed and not padded: every step has another number of tokens. No
+number occurs twice, not even in two implementations, because attention plans for a new number, which takes
+longer than all the rest. Their time is the mean over these steps.
 
-Before anything is timed, the loss and the norms of the gradients must be those of `plain`, up to what bf16
-allows: `LOSS`, `NORM` and `NORM_OF_ONE`.
+Before anything is timed, the loss and the norms of the gradients must agree with those of `plain`, up to what
+bf16 allows: `LOSS`, `NORM` and `NORM_OF_ONE`.
 """
 
 import copy
@@ -34,16 +34,16 @@ from isobit.check.proof import Args, Case, Cost
 from isobit.nn import swap_linear
 from isobit.ops.linear_logp.op import linear_logp
 
-#: Relative distances from `plain` that pass: of the loss, of the norm of all gradients, and of the norm of
-#: each matrix's. Vectors are left out of the last: the gradient of a bias of keys is nearly nothing but
-#: rounding, since a softmax does not see what all keys have in common.
+#: Allowed relative differences from `plain`: of the loss, of the norm of all gradients, and of the norm of
+#: each matrix's gradient. Vectors are left out of the last: the gradient of the bias of keys is nearly pure
+#: rounding, since a softmax is invariant to a common shift.
 LOSS, NORM, NORM_OF_ONE = 1e-3, 1e-2, 0.1
 
-#: A target that does not count.
+#: A target that is ignored.
 IGNORED = -100
 
-#: Steps with new numbers of tokens of each implementation, those that warm up among them, and how far from
-#: the usual number they are at most, as a share of it.
+#: Steps with new numbers of tokens per implementation, including warm-up, and their maximum distance from the
+#: usual number, relative to it.
 NEW_STEPS, NEW_SPREAD = 19, 1 / 8
 IMPLEMENTATIONS = 3
 
@@ -53,7 +53,7 @@ IMPLEMENTATIONS = 3
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model by the names that transformers has for them; `kind` is the name of its class there."""
+    """Sizes of a model, named as in transformers; `kind` is the name of its class there."""
 
     kind: str
     vocab_size: int
@@ -66,7 +66,7 @@ class Config:
     rope_theta: float
 
     def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The model with random weights, drawn where they will live."""
+        """The model with random weights, drawn on the device."""
         import transformers
 
         sizes = {name: value for name, value in vars(self).items() if name not in ("kind", "rope_theta")}
@@ -88,13 +88,13 @@ LLAMA = Config("Llama", 128256, 4096, 14336, 4, 32, 8, tie_word_embeddings=False
 
 
 def tiny(config: Config) -> Config:
-    """One of that kind for a CPU."""
+    """A model of that kind for a CPU."""
     return Config(config.kind, 256, 64, 128, 2, 4, 2, config.tie_word_embeddings, config.rope_theta)
 
 
 @dataclass(frozen=True)
 class Models:
-    """A model as it is, and once more with its linear layers swapped, of the very same parameters."""
+    """A model as it is, and the same parameters with its linear layers swapped."""
 
     plain: Any
     swapped: Any
@@ -115,7 +115,7 @@ class Models:
 
 
 def _stepped(models: Models, loss: Tensor) -> tuple[Tensor, ...]:
-    """(loss, *gradients), and none of them left on the parameters."""
+    """(loss, *gradients); none of them is left on the parameters."""
     loss.backward()
     gradients = tuple(parameter.grad for parameter in models.parameters)
     for parameter in models.parameters:
@@ -124,7 +124,7 @@ def _stepped(models: Models, loss: Tensor) -> tuple[Tensor, ...]:
 
 
 def plain(args: Args) -> tuple[Tensor, ...]:
-    """With the loss that the model computes itself."""
+    """With the loss that the model itself computes."""
     models: Models = args["models"]
     return _stepped(models, models.plain(input_ids=args["ids"], labels=args["ids"]).loss)
 
@@ -151,7 +151,7 @@ def whole(args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Loss and norms of the gradients of a plain step, which others are held against."""
+    """Loss and gradient norms of a plain step, with which others are compared."""
 
     names: tuple[str, ...]
     loss: float
@@ -159,7 +159,7 @@ class Agreement:
     matrices: tuple[bool, ...]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
-        """The distance of the loss. Raises CheckFailed where it or a norm is too far away."""
+        """The difference of the loss. Raises CheckFailed if it or a norm differs too much."""
         loss, norms = _loss_and_norms(self.names, result)
         self.compare("loss", loss, self.loss, LOSS)
         self.compare("norm of all gradients", math.hypot(*norms), math.hypot(*self.norms), NORM)
@@ -199,7 +199,7 @@ CASES = [
     for B, T in ((1, 512), (8, 512), (8, 2048), (1, 4096))
 ]
 SMALL = [Case({"B": B, "T": T}, torch.bfloat16, data="random") for B, T in ((2, 16), (1, 64))]
-#: Those with new numbers of tokens beside them.
+#: Cases that also have new numbers of tokens.
 PACKED = (CASES[-1], SMALL[-1])
 
 
@@ -218,8 +218,8 @@ def _make(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
 
 
 def lengths(T: int, seed: int) -> list[int]:
-    """Numbers of tokens around T, none twice and none of them T, for each implementation in turn. The longest
-    come first and then the shortest, which make everything warm: memory for all of them, and kernels for both
+    """Numbers of tokens around T, all different and none of them T, for each implementation in turn. The
+    longest come first and then the shortest, as warm-up: memory for all of them, and kernels for both
     ends."""
     spread = int(T * NEW_SPREAD)
     known = [n for n in range(T - spread, T + spread + 1) if n != T]
@@ -241,7 +241,8 @@ def _new(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
 
 
 def cost(config: Config, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Products of the linear layers and the head, and causal attention; every weight read once a pass."""
+    """Products of the linear layers and the head, and causal attention; every weight is read once per
+    pass."""
     B, T = dims.values()
     D, kv = config.hidden_size, config.hidden_size // config.num_attention_heads * config.num_key_value_heads
     layer = 2 * D * D + 2 * D * kv + 3 * D * config.intermediate_size

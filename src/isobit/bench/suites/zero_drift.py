@@ -1,18 +1,19 @@
 """A Hugging Face model without drift beside the same model on PyTorch's attention: what it costs, and what it
-is worth. Random weights, bf16, eager.
+achieves. Random weights, bf16, eager.
 
     sdpa     the model as it is
     isobit   the same parameters after `isobit.integrations.hf.zero_drift`
 
-Two kinds of steps, timed on the wall. `decode` is one more token for each of B sequences with S keys in a
-dynamic cache, as `generate` makes it; the keys are random numbers. `fwd_bwd` is a training step, with the
-model's own loss and gradients of all parameters.
+Two kinds of steps, timed by wall time. `decode` is one more token for each of B sequences with S keys in a
+dynamic cache, as in `generate`; the keys are random numbers. `fwd_bwd` is a training step, with the model's
+own loss and gradients of all parameters.
 
 Before anything is timed, `generate` prefills prompts of different lengths in chunks, padded on the left, and
 decodes them in a batch. Then each sequence goes through the model alone, in one forward as in training.
-`tokens` is how many were decoded, and `tokens_differ` how many of them have other bits of log-probability in
-the two; `max_abs` is the largest difference. With isobit both must be 0, and the mean log-probability that of
-`sdpa` up to `CLOSE`. Training steps are held to the loss and the gradients of `sdpa` as in `train_step`.
+`tokens` is how many were decoded, and `tokens_differ` how many of them have different bits of log-probability
+in the two; `max_abs` is the largest difference. With isobit both must be 0, and the mean log-probability must
+equal that of `sdpa` up to `CLOSE`. Training steps are compared with the loss and the gradients of `sdpa` as
+in `train_step`.
 """
 
 import copy
@@ -35,7 +36,7 @@ from isobit.check.proof import Args, Case, Cost
 from isobit.integrations.hf import zero_drift
 from isobit.ops.logp.op import logp
 
-#: How far the mean log-probability of decoded tokens may be from that of `sdpa`, relatively.
+#: Allowed relative difference of the mean log-probability of decoded tokens from that of `sdpa`.
 CLOSE = 1e-2
 
 
@@ -47,12 +48,12 @@ LLAMA_NAME, QWEN_NAME = "llama-3-8b-8-layers", "qwen3-0.6b"
 
 
 def tiny(config: Config) -> Config:
-    """One of that kind for a CPU, with heads that `isobit.attention` takes."""
+    """A model of that kind for a CPU, with head sizes that `isobit.attention` takes."""
     return Config(config.kind, 256, 64, 64, 2, 1, 1, config.tie_word_embeddings, config.rope_theta)
 
 
 def models_of(config: Config, device: torch.device, dtype: torch.dtype, seed: int) -> Models:
-    """A model as it is, and once more without drift, of the very same parameters."""
+    """A model as it is, and the same parameters without drift."""
     as_it_is = config.build(device, dtype, seed)
     kept = {id(t): t for t in (*as_it_is.parameters(), *as_it_is.buffers())}
     ours = copy.deepcopy(as_it_is, kept)
@@ -92,7 +93,7 @@ class Drift:
 
 @torch.no_grad()
 def drift_of(model: Any, rollout: Rollout) -> Drift:
-    """Greedy, since what is chosen does not matter."""
+    """Decodes greedily; which tokens are chosen does not matter."""
     device, T = model.lm_head.weight.device, max(rollout.lengths)
     gen = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (len(rollout.lengths), T), generator=gen).to(device)
@@ -113,13 +114,13 @@ def drift_of(model: Any, rollout: Rollout) -> Drift:
 
 # Steps
 
-#: Which model a decoding step was of, among its results.
+#: Marks which model a decoding step was of, among its results.
 OURS, THEIRS = torch.tensor(0), torch.tensor(1)
 
 
 @dataclass
 class Decoding:
-    """One more token, and the cache is as before."""
+    """One more token; afterwards the cache is as before."""
 
     model: Any
     cache: Any
@@ -134,7 +135,7 @@ class Decoding:
 
 
 def decoding(model: Any, B: int, S: int, seed: int) -> Decoding:
-    """With random keys and values, as large as those that norms and rotations leave."""
+    """With random keys and values, of the magnitude that norms and rotations give."""
     import transformers
 
     config, weight = model.config, model.lm_head.weight
@@ -156,7 +157,7 @@ def decode(mark: Tensor, args: Args, backend: str | None = None) -> tuple[Tensor
 
 
 def train(args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
-    """What `plain` is, with the model without drift."""
+    """Like `plain`, with the model without drift."""
     assert backend is None
     models: Models = args["models"]
     return plain({**args, "models": Models(models.swapped, models.swapped, models.names, models.parameters)})
@@ -167,7 +168,7 @@ def train(args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
 
 @dataclass
 class Judge:
-    """Drift of both models, measured once each."""
+    """Drift of both models, each measured once."""
 
     models: Models
     rollout: Rollout
@@ -179,7 +180,7 @@ class Judge:
         return self.known[ours]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> Verdict:
-        """Raises CheckFailed where isobit drifts, or is another model."""
+        """Raises CheckFailed if isobit drifts, or computes something else."""
         ours = result[1] is OURS
         found = self.drift(ours)
         verdict = found.verdict()
@@ -232,7 +233,7 @@ def _make(name: str, config: Config, training: bool, case: Case, pool: Pool) -> 
 
 
 def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Products of the linear layers and the head, and attention; every weight, and every key, read once."""
+    """Products of the linear layers and the head, and attention; every weight and every key is read once."""
     B, length = dims.values()
     head = 128  # of both models
     q, kv = head * config.num_attention_heads, head * config.num_key_value_heads
