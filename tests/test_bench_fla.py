@@ -84,7 +84,7 @@ def test_gradients_too_far_from_those_of_fla_are_not_timed() -> None:
                 right.error("bwd", changed(wrong))
 
 
-@pytest.mark.parametrize(("passed", "why"), [({}, "it was not asked"), ({"a reason": 1}, "a reason")])
+@pytest.mark.parametrize(("passed", "why"), [({}, "it was not called"), ({"a reason": 1}, "a reason")])
 def test_what_isobit_does_not_serve_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, passed: dict[str, int], why: str
 ) -> None:

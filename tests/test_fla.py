@@ -250,7 +250,7 @@ def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.Modu
         "chunk_indices comes without cu_seqlens": call(chunk_indices=indices),
     }
     if not is_old():
-        cases["use_graph=True wants results in FLA's own static buffers"] = call(use_graph=True)
+        cases["use_graph=True needs results in FLA's own static buffers"] = call(use_graph=True)
         cases["chunk_offsets is of a graph, whose chunk_indices are padded"] = call(
             cu_seqlens=torch.tensor([0, 100, 100]), chunk_offsets=torch.tensor([0, 2, 2]),
             chunk_indices=torch.tensor([[0, 0], [0, 1], [-1, 0]]),
@@ -308,7 +308,7 @@ def test_other_versions_are_refused(module: types.ModuleType, monkeypatch: pytes
         monkeypatch.setattr(sys.modules["fla"], "__version__", other)
         refused(rf"found version {other} \(it knows 0\.5\.2 and 0\.6\.0: pip install fla-core==0\.6\.0\)$")
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0" if is_old() else "0.5.2")
-    refused("registry of backends|found " + NAME)
+    refused("backend registry|found " + NAME)
 
 
 @pytest.mark.parametrize(
@@ -341,11 +341,11 @@ def test_another_registry_is_refused(module: types.ModuleType, monkeypatch: pyte
     with monkeypatch.context() as patch:
         kept = registry()._backends
         patch.setattr(registry(), "_backends", list(kept))
-        refused("the registry of backends of .* is another: BackendRegistry")
+        refused("the backend registry of .* is unknown: BackendRegistry")
     home = sys.modules["fla.ops.backends" if is_old() else "fla.backends"]
     with monkeypatch.context() as patch:
         patch.delattr(home, "BaseBackend")
-        refused("the registry of backends of .* is another: AttributeError.*BaseBackend")
+        refused("the backend registry of .* is unknown: AttributeError.*BaseBackend")
     monkeypatch.delattr(module, NAME)
     refused(f"has no {NAME} in fla.ops.common.chunk_delta_h")
 
@@ -355,7 +355,7 @@ def test_a_function_that_asks_no_backend_is_refused(
 ) -> None:
     """As with FLA_DISABLE_BACKEND_DISPATCH=1, which is read while FLA is imported."""
     monkeypatch.setattr(module, NAME, inspect.unwrap(getattr(module, NAME)))
-    refused(f"{NAME} of version .* does not ask the backends .* FLA_DISABLE_BACKEND_DISPATCH=1 set")
+    refused(f"{NAME} of version .* does not use the backends .* FLA_DISABLE_BACKEND_DISPATCH=1 set")
 
 
 def test_a_backend_that_comes_first_is_refused(
@@ -374,7 +374,7 @@ def test_a_check_is_made_again_for_another_function(
         pass
     with monkeypatch.context() as patch:
         patch.setattr(module, NAME, inspect.unwrap(getattr(module, NAME)))
-        refused("does not ask the backends")
+        refused("does not use the backends")
     with fla.enable("reference"):
         assert not by_fla(getattr(module, NAME)(**call()))
 

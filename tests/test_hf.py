@@ -252,7 +252,7 @@ def test_a_model_that_does_something_to_its_states_is_refused() -> None:
 
 
 def test_other_models_are_refused() -> None:
-    refused(nn.Linear(2, 2), "model: Linear.: it is no transformers.PreTrainedModel")
+    refused(nn.Linear(2, 2), "model: Linear.: it is not a transformers.PreTrainedModel")
     refused(made("Llama").base_model, "it has no backbone of its own")
     encoder = transformers.T5Config(
         vocab_size=V, d_model=8, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
@@ -263,7 +263,7 @@ def test_other_models_are_refused() -> None:
     refused(model, "its forward has no logits_to_keep")
     wrapper = nn.Module()
     wrapper.get_base_model = lambda: model
-    refused(wrapper, "it is no transformers.PreTrainedModel; pass model.get_base_model()")
+    refused(wrapper, "it is not a transformers.PreTrainedModel; pass model.get_base_model()")
     model = made("Llama")
     model.config.logit_scale = "inverse"
     refused(model, "its configuration has 'inverse' for a factor of logits")

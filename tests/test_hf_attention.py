@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "mask_function": masking_utils.bidirectional_mask_function}),
     "a window alone": ("not causal", {"mask_function": masking_utils.sliding_window_overlay(3)}),
     "custom": ("mask function of its own", {"use_vmap": True}),
-    "unknown": ("no mask of causal order", {"mask_function": lambda b, h, q, k: k <= q}),
+    "unknown": ("not made of causal order", {"mask_function": lambda b, h, q, k: k <= q}),
 }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_calls_that_cannot_be_served_are_refused() -> None:
     refused("is_causal=False for Layer", is_causal=False)
     refused("output_attentions", output_attentions=True)
     refused("Layer of layer 3 passes s_aux", s_aux=torch.zeros(2))
-    refused("cu_seq_lens_q without position_ids", cu_seq_lens_q=torch.tensor([0, 4]))
+    refused("cu_seq_lens_q needs position_ids", cu_seq_lens_q=torch.tensor([0, 4]))
     refused(r"attention_mask \[1, 1, 4, 4\]", given=torch.ones(1, 1, 4, 4))
     refused("window of 3, and its mask None", sliding_window=3)
     refused("has 3 keys, and its mask is for 4", tensors=(q, k[:, :, 1:], k[:, :, 1:]))
@@ -214,7 +214,7 @@ def test_a_transformers_that_asks_for_masks_in_another_way_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
-    with pytest.raises(HFError, match="asks for masks in another way"):
+    with pytest.raises(HFError, match="creates masks in another way"):
         register_attention()
 
 

@@ -36,8 +36,8 @@ class Config:
     beta: float = 1e-3  # weight of the KL to the policy before training
     entropy_coef: float = 0.02
     seed: int = 0
-    probe_every: int = 4  # steps between two looks at the drift of the functions that do not train
-    probe_answers: int = 8  # answers that are looked at then
+    probe_every: int = 4  # steps between two measurements of the drift of the functions that do not train
+    probe_answers: int = 8  # answers that are measured then
     exam_strings: int = 500  # at the end
 
 
@@ -51,7 +51,7 @@ def make_prompts(count: int, length: int, gen: torch.Generator) -> Tensor:
 
 
 def is_right(prompts: Tensor, answers: Tensor) -> Tensor:
-    """[B, length]: which digits are those of the prompt, backwards."""
+    """[B, length]: which digits are correct, those of the prompt backwards."""
     return answers == prompts[:, :-1].flip(1)
 
 
@@ -81,7 +81,7 @@ def answer_states(policy: Policy, ops: Ops, prompts: Tensor, answers: Tensor) ->
 
 
 def training_logp(policy: Policy, ops: Ops, prompts: Tensor, answers: Tensor) -> Tensor:
-    """The log-probabilities that `policy_loss` sees."""
+    """The log-probabilities that `policy_loss` computes."""
     logp = isobit.linear_logp if ops is TORCH else ops.logp
     return logp(answer_states(policy, ops, prompts, answers), policy.head.bfloat16(), answers)
 
@@ -101,7 +101,7 @@ def policy_loss(
 def drift(
     policy: Policy, ops: Ops, prompts: Tensor, answers: Tensor, old_logp: Tensor | None = None
 ) -> dict[str, float]:
-    """How far the log-probabilities of decoding are from those of training. `old_logp` was kept when the
+    """The difference between log-probabilities of decoding and of training. `old_logp` was kept when the
     answers were sampled; without it they are decoded again."""
     if old_logp is None:
         _, old_logp = decode(policy, ops, prompts, answers.shape[1], lambda logits, t: answers[:, t : t + 1])
@@ -170,7 +170,7 @@ def new_policy(config: Config, device: torch.device) -> Policy:
 
 
 def exam(policy: Policy, ops: Ops, config: Config) -> float:
-    """The share of new strings that are reversed without a mistake, taking the likeliest token each time."""
+    """The fraction of new strings that are reversed without a mistake, with the likeliest token each time."""
     gen = torch.Generator(policy.head.device).manual_seed(config.seed + 1)
     prompts = make_prompts(config.exam_strings, config.length, gen)
     answers, _ = decode(policy, ops, prompts, config.length, lambda z, t: z.argmax(-1, keepdim=True))

@@ -100,7 +100,8 @@ class Policy(nn.Module):
         self.head = _weight(vocab, WIDTH, 0.02, gen)
 
     def forward(self, token_ids: Tensor, ops: Ops, cache: list[KV] | None = None) -> Tensor:
-        """Hidden states [B, T, WIDTH] of tokens [B, T], which follow those in the cache and join them."""
+        """Hidden states [B, T, WIDTH] of tokens [B, T], which follow those in the cache and are added to
+        it."""
         past = cache[0][0].shape[1] if cache else 0
         x = F.embedding(token_ids, self.tokens) + self.positions[past : past + token_ids.shape[1]]
         x, kept = x.bfloat16(), []

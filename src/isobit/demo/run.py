@@ -1,4 +1,4 @@
-"""What `isobit demo` does: train, show progress, check that the task was learned, and write the page."""
+"""Implements `isobit demo`: train, show progress, check that the task was learned, and write the page."""
 
 import os
 import sys
@@ -22,14 +22,14 @@ from isobit.stamp import gpu_name, stamp
 
 #: Mean rewards that count as chance and as solved, and the steps at the end that are averaged.
 CHANCE, SOLVED, LAST = 0.25, 0.9, 10
-#: A run that trains with isobit's functions on a CPU, where they are slow, is cut down to this.
+#: A run that trains with isobit's functions on a CPU, where they are slow, is reduced to this.
 SMALLER: dict[str, int] = {"length": 2, "layers": 1, "steps": 50}
 
 
 def run_demo(device: torch.device, steps: int | None, seed: int, zero_drift: bool, html: Path) -> bool:
     """Returns whether the task was learned, and isobit's functions did not drift."""
     config = replace(Config(), seed=seed)
-    if zero_drift:  # PyTorch is quick to look at: at every step, all answers
+    if zero_drift:  # PyTorch is quick to measure: at every step, all answers
         config = replace(config, probe_every=1, probe_answers=config.prompts * config.samples)
     if zero_drift and device.type == "cpu":
         config = replace(config, **SMALLER)
@@ -37,7 +37,7 @@ def run_demo(device: torch.device, steps: int | None, seed: int, zero_drift: boo
         config = replace(config, steps=steps)
     if config.steps < 1:
         raise ContractError(f"--steps {steps}: at least 1")
-    if not 0 <= seed < 2**63 - 1:  # the exam has the seed behind it
+    if not 0 <= seed < 2**63 - 1:  # the exam uses seed + 1
         raise ContractError(f"--seed {seed}: outside of [0, 2^63 - 1)")
     if device.type == "meta":
         raise ContractError("device 'meta' computes nothing: choose cpu or cuda")
@@ -90,7 +90,7 @@ def _drift_line(steps: list[dict[str, Any]], exact: bool) -> str:
 
 
 def _show_progress(record: dict[str, Any], steps: int) -> None:
-    """A bar that is drawn over itself on a terminal, else a line now and then."""
+    """A bar that is redrawn in place on a terminal, else a line now and then."""
     done = record["step"] + 1
     line = f"step {done:3d} of {steps}  reward {record['reward']:.2f}  entropy {record['entropy']:.2f}"
     if sys.stdout.isatty():
@@ -103,7 +103,7 @@ def _show_progress(record: dict[str, Any], steps: int) -> None:
 @contextmanager
 def _repeatable(device: torch.device) -> Iterator[None]:
     """One thread on the CPU, which is no slower for tensors this small, and on a GPU none of PyTorch's
-    kernels that add in any order. Both are set back."""
+    kernels with a varying order of additions. Both are restored."""
     threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
@@ -112,7 +112,7 @@ def _repeatable(device: torch.device) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="isobit: det_gemm")  # slow on a CPU: known here
         torch.set_num_threads(1)
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product
             torch.use_deterministic_algorithms(True, warn_only=True)
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others add gradients in any order
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others add gradients in a varying order
         yield

@@ -1,4 +1,5 @@
-"""isobit inside of other libraries: one module a library, and nothing happens until its `enable()` is called.
+"""isobit inside of other libraries: one module per library, and nothing happens until its `enable()` is
+called.
 
 Importing these modules imports none of the libraries.
 """

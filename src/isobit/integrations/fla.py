@@ -4,15 +4,15 @@
 
 From here on FLA takes the gradients of delta-rule states from `isobit.chunk_gated_delta_rule_bwd_dhu`, in the
 backward of `chunk_gated_delta_rule`, of `chunk_kda` and of all its other ops that call the function of this
-name. That function asks a registry of backends at each call, so one entry there reaches every caller, also
-those that imported the function earlier.
+name. That function looks into a registry of backends at each call, so one entry there reaches every caller,
+also those that imported the function earlier.
 
     with isobit.integrations.fla.enable() as on:
         loss.backward()
     print(on.served, on.passed)
 
-Calls that isobit does not serve go on to FLA's own kernel. They are counted by reason, and the first of each
-warns.
+Calls that isobit does not serve are passed on to FLA's own kernel. They are counted by reason, with a warning
+for the first of each.
 """
 
 import inspect
@@ -34,19 +34,19 @@ from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
 NAME, MODULE = "chunk_gated_delta_rule_bwd_dhu", "fla.ops.common.chunk_delta_h"
 OURS = inspect.signature(chunk_gated_delta_rule_bwd_dhu).parameters
 
-#: Versions of FLA, and how many of our function's arguments FLA's has there. Others are refused even if they
-#: look the same: gates were natural logarithms once, under the same names.
+#: Versions of FLA, and how many arguments of our function FLA's has there. Other versions are refused even if
+#: they look the same: gates were once natural logarithms under the same names.
 ARGUMENTS = {"0.5.2": 14, "0.6.0": 16}
 
 INSTALL = "pip install fla-core==0.6.0"
 
-#: FLA asks the lowest first, and has 5 where nothing is said. Only its own backend for Ascend, which is not
-#: there on a GPU, comes earlier.
+#: FLA tries backends in ascending order; the default is 5. Only its own backend for Ascend, which does not
+#: exist on a GPU, comes earlier.
 PRIORITY = 1
 
 
 class FLAError(UnsupportedError):
-    """The installed FLA is not one that isobit knows how to serve. The message says what was found."""
+    """isobit does not support the installed FLA. The message says what was found."""
 
 
 # The installed FLA
@@ -54,16 +54,16 @@ class FLAError(UnsupportedError):
 
 @dataclass(frozen=True)
 class _Fla:
-    """What is used of FLA."""
+    """The parts of FLA that are used."""
 
     version: str
-    function: Callable[..., Any]  # which FLA's ops call
-    registry: Any  # of the backends that it asks
+    function: Callable[..., Any]  # called by FLA's ops
+    registry: Any  # of its backends
     base: type  # of a backend
 
 
 def _installed() -> _Fla:
-    """The FLA that is installed; or an error that says what there is instead."""
+    """The installed FLA; or an error that says what was found instead."""
     try:
         version = import_module("fla").__version__
     except ModuleNotFoundError as error:
@@ -86,16 +86,16 @@ def _installed() -> _Fla:
             base, registry = backends.BaseBackend, backends._operation_registries["common"]
         shaped = isinstance(registry._backends, dict) and callable(registry.register)
     except (ImportError, AttributeError, KeyError) as error:
-        raise _refusal(f"the registry of backends of {version} is another: {error!r}") from error
+        raise _refusal(f"the backend registry of {version} is unknown: {error!r}") from error
     if not shaped:
-        raise _refusal(f"the registry of backends of {version} is another: {type(registry).__name__}")
+        raise _refusal(f"the backend registry of {version} is unknown: {type(registry).__name__}")
     found = _Fla(version, function, registry, base)
     _check_signature(found)
     return found
 
 
 def _check_signature(fla: _Fla) -> None:
-    """Names, order and defaults of arguments are those that are passed on."""
+    """Checks that names, order and defaults of the arguments are the expected ones."""
     found = _text(inspect.signature(fla.function).parameters.values())
     wanted = _text(list(OURS.values())[: ARGUMENTS[fla.version]])
     if found != wanted:
@@ -103,7 +103,7 @@ def _check_signature(fla: _Fla) -> None:
 
 
 def _text(parameters: Iterable[inspect.Parameter]) -> str:
-    """Without annotations, which change nothing."""
+    """Without annotations, which do not matter."""
     return ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
 
 
@@ -115,11 +115,11 @@ def _refusal(what: str) -> FLAError:
 
 
 def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
-    """Why a call of FLA's is not for this backend of isobit, or None. FLA's kernel takes more than isobit's
-    contract does; what breaks the contract otherwise, FLA cannot compute either, and it is an error."""
+    """Why this backend of isobit cannot serve a call of FLA's, or None. FLA's kernel takes more than isobit's
+    contract allows. Other violations of the contract FLA cannot compute either; they are errors."""
     if given.get("use_graph"):
-        return "use_graph=True wants results in FLA's own static buffers"
-    if given.get("chunk_offsets") is not None:  # this is how use_graph=True of chunk_kda arrives here
+        return "use_graph=True needs results in FLA's own static buffers"
+    if given.get("chunk_offsets") is not None:  # use_graph=True of chunk_kda arrives here like this
         return "chunk_offsets is of a graph, whose chunk_indices are padded"
     if given.get("chunk_indices") is not None and given.get("cu_seqlens") is None:
         return "chunk_indices comes without cu_seqlens"
@@ -137,13 +137,13 @@ def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
     return backend.when({**given, "chunk_size": chunk_size})
 
 
-#: What a probing call has instead of tensors.
+#: Stands for tensors in a probing call.
 _PROBE = object()
 
 
-@cache  # of the classes that a process sees there are one or two, and a with-block may stand in a hot loop
+@cache  # a process has one or two such classes, and a with-block may be in a hot loop
 def _backend_class(base: type) -> Any:
-    """What FLA's registry takes, as a class over the one that FLA has for it."""
+    """The entry for FLA's registry, a subclass of FLA's own base class."""
 
     class IsobitBackend(base):
         backend_type = "isobit"
@@ -151,7 +151,7 @@ def _backend_class(base: type) -> Any:
         session: "_Session"
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            """Whether a call is for us. Not FLA's way, which takes an error in here for a No."""
+            """Whether isobit serves a call. FLA's own method would take an error in here as a no."""
             if function_name != NAME:
                 return False, f"isobit has {NAME} alone"
             given = dict(zip(OURS, args, strict=False)) | kwargs
@@ -180,14 +180,14 @@ def _register(fla: _Fla, session: "_Session") -> None:
 
 
 def _checked() -> _Fla:
-    """The installed FLA, whose function asks a backend that is registered."""
+    """The installed FLA, after checking that its function uses registered backends."""
     fla = _installed()
     _register(fla, _Session(fla, op.backends[0]))
     try:
         found = fla.function(**dict.fromkeys(("q", "k", "w", "do", "dv"), _PROBE))
     except Exception as error:
         raise _refusal(
-            f"{NAME} of version {fla.version} does not ask the backends that are registered. Is "
+            f"{NAME} of version {fla.version} does not use the backends that are registered. Is "
             "FLA_DISABLE_BACKEND_DISPATCH=1 set?"
         ) from error
     finally:
@@ -200,7 +200,7 @@ def _checked() -> _Fla:
 def _unregister(fla: _Fla) -> None:
     """FLA has no function for this."""
     fla.registry._backends.pop("isobit", None)
-    if hasattr(fla.registry, "_update_active_backend"):  # 0.5 keeps which one comes first
+    if hasattr(fla.registry, "_update_active_backend"):  # 0.5 caches which backend comes first
         fla.registry._active = None
         fla.registry._update_active_backend()
 
@@ -224,20 +224,20 @@ _fla: _Fla | None = None  # checked
 
 def enable(backend: str = "hopper") -> Enabled:
     """Let FLA take the gradients of delta-rule states from isobit: until `disable`, or as a context manager
-    until its block is left. Where it is on already, it stays on, and counts go on.
+    until the end of its block. If it is already enabled, it stays enabled and keeps counting.
 
     Args:
-        backend: isobit's backend that serves: "hopper", or, without such a GPU, "triton" or "reference".
-            What it cannot serve goes on to FLA's own kernel.
+        backend: the backend of isobit to use: "hopper", or, without such a GPU, "triton" or "reference".
+            Calls that it cannot serve are passed on to FLA's own kernel.
 
     Returns:
-        An object with `served`, how many calls isobit has computed, and `passed`, how many it has not, by
-        reason.
+        An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
+        calls that it has passed on, by reason.
 
     Raises:
         ModuleNotFoundError: FLA is not installed.
-        FLAError: the installed FLA is not 0.6.0 or 0.5.2, or is not as these are.
-        ContractError: no such backend, or another one is on.
+        FLAError: the installed FLA is not 0.6.0 or 0.5.2, or differs from these.
+        ContractError: no such backend, or it is enabled with another one.
 
     Example:
         >>> import isobit
@@ -260,5 +260,5 @@ def enable(backend: str = "hopper") -> Enabled:
 
 
 def disable() -> None:
-    """Leave everything to FLA again. Nothing happens where it is off."""
+    """Leave everything to FLA again. Does nothing if it is not enabled."""
     SWITCH.off()

@@ -2,8 +2,8 @@
 
     python -m isobit.integrations.fla_pytest tests/ops/test_gdn.py tests/ops/test_kda.py
 
-The arguments are pytest's, and `--backend` of `enable`. At its end it says how many calls isobit has served,
-and how many it has not and why. A run in which it has served none fails.
+The arguments are those of pytest, and `--backend` of `enable`. At the end it prints how many calls isobit has
+served, and how many it has not and why. A run in which it has served none fails.
 """
 
 import argparse

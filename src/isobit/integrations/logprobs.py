@@ -1,4 +1,4 @@
-"""`linear_logp` at the seam of a trainer: inputs are cast as trainers cast them, and gradients back."""
+"""`linear_logp` for trainers: casts inputs as trainers do, and gradients back."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.ops.linear_logp.op import backward, forward
 
-#: What `linear_logp` is always given.
+#: Arguments of `linear_logp` that are always the same.
 _FIXED: dict[str, Any] = {
     "mask": None, "ignore_index": -100, "logits_dtype": None, "vocab_size": None, "workspace_bytes": None,
 }  # fmt: skip
@@ -18,15 +18,15 @@ _FIXED: dict[str, Any] = {
 
 @dataclass
 class Call:
-    """One call of a trainer, with the options of `linear_logp` that it makes use of."""
+    """One call of a trainer, with the options of `linear_logp` that it uses."""
 
     options: dict[str, Any]  # temperature, softcap, logit_scale, return_entropy
     backend: str | None  # None is the first that can serve
-    #: The context in which the parameters that are given to it are whole.
+    #: A context in which the given parameters are gathered.
     gather: Callable[..., AbstractContextManager[Any]] = lambda *parameters: nullcontext()
 
     def why_not(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-        """Why the backend that was asked for by name cannot serve, or None."""
+        """Why the backend that was requested by name cannot serve, or None."""
         if self.backend is None:
             return None
         inputs = _cast(_compute_dtype(hidden), hidden, weight, bias)
@@ -40,16 +40,16 @@ class Call:
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """What the trainer's own matrix product would compute in."""
+    """The dtype in which the trainer's own matrix product would compute."""
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else hidden.dtype
 
 
 class _LogProbs(torch.autograd.Function):
-    """`linear_logp` that casts its inputs itself. Not left to autograd, for two reasons: gradients of fp32
-    parameters under autocast stay in fp32, and the backward gathers a weight that ZeRO-3 has sharded again
-    since the forward."""
+    """`linear_logp` that casts its inputs itself. This is not left to autograd, for two reasons: gradients of
+    fp32 parameters under autocast stay in fp32, and the backward has to gather a weight that ZeRO-3 has
+    sharded again after the forward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which libraries isobit can be put inside of are here, and whether it is on there."""
+"""Which of the supported libraries are installed, and whether isobit is enabled there."""
 
 from collections.abc import Callable
 from importlib import metadata
@@ -9,9 +9,9 @@ from isobit.integrations.session import Enabled, Switch
 
 
 class _Library(NamedTuple):
-    distributions: tuple[str, ...]  # names that it is installed under, of which one is enough
+    distributions: tuple[str, ...]  # names of its distributions; one of them is enough
     install: str
-    switch: Switch | None  # None: nothing of the library is replaced as a whole
+    switch: Switch | None  # None: nothing in the library is replaced as a whole
     enable: Callable[[], Enabled] | None
 
 
@@ -25,11 +25,11 @@ _LIBRARIES = {
 
 def seams(try_them: bool = False) -> dict[str, str]:
     """By the name of a module of `isobit.integrations`: which version of its library was found, and whether
-    isobit is on there.
+    isobit is enabled there.
 
     Args:
-        try_them: import each library that is here, and turn isobit on and off again where it is off. That
-            takes seconds, and says whether the library is one that isobit knows.
+        try_them: import each installed library, and enable and disable isobit where it is off. That takes
+            seconds, and shows whether isobit supports the installed version.
 
     Example:
         >>> from isobit.integrations.seams import seams
@@ -53,7 +53,7 @@ def _state(name: str, library: _Library, try_it: bool) -> str:
     try:
         with library.enable():
             return f"{found}; off, and can be turned on"
-    except Exception as error:  # whatever a library's import raises is what there is to say
+    except Exception as error:  # report whatever a library's import raises
         return f"{found}; cannot be turned on: {type(error).__name__}: {error}"
 
 

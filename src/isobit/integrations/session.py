@@ -1,4 +1,4 @@
-"""On and off, for what isobit serves inside of another library: counts, nesting and threads, once for all."""
+"""Enabling and disabling isobit inside of another library: counts, nesting and threads, shared by all."""
 
 import threading
 from collections import Counter
@@ -15,14 +15,14 @@ H = TypeVar("H", bound="Handle")
 
 @dataclass(eq=False, kw_only=True)
 class Session:
-    """The time from on to off: which backend serves, what it has done, and who has asked for it."""
+    """The time from enable to disable: which backend serves, what it has done, and how long it lasts."""
 
-    backend: str | None  # isobit's that serves; None is the first that can
-    instead: str  # who serves what isobit does not, as a warning says it
+    backend: str | None  # backend of isobit; None is the first that can serve
+    instead: str  # for warnings: who serves the calls that isobit does not
     served: int = 0
     passed: Counter[str] = field(default_factory=Counter)
     blocks: int = 0  # with-blocks that are open
-    until_disabled: bool = True  # else until the last of these is left
+    until_disabled: bool = True  # otherwise until the last of these ends
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_served(self) -> None:
@@ -42,7 +42,7 @@ class Session:
 
 
 class Switch:
-    """One place where isobit is on or off. `name` is who has it, as messages say it."""
+    """One place where isobit is enabled or not. `name` is used in messages."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Switch:
         self.session: Session | None = None
 
     def on(self, backend: str | None, begin: Callable[[], Session]) -> "Enabled":
-        """Begin a session; where there is one with the same backend it goes on."""
+        """Begin a session, or continue one with the same backend."""
         return Enabled(self, *self.begun(backend, begin))
 
     def begun(self, backend: str | None, begin: Callable[[], Session]) -> tuple[Session, bool]:
@@ -67,7 +67,7 @@ class Switch:
             return self.session, False
 
     def off(self) -> None:
-        """End the session. Nothing happens where there is none."""
+        """End the session, if there is one."""
         with self.lock:
             session, self.session = self.session, None
             if session is not None:
@@ -75,7 +75,7 @@ class Switch:
 
 
 class Handle:
-    """A context manager whose end restores what was before."""
+    """A context manager that restores the previous state at its end."""
 
     def __init__(self, switch: Switch, session: Session, turned_on: bool) -> None:
         self._switch, self._session, self._turned_on = switch, session, turned_on
@@ -104,17 +104,17 @@ class Enabled(Handle):
 
     @property
     def backend(self) -> str | None:
-        """isobit's backend that serves; None is the first that can."""
+        """The backend of isobit; None is the first that can serve."""
         return self._session.backend
 
     @property
     def served(self) -> int:
-        """Calls that isobit has computed, since it was turned on."""
+        """The number of calls that isobit has computed since it was enabled."""
         return self._session.served
 
     @property
     def passed(self) -> Counter[str]:
-        """Calls that went on to the library's own function, by reason; a copy."""
+        """The number of calls passed on to the library's own function, by reason; a copy."""
         with self._session.lock:
             return self._session.passed.copy()
 

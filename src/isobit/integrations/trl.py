@@ -4,15 +4,15 @@
 
 From here on TRL's trainers take log-probabilities and entropies of tokens from `isobit.linear_logp`, with
 their gradients. Since 1.15 every trainer of TRL computes them by one function, which `trl.trainer.utils`
-looks up at each call, so trainers that exist already are served too. The losses, metrics, and the gathering
-of sharded weights stay TRL's own.
+looks up at each call, so existing trainers are served too. The losses, metrics, and the gathering of sharded
+weights remain TRL's own.
 
     with isobit.integrations.trl.enable() as on:
         trainer.train()
     print(on.served, on.passed)
 
-Calls that want more than log-probabilities and entropies go on to TRL's own function. They are counted by
-reason, and the first of each warns.
+Calls that need more than log-probabilities and entropies are passed on to TRL's own function. They are
+counted by reason, with a warning for the first of each.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from isobit.ops.linear_logp.op import forward
 
 MODULE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 
-#: The arguments that are passed on, without annotations and the value of the last one's default.
+#: The expected arguments, without annotations and without the default of the last.
 ARGUMENTS = (
     "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping=None",
     "logit_scale=1.0", "outputs",
@@ -38,14 +38,14 @@ INSTALL = "pip install trl==1.16.0"
 
 
 class TRLError(UnsupportedError):
-    """The installed TRL is not one that isobit knows how to serve. The message says what was found."""
+    """isobit does not support the installed TRL. The message says what was found."""
 
 
 SWITCH = Switch("isobit.integrations.trl")
 
 
 class _Session(Session):
-    """What stands at the seam in the place of TRL's function."""
+    """Replaces TRL's function."""
 
     def __init__(self, module: ModuleType, backend: str | None) -> None:
         own = f"{SWITCH.name}: TRL's own function serves log-probabilities here"
@@ -67,7 +67,7 @@ class _Session(Session):
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        """What TRL calls, with its arguments and its five results."""
+        """Called by TRL, with its arguments and its five results."""
         factor = None if logit_scale == 1.0 else logit_scale
         options = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": factor}
         call = Call(options | {"return_entropy": "entropy" in outputs}, self.backend)
@@ -89,7 +89,7 @@ class _Session(Session):
 
 
 def _installed() -> ModuleType:
-    """The module of TRL that has the seam; or an error that says what there is instead."""
+    """The module of TRL that has the function; or an error that says what was found instead."""
     try:
         version = import_module("trl").__version__
     except ModuleNotFoundError as error:
@@ -117,20 +117,20 @@ def _installed() -> ModuleType:
 
 def enable(backend: str | None = None) -> Enabled:
     """Let TRL's trainers take log-probabilities and entropies from isobit: until `disable`, or as a context
-    manager until its block is left. Where it is on already, it stays on, and counts go on.
+    manager until the end of its block. If it is already enabled, it stays enabled and keeps counting.
 
     Args:
-        backend: of `isobit.linear_logp`. None takes the first that can serve; what one that is named cannot
-            serve goes on to TRL's own function.
+        backend: of `isobit.linear_logp`. None takes the first that can serve. Calls that a named backend
+            cannot serve are passed on to TRL's own function.
 
     Returns:
-        An object with `served`, how many calls isobit has computed, and `passed`, how many it has not, by
-        reason.
+        An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
+        calls that it has passed on, by reason.
 
     Raises:
         ModuleNotFoundError: TRL is not installed.
-        TRLError: the function of the installed TRL has another signature than that of 1.16.
-        ContractError: no such backend, or another one is on.
+        TRLError: the function of the installed TRL differs in its signature from that of 1.16.
+        ContractError: no such backend, or it is enabled with another one.
 
     Example:
         >>> import isobit
@@ -151,5 +151,5 @@ def enable(backend: str | None = None) -> Enabled:
 
 
 def disable() -> None:
-    """Leave everything to TRL again. Nothing happens where it is off."""
+    """Leave everything to TRL again. Does nothing if it is not enabled."""
     SWITCH.off()

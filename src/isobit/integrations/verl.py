@@ -3,9 +3,9 @@
     isobit.integrations.verl.enable()
 
 From here on verl's fused kernels are `isobit.linear_logp`: log-probabilities and entropies of tokens from
-hidden states and an LM head, with their gradients. Whether a model makes use of them is said in verl's own
-configuration: `actor_rollout_ref.model.use_fused_kernels=True`. There are two ways to them, and both lead to
-isobit, whichever `fused_kernel_options.impl_backend` says:
+hidden states and an LM head, with their gradients. verl's own configuration decides whether a model uses
+fused kernels: `actor_rollout_ref.model.use_fused_kernels=True`. There are two implementations of them, and
+isobit replaces both, whatever `fused_kernel_options.impl_backend` is:
 
     torch, liger    FusedLinearForPPO of verl.utils.experimental.torch_functional
     triton          linear_cross_entropy of verl.utils.kernel.linear_cross_entropy, also under the name that
@@ -15,9 +15,9 @@ isobit, whichever `fused_kernel_options.impl_backend` says:
         ...
     print(on.served, on.passed)
 
-Calls that isobit does not serve go on to verl's own function. They are counted by reason, and the first of
-each warns. verl trains in processes of their own, and each of them needs the line: `verl_on` is a module for
-verl's `external_lib` that has it.
+Calls that isobit does not serve are passed on to verl's own function. They are counted by reason, with a
+warning for the first of each. verl trains in separate processes, and each of them needs this line: `verl_on`
+is a module for verl's `external_lib` that has it.
 """
 
 import inspect
@@ -50,7 +50,7 @@ INSTALL = "pip install verl==0.9.1"
 
 
 class VerlError(UnsupportedError):
-    """The installed verl is not one that isobit knows how to serve. The message says what was found."""
+    """isobit does not support the installed verl. The message says what was found."""
 
 
 SWITCH = Switch("isobit.integrations.verl")
@@ -61,16 +61,16 @@ SWITCH = Switch("isobit.integrations.verl")
 
 @dataclass(frozen=True)
 class _Verl:
-    """What is replaced of verl."""
+    """The parts of verl that are replaced."""
 
-    fused: type  # whose forward
+    fused: type  # its forward is replaced
     forward: Callable[..., Any]
-    module: ModuleType  # whose linear_cross_entropy, and that of those who have imported it from there
+    module: ModuleType  # its linear_cross_entropy is replaced, and that of modules that have imported it
     linear_cross_entropy: Callable[..., Any]
 
 
 def _installed() -> _Verl:
-    """The verl that is installed; or an error that says what there is instead."""
+    """The installed verl; or an error that says what was found instead."""
     try:
         version = import_module("verl").__version__
     except ModuleNotFoundError as error:
@@ -115,7 +115,7 @@ def _that_have(function: Callable[..., Any]) -> Iterator[ModuleType]:
             yield module
 
 
-# What stands in the place of verl's functions
+# Replacements of verl's functions
 
 
 class _Session(Session):
@@ -144,7 +144,7 @@ class _Session(Session):
     def fused_linear(
         self, module: Any, hidden: Tensor, weight: Tensor, input_ids: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """In the place of FusedLinearForPPO.forward: results are of the shape of input_ids."""
+        """Replaces FusedLinearForPPO.forward: results have the shape of input_ids."""
         found = self._served(hidden, weight, input_ids, temperature)
         return found or self.verl.forward(module, hidden, weight, input_ids, temperature)
 
@@ -157,7 +157,7 @@ class _Session(Session):
         reduction: str = "none",
         dist_process_group: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """In the place of the function of that name: results are flat."""
+        """Replaces the function of that name: results are flat."""
         given = (hidden, weight, labels, temperature, reduction, dist_process_group)
         reason = None
         if str(reduction).lower() != "none":
@@ -178,7 +178,7 @@ class _Session(Session):
         """(log-probabilities, entropies), or None for a call that is not served, which is counted."""
         options = {"temperature": temperature, "softcap": None, "logit_scale": None, "return_entropy": True}
         call = Call(options, self.backend)
-        if isinstance(temperature, Tensor):  # verl has numbers alone
+        if isinstance(temperature, Tensor):  # verl has only numbers
             reason: str | None = "its temperature is a tensor"
         else:
             reason = call.why_not(hidden, weight, None)
@@ -195,21 +195,21 @@ class _Session(Session):
 
 
 def enable(backend: str | None = None) -> Enabled:
-    """Let verl's fused kernels be isobit's: until `disable`, or as a context manager until its block is left.
-    Where it is on already, it stays on, and counts go on.
+    """Replace verl's fused kernels by isobit: until `disable`, or as a context manager until the end of its
+    block. If it is already enabled, it stays enabled and keeps counting.
 
     Args:
-        backend: of `isobit.linear_logp`. None takes the first that can serve; what one that is named cannot
-            serve goes on to verl's own function.
+        backend: of `isobit.linear_logp`. None takes the first that can serve. Calls that a named backend
+            cannot serve are passed on to verl's own function.
 
     Returns:
-        An object with `served`, how many calls isobit has computed, and `passed`, how many it has not, by
-        reason.
+        An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
+        calls that it has passed on, by reason.
 
     Raises:
         ModuleNotFoundError: verl is not installed.
-        VerlError: the functions of the installed verl have other signatures than those of 0.9.1.
-        ContractError: no such backend, or another one is on.
+        VerlError: the functions of the installed verl differ in their signatures from those of 0.9.1.
+        ContractError: no such backend, or it is enabled with another one.
 
     Example:
         >>> import isobit
@@ -224,5 +224,5 @@ def enable(backend: str | None = None) -> Enabled:
 
 
 def disable() -> None:
-    """Leave everything to verl again. Nothing happens where it is off."""
+    """Leave everything to verl again. Does nothing if it is not enabled."""
     SWITCH.off()

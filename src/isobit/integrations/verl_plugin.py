@@ -1,11 +1,11 @@
-"""What verl loads by itself where isobit is installed (the entry point `verl.plugins`): it gives verl a name
-for a policy loss, and changes nothing that had a name before.
+"""A plugin that verl loads by itself if isobit is installed (the entry point `verl.plugins`). It registers a
+policy loss under a new name, and changes no existing one.
 
     actor_rollout_ref.actor.policy_loss.loss_mode=isobit_clip
 
 is the clipped loss of `isobit.losses` with the bounds, the dual clip and the `loss_agg_mode` of verl's own
-"vanilla". It differs in what verl cuts off and what it lets through: log-ratios are not cut at +-20, and what
-stands at masked tokens, NaN included, reaches no result.
+"vanilla". There are two differences: log-ratios are not clamped to +-20, and values at masked tokens, NaN
+included, reach no result.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 from isobit import losses
 from isobit.contract import ContractError
 
-#: By verl's loss_agg_mode: which loss of isobit has these sums.
+#: The loss of isobit with the same reduction, by verl's loss_agg_mode.
 LOSSES = {
     "token-mean": losses.dual_clip_ppo,
     "token-sum": losses.dual_clip_ppo,
@@ -36,7 +36,7 @@ def clipped(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """(loss, metrics), as verl's registry of policy losses wants it."""
+    """(loss, metrics), as verl's registry of policy losses requires."""
     if loss_agg_mode not in LOSSES:
         known = ", ".join(LOSSES)
         raise ContractError(f"isobit_clip(loss_agg_mode: {loss_agg_mode!r}): must be one of {known}")
@@ -69,7 +69,7 @@ def _normalizer(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Any:
-    """What verl divides the sum by, for the batch of all ranks. Gradients are averaged over ranks, so each
+    """verl's divisor of the sum, for the batch of all ranks. Gradients are averaged over ranks, so each
     counts `dp_size` times."""
     if mode == "token-sum":
         return 1 / dp_size

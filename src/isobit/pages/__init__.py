@@ -1,9 +1,9 @@
 """Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no network,
 and no script but for the buttons that copy commands.
 
-A page shows any number of reports, one section each: what was proven, how far errors stay below their bounds,
-which bits were compared, what was timed beside whom, what a run learned. It is made from the JSON that check
-and bench write, so a saved file gives the same page as the run that made it.
+A page shows any number of reports, one section each: what was proven, errors with their bounds, which bits
+were compared, times beside rivals, and what a demo learned. It is made from the JSON that check and bench
+write, so a saved file gives the same page as the run that made it.
 """
 
 from collections.abc import Sequence

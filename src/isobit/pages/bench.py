@@ -1,4 +1,4 @@
-"""What a page says of a benchmark: times and memory beside rivals, goals, and the roofline."""
+"""The benchmark section of a page: times and memory beside rivals, goals, and the roofline."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from isobit.bench.charts import chart
 from isobit.bench.report import format_summary
 from isobit.pages import svg
 
-#: Times as fast, at which the bar beside a case is full.
+#: The speed ratio at which the bar beside a case is full.
 SCALE = 4
 
-#: Rivals that take longer than this many times ours have a bar that is cut off there.
+#: Bars of rivals that take more than this multiple of our time are cut off there.
 CUT = 8
 
 
@@ -45,7 +45,7 @@ def _verdict(report: dict[str, Any], met: Sequence[bool]) -> dict[str, str]:
 
 
 def _groups(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cases by kind of call and direction, those where we do worst first; the first of all is open."""
+    """Cases by kind of call and direction, the worst for us first; the first group is open."""
     found: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         found.setdefault(case["kind"], []).append(case)
@@ -58,7 +58,7 @@ def _groups(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _against(ours: float, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fastest rival of a case: its time as a multiple of ours, and a bar from the middle, which is 1, to
-    the left where it is faster and to the right where we are."""
+    the left if it is faster and to the right if we are."""
     rivals = [row for row in rows if not row["impl"].startswith(("isobit", "copy"))]
     if not rivals:
         return {"times": None, "rival": None, "bar": ""}
@@ -70,7 +70,7 @@ def _against(ours: float, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One block a case and direction, ours first, the others by their times."""
+    """One block per case and direction, ours first, the others by time."""
     found = []
     for (op, case, direction), group in groupby(rows, key=lambda r: (r["op"], r["case"], r["direction"])):
         mine = sorted(group, key=lambda r: (not r["impl"].startswith("isobit"), r["ms"]))
@@ -102,8 +102,8 @@ def _percent(part: float | None, whole: float) -> float:
 
 
 def _roofline(report: dict[str, Any]) -> str:
-    """Points of all rows whose arithmetic and traffic are known; nothing where there are none. A baseline
-    that does only a part of the work is counted as if it did all of it, and would fly above the roof."""
+    """Points of all rows whose operations and bytes are known; empty if there are none. A baseline that does
+    only a part of the work would be counted as if it did all of it, and would be above the roof."""
     stamp = report["stamp"]
     roof = stamp.get("best_tflops", 0) * 1.1
     points = [

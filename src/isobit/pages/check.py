@@ -1,4 +1,4 @@
-"""What a page says of a check: laws that hold, errors beside their bounds, bits that were compared."""
+"""The check section of a page: laws that hold, errors with their bounds, bits that were compared."""
 
 import re
 from collections import Counter
@@ -10,13 +10,13 @@ from isobit.check.worst import worst_first
 #: Laws that compare bits.
 BITS = ("repeatable", "written", "invariant", "agree")
 
-#: Totals of a report, their names on a page, and how they look if there are any.
+#: Totals of a report, their names on a page, and their style if they are not 0.
 COUNTS = (("ok", "ok", "ok"), ("fail", "failed", "fail"), ("unsupported", "unsupported", ""))
 
-#: What follows in the words of a control after what it changed.
+#: Marks the end of what a control changed, in its message.
 CHANGED = r" changes? (?:bits|no bit)| changed no bit"
 
-#: Errors that are shown at once; the others are folded.
+#: Number of errors that are shown; the others are folded.
 SHOWN = 20
 
 
@@ -73,8 +73,8 @@ def _state(count: Counter[str]) -> str:
 
 
 def _bits(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(comparisons, controls): a line for each op, backend, law and kind of change, what differed first.
-    Numbers in what a comparison says of itself are sizes, and do not make another kind."""
+    """(comparisons, controls): a line for each op, backend, law and kind of change, with the first
+    difference. Numbers in the message of a comparison are sizes, and do not make another kind."""
     names = ("op", "backend", "law", "what")
     kinds: dict[tuple[tuple[str, ...], bool], list[dict[str, Any]]] = {}
     for case in (case for case in cases if case["law"] in BITS):
@@ -98,7 +98,7 @@ def _bits(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def _named_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whether a line has another op, backend or law than the one above it."""
+    """Marks whether a line has another op, backend or law than the one above it."""
     above = [None, *lines]
     keys = ("op", "backend", "law")
     return [
@@ -108,14 +108,14 @@ def _named_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _kind(what: str) -> str:
-    """Without the sizes: `3 of 12 rows alone` and `7 of 12 rows alone` are one kind, some rows alone."""
+    """Without sizes: `3 of 12 rows alone` and `7 of 12 rows alone` are one kind, some rows alone."""
     found = re.sub(r"^\d+ of \d+ ", "some ", what)
     found = re.sub(r"\[\d+, \d+\)", "of rows", found)
     return re.sub(r"\d[\d,]*", "n", found)
 
 
 def _serves(one: dict[str, Any]) -> str:
-    """What someone else's function takes, in words."""
+    """What a user's function takes, in words."""
     found = one.get("serves")
     if found is None:
         return ""

@@ -9,7 +9,7 @@ from isobit.pages.svg import COLOURS, text
 
 #: Pixels of the drawing, and around it. Small, so that the words are readable on a phone.
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 320, 170, 46, 22, 38
-#: Pixels between the lowest decade of a logarithmic axis and 0, which has no place on it.
+#: Pixels between the lowest decade of a logarithmic axis and 0, which is below it.
 TO_ZERO = 26
 
 
@@ -17,12 +17,12 @@ TO_ZERO = 26
 class Curve:
     name: str
     points: Sequence[tuple[float, float]]
-    #: Steps were left out: mark those that were looked at.
+    #: Steps are missing: mark those that were measured.
     dotted: bool = False
 
 
 def chart(curves: Sequence[Curve], unit: str, log: bool = False) -> str:
-    """The curves from step 0 on and from 0 up. With `log` the axis has decades, and 0 a line of its own
+    """The curves from step 0 on and from 0 up. With `log` the axis has decades, and 0 is a separate line
     below them."""
     last = max((x for curve in curves for x, _ in curve.points), default=0) or 1
     values = [y for curve in curves for _, y in curve.points]
@@ -61,7 +61,7 @@ Axis = tuple[list[tuple[float, str]], Callable[[float], float]]
 
 
 def _linear(values: Sequence[float]) -> Axis:
-    """(ticks and their words, where a value is) from 0 to the largest."""
+    """(ticks and their labels, position of a value) from 0 to the largest."""
     top = max(values, default=0.0) or 1.0
     ticks = _round_numbers(top)
     top = max(top, ticks[-1])
@@ -84,7 +84,7 @@ def _decades(values: Sequence[float]) -> Axis:
 
 
 def _round_numbers(top: float) -> list[float]:
-    """From 0 to about the top, four to eight of them, 1, 2 or 5 of a power of ten apart."""
+    """Ticks from 0 to about the top, four to eight of them, with a step of 1, 2 or 5 times a power of ten."""
     rough = top / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(n * power for n in (5, 2, 1) if n * power <= rough)

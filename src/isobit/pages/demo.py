@@ -1,4 +1,4 @@
-"""What a page says of `isobit demo`: whether the task was learned, and the curves of the run."""
+"""The section of `isobit demo` on a page: whether the task was learned, and the curves of the run."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def _seen(steps: Any, ops: str) -> list[tuple[int, dict[str, float]]]:
 
 
 def _drift_chart(steps: Any, trained_with: str) -> str:
-    """Both sets of functions: the one that trained, and the one that was only looked at."""
+    """Both sets of functions: the one that trained, and the one that was only measured."""
     lines = (("isobit", "max", "largest"), ("torch", "max", "largest"), ("torch", "mean", "mean"))
     curves = []
     for ops, key, name in lines:

@@ -1,4 +1,4 @@
-"""Saved reports: read, summed up in a line, and compared with an older one."""
+"""Saved reports: read, summarised in a line, and compared with an older one."""
 
 import json
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def summary_line(report: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What is other than it was."""
+    """A difference between two reports."""
 
     what: str
     before: str
@@ -54,7 +54,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Cha
 
 
 def _laws(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Cells whose verdict changed. One that held and does not run any more is worse, too."""
+    """Cells whose verdict changed. One that passed and does not run any more is worse, too."""
     before, now = (
         {
             f"{case['op']} {case['backend']} {case['law']} [{case['case']}]": case["status"]
@@ -71,7 +71,7 @@ def _laws(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 
 def _times(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Change]:
-    """Times and memory of ours. Rivals are not ours to lose."""
+    """Times and memory of isobit only, not of rivals."""
     before, now = (
         {
             f"{row['op']} {row['case']} {row['direction']} {row['impl']}": row

@@ -1,4 +1,4 @@
-"""What `isobit report FILES` does: show saved reports together, or compare one with an older one."""
+"""Implements `isobit report FILES`: show saved reports together, or compare one with an older one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from isobit.files import check_writable, write
 from isobit.pages import page
 from isobit.pages.saved import compare, read_report, summary_line
 
-#: Times an older time that count as worse.
+#: A multiple of the older time that counts as worse.
 SLOWER = 1.05
 
 
 def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, slower: float | None) -> bool:
-    """Print a line for each file, or what differs from the older one, and write the page that is asked for.
+    """Print a line for each file, or the differences from the older one, and write the requested page.
     Returns whether something is worse."""
     if html is not None:
         check_writable(html, "--html")

@@ -13,7 +13,7 @@ Point = tuple[float, float, str, str]
 
 
 def roofline(points: Sequence[Point], copy_tbps: float, best_tflops: float) -> str:
-    """(FLOP a byte, TFLOP/s, implementation, what it is) under the two roofs that the run measured."""
+    """(FLOP per byte, TFLOP/s, implementation, label) under the two roofs that the run measured."""
     names = sorted(dict.fromkeys(p[2] for p in points), key=lambda n: (n != "isobit", n))
     low = min(p[0] for p in points) / 1.5
     high = max(*(p[0] for p in points), best_tflops / copy_tbps) * 1.5
@@ -25,7 +25,7 @@ def roofline(points: Sequence[Point], copy_tbps: float, best_tflops: float) -> s
     def y(value: float) -> float:
         return round(TOP + HEIGHT * (1 - math.log(value / bottom) / math.log(top / bottom)), 1)
 
-    ridge = max(low, best_tflops / copy_tbps)  # where one roof meets the other
+    ridge = max(low, best_tflops / copy_tbps)  # where the roofs meet
     start = max(low, bottom / copy_tbps)
     parts = [
         f'<svg viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + BELOW + 18 * len(names)}" role="img" '

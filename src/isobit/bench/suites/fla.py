@@ -149,7 +149,7 @@ def agreement(args: Args) -> Agreement:
     with fla.enable(_serving(args)) as on:
         both(args)
     if not on.served:
-        reasons = "; ".join(on.passed) or "it was not asked"
+        reasons = "; ".join(on.passed) or "it was not called"
         raise CheckFailed(f"fla: isobit has not served {args['op']}, so nothing is timed: {reasons}")
     return Agreement(args["op"], known)
 

@@ -3,14 +3,14 @@
     isobit.integrations.hf.register_attention()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", attn_implementation="isobit")
 
-Two functions are registered by this name. transformers calls the first once a forward to make a mask, and the
-second in every layer. The mask is not [B, 1, T, S] here but says the same in two numbers a row: which keys of
-the cache are the row's own. Causal order and windows need no numbers.
+Two functions are registered by this name. transformers calls the first once per forward to make a mask, and
+the second in every layer. The mask is not [B, 1, T, S] here but two numbers per row: which keys of the cache
+belong to the row. Causal order and windows need no numbers.
 
 **A window whose cache has dropped keys.** `isobit.attention` counts segments from a sequence's own first key.
-A cache of a sliding window keeps the last keys only, so the first is gone, and where segments begin has to be
-known without it. The keys that are there get so many zeros in front that they stand where they stood, modulo
-a segment. The window hides the zeros, and what is hidden changes no bit.
+A sliding-window cache keeps only the last keys, so the first is gone, but the segment boundaries must not
+move. Zeros are put in front of the remaining keys until these have their original positions modulo a segment.
+The window masks the zeros, and masked keys change no bit.
 """
 
 import inspect
@@ -28,20 +28,20 @@ NAME = "isobit"
 
 
 class Says(NamedTuple):
-    """What a mask says beside the numbers of its rows."""
+    """Properties of a mask beside the numbers of its rows."""
 
-    keys: int  # that the cache will hand over
+    keys: int  # that the cache will return
     window: int | None = None
     dropped: bool = False  # the cache has dropped keys
-    front: int = 0  # zeros that take their place
-    starts: bool = False  # rows begin at other keys than the first
-    ends: bool = False  # the cache has room behind the last key
-    packed: bool = False  # the numbers are where packed sequences begin
+    front: int = 0  # zeros that replace them
+    starts: bool = False  # rows begin at keys other than the first
+    ends: bool = False  # the cache is longer than the keys
+    packed: bool = False  # the numbers are the starts of packed sequences
 
 
 class KeyBounds(Tensor):
-    """A mask as transformers passes it around: a tensor of four dimensions, and `says`. It is [2, 1, 1, B]
-    with the first key of each row and the one behind its last, [1, 1, 1, sequences + 1], or [0, 1, 1, B]."""
+    """A mask as transformers passes it around: a tensor of four dimensions, with `says`. It is [2, 1, 1, B]
+    with the first key of each row and the one after its last, [1, 1, 1, sequences + 1], or [0, 1, 1, B]."""
 
     says: Says
     kept: tuple[Tensor, ...] | None = None
@@ -56,17 +56,17 @@ class KeyBounds(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(made, cls) and "says" not in vars(made) and isinstance(args[0], cls):
-            made.says = args[0].says  # on another device, for one
+            made.says = args[0].says  # for example, on another device
         return made
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Its numbers, for all layers of a forward."""
+        """Its numbers, computed once for all layers of a forward."""
         if self.kept is None:
             self.kept = self.as_subclass(Tensor)[:, 0, 0].unbind()
         return self.kept
 
 
-# The mask, once a forward
+# The mask, once per forward
 
 
 def mask(
@@ -82,12 +82,12 @@ def mask(
     device: torch.device | str = "cpu",
     **more: Any,
 ) -> KeyBounds:
-    """What transformers calls, with its arguments: queries and keys of this forward, how many came before,
-    and which of the latter the cache has dropped (`kv_offset`)."""
+    """Called by transformers, with its arguments: queries and keys of this forward, how many came before, and
+    how many of those the cache has dropped (`kv_offset`)."""
     window, packed = _read(mask_function, use_vmap)
     if packed is not None:
         return KeyBounds.of(_boundaries(packed)[None], Says(kv_length, window, packed=True))
-    # A sum, and so a tensor of its own: that of a static cache counts on while this forward runs. Older
+    # A sum, and so a new tensor: that of a static cache is incremented while this forward runs. Older
     # versions have it in one dimension.
     end = (q_offset.reshape(()) if isinstance(q_offset, Tensor) else q_offset) + q_length
     first, padded = None, False
@@ -105,15 +105,15 @@ def mask(
     )  # fmt: skip
     if first is None:
         return KeyBounds.of(torch.stack((torch.zeros_like(own_end), own_end)), says)
-    # The row's first key, or where one of its segments begins that the cache still has a key of.
+    # The row's first key, or the start of one of its segments of which the cache still has a key.
     dropped = (kv_offset - first).clamp(min=0) // SEGMENT * SEGMENT
     start = first + dropped - kv_offset + front
     return KeyBounds.of(torch.stack((torch.minimum(start, own_end), own_end)), says)
 
 
 def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
-    """(window, which packed sequence each token is of) of one of transformers' mask functions. They are made
-    of others, and tell what they were made with in their closures."""
+    """(window, packed sequence of each token) of one of transformers' mask functions. They are composed of
+    others, with their parameters in closures."""
     module = import_module("transformers.masking_utils")
     if custom:
         raise _refusal("the model adds a mask function of its own")
@@ -131,14 +131,14 @@ def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
         elif made_by == "packed_sequence_mask_function" and "packed_sequence_mask" in held:
             packed = held["packed_sequence_mask"]
         else:
-            raise _refusal(f"{made_by} of transformers is no mask of causal order, windows and packing")
+            raise _refusal(f"{made_by} of transformers is not made of causal order, windows and packing")
     if not causal:
         raise _refusal("the mask is not causal")
     return window, packed
 
 
 def _held(function: Any) -> dict[str, Any]:
-    """The variables that a function has from where it was defined."""
+    """The variables in a function's closure."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None:
         return {}
@@ -146,7 +146,7 @@ def _held(function: Any) -> dict[str, Any]:
 
 
 def _boundaries(packed: Tensor) -> Tensor:
-    """Where sequences begin in all rows one behind the other, and the end. Reads how many there are."""
+    """Where sequences begin when all rows are concatenated, and the end. Reads their number."""
     B, T = packed.shape
     begins = torch.ones((B, T), dtype=torch.bool, device=packed.device)
     begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
@@ -155,8 +155,8 @@ def _boundaries(packed: Tensor) -> Tensor:
 
 
 def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
-    """([B] first tokens, whether any is not 0). Tokens of a row must follow one another: one look by the
-    host, as transformers takes for its own masks. A graph that is captured or compiled cannot look."""
+    """([B] first tokens, whether any is not 0). The tokens of a row must be contiguous: this is checked on
+    the host, like transformers' own masks. A graph that is captured or compiled cannot check."""
     if given.ndim != 2:
         raise _refusal(f"attention_mask has {given.ndim} dimensions and not 2")
     tokens = given != 0
@@ -177,7 +177,7 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
 
 # Attention, in every layer
 
-#: What layers pass beside the arguments of `attend`, and what changes no number here. Others may.
+#: Arguments of layers beside those of `attend` that change no number here. Others may.
 _HARMLESS = frozenset((
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits",
     "num_items_in_batch", "max_length_q", "max_length_k", "is_causal",
@@ -196,7 +196,7 @@ def attend(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer calls: query [B, H, T, D], key and value [B, KV, S, D]; returns [B, T, H, D]."""
+    """Called by a layer: query [B, H, T, D], key and value [B, KV, S, D]; returns [B, T, H, D]."""
     if dropout:
         raise _refusal(f"dropout={dropout} of {_layer(module)}: set attention_dropout to 0 in its config")
     _check_more(module, more, attention_mask)
@@ -211,12 +211,12 @@ def attend(
         says, numbers = attention_mask.says, attention_mask.rows()
     else:
         shape = list(attention_mask.shape)
-        raise _refusal(f"attention_mask {shape} is a mask of its own making; pass one of [B, tokens]")
+        raise _refusal(f"attention_mask {shape} is a custom mask; pass one of shape [B, tokens]")
     if sliding_window is not None and sliding_window != says.window:
         raise _refusal(f"{_layer(module)} has a window of {sliding_window}, and its mask {says.window}")
     if k.shape[1] != says.keys:
         raise _refusal(f"{_layer(module)} has {k.shape[1]} keys, and its mask is for {says.keys}")
-    if says.dropped and says.window is None:  # a model may make a mask that no layer takes: not earlier
+    if says.dropped and says.window is None:  # not earlier: a model may make a mask that no layer uses
         raise _refusal(f"the cache has dropped keys that {_layer(module)} sees")
     options: dict[str, Any] = {"scale": scaling, "window": says.window, "softcap": softcap}
     if says.packed:
@@ -239,7 +239,7 @@ def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) ->
             raise _refusal("output_attentions=True: probabilities are never stored")
         if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             if not (isinstance(mask, KeyBounds) and mask.says.packed):
-                raise _refusal(f"{name} without position_ids that begin anew: these say where sequences are")
+                raise _refusal(f"{name} needs position_ids that restart at 0 for every sequence")
             continue
         raise _refusal(f"{_layer(module)} passes {name}, which isobit.attention does not have")
 
@@ -265,13 +265,13 @@ def _refusal(reason: str) -> HFError:
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="isobit"` known to transformers. No model changes by this: ask for it with
+    """Register `attn_implementation="isobit"` with transformers. This changes no model: select it with
     `from_pretrained(..., attn_implementation="isobit")` or `model.set_attn_implementation("isobit")`.
 
-    Served is causal attention in bf16 and fp16 with padding, sliding windows, softcaps, grouped heads,
+    It supports causal attention in bf16 and fp16 with padding, sliding windows, softcaps, grouped heads,
     dynamic and static caches, prefill in chunks, and sequences packed by `position_ids`. What
-    `isobit.attention` does not have is refused with an `HFError`: dropout, attention sinks, masks with holes
-    or of other patterns.
+    `isobit.attention` does not support is refused with an `HFError`: dropout, attention sinks, masks with
+    gaps or of other patterns.
 
     Example:
         >>> import torch, transformers, isobit
@@ -286,6 +286,6 @@ def register_attention() -> None:
     masks = import_module("transformers.masking_utils")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
         version = import_module("transformers").__version__
-        raise _refusal(f"transformers {version} asks for masks in another way; 5.10 and 5.22 are tested")
+        raise _refusal(f"transformers {version} creates masks in another way; 5.10 and 5.22 are tested")
     import_module("transformers.modeling_utils").AttentionInterface.register(NAME, attend)
     masks.AttentionMaskInterface.register(NAME, mask)

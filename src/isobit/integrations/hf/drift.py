@@ -4,9 +4,9 @@
         print(on)
         model.generate(...)
 
-What sums is computed by isobit: attention, linear layers, the LM head, norms. What is left (embeddings,
-rotary embeddings, activations, other norms) is torch's, and is tried: see `trial`. A model that has more than
-that, or that fails, is refused and stays as it was.
+Everything that sums is computed by isobit: attention, linear layers, the LM head, norms. The rest
+(embeddings, rotary embeddings, activations, other norms) stays torch's, and is tested: see `trial`. A model
+with other modules, or that fails the test, is refused and stays unchanged.
 """
 
 import warnings
@@ -37,8 +37,8 @@ class Report:
 
     model: str
     changed: dict[str, list[str]]  # names of modules, by the function of isobit that computes them
-    left: dict[str, int]  # how many modules of each kind are torch's: each kind was tried
-    untried: dict[str, int]  # of which no call was seen
+    left: dict[str, int]  # how many modules of each kind stay torch's; each kind was tested
+    untried: dict[str, int]  # kinds that were not called, so not tested
 
     def __str__(self) -> str:
         width = max(map(len, [*self.changed, *self.left, *self.untried]))
@@ -50,26 +50,26 @@ class Report:
         )
 
 
-# What there is in a model
+# The modules of a model
 
 
 def _why_not(model: Any) -> str | None:
-    """Why a model as a whole is not for this, or None."""
+    """Why a model as a whole cannot be served, or None."""
     if not isinstance(model, import_module("transformers").PreTrainedModel):
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
-        return f"it is no transformers.PreTrainedModel{hint}"
+        return f"it is not a transformers.PreTrainedModel{hint}"
     config = model.config
     if config.is_encoder_decoder:
         return "it has an encoder beside its decoder"
     if config.get_text_config(decoder=True) is not config:
-        return "it has more than a language model in it; pass its language model"
+        return "it contains more than a language model; pass its language model"
     if not model.can_generate() or model.get_output_embeddings() is None:
-        return "it is no causal language model: it has no head over a vocabulary"
+        return "it is not a causal language model: it has no LM head"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
     if others:
         return f"it has layers of {', '.join(others)}"
     if not model._can_set_attn_implementation():
-        return "its attention does not ask transformers' AttentionInterface"
+        return "its attention does not use transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
     sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
@@ -79,7 +79,7 @@ def _why_not(model: Any) -> str | None:
 
 
 def _refused(model: nn.Module) -> dict[str, str]:
-    """Modules that cannot be kept, and why."""
+    """Modules that cannot be served, and why."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -102,7 +102,7 @@ def _refused(model: nn.Module) -> dict[str, str]:
 
 def _swapped(model: nn.Module) -> tuple[Swap, dict[str, str]]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # they are refused
+        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # an error below
         swap = swap_linear(model, where=lambda name, layer: not isinstance(layer, DetLinear))
     return swap, swap.skipped
 
@@ -133,7 +133,7 @@ class _Session(Session):
 
 
 class ZeroDrift(Handle):
-    """What `zero_drift` returns. `print` it to see what was changed; the end of a with-block, or `disable`,
+    """The result of `zero_drift`. `print` it to see what was changed; the end of a with-block, or `disable`,
     restores the model."""
 
     @property
@@ -148,11 +148,11 @@ class ZeroDrift(Handle):
 
     @property
     def left(self) -> dict[str, int]:
-        """How many modules of each kind torch computes as before. All of them were tried."""
+        """How many modules of each kind torch computes as before. All of them were tested."""
         return self.report.left
 
     def disable(self) -> None:
-        """Make the model what it was. Nothing happens the second time."""
+        """Restore the model. Does nothing the second time."""
         if self._session is self._switch.session:
             self._switch.off()
 
@@ -164,24 +164,26 @@ _switches: "weakref.WeakKeyDictionary[nn.Module, Switch]" = weakref.WeakKeyDicti
 
 
 def zero_drift(model: Any) -> ZeroDrift:
-    """Make a causal LM of transformers give every token the same bits: in training, in prefill whole or in
+    """Make a causal LM of transformers give every token the same bits: in training, in prefill at once or in
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
     Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
     `isobit.det_linear`, norms through `isobit.rms_norm`. All other modules stay torch's. Each kind of them is
-    tried on this machine, and so is the model as a whole: `trial` says how. A static cache lets `generate`
+    tested on this machine, and so is the model as a whole: see `trial`. A static cache lets `generate`
     compile its steps on a GPU; that is turned off, because compiled code rounds in other places.
 
     Args:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
-            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are tested; others are tried.
+            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are covered by isobit's tests; others are tested by
+            this call.
 
     Returns:
-        A handle: `print` it, `disable()` it, or use it as a context manager. `changed` and `left` say what
-        was done. A model that is on already stays on.
+        A handle: `print` it, `disable()` it, or use it as a context manager. `changed` and `left` list what
+        was done. If the model is already enabled, it stays enabled.
 
     Raises:
-        HFError: the model cannot be kept. The message names the modules and says why; the model is as before.
+        HFError: the model cannot be served. The message names the modules and the reasons; the model is
+            unchanged.
 
     Example:
         >>> import torch, transformers, isobit
@@ -237,7 +239,7 @@ def _turned_on(model: Any, session: _Session) -> Report:
         name for name, m in model.named_modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")
     ]
     if not layers or model.config._attn_implementation != NAME:
-        raise _refusal(model, "no module in it asks transformers' AttentionInterface")
+        raise _refusal(model, "no module in it uses transformers' AttentionInterface")
     changed = {"isobit.attention": layers, "isobit.det_linear": swap.swapped}
     changed |= {"isobit.rms_norm": list(session.norms)} if session.norms else {}
     kinds = Counter(map(trial.kind_of, _leaves(model)))
@@ -249,20 +251,21 @@ def _turned_on(model: Any, session: _Session) -> Report:
 
 
 def _leaves(model: nn.Module) -> list[nn.Module]:
-    """What computes, and is not isobit's."""
+    """Modules without children that isobit does not compute."""
     ours = DetLinear | DetRMSNorm
     return [m for m in model.modules() if not [*m.children()] and not isinstance(m, ours)]
 
 
 def _tried(model: Any, left: Collection[trial.Kind]) -> set[trial.Kind]:
-    """The kinds of modules that were called, and depend on no batch; nor does the model as a whole."""
+    """The kinds of modules that were called and do not depend on the batch; raises an error if any does, or
+    the model as a whole."""
     found, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
     wrong = {kind[0].__name__: reason for kind, call in calls.items() if (reason := trial.of_module(call))}
     if wrong:
         raise _refusal(model, f"these depend on the batch on this machine: {_listed(wrong)}")
     for what, count in found.items():
         if count:
-            raise _refusal(model, f"{count} logits have other bits {what}; no module of it shows why")
+            raise _refusal(model, f"{count} logits have other bits {what}; and no single module explains it")
     return set(calls)
 
 

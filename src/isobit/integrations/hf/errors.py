@@ -1,7 +1,7 @@
-"""What isobit says where it cannot serve transformers."""
+"""Errors for models that isobit cannot serve."""
 
 from isobit.backend import UnsupportedError
 
 
 class HFError(UnsupportedError):
-    """This model, or this call of it, is nothing that isobit can serve. The message says what and why."""
+    """isobit cannot serve this model, or this call of it. The message says what and why."""

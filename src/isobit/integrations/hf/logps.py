@@ -2,9 +2,9 @@
 
     logp = isobit.integrations.hf.token_logps(model, input_ids, attention_mask)
 
-The model runs as it always does, but makes logits for the last position only. The hidden states of all
-positions go to `isobit.linear_logp` with the weight of its LM head. What the model does between its hidden
-states and its logits is not guessed: see `_Head`.
+The model runs as usual, but computes logits for the last position only. The hidden states of all positions go
+to `isobit.linear_logp` with the weight of its LM head. What the model does between its hidden states and its
+logits is verified, not assumed: see `_Head`.
 """
 
 import inspect
@@ -22,13 +22,13 @@ from isobit.nn import DetLinear, class_of, in_forward
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.op import linear_logp
 
-#: What `token_logps` gives to the model itself.
+#: Arguments that `token_logps` itself passes to the model.
 _RESERVED = ("input_ids", "attention_mask", "labels", "logits_to_keep", "use_cache", "return_dict")
 
-#: Names of a factor on logits, in configurations of transformers; it is applied before a softcap.
+#: Names of a factor on logits in configurations of transformers; it is applied before a softcap.
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
-#: Models whose own logits have been compared with what their configuration says.
+#: Models whose own logits have been compared with the formula from their configuration.
 _compared: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
@@ -62,26 +62,26 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
 
     Args:
         model: a causal LM of transformers (a `PreTrainedModel`). Tied heads, heads with a bias, and the
-            softcaps and logit factors of its configuration are served. FSDP2 may shard the model, the head
-            with it or on its own. A head that is more than an `nn.Linear`, such as one with a LoRA adapter,
+            softcaps and logit factors of its configuration are supported. FSDP2 may shard the model, the head
+            with it or separately. A head that is not a plain `nn.Linear`, such as one with a LoRA adapter,
             is refused.
         input_ids: [B, T], int64 or int32.
-        attention_mask: [B, T], nonzero at tokens; padding may stand on either side. With padding on the left
+        attention_mask: [B, T], nonzero at tokens; padding may be on either side. With padding on the left
             pass `position_ids` too, as for the model itself.
         temperature: divides the logits; a number, or fp32 [B, T - 1].
         vocab_size: how many rows of the head are tokens, `len(tokenizer)`. Rows from there on are padding and
-            take no part. None is all rows, as in the model's own logits.
+            are ignored. None is all rows, as in the model's own logits.
         return_entropy: also return the entropy of each distribution.
-        logits_dtype, workspace_bytes, numerics, backend: as of `isobit.linear_logp`.
-        model_inputs: what else the model takes, such as `position_ids`.
+        logits_dtype, workspace_bytes, numerics, backend: as for `isobit.linear_logp`.
+        model_inputs: other inputs of the model, such as `position_ids`.
 
     Returns:
         logp [B, T - 1], or (logp, entropy). A value is 0 where the token, or the position before it, is
         padding. Gradients go to all parameters of the model.
 
     Raises:
-        HFError: the model computes its logits in a way that is not known here.
-        ContractError: other arguments that do not fit.
+        HFError: the model computes its logits in an unknown way.
+        ContractError: invalid arguments.
 
     Example:
         >>> import torch, transformers, isobit
@@ -103,7 +103,7 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     def logps(states: Tensor) -> Any:
         weight, bias, kind = head.linear.weight, head.linear.bias, states.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)  # which the head would compute in
+            dtype = torch.get_autocast_dtype(kind)  # the head would compute in this dtype
             states, weight = states.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         return linear_logp(
@@ -116,7 +116,8 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     def whole(**given: Any) -> Any:
         return head.run(forward, logps, **given)
 
-    # In its forward: there FSDP2 has gathered the model's parameters, and it hooks on to what this returns.
+    # Inside of the model's forward: there FSDP2 has gathered the model's parameters, and it puts its backward
+    # hooks on what this returns.
     found = in_forward(model, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
     if any(x.dtype not in (torch.float32, torch.float64) for x in (found if return_entropy else (found,))):
         raise _refusal(model, "the output_dtype of its mp_policy would round log-probabilities; make it None")
@@ -126,7 +127,7 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
 def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
     if not isinstance(model, import_module("transformers").PreTrainedModel):
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
-        raise _refusal(model, f"it is no transformers.PreTrainedModel{hint}")
+        raise _refusal(model, f"it is not a transformers.PreTrainedModel{hint}")
     if not (isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] >= 2):
         given = describe(input_ids)
         raise ContractError(f"token_logps(input_ids: {given}): must be [B, T] with T of at least 2")
@@ -141,14 +142,14 @@ def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[
 
 
 class _Head:
-    """The way from a model's hidden states to its logits:
+    """How a model computes logits from its hidden states:
 
         logits = softcap * tanh(factor * linear(states) / softcap)
 
-    `linear` is the model's output layer, the numbers are those of its configuration. Some models do other
-    things, and no field says so. Therefore each call checks that the layer reads the very states that the
+    `linear` is the model's output layer, the numbers are from its configuration. Some models do more than
+    that, and no attribute tells. Therefore each call checks that the layer reads exactly the states that the
     backbone returned, and the first call of a model compares the model's logits of the last position with
-    what this formula makes of the layer's output (one host sync)."""
+    this formula, applied to the layer's output (one host sync)."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.linear = model, model.get_output_embeddings()
@@ -156,7 +157,7 @@ class _Head:
         self.softcap = getattr(config, "final_logit_softcapping", None)
         factors = [getattr(config, name, None) for name in _FACTORS]
         scaling = getattr(config, "logits_scaling", None)
-        if scaling is not None:  # a divisor in Granite and its kin, a factor in HyperCLOVA X
+        if scaling is not None:  # a divisor in Granite models, a factor in HyperCLOVA X
             factors.append(scaling if config.model_type.startswith("hyperclovax") else 1.0 / scaling)
         self.factor = next((x for x in factors if x not in (None, 1.0)), None)
         reason = self._why_not()
@@ -186,10 +187,10 @@ class _Head:
         return None
 
     def run(self, forward: Callable[..., Any], logps: Callable[[Tensor], Any], **inputs: Any) -> Any:
-        """What `logps` makes of the hidden states that the head reads, of all positions but the last.
+        """The result of `logps` for the hidden states that the head reads, at all positions but the last.
 
-        It runs in the one call that the model makes of its head, beside the head's own forward: where the
-        head is sharded on its own, its weight is whole there alone. `forward` is the model's."""
+        It runs inside of the one call that the model makes of its head, beside the head's own forward: if the
+        head is sharded separately, its weight is gathered only there. `forward` is the model's."""
         linear, own, seen = self.linear, self.linear.forward, dict[str, Any]()
 
         def backbone(module: nn.Module, args: Any, output: Any) -> None:
@@ -213,7 +214,7 @@ class _Head:
 
         hooks = (
             self.model.base_model.register_forward_hook(backbone),
-            # Around those of FSDP2, which gather the weight, for what goes in and what comes out.
+            # Outside of FSDP2's hooks, which gather the weight, on both sides.
             linear.register_forward_pre_hook(before, prepend=True),
             linear.register_forward_hook(after),
         )
@@ -235,7 +236,7 @@ class _Head:
         expected = made.float() if self.factor is None else made.float() * self.factor
         if self.softcap is not None:
             expected = self.softcap * torch.tanh(expected / self.softcap)
-        # The model rounds after each of up to three steps; anything else it does is far larger.
+        # The model rounds after each of up to three steps; any other operation makes a far larger difference.
         unit = max(torch.finfo(made.dtype).eps, torch.finfo(logits.dtype).eps)
         largest = float(expected.abs().max())
         distance = float((logits.float() - expected).abs().max())
@@ -247,7 +248,7 @@ class _Head:
 
 
 def _are_last(read: Any, states: Any) -> bool:
-    """Whether these are the states of the last position, and no others that were made of them."""
+    """Whether these are the states of the last position themselves, and not derived from them."""
     if not (isinstance(read, Tensor) and isinstance(states, Tensor) and read.shape[-2] == 1):
         return False
     return read.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()

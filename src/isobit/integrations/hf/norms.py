@@ -1,8 +1,8 @@
 """RMSNorms of transformers through `isobit.rms_norm`.
 
-Models have classes of their own for it, which differ in two things: where the normalised row is rounded, and
-whether the weight is an offset from 1. No attribute says so. Therefore a copy of a module with random weights
-is compared with `isobit.rms_norm` in each of these ways, and the module is swapped if one of them is it.
+Models have their own classes for it, which differ in two things: where the normalised row is rounded, and
+whether the weight is an offset from 1. No attribute tells. Therefore a copy of a module with random weights
+is compared with each variant of `isobit.rms_norm`, and the module is swapped if one of them matches.
 """
 
 import copy
@@ -17,8 +17,8 @@ from isobit.ops.rms_norm import rms_norm
 #: (cast, offset) of `isobit.rms_norm`.
 WAYS = (("before", 0.0), ("after", 0.0), ("after", 1.0), ("before", 1.0))
 
-#: Rows that are compared, and the share of elements that must have the same bits. A sum in another order
-#: moves a few of them by a rounding; a rounding in another place moves every fourth.
+#: Rows that are compared, and the fraction of elements that must have the same bits. Another order of the sum
+#: changes a few elements by a rounding; a rounding in another place changes every fourth.
 ROWS, AGREE = 64, 0.97
 
 NAMES_OF_EPS = ("variance_epsilon", "eps")
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 
 class DetRMSNorm(nn.Module):
-    """What a norm becomes: the object that it was, with the same weight, and another class."""
+    """A swapped norm: the same object with the same weight, and another class."""
 
     weight: Tensor
     options: Options
@@ -51,7 +51,7 @@ def _eps_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def options_of(module: nn.Module) -> Options | None:
-    """How `isobit.rms_norm` computes what this module does; None where it does not."""
+    """The options with which `isobit.rms_norm` computes the same as this module; None if there are none."""
     eps, parameters = _eps_of(module), dict(module.named_parameters())
     if not isinstance(eps, float) or "RMSNorm" not in type(module).__name__ or "forward" in vars(module):
         return None
@@ -74,7 +74,7 @@ def options_of(module: nn.Module) -> Options | None:
 
 
 def swap_norms(model: nn.Module) -> dict[str, type]:
-    """Turn every RMSNorm of a model into a `DetRMSNorm`, in place. Returns what they were, by name."""
+    """Turn every RMSNorm of a model into a `DetRMSNorm`, in place. Returns their previous classes by name."""
     known: dict[Any, Options | None] = {}
     found: dict[str, type] = {}
     for name, module in model.named_modules():
@@ -90,8 +90,8 @@ def swap_norms(model: nn.Module) -> dict[str, type]:
 
 
 def undo_norms(model: nn.Module, was: dict[str, type]) -> None:
-    """Make them what they were. One that something else has given another class since is an error, and none
-    is touched: undo that first."""
+    """Restore them. If something else has changed the class of one since, this is an error, and none is
+    touched: undo that first."""
     modules = {name: model.get_submodule(name) for name in was}
     for name, module in modules.items():
         if type(module) is not DetRMSNorm:

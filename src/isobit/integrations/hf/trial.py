@@ -1,11 +1,11 @@
-"""Do the bits of a token depend on who is with it? Tried with a model, and with each kind of module in it.
+"""Do the bits of a token depend on the rest of the batch? Tests a model, and each kind of module in it.
 
 A batch of three sequences, padded on the left, goes through the model. Then each sequence alone, then the
-batch once more in pieces with a cache, the last token by itself: the logits of a token must be the same bits
-in all of them. Modules that are not isobit's get a part of the batch's inputs alone, forward and backward.
+batch again in chunks with a cache, the last token by itself: the logits of a token must have the same bits in
+all of them. Modules that are not isobit's get a part of the batch's inputs alone, forward and backward.
 
-A trial that finds nothing is no proof. It looks at the sizes at which eager kernels change their ways most
-often: one row, less than sixteen, more.
+Passing is not a proof. The test uses the sizes at which eager kernels most often change their algorithm: one
+row, less than sixteen, more.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Lengths of the three sequences. The second piece of the prefill begins at `CUT`, in the padded batch.
+#: Lengths of the three sequences. The second chunk of the prefill begins at `CUT`, in the padded batch.
 LENGTHS, CUT = (17, 9, 3), 10
 
-#: What a module alone gets of the batch: (sequences, positions).
+#: The part of the batch that a module gets alone: (sequences, positions).
 Part = tuple[slice, slice]
 ALL: Part = (slice(None), slice(None))
 PARTS: tuple[Part, ...] = (
@@ -28,7 +28,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """How many elements have other bits."""
+    """How many elements have different bits."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return int((a.contiguous().view(words) != b.contiguous().view(words)).sum())
 
@@ -48,7 +48,7 @@ class Batch:
         return cls(ids, mask.long(), positions)
 
     def inputs(self, end: int | None = None, start: int = 0) -> dict[str, Tensor]:
-        """For a forward of the columns from start on."""
+        """Inputs of a forward of the columns from `start` on."""
         here = slice(start, end)
         return {"input_ids": self.ids[:, here], "attention_mask": self.mask[:, :end],
                 "position_ids": self.positions[:, here]}  # fmt: skip
@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass
 class Call:
-    """What a module was given in the batch."""
+    """The inputs of a module in the batch."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ def calls_of(model: nn.Module, kinds: Collection[Kind]) -> Iterator[dict[Kind, C
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation, and then each module as it was."""
+    """Switches to evaluation mode, and restores the mode of each module."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -102,7 +102,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def of_model(model: Any, vocab: int, kinds: Collection[Kind]) -> tuple[dict[str, int], dict[Kind, Call]]:
-    """({what was done: how many logits have other bits}, first calls of these kinds in the batch)."""
+    """({what was done: how many logits have different bits}, first calls of these kinds in the batch)."""
     batch = Batch.of(vocab, model.get_input_embeddings().weight.device)
     T = batch.ids.shape[1]
     tokens = batch.mask.bool()
@@ -124,7 +124,7 @@ def of_model(model: Any, vocab: int, kinds: Collection[Kind]) -> tuple[dict[str,
 
 
 def of_module(call: Call) -> str | None:
-    """What changes where the module gets a part of its inputs alone, or None."""
+    """What changes if the module gets a part of its inputs alone, or None."""
     for part in PARTS:
         whole, alone = _run(call, ALL, part), _run(call, part, ALL)
         for what, in_batch, by_itself in zip(("output", "gradient"), whole, alone, strict=True):
@@ -136,8 +136,8 @@ def of_module(call: Call) -> str | None:
 
 
 def _run(call: Call, given: Part, kept: Part) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of inputs) of the tokens `kept` of those that the module is `given`. Only tensors
-    that have a part for each token count."""
+    """(outputs, gradients of inputs) of the tokens `kept`, when the module gets the tokens `given`. Only
+    tensors with one entry per token are used."""
     leaves: list[Tensor] = []
 
     def take(t: Tensor) -> Tensor:
