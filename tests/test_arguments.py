@@ -41,7 +41,7 @@ def repr_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), float("inf"), float("nan"), 0, -1.0], ids=repr_of)
-def test_a_temperature_that_is_none_is_refused(number: Any) -> None:
+def test_an_invalid_temperature_is_refused(number: Any) -> None:
     with pytest.raises(ContractError, match=r"^logp\(temperature: .*must be a positive number"):
         isobit.logp(Z, IDS, temperature=number)
 
@@ -72,7 +72,7 @@ def test_every_token_id_can_be_the_ignored_one(ignore: int) -> None:
         ({"temperature": torch.ones(3, requires_grad=True)}, "logp(temperature: [3] fp32): no gradient goes"),
     ],
 )
-def test_what_a_temperature_cannot_be(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_temperatures_are_named_with_their_rule(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError) as error:
         isobit.logp(Z.clone().requires_grad_(), IDS, **wrong)
     assert str(error.value).startswith(message)
@@ -83,7 +83,7 @@ def test_what_a_temperature_cannot_be(wrong: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_row_has_the_bits_that_its_temperature_gives_it_alone(backward: bool) -> None:
+def test_a_row_with_its_own_temperature_has_the_result_it_has_alone(backward: bool) -> None:
     each = torch.tensor([0.5, 1.0, 1.7])
     whole = Z.clone().requires_grad_(backward)
     logp, entropy = isobit.logp(whole, IDS, temperature=each, return_entropy=True)
@@ -98,7 +98,7 @@ def test_a_row_has_the_bits_that_its_temperature_gives_it_alone(backward: bool) 
             torch.testing.assert_close(mine[i : i + 1], theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_fp64_gradients_are_as_good_as_fp64_with_fp32_temperatures() -> None:
+def test_fp64_gradients_keep_fp64_accuracy_with_fp32_temperatures() -> None:
     hidden, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 7))
     each = torch.tensor([0.3, 1.1, 1.7])
 
@@ -160,7 +160,7 @@ def test_every_function_takes_the_controls(name: str) -> None:
         assert found[control].kind is inspect.Parameter.KEYWORD_ONLY and found[control].default is None
 
 
-def test_a_class_can_be_asked_for_by_name_and_by_itself() -> None:
+def test_numerics_may_be_a_class_or_its_name() -> None:
     for numerics in ("none", NO_CLASS):
         assert torch.equal(isobit.logp(Z, IDS, numerics=numerics), isobit.logp(Z, IDS))
         assert isobit.explain("logp", Z, IDS, numerics=numerics).backend == "reference"
@@ -186,7 +186,7 @@ def test_a_number_or_a_tensor_are_two_arguments_of_the_torch_op() -> None:
         assert contract.from_torch(contract.to_torch(values))[1] is by
 
 
-def test_a_function_for_people_is_held_to_the_contract() -> None:
+def test_a_public_function_must_match_the_contract() -> None:
     declared = op("test_arguments_public")(either)
 
     def other_default(x: Tensor, by: float = 2.0, *, validate=None, numerics=None, backend=None) -> None: ...

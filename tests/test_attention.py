@@ -47,7 +47,7 @@ def test_a_case_by_hand() -> None:
 
 
 @pytest.mark.parametrize("backend", ["model", "reference"])
-def test_queries_are_the_last_of_their_keys(backend: str) -> None:
+def test_queries_are_aligned_with_the_last_keys(backend: str) -> None:
     q, k, v = inputs(1, 3, 9)
     out = isobit.attention(q, k, v, backend=backend)
     for t in range(3):
@@ -64,7 +64,7 @@ def test_a_window_counts_the_query_itself(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["model", "reference"])
 @pytest.mark.parametrize(("T", "S"), [(0, 5), (3, 0), (0, 0)])
-def test_nothing_in_gives_nothing_out(T: int, S: int, backend: str) -> None:
+def test_empty_inputs_give_empty_outputs(T: int, S: int, backend: str) -> None:
     q, k, v = (t.requires_grad_() for t in inputs(2, T, S))
     out, lse = isobit.attention(q, k, v, return_lse=True, backend=backend)
     assert out.shape == q.shape and not out.any() and bool((lse == -math.inf).all())
@@ -72,7 +72,7 @@ def test_nothing_in_gives_nothing_out(T: int, S: int, backend: str) -> None:
         assert g.shape == t.shape and not g.any()
 
 
-def test_more_queries_than_keys_leave_the_first_without_any() -> None:
+def test_with_more_queries_than_keys_the_first_queries_see_no_key() -> None:
     q, k, v = inputs(1, 5, 2)
     out, lse = isobit.attention(q, k, v, return_lse=True)
     assert (
@@ -82,7 +82,7 @@ def test_more_queries_than_keys_leave_the_first_without_any() -> None:
     )
 
 
-def test_an_lse_alone_has_a_gradient() -> None:
+def test_the_lse_has_a_gradient_of_its_own() -> None:
     """dq of the sum of lse is the mean key, dv is 0."""
     q, k, v = (t.requires_grad_() for t in inputs(1, 1, 6, 1, 1, dtype=F64))
     _, lse = isobit.attention(q, k, v, scale=1.0, return_lse=True)
@@ -164,7 +164,7 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-def test_pages_that_are_not_needed_may_be_anything() -> None:
+def test_unused_page_numbers_may_be_invalid() -> None:
     table = torch.tensor([[1, -1], [0, 99]], dtype=torch.int32)
     out = isobit.attention(Q, K, V, block_table=table, key_end=torch.tensor([32, 7]))
     assert torch.equal(out[:1], isobit.attention(Q[:1], K[1:], V[1:]))

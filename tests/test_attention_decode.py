@@ -41,7 +41,7 @@ def compiled(B: int, T: int, S: int, G: int, D: int) -> dict[str, Any]:
     }
 
 
-def test_memory_is_touched_when_the_kernel_before_has_ended() -> None:
+def test_memory_is_accessed_only_after_the_previous_kernel_has_ended() -> None:
     """Both kernels are started before that, and let the next one start. A row's fold reads what the last
     program of the other wrote."""
     for name, kernel in compiled(2, 1, 3000, 4, 128).items():
@@ -83,7 +83,7 @@ def paged(page: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_which_calls_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_calls_the_decode_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "hopper_cannot_run", lambda device: None)
     few = made(2, 4, 2000, 2, 1, 64)
     assert decodes(call_of(few)) and op._hopper_would_waste(few) is None

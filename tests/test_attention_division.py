@@ -99,7 +99,7 @@ def test_quotients_are_rounded_to_nearest(kind: str) -> None:
     assert wrong(*KINDS[kind]()) == 0
 
 
-def test_what_is_closest_to_a_middle_needs_every_bit() -> None:
+def test_quotients_closest_to_a_tie_need_every_bit() -> None:
     """Controls: without the correction, with a reciprocal that is an ulp off, and with fused multiply-adds
     that round twice, some are wrong."""
     a, b = closest_to_middles()
@@ -129,7 +129,7 @@ def divides(x: float, s: float = 1.0) -> bool:
         return bool(PARTS["divides"]((pieces[0], pieces[1]), sums))
 
 
-def test_what_is_outside_of_the_range_is_noticed() -> None:
+def test_operands_out_of_range_are_detected() -> None:
     for x in (1.0, -3.0, 0.0, -0.0, 2.0**-100, -(2.0**-100), 2.0**100, 3e-30):
         assert divides(x), x
     below = float(np.nextafter(F32(2.0**-100), F32(0.0)))
@@ -141,7 +141,7 @@ def test_what_is_outside_of_the_range_is_noticed() -> None:
         assert not divides(1.0, s), s
 
 
-def test_outside_of_the_range_it_would_be_wrong() -> None:
+def test_out_of_range_the_fast_quotient_would_be_wrong() -> None:
     """So the range is needed."""
     a, b = closest_to_middles()
     assert wrong(np.ldexp(a, -126).astype(F32), b) > 0

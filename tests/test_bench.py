@@ -149,7 +149,7 @@ def test_a_run_writes_every_key_of_every_row(monkeypatch: pytest.MonkeyPatch, tm
     assert said[0] == CPU_WARNING and CPU_WARNING in format_report(report)
 
 
-def test_a_red_op_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_op_that_fails_its_check_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_check(monkeypatch, ["accuracy: logp N=20 V=257 is off by 3"])
     with pytest.raises(CheckFailed, match="off by 3"):
         bench(out_dir=tmp_path)
@@ -174,7 +174,7 @@ def off_by_a_little(**args: Any) -> Any:
     return logp + 1e-3, *rest
 
 
-def test_a_wrong_backend_is_not_timed_whoever_asks_for_it(tmp_path: Path) -> None:
+def test_a_wrong_backend_is_not_timed_even_if_requested(tmp_path: Path) -> None:
     """Not by name, while the default is right; and not as the default."""
     options: dict[str, Any] = {
         "impls": ["isobit", "isobit:wrong"],
@@ -264,7 +264,7 @@ def test_a_package_that_breaks_on_import_is_a_reason(tmp_path: Path, monkeypatch
     assert cannot_import("json") is None
 
 
-def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_and_wrong_rivals_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(args: dict[str, Any]) -> torch.Tensor:
         raise RuntimeError("out of memory\nat line 3")
 
@@ -290,7 +290,7 @@ def test_rivals_that_fail_or_are_wrong_show(monkeypatch: pytest.MonkeyPatch) -> 
         lambda args: Sampled(args, ("hidden", "weight")),
     ],
 )
-def test_what_is_row_by_row_is_judged_where_a_gradient_is_shared_by_all_rows(judge: Any) -> None:
+def test_gradients_with_rows_are_judged_beside_one_that_all_rows_share(judge: Any) -> None:
     """linear_logp: the output and dhidden are known from some rows, dweight is not."""
     op = known_op("linear_logp")
     case = parse_case("N=100,D=8,V=20,dtype=fp32", op)
@@ -308,14 +308,14 @@ def test_what_is_row_by_row_is_judged_where_a_gradient_is_shared_by_all_rows(jud
     assert math.isnan(known.error("fwd", (output * float("nan"),)))
 
 
-def test_a_sum_over_all_rows_alone_is_not_judged() -> None:
+def test_a_gradient_that_is_only_a_sum_over_rows_is_not_judged() -> None:
     rows, one = torch.tensor([0]), torch.zeros(1, 1)
     assert Truth(rows, 4, one, {}, 1).error("bwd", (torch.ones(4, 1),)) is None
     assert Truth(rows, 4, one, {0: one}, 2).error("bwd", (torch.ones(4, 1), torch.ones(3))) == 1.0
 
 
 @pytest.mark.parametrize("text", ["N=5,V=7,dtype=fp32", "B=2,T=3,V=7,dtype=fp32"])
-def test_liger_gets_one_step_more_than_it_reads(text: str) -> None:
+def test_liger_gets_one_more_step_than_it_reads(text: str) -> None:
     args = proof_of(LOGP).make(parse_case(text, LOGP), CPU, InputOptions())
     prepared = logp_rivals.RIVALS["liger"].prepare(args)
     B, T = prepared["token_ids"].shape

@@ -118,7 +118,7 @@ def test_cases_that_do_not_fit_side_by_side_and_steps_are_left_out() -> None:
     assert first_calls(steps, all_steps, None, None, CPU, 1 << 60) == []
 
 
-def test_lengths_of_the_delta_rule_are_no_kernels_of_their_own() -> None:
+def test_lengths_of_the_delta_rule_need_no_other_kernels() -> None:
     subject, jobs = jobs_of("chunk_gated_delta_rule_bwd_dhu")
     assert len(jobs) == 120
     calls = first_calls(subject, jobs, None, ["isobit"], CPU, 1 << 60)

@@ -61,7 +61,7 @@ def test_what_is_declared() -> None:
      (17, 17, rivals.windowed), (40, 40, rivals.windowed), (7, 17, rivals.windowed),
      (1, 40, rivals.windowed)],
 )  # fmt: skip
-def test_what_is_seen(T: int, S: int, change: Any) -> None:
+def test_seen_counts_visible_pairs(T: int, S: int, change: Any) -> None:
     """By the count of operations, by the mask of FlexAttention, and by the model."""
     args = arguments(T, S)
     args = args if change is None else change(args)

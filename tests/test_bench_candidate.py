@@ -50,13 +50,13 @@ def test_the_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "candidate" in page and "--candidate my_kernels:logp" in page
 
 
-def test_one_without_a_backward_is_timed_forward_alone() -> None:
+def test_a_candidate_without_a_backward_is_timed_forward_only() -> None:
     candidate = load_candidate("logp", "third_party:forward_only", CPU, None, None)
     (series, *_) = with_candidate(subject_of(known_op("logp")), candidate).series
     assert series.rivals["candidate"].directions == ("fwd",)
 
 
-def test_one_that_is_wrong_is_not_timed() -> None:
+def test_a_wrong_candidate_is_not_timed() -> None:
     wrong = load_candidate("logp", "third_party:drops_a_tail", CPU, None, None)
     with pytest.raises(CheckFailed, match=r"drops_a_tail fails its check.*\n.*accuracy"):
         check_candidate(wrong, CPU, lambda text: None)

@@ -55,7 +55,7 @@ def test_inputs_are_those_of_a_layer(op: str, gates: tuple[int, ...]) -> None:
     assert torch.equal(args["v"], again["v"]) and not torch.equal(args["v"], other["v"])
 
 
-def test_copies_are_of_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_inputs_have_different_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "triton_cannot_run", lambda device: None)
     monkeypatch.setattr(suite, "copies_for", lambda nbytes, device: 3)
     first, second, third = suite.make("chunk_kda", suite.SMALL[0], Pool(torch.device("cpu")))
@@ -97,7 +97,7 @@ def test_what_isobit_does_not_serve_is_not_timed(
         suite.agreement(args)
 
 
-def test_what_fla_itself_refuses_is_noted_and_the_rest_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_fla_refuses_are_noted_and_the_rest_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = suite.inputs("chunk_kda", suite.SMALL[0], torch.device("cpu"), 1)
 
     def refuses(error: Exception) -> None:

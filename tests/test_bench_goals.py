@@ -76,7 +76,7 @@ def test_a_goal_may_be_a_number_or_another_figure() -> None:
     assert cell.share == pytest.approx(2.0) and cells(found, longer_of_floor_and("verl")) == []
 
 
-def test_what_was_not_measured_is_no_cell() -> None:
+def test_unmeasured_rows_are_not_cells() -> None:
     found = rows("linear_logp", (1, 2, 3), isobit=0.05, native=0.04)
     for row in found:
         row["host_us"] = None

@@ -38,7 +38,7 @@ def args_of(name: str, **options: Any) -> dict[str, Any]:
     return SERIES[name].make(varied(case, SERIES[name].options), Pool(torch.device("cpu")))[0]
 
 
-def test_what_is_timed_is_clipped_here_and_there() -> None:
+def test_the_timed_inputs_are_partly_clipped() -> None:
     """Or a rival that never clips would do as well."""
     _, stats = rivals.grpo_loss(**args_of("grpo_loss"))
     assert stats["clip_fraction_low"] > 0 and stats["clip_fraction_high"] > 0
@@ -64,7 +64,7 @@ def test_ours_and_native_are_the_same_loss(name: str, direction: str) -> None:
         assert error is not None and (error < 1e-6) is right, error
 
 
-def test_liger_is_asked_for_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_computes_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a function that stands where Liger's does, as its documentation describes it."""
 
     def triton_grpo_loss(

@@ -37,7 +37,7 @@ def test_values_are_numbers_flags_dtypes_or_words() -> None:
 
 
 @pytest.mark.parametrize("text", ["temperature", "temperature=", "=3", ""])
-def test_what_is_no_option_is_an_error(text: str) -> None:
+def test_invalid_options_are_errors(text: str) -> None:
     with pytest.raises(ContractError, match="write it as NAME=VALUE"):
         parse_options([text])
 

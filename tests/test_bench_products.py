@@ -71,7 +71,7 @@ def test_four_kinds_of_calls_are_timed_in_one_file(tmp_path: Path, monkeypatch: 
     assert report["against"] == "torch.mm" and report["summary"] == []  # goals are for GPUs
 
 
-def test_what_a_rule_expects_stands_beside_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_predicted_time_is_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """In our own row, where a backend has a rule: here none has one, and one is put in its place."""
     forward = dataclasses.replace(rivals.FORWARD, predict=lambda backend, args: 0.5 if backend else None)
     monkeypatch.setattr("isobit.ops.det_gemm.rivals.SERIES", [forward])
@@ -81,7 +81,7 @@ def test_what_a_rule_expects_stands_beside_the_time(monkeypatch: pytest.MonkeyPa
     assert "predicted" in format_report(report)
 
 
-def test_what_hopper_expects_is_what_its_rule_says() -> None:
+def test_the_predicted_time_of_hopper_is_that_of_its_model() -> None:
     a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, 40), (40, 24)))
     assert rivals.FORWARD.predict("triton", {"a": a, "b": b}) is None
     _, forward = kernels_hopper.choose_tile(3, 24, 40, 1)
@@ -92,7 +92,7 @@ def test_what_hopper_expects_is_what_its_rule_says() -> None:
     assert dw.predict("hopper", {"x": a, "dy": a[:, :24]}) == 1e-3 * sums
 
 
-def test_sizes_that_are_asked_for_are_timed_once() -> None:
+def test_requested_sizes_are_timed_once() -> None:
     cases = [parse_case("M=3,K=40,N=24", GEMM)]
     jobs = runner._jobs("det_gemm", rivals.SERIES, cases, ["fwd"], CPU, {}, False)
     assert [series.name for series, _, _ in jobs] == ["det_gemm", "det_linear"]

@@ -132,7 +132,7 @@ def test_goals() -> None:
     assert "liger" not in met(rows("ratio_kl", "fwd", 1.0, isobit=1.0, liger=0.99))
 
 
-def test_a_figure_of_nothing_has_a_share() -> None:
+def test_a_figure_of_zero_has_a_ratio() -> None:
     found = rows("ratio_kl", "fwd", 0.1, 0.0, isobit=0.1)
     (cell,) = cells(found, limit(1, "MB"), figure="extra_mb")
     assert cell.share > 1e3

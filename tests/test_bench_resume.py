@@ -53,12 +53,12 @@ def test_a_run_that_was_cut_off_is_continued(tmp_path: Path) -> None:
     assert "3 of 3 cases are already in the file" in said
 
 
-def test_without_resume_all_is_timed_anew(tmp_path: Path) -> None:
+def test_without_resume_everything_is_timed_again(tmp_path: Path) -> None:
     cut_off_after(tmp_path, 2)
     assert cases(bench(tmp_path, "N=9,V=33")) == ["N=9 V=33 bf16"]
 
 
-def test_rows_stand_in_the_order_of_the_cases_whenever_they_were_timed(tmp_path: Path) -> None:
+def test_rows_are_in_the_order_of_the_cases(tmp_path: Path) -> None:
     bench(tmp_path, "N=9,V=33")
     assert cases(bench(tmp_path, resume=True)) == NAMES
 

@@ -65,7 +65,7 @@ def test_launch_times_four_ops_beside_pytorch(tmp_path: Path) -> None:
         tables.render_op(path, ["margin"])
 
 
-def test_a_case_of_ones_own_goes_to_the_series_that_have_its_sizes() -> None:
+def test_a_custom_case_goes_to_the_series_that_have_its_sizes() -> None:
     launch = suite_of("launch")
     report = timed(launch, cases=[parse_case("N=3,V=5", launch)], impls=["isobit"], directions=["fwd"])
     assert [(row["op"], row["case"]) for row in report["rows"]] == [("logp", "N=3 V=5 bf16")]
@@ -139,7 +139,7 @@ def test_new_sizes_get_a_line_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_a_table_of_what_nobody_has_measured_says_how_to(tmp_path: Path) -> None:
+def test_the_table_of_a_missing_file_says_how_to_measure_it(tmp_path: Path) -> None:
     page = "<!-- results:launch -->\n<!-- /results -->\n<!-- results:logp -->\nold\n<!-- /results -->\n"
     assert tables.updated(page, tmp_path) == (
         "<!-- results:launch -->\nNot measured yet: `isobit bench --suite launch --results results`.\n"
@@ -168,7 +168,7 @@ def test_calls_with_new_rows_are_timed_beside_the_others(name: str) -> None:
     assert alone[0]["backend"] == next(row["backend"] for row in rows if row["impl"] == "isobit")
 
 
-def test_no_size_is_new_twice() -> None:
+def test_no_new_size_occurs_twice() -> None:
     """Not in two directions either, nor is it that of the case itself; and there are enough for the timer."""
     for series in suite_of("launch").series:
         case, pool = series.cases[-1], Pool(CPU)
@@ -203,7 +203,7 @@ def step_suite() -> Subject:
     return Subject("step", "--suite", "step", [series], ())
 
 
-def test_a_step_is_timed_after_the_ops_that_it_rests_on_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_timed_after_its_ops_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     check = types.SimpleNamespace(quick_check=lambda *args: checked.append(args) or [])
     monkeypatch.setitem(sys.modules, "isobit.check.runner", check)
@@ -212,7 +212,7 @@ def test_a_step_is_timed_after_the_ops_that_it_rests_on_are_checked(monkeypatch:
     assert checked == [("logp", CPU, "reference", {}), ("det_linear", CPU, "model", {})]
 
 
-def test_a_step_on_a_red_op_is_not_timed() -> None:
+def test_a_step_with_a_failing_op_is_not_timed() -> None:
     backend = known_op("logp").backend_named("reference")
     right = backend.run
 

@@ -233,7 +233,7 @@ def test_steps_of_new_sizes_are_averaged_over_all_of_them(monkeypatch: pytest.Mo
     assert len(made["usual"]) == 3 + 1 + 1 + 4
 
 
-def test_no_capture_is_tried_of_what_says_that_it_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_declare_a_sync_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
     contenders = [Contender("syncs", lambda: [gpu.call(captures=False)], graph=False)]
     timings, _ = measure(contenders, torch.device("cuda", 0), repetitions=3)
@@ -253,7 +253,7 @@ def test_long_calls_get_fewer_samples_and_always_some(monkeypatch: pytest.Monkey
     assert samples(100.0)[1] == 3 + 1 + timing.HOST_BLOCKS + 1 + 1 + timing.MIN_REPETITIONS
 
 
-def test_a_slow_rival_is_sampled_less_often_all_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rival_gets_fewer_samples_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpu(monkeypatch)
     clock, order = [0.0], list[str]()
 
@@ -275,7 +275,7 @@ def test_a_slow_rival_is_sampled_less_often_all_along(monkeypatch: pytest.Monkey
     assert order.count("host") > timing.HOST_BLOCKS * timing.HOST_CALLS  # that may be all host
 
 
-def test_what_must_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_required_contender_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpu(monkeypatch)
     with pytest.raises(ZeroDivisionError):
         measure([Contender("ours", lambda: [lambda: 1 // 0], required=True)], torch.device("cuda", 0))

@@ -64,7 +64,7 @@ def test_the_models_share_their_parameters_and_a_step_leaves_its_cache(args: dic
     assert first.shape == (2, 1, 256) and torch.equal(first, again) and step.cache.get_seq_length() == 12
 
 
-def test_a_model_that_drifts_or_is_another_is_not_timed(args: dict[str, Any]) -> None:
+def test_a_model_that_drifts_or_computes_something_else_is_not_timed(args: dict[str, Any]) -> None:
     known = suite.judge(args)
     right = known.drift(True)
     assert known.error("decode", (torch.zeros(1), suite.OURS)).more["tokens_differ"] == 0

@@ -44,7 +44,7 @@ def at(offset: int, *shape: int) -> Tensor:
         (BF16, torch.bfloat16),
     ],
 )
-def test_calls_of_one_kind(one: Any, other: Any) -> None:
+def test_calls_with_the_same_key(one: Any, other: Any) -> None:
     found = cache_key_of((one, None), True)
     assert found is not None and found == cache_key_of((other, None), True)
 
@@ -73,12 +73,12 @@ def test_calls_of_one_kind(one: Any, other: Any) -> None:
         (BF16, F16),
     ],
 )
-def test_calls_of_another_kind(one: Any, other: Any) -> None:
+def test_calls_with_different_keys(one: Any, other: Any) -> None:
     keys = [cache_key_of((value, 1.0), True) for value in (one, other)]
     assert None not in keys and keys[0] != keys[1]
 
 
-def test_the_mode_of_autograd_and_the_order_of_arguments_are_of_the_kind() -> None:
+def test_autograd_mode_and_argument_order_are_part_of_the_key() -> None:
     x = torch.zeros(2)
     assert len({cache_key_of(v, g) for v in ((x, None), (None, x), (x, x)) for g in (False, True)}) == 6
 
@@ -111,11 +111,11 @@ def leaked() -> Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_is_of_no_kind(make: Callable[[], Any]) -> None:
+def test_calls_without_a_key(make: Callable[[], Any]) -> None:
     assert cache_key_of((torch.zeros(2), make()), True) is None
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     answers: dict[CacheKey, int] = {}
     for i in range(10):
@@ -125,7 +125,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 11 not in answers.values()
 
 
-def test_forms_of_descriptors_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_descriptor_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     monkeypatch.setattr(hopper_pipe, "_descriptors", {})
     for rows in (64, 65, 66, 67, 68, 64, 69):
@@ -154,7 +154,7 @@ def like(lead: list[int]) -> list[Any]:
 @pytest.mark.parametrize(
     ("one", "other"), [([3], [700]), ([2, 3], [5, 4]), ([2, 1], [1, 2]), ([1, 2, 3], [4, 1, 1])]
 )
-def test_calls_of_one_family(one: list[int], other: list[int]) -> None:
+def test_calls_with_the_same_family_key(one: list[int], other: list[int]) -> None:
     found = family(*like(one))
     assert found is not None and found == family(*like(other))
 
@@ -180,7 +180,7 @@ def changed(which: int, value: Any) -> list[Any]:
         changed(2, torch.zeros(3, 4)),
     ],
 )
-def test_calls_of_another_family(other: list[Any]) -> None:
+def test_calls_with_different_family_keys(other: list[Any]) -> None:
     found = family(*other)
     assert found is not None and found != family(*like([4]))
     assert family(*other, grad=True) != found
@@ -202,7 +202,7 @@ def test_calls_of_another_family(other: list[Any]) -> None:
         [None, None, None, torch.zeros(8, 3), 0.5],  # there are none
     ],
 )
-def test_calls_of_no_family(values: list[Any]) -> None:
+def test_calls_without_a_family_key(values: list[Any]) -> None:
     assert family(*values) is None
 
 

@@ -38,7 +38,7 @@ def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
 NUMBERS = ("accuracy", "gradient", "repeatable", "written", "invariant")
 
 
-def test_a_right_one_passes_and_what_it_does_not_take_is_unsupported() -> None:
+def test_a_correct_candidate_passes_and_missing_options_are_unsupported() -> None:
     report = check(third_party.right, *NUMBERS)
     assert report["ok"] > 10 and all(any(c["status"] == "ok" for c in cases(report, law)) for law in NUMBERS)
     reasons = {c["reason"] for law in NUMBERS for c in cases(report, law) if c["status"] == UNSUPPORTED}
@@ -67,7 +67,7 @@ def test_outputs_are_those_that_it_has_flags_for() -> None:
     assert [o["output"] for o in accuracy["outputs"]] == ["0:logp", "1:entropy"]
 
 
-def test_another_output_dtype_is_right_only_where_it_is_said() -> None:
+def test_another_output_dtype_must_be_declared() -> None:
     assert check(third_party.in_bf16, "accuracy", output_dtype=torch.bfloat16)["ok"] > 0
     assert "output logp is [20] bf16, should be [20] fp32" in fault(third_party.in_bf16, "accuracy")
 
@@ -148,7 +148,7 @@ def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(
         (("--op", "logp", "--adapter", "third_party:adapt"), "are for a --candidate"),
     ],
 )
-def test_names_that_are_none_are_errors(isobit: Isobit, arguments: tuple[str, ...], message: str) -> None:
+def test_unknown_names_are_errors(isobit: Isobit, arguments: tuple[str, ...], message: str) -> None:
     done = isobit("check", "--device", "cpu", *arguments)
     assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1
 

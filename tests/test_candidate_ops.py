@@ -91,7 +91,7 @@ def test_bits_are_judged_although_all_cases_vary_something() -> None:
         testing.check(forward_only(by_batch), "det_gemm", laws=("invariant",), device="cpu")
 
 
-def test_what_promises_no_bits_is_not_simplified_away() -> None:
+def test_cases_are_not_simplified_to_calls_that_promise_no_bits() -> None:
     """A mean over the batch shows in every gradient: no bits of it are promised without `reduction`."""
     op = known_op("grpo_loss")
     found = candidate_of(op, proof_of(op), plain_ops.grpo_loss, CPU, name="mine")

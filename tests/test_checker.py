@@ -293,7 +293,7 @@ def wrong_dtype(**args: Any) -> tuple[Any, ...]:
         (wrong_dtype, "output logp is [20] bf16, should be [20] fp32"),
     ],
 )
-def test_bad_manners_are_rows_with_a_reason(bad: Callable[..., Any], reason: str) -> None:
+def test_misbehaving_kernels_are_rows_with_a_reason(bad: Callable[..., Any], reason: str) -> None:
     with candidate(bad):
         cell = only("accuracy", MASKED)
     assert cell.status == FAIL and reason in cell.reason

@@ -162,7 +162,7 @@ def test_a_wrong_gradient_of_one_input_fails_on_gradient_alone() -> None:
 
 
 @pytest.mark.parametrize(("good", "which"), [(1, "second"), (2, "third"), (3, "fourth")])
-def test_a_product_that_is_another_when_it_comes_again_fails_on_repeatable(good: int, which: str) -> None:
+def test_a_product_that_changes_on_repetition_fails_on_repeatable(good: int, which: str) -> None:
     """As a replay would be that reads the addresses of the call that was recorded."""
     calls = count()
 
@@ -248,7 +248,7 @@ def adds_init_last(**args: Any) -> Tensor:
         (adds_init_last, DW_BITS, "after 512 rows that count: "),
     ],
 )
-def test_sums_that_follow_something_else_than_the_stream_fail_on_invariant(
+def test_sums_that_depend_on_more_than_the_stream_fail_on_invariant(
     bad: Callable[..., Tensor], case: str, reason: str
 ) -> None:
     with dw_candidate(bad):

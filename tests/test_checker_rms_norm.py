@@ -107,7 +107,7 @@ def no_residual(**args: Any) -> Any:
         (no_residual, SUMMED, "1:summed: "),
     ],
 )
-def test_a_forward_that_lacks_something_fails_on_accuracy(forward: Run, case: str, which: str) -> None:
+def test_an_incomplete_forward_fails_on_accuracy(forward: Run, case: str, which: str) -> None:
     with candidate(forward):
         cell = only("accuracy", case)
     assert cell.status == FAIL and cell.reason.startswith(which), cell.reason
@@ -143,9 +143,7 @@ def last_rows_lost(**args: Any) -> Any:
         (last_rows_lost, "weight", SUMMED),
     ],
 )
-def test_a_gradient_that_lacks_something_fails_on_gradient_alone(
-    backward: Run, which: str, case: str
-) -> None:
+def test_an_incomplete_gradient_fails_on_gradient_alone(backward: Run, which: str, case: str) -> None:
     with candidate(backward=backward):
         (first,) = check("accuracy", case)
         assert first.status == OK, first.reason

@@ -109,7 +109,7 @@ def test_a_bench_that_could_not_be_written_is_not_run(
 
 
 @pytest.mark.parametrize("option", ["--json", "--results"])
-def test_a_finished_check_is_on_the_screen_whatever_becomes_of_its_file(
+def test_a_finished_check_is_printed_even_if_its_file_cannot_be_written(
     isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -121,7 +121,7 @@ def test_a_finished_check_is_on_the_screen_whatever_becomes_of_its_file(
     assert "logp  reference  1 ok" in done.out and "1 ok, 0 failed, 0 unsupported" in done.out
 
 
-def test_looking_whether_a_file_can_be_written_leaves_no_trace(tmp_path: Path) -> None:
+def test_checking_whether_a_file_can_be_written_leaves_no_file(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b" / "x.json", "--results")
     assert list(tmp_path.iterdir()) == []
     kept = tmp_path / "x.json"
@@ -212,7 +212,7 @@ def report(done: Done) -> dict:
     return json.loads(done.out)
 
 
-def test_json_on_standard_output_is_all_there_is(isobit: Isobit) -> None:
+def test_json_on_standard_output_is_the_only_output(isobit: Isobit) -> None:
     done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient", "--json", "-")
     assert done.code == 0
     found = report(done)
@@ -341,7 +341,7 @@ def cells(done: Done) -> list[dict]:
     return [cell for candidate in report(done)["candidates"] for cell in candidate["cases"]]
 
 
-def test_every_law_holds_for_a_small_case_of_ones_own(isobit: Isobit) -> None:
+def test_every_law_holds_for_a_small_custom_case(isobit: Isobit) -> None:
     """Sizes that no law chose: none may take its own trouble with them for a failure of the op."""
     found = cells(isobit("check", *SMALL, "--json", "-"))
     assert {c["law"]: c["status"] for c in found} == dict.fromkeys(LAWS, OK) | {
@@ -364,9 +364,7 @@ def test_one_row_is_enough(isobit: Isobit, law: str) -> None:
         ("det_gemm_dw", ("T=30", "K=6", "N=7")),
     ],
 )
-def test_every_law_holds_for_small_products_of_ones_own(
-    isobit: Isobit, op: str, sizes: tuple[str, ...]
-) -> None:
+def test_every_law_holds_for_small_custom_products(isobit: Isobit, op: str, sizes: tuple[str, ...]) -> None:
     dims = [text for size in sizes for text in ("--dim", size)]
     done = isobit("check", "--op", op, "--device", "cpu", "--backend", "model", *dims, "--json", "-")
     found = cells(done)
@@ -403,7 +401,7 @@ def test_options_reach_the_inputs(isobit: Isobit) -> None:
     assert messages("--token-value", "1") == messages("--token-value", "18")
 
 
-def test_a_target_is_compiled_for_alone(isobit: Isobit) -> None:
+def test_a_named_target_is_the_only_one_compiled_for(isobit: Isobit) -> None:
     arguments = ("check", "--op", "det_gemm", "--compile", "--dtype", "bf16", "--json", "-")
     found = {c["backend"]: c for c in cells(isobit(*arguments, "--target", "cuda:80"))}
     outputs = {output["output"] for output in found["triton"]["outputs"]}

@@ -33,7 +33,7 @@ def outcome(words: list[str], **parts: Any) -> int:
 # How it ends
 
 
-def test_everything_that_holds_is_a_table_and_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_success_prints_a_table_and_returns_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome([]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^Triton +compile +tests +seconds$", printed, re.M)
@@ -43,7 +43,7 @@ def test_everything_that_holds_is_a_table_and_0(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("part", ["compile_in", "test_in"])
-def test_a_failure_is_1_and_says_where_why_and_how_to_repeat_it(
+def test_a_failure_returns_1_and_says_where_why_and_how_to_repeat_it(
     part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert outcome([], **{part: bad}) == 1
@@ -89,7 +89,7 @@ def test_without_an_index_it_says_so_in_a_sentence(
     assert not list(tmp_path.iterdir())  # or the next run would take it for an environment
 
 
-def test_an_old_newest_is_better_than_none(
+def test_an_outdated_newest_version_is_used_if_there_is_no_index(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site = tmp_path / NEWEST / "lib" / "python3" / "site-packages"
@@ -109,7 +109,7 @@ def test_an_old_newest_is_better_than_none(
         ("", "pip said 'nothing'."),
     ],
 )
-def test_other_reasons_of_pip(said: str, why: str) -> None:
+def test_other_errors_of_pip(said: str, why: str) -> None:
     assert compat.why_not_installed(said).endswith(why)
 
 
@@ -154,7 +154,7 @@ def test_tests_are_counted_from_what_pytest_prints() -> None:
 
 
 @pytest.mark.parametrize("part", [compat.run_tests, lambda env: compat.compile_kernels(env, True)])
-def test_a_crash_is_a_failure_with_its_last_words(
+def test_a_crash_is_a_failure_with_the_end_of_its_output(
     part: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compat, "HOME", tmp_path)
@@ -165,7 +165,7 @@ def test_a_crash_is_a_failure_with_its_last_words(
     assert found.failures[0].command.startswith(environment(OLDEST).python)
 
 
-def test_no_count_of_tests_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_a_test_count_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_run", lambda env, part, command: (0, ["....  [100%]"]))
     assert compat.run_tests(environment(OLDEST)).failed == 1
 

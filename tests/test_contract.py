@@ -148,7 +148,7 @@ def test_wrong_types(change: dict[str, Any], expected: str) -> None:
     assert message(CONTRACT.typed, values(**change)) == expected
 
 
-def test_types_that_are_as_good() -> None:
+def test_valid_types_are_accepted() -> None:
     CONTRACT.typed(values(scale=2, mask=None, validate=True, backend="any"))
     CONTRACT.typed(values(x=torch.nn.Parameter(torch.zeros(3, 7))))
 

@@ -42,7 +42,7 @@ def test_defaults_change_nothing(
 
 
 @pytest.mark.parametrize("default", default_calls.DEFAULTS)
-def test_what_golden_vectors_are_drawn_from_is_the_same_everywhere(default: str) -> None:
+def test_inputs_of_golden_vectors_are_the_same_everywhere(default: str) -> None:
     def drawn() -> list[Tensor]:
         tiles = (*capture.step_tiles(torch.bfloat16), *capture.chain_tiles(torch.bfloat16))
         return [x for _, *tile in tiles for x in tile]

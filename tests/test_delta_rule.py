@@ -88,7 +88,7 @@ def by_autograd(args: dict[str, Any], b: int, exp: Callable[[Tensor], Tensor]) -
         (1, 33, 1, 3, 16, 8, "", 16, True),
     ],
 )
-def test_it_is_what_autograd_finds(
+def test_gradients_match_autograd(
     B: int, T: int, H: int, HV: int, K: int, V: int, mode: str, C: int, v_first: bool, exp2: bool
 ) -> None:
     args = inputs(B, T, H, HV, K, V, mode, C, v_first)
@@ -101,7 +101,7 @@ def test_it_is_what_autograd_finds(
             torch.testing.assert_close(dh0[b], wanted[1], rtol=1e-12, atol=1e-13)
 
 
-def test_what_is_packed_is_what_it_is_alone() -> None:
+def test_a_packed_sequence_has_the_result_it_has_alone() -> None:
     args = inputs(1, 62, 1, 2, 16, 8, "g", 16, False)
     bounds, states = torch.tensor([0, 5, 5, 45, 62]), torch.randn(4, 2, 16, 8, dtype=F64)
     whole = dhu(**args | {"h0": states, "dht": states}, cu_seqlens=bounds)
@@ -125,7 +125,7 @@ def test_an_empty_sequence_passes_its_gradient_on() -> None:
     assert torch.equal(dh0, args["dht"])
 
 
-def test_older_names_and_what_has_no_effect() -> None:
+def test_older_argument_names_and_arguments_without_effect() -> None:
     args = inputs(1, 20, 1, 1, 16, 8, "h", 16, True)
     del args["state_v_first"]
     old, new = (dhu(**args, **given) for given in ({"transpose_state_layout": True}, {"state_v_first": True}))

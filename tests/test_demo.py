@@ -146,7 +146,7 @@ def test_two_runs_give_the_same_curve_and_another_seed_another(learned: dict[str
     assert other[0]["entropy"] != again[0]["entropy"] and other[0]["reward"] != again[0]["reward"]
 
 
-def test_what_a_run_sets_for_itself_is_set_back() -> None:
+def test_a_run_restores_global_settings() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -157,7 +157,7 @@ def test_what_a_run_sets_for_itself_is_set_back() -> None:
         torch.set_num_threads(before)
 
 
-def test_zero_drift_trains_with_isobit_and_looks_at_torch() -> None:
+def test_zero_drift_trains_with_isobit_and_measures_torch() -> None:
     report = run.measured(TINY, CPU, True)
     assert [s["drift"]["isobit"] for s in report["steps"]] == [{"max": 0.0, "mean": 0.0}] * 2
     assert all("torch" in s["drift"] for s in report["steps"]) and report["trained_with"] == "isobit"

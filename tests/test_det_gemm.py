@@ -85,7 +85,7 @@ def test_infinities_and_nan_have_the_bits_of_the_gpu(out_dtype: torch.dtype) -> 
     assert biased.view(ints)[0].tolist() == [nan, nan]
 
 
-def test_the_model_says_once_that_it_is_slow() -> None:
+def test_the_model_warns_once_that_it_is_slow() -> None:
     from isobit.ops.det_gemm.model import _say_that_it_is_slow
 
     _say_that_it_is_slow.cache_clear()

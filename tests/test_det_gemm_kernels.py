@@ -165,7 +165,7 @@ def test_every_step_takes_16_k(hopper: list[tuple[dict[str, Any], Any]]) -> None
         assert shapes and set(shapes) == {"16"}
 
 
-def test_every_sum_is_one_dot_and_what_is_added_to_it_is_added_apart(
+def test_every_sum_is_one_dot_and_the_bias_is_added_separately(
     hopper: list[tuple[dict[str, Any], Any]],
 ) -> None:
     """Also where a loop runs once: a bias or a segment that became the dot's start value would round

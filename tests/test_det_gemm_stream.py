@@ -187,7 +187,7 @@ def test_cuts_at_multiples_of_512_rows_that_count_agree_with_one_call() -> None:
         assert torch.equal(both, whole) is agree, rows
 
 
-def test_a_stream_without_rows_is_where_it_began() -> None:
+def test_an_empty_stream_returns_the_initial_value() -> None:
     x, dy = batch(70)
     nothing, start = torch.zeros(70).int(), torch.full((5, 6), -0.0)
     assert not det_gemm_dw(x, dy, mask=nothing).any()

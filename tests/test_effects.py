@@ -36,7 +36,7 @@ def test_every_flag_has_a_reader_and_something_behind_it() -> None:
     assert plain.given() == {} and all(plain.for_law(law) == plain for law in LAWS)
 
 
-def test_a_law_is_asked_without_what_it_does_not_read() -> None:
+def test_a_law_gets_only_the_flags_it_reads() -> None:
     asked = Request(dims={"N": 3, "V": 5}, grad_seed=7, targets=("cuda:90",), data="random")
     assert asked.for_law("compile") == Request(targets=("cuda:90",))
     assert asked.for_law("accuracy") == Request(dims={"N": 3, "V": 5}, data="random")
@@ -93,7 +93,7 @@ def test_what_an_op_does_not_have_is_an_error(op: str, options: tuple[str, ...],
     assert message in error("check", "--device", "cpu", "--op", op, *options)
 
 
-def test_figures_of_other_ops_are_an_error_and_those_of_an_architecture_are_asked_for(tmp_path: Path) -> None:
+def test_tolerances_without_effect_are_errors_and_an_arch_key_selects_its_figures(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"classes": {"product": {"forward": {"bf16": 0.5}}}}))
     small = (*LOGP, "--law", "accuracy", "--dim", "N=3", "--dim", "V=9", "--tolerances", str(own))
@@ -105,7 +105,7 @@ def test_figures_of_other_ops_are_an_error_and_those_of_an_architecture_are_aske
         assert done.exit_code == 0 and '"arch": "sm_90"' in done.output
 
 
-def test_a_function_in_a_test_suite_is_asked_for_no_less() -> None:
+def test_the_python_api_makes_the_same_checks() -> None:
     with pytest.raises(ContractError, match="holds 65504 at most"):
         testing.check_effects(Request(ops=("logp",), data="constant", inputs=_large()))
     with pytest.raises(ContractError, match="has no case"):

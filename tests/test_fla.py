@@ -152,7 +152,7 @@ def test_other_functions_of_the_registry_are_left_alone(module: types.ModuleType
     assert (on.served, on.passed) == (0, {})
 
 
-def test_enabling_twice_is_enabling_once(module: types.ModuleType) -> None:
+def test_enabling_twice_has_no_further_effect(module: types.ModuleType) -> None:
     first, second = fla.enable("reference"), fla.enable("reference")
     getattr(module, NAME)(**call())
     assert first.served == second.served == 1
@@ -283,7 +283,7 @@ def test_a_broken_call_is_an_error_and_not_passed_on(module: types.ModuleType) -
     assert (on.served, on.passed) == (0, {})
 
 
-def test_an_error_in_the_verifier_is_not_a_no(
+def test_an_error_in_the_verifier_is_raised(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> None:
@@ -394,7 +394,9 @@ def test_without_fla_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
     assert found.value.name == "fla"
 
 
-def test_what_fla_lacks_is_not_called_fla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dependency_of_fla_is_not_reported_as_fla(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla" / "__init__.py").write_text("import a_module_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)

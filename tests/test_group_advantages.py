@@ -47,7 +47,7 @@ def test_rewards_that_are_large_beside_their_differences_lose_nothing(first: flo
     torch.testing.assert_close(group_advantages(rewards, samples_per_prompt=4), expected, rtol=2e-7, atol=0)
 
 
-def test_hundredths_beside_a_thousand() -> None:
+def test_rewards_near_1000_that_differ_by_hundredths() -> None:
     """What fp32 holds of 1000.00 to 1000.03, and not what naive fp32 makes of it."""
     rewards = torch.tensor([1000.00, 1000.01, 1000.02, 1000.03])
     expected = torch.tensor(by_hand(rewards.tolist()))
@@ -64,7 +64,7 @@ def test_eps_is_the_least_standard_deviation() -> None:
     assert torch.equal(wider, torch.tensor([-0.25, 0.25]))
 
 
-def test_trl_and_verl_are_smaller_by_what_the_page_says() -> None:
+def test_trl_and_verl_differ_by_the_documented_factor() -> None:
     """They divide by the standard deviation of the sample, plus an eps of 1e-4 and 1e-6."""
     n, rewards = 5, torch.randn(5, dtype=F64, generator=torch.Generator().manual_seed(0))
     theirs = (rewards - rewards.mean()) / (rewards.std() + 1e-12)
@@ -83,14 +83,14 @@ def test_groups_of_any_size(n: int) -> None:
     assert torch.equal(found, as_list) and torch.equal(found, as_tensor)
 
 
-def test_a_group_keeps_what_is_wrong_with_it() -> None:
+def test_nan_stays_within_its_group() -> None:
     rewards = torch.tensor([1.0, 0.0, float("nan"), 1.0, float("inf"), 1.0, 3.0, 1.0])
     found = group_advantages(rewards, samples_per_prompt=2)
     assert found[2:6].isnan().all() and torch.equal(found[[0, 1, 6, 7]], torch.tensor([1.0, -1.0, 1.0, -1.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F16, F32, F64])
-def test_dtypes_and_nothing(dtype: torch.dtype) -> None:
+def test_result_dtypes_and_empty_rewards(dtype: torch.dtype) -> None:
     wide = F64 if dtype == F64 else F32
     assert group_advantages(torch.ones(4, dtype=dtype), samples_per_prompt=2).dtype == wide
     empty = group_advantages(torch.ones(0, dtype=dtype), samples_per_prompt=2)

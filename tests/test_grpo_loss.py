@@ -127,7 +127,7 @@ def test_stats_by_hand() -> None:
     assert loss.item() == pytest.approx(float(stats["policy_loss"] + hand.beta * stats["kl"]), rel=1e-13)
 
 
-def test_stats_that_nobody_asked_for_are_not_there() -> None:
+def test_stats_that_were_not_requested_are_absent() -> None:
     _, stats = grpo_loss(torch.zeros(2, 3, 4), None, torch.zeros(2, 3).long(), advantages=torch.ones(2))
     expected = ["policy_loss", "clip_fraction_low", "clip_fraction_high", "mean_ratio", "active_tokens"]
     assert sorted(stats) == sorted(expected)
@@ -213,7 +213,7 @@ def test_rollout_weights_leave_the_penalty_alone() -> None:
     torch.testing.assert_close(doubled - plain, stats["policy_loss"])
 
 
-def test_an_upstream_gradient_scales() -> None:
+def test_the_gradient_is_scaled_by_the_upstream_gradient() -> None:
     args = batch(dtype=F32) | {"advantages": torch.randn(4, generator=generator(6))}
     found = []
     for factor in (1.0, -0.25):
@@ -289,13 +289,13 @@ def test_a_ratio_that_overflows_is_clipped_with_its_gradient() -> None:
     assert not z.grad[:2].any() and z.grad[2].isfinite().all() and z.grad[2].any()
 
 
-def test_a_ratio_that_overflows_against_the_advantage_shows() -> None:
+def test_an_unclipped_ratio_that_overflows_is_visible_in_the_loss() -> None:
     z, ids = torch.zeros(1, 1, 4), torch.zeros(1, 1).long()
     loss, _ = grpo_loss(z, None, ids, old_logp=torch.full((1, 1), -1e4), advantages=-torch.ones(1))
     assert loss == INF
 
 
-def test_a_token_id_that_is_none_is_an_error_or_nan_in_its_own_row() -> None:
+def test_an_invalid_token_id_is_an_error_or_nan_in_its_own_row() -> None:
     args = batch() | {"advantages": torch.ones(4), "reduction": "sum", "mask": None}
     good = args["policy_logits"].clone().requires_grad_()
     (expected,) = torch.autograd.grad(grpo_loss(**args | {"policy_logits": good})[0], good)

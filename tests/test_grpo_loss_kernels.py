@@ -53,7 +53,7 @@ def test_losses_have_the_bits_of_the_model(found: dict[str, Any], name: str) -> 
     assert [ours[i].item() for i in (0, 1, 2, 5)] == torch.tensor(expected).tolist()
 
 
-def test_the_order_shows_in_these_losses() -> None:
+def test_another_order_changes_the_bits_of_these_losses() -> None:
     """Tokens the other way round are another order of the same sum, and it rounds differently."""
     (ratio, kl, _, _), args = LOSSES["two chunks, huge terms"]
     assert ratio is not None and kl is not None
@@ -77,7 +77,7 @@ def test_losses_and_slopes_are_those_of_the_reference(found: dict[str, Any], nam
 
 
 @pytest.mark.parametrize("name", ["nothing that counts", "no sequences", "no tokens"])
-def test_of_nothing_comes_nothing(found: dict[str, Any], name: str) -> None:
+def test_empty_inputs_give_empty_outputs(found: dict[str, Any], name: str) -> None:
     *results, slope, _ = found["losses"][name]
     assert not any(x.any() for x in results) and not slope.any() and not found["slopes"][name].any()
 

@@ -84,7 +84,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_model_is_served_as_it_computes(case: str) -> None:
+def test_log_probabilities_match_the_model(case: str) -> None:
     family, options = FAMILIES[case]
     model = made(family, **options)
     ids, mask, positions = batch()

@@ -111,7 +111,7 @@ def test_a_window_has_the_same_bits_where_the_cache_has_dropped_keys(before: int
     assert not torch.equal(plain, whole)
 
 
-def test_a_mask_keeps_what_it_says_on_its_way() -> None:
+def test_a_mask_keeps_its_properties_when_it_is_moved() -> None:
     bounds = mask(batch_size=2, q_length=3, kv_length=3, mask_function=CAUSAL)
     assert bounds.shape == (0, 1, 1, 2) and isinstance(bounds, Tensor)  # four dimensions: ready-made
     for moved in (bounds.contiguous(), bounds.clone(), bounds.to("meta")):
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_masks_that_bounds_cannot_say_are_refused(name: str) -> None:
+def test_masks_that_bounds_cannot_express_are_refused(name: str) -> None:
     reason, options = REFUSED[name]
     with pytest.raises(HFError, match=reason):
         mask(**{"batch_size": 2, "q_length": 4, "kv_length": 4, "mask_function": CAUSAL} | options)
@@ -198,7 +198,7 @@ def test_fp32_is_rounded_under_autocast_as_for_torch() -> None:
 # Whole models
 
 
-def test_a_name_is_registered_and_models_give_what_they_gave() -> None:
+def test_the_registered_attention_agrees_with_eager() -> None:
     register_attention()
     model = made("Gemma3")
     ids, given = prompts([9, 4])
@@ -210,7 +210,7 @@ def test_a_name_is_registered_and_models_give_what_they_gave() -> None:
     assert (logits["eager"] - logits["isobit"]).abs().max() < 0.05 * logits["eager"].abs().max()
 
 
-def test_a_transformers_that_asks_for_masks_in_another_way_is_refused(
+def test_a_transformers_that_creates_masks_in_another_way_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
@@ -235,7 +235,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone() -> None:
     assert torch.equal(outputs[0], torch.cat(outputs[1:], 1))
 
 
-def test_a_model_that_drops_at_random_is_refused_in_training() -> None:
+def test_dropout_is_refused_in_training() -> None:
     register_attention()
     model = made("Qwen3", attention_dropout=0.1)
     model.set_attn_implementation("isobit")

@@ -387,7 +387,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize(("N", "V", "slab_mb"), [(512, 65536, 64), (4096, 32768, 64), (16384, 32768, 256),
                                                  (16384, 16384, 128), (8192, 8192, 64)])  # fmt: skip
 @pytest.mark.parametrize("wanted", [("hidden",), ("hidden", "weight")])
-def test_memory_is_what_the_documents_say(N: int, V: int, slab_mb: int, wanted: tuple[str, ...]) -> None:
+def test_memory_is_as_documented(N: int, V: int, slab_mb: int, wanted: tuple[str, ...]) -> None:
     """A slab of 16 KB a row, at least 64 MB and at most the weight's bytes, and fp32 sums of dhidden beside
     the gradients; of 4096 rows with a frozen head."""
     D, MB = 4096, 1 << 20
@@ -425,7 +425,9 @@ def test_tma_needs_alignment(offset: int, stride: int) -> None:
         described(SimpleNamespace(base=base, shape=[2, 8], strides=[stride, 1]))
 
 
-def test_blocks_from_the_first_on_write_over_rows_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processing_blocks_in_ascending_order_would_overwrite_unread_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     in_order = backward._blocks
     monkeypatch.setattr(backward, "_blocks", lambda *args: in_order(*args)[::-1])
     check(CASES["blocks"], monkeypatch)  # not packed: in any order
@@ -461,7 +463,7 @@ def test_slab_that_is_left_out_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         check(CASES["weight alone"], monkeypatch)
 
 
-def test_sums_that_do_not_go_on_from_slab_to_slab_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_restart_at_every_slab_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = backward.sum_into
 
     def forgetful(*args: Any, init: Tensor | None = None, **options: Any) -> None:

@@ -237,7 +237,7 @@ def test_what_tma_can_read(tensor: torch.Tensor, readable: bool) -> None:
     assert hopper_pipe.aligned_for_tma(hopper_pipe.matrix(tensor)) is readable
 
 
-def test_a_lone_row_gets_a_stride_that_tma_takes() -> None:
+def test_a_single_row_gets_a_valid_tma_stride() -> None:
     desc, by_k = hopper_pipe.operand_descriptor(hopper_pipe.matrix(empty(3, 70)[:1]), 64, 64)
     assert by_k and desc.strides[0] * 2 % 16 == 0 and desc.strides[0] >= 70
 
@@ -380,7 +380,7 @@ def test_a_number_that_needs_64_bits_makes_another_kernel() -> None:
     assert of(32, free=False) == of(16, free=False)
 
 
-def test_packed_rows_are_apart_as_tma_wants_them() -> None:
+def test_packed_rows_have_a_stride_that_tma_can_read() -> None:
     seen = []
     x, dy = empty(1, 128, 12).mT.contiguous().mT, empty(1, 128, 24)[:, :, :20]
     rows, ints = empty(128, dtype=torch.int32), empty(2, dtype=torch.int32)

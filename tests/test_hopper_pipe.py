@@ -222,13 +222,13 @@ def _ask_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]
     mbarrier.arrive(self.empty.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
 
 
-def test_a_buffer_that_is_asked_for_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_into_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_product.Start, "ask", SimpleNamespace(fn=_ask_without_waiting))
     with pytest.raises(AssertionError):
         every_tile(8, 1, 0)
 
 
-def test_a_buffer_that_is_filled_again_too_early_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refilling_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two accumulators one store may be under way, and not both."""
 
     def put_tile(tile, desc, staging, row, column, WHICH, SWAPPED, OTHERS):  # type: ignore[no-untyped-def]

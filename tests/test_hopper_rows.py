@@ -194,7 +194,7 @@ def test_parts_that_have_a_row_that_counts_are_listed(found: dict[str, Any]) -> 
     assert found["listed in place"] == [9000, [0, 130, 131, 700, 4095, 4096, 8999]]
 
 
-def test_sums_that_nobody_wrote_are_not_read(found: dict[str, Any]) -> None:
+def test_unwritten_sums_are_not_read(found: dict[str, Any]) -> None:
     assert found["dead"] == [[0.0], [0.0], [0.0], [[0.0], [1.0]]]
     log_v = torch.tensor(256.0).log().item()
     assert found["alive"] == pytest.approx([-log_v, log_v, 2 + log_v]) and all(found["no token"])

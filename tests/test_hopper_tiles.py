@@ -46,7 +46,7 @@ def test_columns_are_powers_of_two_or_two_of_them() -> None:
         assert all(n & (n - 1) == 0 and 8 <= n <= 256 for n in tile.parts)
 
 
-def test_tiles_are_each_another() -> None:
+def test_all_tiles_are_different() -> None:
     sizes = [(tile.rows, tile.columns, tile.swapped) for tile in products.product_tiles(2)]
     assert len(set(sizes)) == len(sizes)
     assert {t.columns for t in products.product_tiles(2) if t.rest} == {96, 160, 192}
@@ -77,7 +77,7 @@ def test_an_fp32_tile_is_one_that_can_be_staged() -> None:
     assert chosen(4096, 4096, 4096, itemsize=4).columns == 128
 
 
-def test_of_equal_times_the_tile_of_which_there_are_fewer() -> None:
+def test_ties_go_to_the_tile_with_fewer_programs() -> None:
     """Three waves of 128 x 256, or four of 128 x 192."""
     assert chosen(1024, 12288, 4096).columns == 256
 
@@ -133,7 +133,7 @@ def test_the_rule_is_asked_once_for_eight_numbers_of_rows() -> None:
     assert all(size % 8 == 0 for size in sizes)
 
 
-def test_a_rule_that_knows_no_waves_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_model_without_waves_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model with waves that are not rounded up."""
     real = hopper_product.microseconds
 

@@ -84,7 +84,7 @@ ROWS = torch.ones(4)
         ({"hidden": None}, r"hidden: None\): is required"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_is_told_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_call_raises_an_error_with_the_rule(changes: dict[str, Any], message: str) -> None:
     positional, named = wrong(**changes)
     with pytest.raises(ContractError, match=message):
         linear_logp(*positional, **named)
@@ -125,7 +125,7 @@ NOTHING: dict[str, Any] = {
 }
 
 
-def test_a_backward_needs_what_it_needs() -> None:
+def test_a_backward_checks_its_required_arguments() -> None:
     call = make(4)
     given = {"hidden": call.hidden, "weight": call.weight, "token_ids": call.token_ids} | NOTHING
     given |= {"stats": torch.ones(2, 4), "dlogp": torch.ones(4)}

@@ -302,7 +302,7 @@ def test_there_is_no_second_derivative() -> None:
 
 
 @pytest.mark.parametrize("lead", [(0,), (0, 4), (3, 0)])
-def test_no_rows_are_no_loss(lead: tuple[int, ...]) -> None:
+def test_without_rows_the_loss_is_zero(lead: tuple[int, ...]) -> None:
     hidden, weight, ids = make(*lead)
     inputs = {"rows": torch.zeros(lead), "sequences": torch.zeros(lead[0])}
     loss_fn: Loss = lambda logp, entropy, rows, sequences: logp.sum()  # noqa: E731

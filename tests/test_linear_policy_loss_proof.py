@@ -28,7 +28,7 @@ def failing(law: str, case: Case = CASE) -> list[str]:
     return [check.output for check in LAWS[law].run(trial) if not check.passed]
 
 
-def test_the_honest_version_passes() -> None:
+def test_a_correct_implementation_passes() -> None:
     assert failing("accuracy") == failing("gradient") == failing("memory") == []
 
 
@@ -53,7 +53,7 @@ SUMS = ["gradient:weight", "gradient:bias"]
         ({"dlogp": None}, ["gradient:hidden", *SUMS]),
     ],
 )
-def test_chunks_that_forget_each_other_fail(
+def test_chunks_that_do_not_accumulate_fail(
     changes: dict[str, Any], wrong: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed(monkeypatch, **changes)
@@ -100,7 +100,7 @@ def test_a_batch_that_is_kept_whole_fails_on_memory(monkeypatch: pytest.MonkeyPa
     assert failing("memory", case) == ["fwd_bwd"]
 
 
-def test_a_loss_that_is_not_looked_at_fails_on_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unvalidated_loss_fails_on_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, options={})
     assert failing("contract", case) == []
     monkeypatch.setattr("isobit.ops.linear_policy_loss.shares.Loss.together", lambda *shares: None)
@@ -111,7 +111,7 @@ def cells(**request: Any) -> list[Cell]:
     return run(Request(ops=("linear_policy_loss",), backends=("reference",), device=CPU, **request))
 
 
-def test_it_is_traceable_nowhere_and_says_so() -> None:
+def test_the_traceable_law_is_unsupported_with_a_reason() -> None:
     traced, checked = sorted(cells(laws=("traceable", "contract")), key=lambda cell: cell.law, reverse=True)
     assert (traced.status, checked.status) == (UNSUPPORTED, OK)
     assert "a function over ops: it runs the caller's own code" in traced.reason

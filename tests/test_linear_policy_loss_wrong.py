@@ -37,7 +37,7 @@ def test_errors_that_are_not_about_the_loss_pass(error: BaseException) -> None:
         linear_policy_loss(*make(4), loss_fn=loss_fn)
 
 
-def test_a_mean_is_found_out() -> None:
+def test_a_mean_is_detected() -> None:
     tensors = make(20)
     means: dict[str, Loss] = {
         "mean": lambda logp, entropy: logp.mean(),

@@ -158,7 +158,7 @@ def test_the_backward_reads_gradients_where_they_are(lead: tuple[int, ...]) -> N
     assert 1 in (made["dentropy_so"], made["dentropy_si"])
 
 
-def test_a_gradient_that_no_cut_walks_is_copied_and_the_logits_are_not() -> None:
+def test_a_gradient_with_incompatible_strides_is_copied_and_the_logits_are_not() -> None:
     odd, z = torch.ones(4, 3, 2).permute(2, 1, 0), torch.zeros(2, 3, 5, 8)[:, :, :-1]
     made = backward_launch((2, 3, 4), dlogp=odd, logits=z)
     assert made["dlogp"].is_contiguous() and made["dlogp"].data_ptr() != odd.data_ptr()
@@ -198,7 +198,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_rows_are_walked_where_they_lie(view: str) -> None:
+def test_rows_are_read_in_place(view: str) -> None:
     z = VIEWS[view]()
     lead = z.shape[:-1]
     ids = torch.empty(lead, dtype=torch.int64)
@@ -210,7 +210,7 @@ def test_rows_are_walked_where_they_lie(view: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_of_any_view_are_walked_in_order(seed: int) -> None:
+def test_rows_of_any_view_are_indexed_in_order(seed: int) -> None:
     """Random permutations and cuts of three tensors at once: copied or not, every row is where it belongs."""
     gen = generator(seed)
 
@@ -238,7 +238,7 @@ def test_rows_of_any_view_are_walked_in_order(seed: int) -> None:
         assert rows.tolist() == first.reshape(-1).tolist()
 
 
-def test_only_what_cannot_be_walked_is_copied() -> None:
+def test_only_incompatible_strides_are_copied() -> None:
     z = torch.empty(2, 3, 4, 5, 7).permute(2, 0, 3, 1, 4)
     _, (copied,), strides = row_strides(z.shape[:-1], [z])
     assert copied.is_contiguous() and copied.data_ptr() != z.data_ptr() and len(strides) == 2

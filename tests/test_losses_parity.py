@@ -222,7 +222,7 @@ def test_these_are_the_frameworks_that_are_named(theirs: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_loss_and_gradients_are_theirs(case: Case, theirs: dict[str, Any]) -> None:
+def test_loss_and_gradients_match_the_frameworks(case: Case, theirs: dict[str, Any]) -> None:
     loss, dlogp, dentropy, stats = case.ours()
     found = theirs[case.name]
     assert abs(found["loss"]) > 1e-3 and found["dlogp"].abs().max() > 1e-3  # zeros would agree as well
@@ -275,7 +275,7 @@ def test_on_policy_the_loss_is_a_number_that_the_normalizer_decides(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_rollout_weights_are_theirs(level: str, theirs: dict[str, Any]) -> None:
+def test_rollout_weights_match_the_frameworks(level: str, theirs: dict[str, Any]) -> None:
     given = weights_case(level)["inputs"]
     ours = losses.truncated_weights(**given, cap=2.0, level=level)
     assert close(ours, theirs[f"weights {level}"]["weights"])

@@ -144,7 +144,7 @@ def assert_adds_up(loss: Callable[..., Any], chunks: list[dict[str, Tensor]], wh
 
 
 @each_policy_loss
-def test_an_advantage_a_sequence_is_one_at_each_of_its_tokens(loss: Callable[..., Any]) -> None:
+def test_one_advantage_per_sequence_applies_to_each_of_its_tokens(loss: Callable[..., Any]) -> None:
     given = batch()
     for name in ("advantages", "rollout_weights"):
         given[name] = given[name][:, :1].expand(-1, 7)

@@ -73,7 +73,7 @@ def test_it_is_a_linear_layer() -> None:
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 3), (2, 2, 3)])
-def test_what_follows_may_work_in_place(lead: tuple[int, ...]) -> None:
+def test_the_output_may_be_modified_in_place(lead: tuple[int, ...]) -> None:
     """As after an `nn.Linear`, whatever view a backend made its result by."""
     layer, x = DetLinear(16, 8, dtype=BF16), randn(*lead, 16)
     gradients = []
@@ -85,7 +85,7 @@ def test_what_follows_may_work_in_place(lead: tuple[int, ...]) -> None:
     assert all(torch.equal(gradients[0], each) for each in gradients[1:] if each is not None)
 
 
-def test_state_goes_both_ways() -> None:
+def test_state_dicts_are_interchangeable_with_linear() -> None:
     theirs, ours = nn.Linear(6, 4, dtype=BF16), DetLinear(6, 4, dtype=BF16)
     ours.load_state_dict(theirs.state_dict())
     assert torch.equal(ours.weight, theirs.weight)
@@ -286,7 +286,9 @@ def test_the_head_of_a_hugging_face_model(tied: bool) -> None:
         ({"backend": "cublas"}, r"unknown backend; known: hopper, triton, model"),
     ],
 )
-def test_what_there_is_not_is_refused_before_a_forward(options: dict[str, str], message: str) -> None:
+def test_unknown_classes_and_backends_are_refused_before_a_forward(
+    options: dict[str, str], message: str
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 8))
     with pytest.raises(ContractError, match=message):
         isobit.nn.swap_linear(model, **options)

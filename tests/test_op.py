@@ -314,7 +314,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_call_like_an_earlier_one_is_not_asked_about_again(asked: list[str]) -> None:
+def test_a_call_with_a_cached_key_is_not_validated_again(asked: list[str]) -> None:
     for _ in range(3):
         call(even())
         call(even() + 1.0)
@@ -338,13 +338,13 @@ def test_a_call_like_an_earlier_one_is_not_asked_about_again(asked: list[str]) -
         lambda: call(even(), validate=False),
     ],
 )
-def test_a_call_of_another_kind_is_asked_about(asked: list[str], other: Callable[[], Any]) -> None:
+def test_a_call_with_a_new_key_is_validated(asked: list[str], other: Callable[[], Any]) -> None:
     call(even())
     other()
     assert asked == ["rule", "backend"] * 2
 
 
-def test_a_call_that_is_refused_is_refused_again(asked: list[str]) -> None:
+def test_errors_are_not_cached(asked: list[str]) -> None:
     for _ in range(2):
         with pytest.raises(ContractError, match="is seven"):
             call(even(), 7.0)
@@ -353,23 +353,21 @@ def test_a_call_that_is_refused_is_refused_again(asked: list[str]) -> None:
     assert asked == ["rule"] * 2
 
 
-def test_a_zero_keeps_its_sign(asked: list[str]) -> None:
+def test_negative_zero_has_its_own_cache_key(asked: list[str]) -> None:
     """0.0 and -0.0 are equal and have one hash, and are two numbers."""
     for factor in (0.0, -0.0, 0.0, -0.0):
         call(even(), factor)
         assert math.copysign(1.0, RAN[-1][1]["factor"]) == math.copysign(1.0, factor)
 
 
-def test_what_tensors_hold_is_looked_at_every_time(asked: list[str]) -> None:
+def test_tensor_values_are_checked_every_time(asked: list[str]) -> None:
     call(even()[:2])
     with pytest.raises(ContractError, match="has a NaN"):
         call(NAN)
     assert asked == ["rule", "backend"]
 
 
-def test_another_choice_of_backends_is_another_question(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changing_the_backends_clears_the_cache(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     call(even())
     first = next(b for b in scale.backends if b.name == "fast")
     monkeypatch.setattr(scale, "backends", [b for b in scale.backends if b is not first])
@@ -377,7 +375,7 @@ def test_another_choice_of_backends_is_another_question(
     assert ran() == ["fast", "exact"]
 
 
-def test_a_new_rule_is_asked_too(asked: list[str]) -> None:
+def test_a_new_rule_applies_to_cached_calls(asked: list[str]) -> None:
     def never(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("x", args["x"], "is never right")
 
@@ -387,7 +385,7 @@ def test_a_new_rule_is_asked_too(asked: list[str]) -> None:
         call(even())
 
 
-def test_a_new_rule_of_values_is_asked_too(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_value_rule_applies_to_cached_calls(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def never(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("x", args["x"], "holds nothing right")
 
@@ -409,14 +407,14 @@ def test_numbers_of_no_usual_type_become_usual_ones(asked: list[str]) -> None:
     assert asked == ["rule", "backend"] and len(scale._ways) == 1
 
 
-def test_kinds_of_calls_do_not_pile_up(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_cache_is_bounded(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
     assert len(scale._families) <= 3 and len(scale._ways) <= 3
 
 
-def test_another_number_of_rows_is_not_asked_about(asked: list[str]) -> None:
+def test_another_number_of_rows_is_not_validated_again(asked: list[str]) -> None:
     for shape in ((3, 4), (5, 4), (700, 4)):
         assert call(torch.ones(shape))[0].shape == shape
     assert asked == ["rule", "backend"]

@@ -227,7 +227,7 @@ def test_a_gradient_that_is_not_needed_is_not_computed() -> None:
     assert RAN[1][2]["factor"] == 2.0
 
 
-def test_what_a_backward_follows_is_nothing_that_a_user_could_type() -> None:
+def test_prefer_is_not_a_public_argument() -> None:
     for backend in ("quick or a/1", "bogus or none"):
         with pytest.raises(ContractError, match="unknown backend"):
             double(x=X, y=X, backend=backend)

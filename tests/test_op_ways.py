@@ -42,7 +42,7 @@ class Labelled(Tensor):
 
 @pytest.mark.parametrize("want_sum", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (0, 4), (2, 0, 3, 5)])
-def test_the_short_way_is_the_torch_op(shape: tuple[int, ...], want_sum: bool) -> None:
+def test_the_direct_path_gives_the_results_of_the_torch_op(shape: tuple[int, ...], want_sum: bool) -> None:
     results = []
     for way in (call, by_torch):
         x = torch.linspace(-1, 1, int(torch.Size(shape).numel())).reshape(shape).requires_grad_()

@@ -170,7 +170,7 @@ def test_other_reports_are_refused() -> None:
 # Saved reports
 
 
-def test_a_check_is_worse_where_a_law_fell_or_vanished() -> None:
+def test_a_check_is_worse_if_a_law_fails_or_no_longer_runs() -> None:
     old = report_of_a_check()
     fell = compare(old, report_of_a_check(status="FAIL"), 1.05)
     assert [(c.worse, c.before, c.now) for c in fell] == [(True, "ok", "FAIL")]

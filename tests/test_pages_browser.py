@@ -112,7 +112,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_page_that_does_not_is_found_out(browser: Chromium, tmp_path: Path, fault: str) -> None:
+def test_a_broken_page_is_detected(browser: Chromium, tmp_path: Path, fault: str) -> None:
     text, said = FAULTS[fault]
     path = tmp_path / "page.html"
     path.write_text(page([report_of_a_check()]).replace("<header>", f"{text}<header>"))

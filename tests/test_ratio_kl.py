@@ -83,7 +83,7 @@ def test_k3_at_the_ends() -> None:
     assert found[7:] == pytest.approx([math.e - 2, math.exp(-1)], rel=2e-7)
 
 
-def test_two_policies_that_are_one_have_no_kl() -> None:
+def test_identical_policies_have_zero_kl() -> None:
     z, _, ids = batch(5, 33)
     ratio, kl = ratio_kl(z, z.clone(), ids)
     assert ratio.tolist() == [1.0] * 5 and kl.tolist() == [0.0] * 5

@@ -356,11 +356,11 @@ def test_inputs_may_lie_anywhere_in_their_memory(name: str) -> None:
     assert not found.differences and found.forms == found.wanted
 
 
-def test_there_is_no_other_way_while_plans_are_made() -> None:
+def test_tritons_own_path_is_blocked_in_these_tests() -> None:
     assert run(closed_ways) == ["this is Triton's way"] * 2
 
 
-def test_calls_reach_what_they_are_named_for() -> None:
+def test_calls_reach_the_kernels_they_are_named_for() -> None:
     """Both tiles of a product, rows of logits that are split and not, a launch for each of many products."""
     names = ("linear, few tokens", "linear, many tokens", "logp, few rows", "logp, many rows", "gemm")
     few, many, split, whole, gemm = run(kernels_of, *names)
@@ -386,7 +386,7 @@ def test_what_computes_between_launches_is_not_recorded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_only_what_is_nothing_but_launches_is_recorded(name: str) -> None:
+def test_only_calls_that_just_launch_are_recorded(name: str) -> None:
     made, count, different, same = run(recorded, name)
     assert made is (name in RECORDED)
     assert count and not different and same

@@ -52,7 +52,7 @@ def test_maps_of_all_forms_together_are_bounded(
     assert len(encoded) == 600
 
 
-def test_a_form_that_nobody_asks_for_needs_no_garbage_collector(encoded: list[tuple[int, int]]) -> None:
+def test_an_unused_form_is_freed_without_the_garbage_collector(encoded: list[tuple[int, int]]) -> None:
     """Trainings turn it off."""
     gc.disable()
     try:

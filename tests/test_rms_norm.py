@@ -108,7 +108,9 @@ def on_the_page() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "cast", "offset"), [(F32, "before", 0.0), (BF16, "after", 1.0), (F16, "before", 0.5)]
 )
-def test_the_model_is_the_page(N: int, D: int, dtype: torch.dtype, cast: str, offset: float) -> None:
+def test_the_model_matches_the_documented_code(
+    N: int, D: int, dtype: torch.dtype, cast: str, offset: float
+) -> None:
     page = on_the_page()
     h, dout, weight = rows(N, D, dtype=dtype), rows(N, D, dtype=dtype, seed=1), rows(D, dtype=dtype, seed=2)
     wide = [t.float().numpy() for t in (h, weight, dout)]
@@ -246,7 +248,7 @@ def test_a_weight_in_fp32_beside_rows_in_16_bits() -> None:
     assert x.grad.dtype == BF16 and weight.grad.dtype == F32
 
 
-def test_who_serves() -> None:
+def test_which_backend_serves() -> None:
     x, weight = rows(2, 8), rows(8)
     assert str(isobit.explain("rms_norm", x, weight)).startswith("rms_norm: model (numerics rms/1)")
     wide = isobit.explain("rms_norm", x.double(), weight.double())

@@ -44,7 +44,7 @@ SHARED = ["blocks/triton_rows.py", "blocks/triton_logits.py", "blocks/hopper_pip
 
 
 @pytest.mark.parametrize("name", [*OTHERS, *SHARED])
-def test_code_that_an_op_does_not_use_leaves_its_hash(package: Path, name: str) -> None:
+def test_unused_code_does_not_change_the_hash(package: Path, name: str) -> None:
     before = kernel_sha("logp", package)
     assert before == kernel_sha("logp")
     append(package / name, "\n\ndef nobody_uses_this():\n    return 1\n")
@@ -58,7 +58,7 @@ def test_an_op_is_made_of_all_code_of_its_own_files(package: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", [*(f"ops/logp/{name}" for name in OWN), *SHARED])
-def test_words_and_layout_leave_the_hash(package: Path, name: str) -> None:
+def test_comments_and_layout_do_not_change_the_hash(package: Path, name: str) -> None:
     path = package / name
     append(path, "\n# one more sentence\n")
     replaced(path, '"""', '"""Another beginning. ')
@@ -120,7 +120,7 @@ def measure(box, LIMIT=4):
         ("LIMIT=4", "LIMIT=5", False),
     ],
 )
-def test_names_of_its_own_leave_the_hash(package: Path, old: str, new: str, same: bool) -> None:
+def test_renaming_own_names_does_not_change_the_hash(package: Path, old: str, new: str, same: bool) -> None:
     path = package / "ops" / "logp" / "kernels_triton.py"
     append(path, BLOCK)
     before = kernel_sha("logp", package)
@@ -162,7 +162,7 @@ def a_file(folder: Path, name: str, stamp: dict[str, Any], **keys: Any) -> Path:
     return path
 
 
-def test_a_result_is_stale_when_its_kernels_are_others(tmp_path: Path) -> None:
+def test_a_result_is_stale_when_its_kernels_have_changed(tmp_path: Path) -> None:
     mine = {"kernels": {"logp": kernel_sha("logp")}}
     fresh = a_file(tmp_path, "logp.json", mine, rows=[])
     assert stale.examine(fresh, tmp_path).stale is None  # though every other file has changed since
@@ -202,7 +202,7 @@ def test_the_command_that_renews_a_result(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_result_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_result_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ContractError, match=r"x\.json: not a result file of isobit"):
         stale.results_in(tmp_path)

@@ -315,13 +315,13 @@ def test_a_call_that_is_another_is_seen_in_its_parameters(
     assert list(differences(*run(twice, product, M, shift))) == [f"0.params[{i}]" for i in places]
 
 
-def test_what_lies_elsewhere_is_the_same_call() -> None:
+def test_other_addresses_are_the_same_call() -> None:
     one, memory, other, room = run(elsewhere)
     assert one and differences(one, other)
     assert not differences_but_for_places(one, memory, other, room)
 
 
-def test_places_are_told_apart() -> None:
+def test_addresses_are_distinguished() -> None:
     """Of a tensor of 64 bytes and one of 32, in room for both."""
     memory, room = Memory([(1000, 64), (2000, 32)]), Memory([(5000, 96)])
 
@@ -342,7 +342,7 @@ def test_places_are_told_apart() -> None:
     assert found(5000, 2000, 5016) == ["0.params[1]"]  # where it was
 
 
-def test_what_no_device_would_do_is_refused() -> None:
+def test_impossible_launches_are_refused() -> None:
     said = run(refused)
     for name, word in {"function": "no such function", "address": "multiple of 16 bytes"}.items():
         assert word in said[name], said

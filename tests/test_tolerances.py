@@ -74,7 +74,7 @@ def test_a_figure_that_is_too_tight_fails(tmp_path: Path, monkeypatch: pytest.Mo
     ],
     ids=lambda value: "",
 )
-def test_a_file_that_is_none_is_an_error_that_says_where(tmp_path: Path, table: Any, message: str) -> None:
+def test_an_invalid_file_is_an_error_that_says_where(tmp_path: Path, table: Any, message: str) -> None:
     with pytest.raises(ContractError) as error:
         read_tolerances(written(tmp_path / "own.json", table))
     assert message in str(error.value)

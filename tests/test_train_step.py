@@ -76,7 +76,7 @@ def test_the_models_share_their_parameters_and_only_one_has_swapped_layers(args:
 
 
 @pytest.mark.parametrize("step", [train_step.plain, train_step.head, train_step.whole])
-def test_a_step_gives_its_gradients_away(args: dict[str, Any], step: Any) -> None:
+def test_a_step_leaves_no_gradients_on_parameters(args: dict[str, Any], step: Any) -> None:
     loss, *gradients = step(args)
     assert not loss.requires_grad and len(gradients) == len(args["models"].parameters)
     assert all(p.grad is None for p in args["models"].parameters)

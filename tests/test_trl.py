@@ -34,7 +34,7 @@ def equal(case: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("case", [*LOSSES, "kl and entropy"])
-def test_grpo_goes_the_way_that_it_goes_without(found: dict[str, Any], case: str) -> None:
+def test_training_with_grpo_is_unchanged(found: dict[str, Any], case: str) -> None:
     run = found[case]
     assert equal(run)
     assert len(run["plain"]) == 3 and all(norm > 0.01 for _, norm, _ in run["plain"])
@@ -44,7 +44,7 @@ def test_grpo_goes_the_way_that_it_goes_without(found: dict[str, Any], case: str
     assert run["served"] == (7 if case == "kl and entropy" else 3) and run["passed"] == {}
 
 
-def test_what_wants_more_goes_on_to_trl(found: dict[str, Any]) -> None:
+def test_calls_that_need_more_are_passed_on_to_trl(found: dict[str, Any]) -> None:
     sft, dpo = found["sft"], found["dpo"]
     assert equal(sft) and equal(dpo) and len(sft["plain"]) == len(dpo["plain"]) == 2
     assert sft["served"] == 0 and sft["passed"] == {"it wants is_top1 too": 2}

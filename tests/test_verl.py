@@ -72,7 +72,7 @@ def test_these_modules_of_verl_import_the_functions() -> None:
     assert sorted(map(str, importers)) == [f"models/mcore/{name}" for name in wanted]
 
 
-def test_what_is_not_served_goes_on_to_verl(found: dict[str, Any]) -> None:
+def test_unserved_calls_are_passed_on_to_verl(found: dict[str, Any]) -> None:
     told = found["passing"]
     assert told["sevens"] == [True, True] and told["alone"] and told["tensor"]
     served, passed = told["counts"]

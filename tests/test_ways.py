@@ -162,7 +162,7 @@ def apart(t: Tensor) -> Tensor:
 
 
 @every_call
-def test_what_was_saved_may_come_back_in_other_strides(name: str) -> None:
+def test_saved_tensors_may_be_restored_with_other_strides(name: str) -> None:
     changed: list[bool] = []
 
     def unpacked(t: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _killed(process: Any) -> Any:
     return process
 
 
-def test_an_error_of_ours_is_a_cell_and_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_becomes_a_cell_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(interpreted: bool) -> None:
         raise OSError("no more processes")
 

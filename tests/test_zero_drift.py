@@ -122,7 +122,7 @@ def test_a_model_computes_what_it_did(models: dict[str, Any], family: str) -> No
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2"])
-def test_another_order_in_decoding_is_found_out(
+def test_another_order_in_decoding_is_detected(
     models: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measurement above can fail: blocks of 8 keys in place of 128 where there is one query a row."""
@@ -187,7 +187,7 @@ def test_the_gradient_of_a_sequence_does_not_depend_on_its_batch(
             assert own.any() and differing(whole[row, tokens], own[0]) == 0
 
 
-def test_another_order_of_gradients_is_found_out(
+def test_another_order_of_gradients_is_detected(
     frozen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison above can fail: blocks of 8 keys in place of 128."""
