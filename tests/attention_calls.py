@@ -71,7 +71,8 @@ def borders() -> None:
 
 
 def gradients() -> None:
-    """The backward has the bits of the model, where sums all but cancel, so that another order shows."""
+    """The backward has the bits of the model, on sums that nearly cancel, so that another order would be
+    visible."""
     cases = {
         "more queries than a tile has": made(1, 70, 70, 2, 1, 64),
         "queries behind other keys": made(1, 20, 150, 2, 1, 64, window=140),
@@ -117,7 +118,7 @@ def tiles() -> None:
 
 
 def any_integers() -> None:
-    """Integers that nobody has looked at reach no memory but the tensors', and no other sequence."""
+    """Unchecked integers cause no access outside of the tensors, and affect no other sequence."""
     values = (-(2**31), 2**31 - 1, 7, -5)
     wild = {"key_start": ints(*values), "key_end": ints(*reversed(values))}
     args = made(4, 2, 40, 2, 1, 64, **wild)
@@ -133,7 +134,7 @@ def any_integers() -> None:
 
 
 def call(args: dict[str, Any]) -> Tensor:
-    """Forward and backward, without a look at the integers."""
+    """Forward and backward, without validating the integers."""
     given = {n: v for n, v in args.items() if n != "return_lse"}
     if args["block_table"] is not None:
         return isobit.attention(**given, backend="triton", validate=False)
@@ -144,8 +145,8 @@ def call(args: dict[str, Any]) -> Tensor:
 
 
 def far_apart() -> None:
-    """Sequences, or keys, that lie more than 2^31 elements apart, with strides that 32 bits hold. Memory is
-    taken only where it is touched."""
+    """Sequences, or keys, more than 2^31 elements apart, with strides that fit in 32 bits. Memory is
+    committed only where it is touched."""
     args = made(3, 2, 12, 2, 1, 64)
     for far, axis in ((2**30 + 64, 0), (2**28, 1)):
         moved = {}

@@ -49,8 +49,8 @@ def on_a_cpu(
 
 
 def paged(page: int, D: int) -> dict[str, Any]:
-    """Two sequences in pages in any order, the first of them short: behind the last key of the other there is
-    no page, and no table. NaN in a page that nobody has, and behind the keys."""
+    """Two sequences in shuffled pages, the first of them short: after the last key of the other there is no
+    page, and no table. NaN in an unused page, and after the keys."""
     args, count = made(2, 2, 240, 2, 1, D), 240 // page
     order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0))
     args |= {"block_table": order.view(2, count).int(), "key_end": ints(77, count * page)}
@@ -63,7 +63,7 @@ def paged(page: int, D: int) -> dict[str, Any]:
 
 
 def bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """What lies outside of the bounds may be anything."""
+    """Values outside of the bounds may be anything."""
     for b, (first, end) in enumerate(zip(args["key_start"].tolist(), args["key_end"].tolist(), strict=True)):
         for name in ("k", "v"):
             args[name][b, :first], args[name][b, end:] = NAN, NAN
@@ -106,8 +106,8 @@ def bits() -> None:
 
 
 def controls() -> None:
-    """What must be noticed is: other borders, keys that are given away before they are multiplied with,
-    values behind the last that are not cleared."""
+    """These faults must be detected: other boundaries, keys whose slot is released before they are
+    multiplied, values after the last that are not cleared."""
     args = CASES["several queries"]
     wanted = model.attention(segment=128, block=64, **args)
     for segment, block in ((192, 64), (128, 32)):
@@ -117,7 +117,7 @@ def controls() -> None:
     class Early(Device):
         def multiply(self, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
             found = super().multiply(a, b, *rest, **more)
-            a.read()[...] = 0.0  # somebody else writes there from now on
+            a.read()[...] = 0.0  # another write goes there from now on
             return found
 
     dirty = CASES["pages of 16"]

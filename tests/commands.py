@@ -1,4 +1,4 @@
-"""The `isobit` command in the process of the tests: importing PyTorch anew for each would cost seconds."""
+"""The `isobit` command in the process of the tests: importing PyTorch again for each would cost seconds."""
 
 import sys
 from collections.abc import Callable

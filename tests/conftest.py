@@ -1,4 +1,4 @@
-"""What is slow starts first, and processes share the cores."""
+"""Slow tests start first, and processes share the cores."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ import whole_check
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In a run of all tests by several processes (`-n`), which know nothing of each other: ahead of them."""
+    """In a run of all tests by several processes (`-n`), which do not know of each other: before them."""
     if getattr(config.option, "dist", "no") != "no":
-        # Threads of PyTorch and NumPy that wait for each other keep a core busy; other processes want it.
+        # Threads of PyTorch and NumPy that wait for each other keep a core busy, which other processes need.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     all_of_them = config.args == config.getini("testpaths") and not config.option.keyword
     if getattr(config.option, "dist", "no") != "no" and all_of_them and not config.option.collectonly:

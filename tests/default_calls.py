@@ -40,7 +40,7 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
 
 
 class Call:
-    """A public op, its arguments, and which of them want a gradient."""
+    """A public op, its arguments, and which of them need a gradient."""
 
     def __init__(self, name: str, *wanted: str, **args: Any) -> None:
         self.name, self.wanted, self.args = name, wanted, args
@@ -68,7 +68,7 @@ def a_loss(logp: Tensor, entropy: Tensor, gains: Tensor) -> tuple[Tensor, dict[s
 
 
 def calls() -> dict[str, Call]:
-    """Built under torch's own defaults: what changes later is what is around the calls, not their inputs."""
+    """Built with torch's own defaults: later only the defaults around the calls change, not their inputs."""
     gen = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:

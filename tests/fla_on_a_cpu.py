@@ -87,7 +87,7 @@ def compare(function: Any, *backends: str, **options: bool) -> dict[str, Any]:
 
 
 def broken(function: Any) -> dict[str, Any]:
-    """What isobit returns is what FLA goes on with: an error of it is there in the gradients."""
+    """FLA continues with what isobit returns, so an error of it is visible in the gradients."""
     right = inside.chunk_gated_delta_rule_bwd_dhu
 
     def wrong(*args: Any, **kwargs: Any) -> Any:

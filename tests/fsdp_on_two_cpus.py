@@ -111,7 +111,7 @@ def logps(rank: int, head: str, steps: int = 2, tied: bool = False, **options: A
 
 
 def own_loop(rank: int, head: str, how: str) -> list[float]:
-    """As docs/own_loop.md says: `linear_logp`, or a loss at once; or what stands at the seams of trainers."""
+    """As in docs/own_loop.md: `linear_logp`, or a loss directly; or the replacements inside of trainers."""
     theirs, model = made(), sharded(made(), head)
 
     def loss(model: Any, rank: int) -> Tensor:
@@ -174,7 +174,7 @@ def layers(rank: int, head: str, first: str) -> dict[str, Any]:
     return {"bits": same, "gradients": far, "undone": back and again and isinstance(model, FSDPModule)}
 
 
-# What is not served
+# Calls that are not served
 
 
 def told(call: Any) -> str:

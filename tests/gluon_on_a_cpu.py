@@ -46,7 +46,7 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> Array:
 
 
 def approximate_reciprocal(x: np.ndarray) -> Array:
-    """By turns over the last bits of x one ulp too small, as near as can be, and one too large."""
+    """Depending on the last bits of x: one ulp too small, correctly rounded, or one ulp too large."""
     bits = np.asarray(1 / x, F32).view(np.int32) + (x.view(np.int32) % 3 - 1)
     return array(bits.astype(np.int32).view(F32))
 
@@ -137,7 +137,7 @@ class Shared:
 
 
 class Pending:
-    """A product that is on its way."""
+    """A product in flight."""
 
     def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
@@ -226,7 +226,7 @@ class Device:
     # Units beside the threads
 
     def load_box(self, desc: Any, where: list[Any], bar: Barrier, room: Shared) -> None:
-        """What is outside of the tensor comes as zeros."""
+        """Outside of the tensor the result is zero."""
         box, source = desc.block_type.shape, desc.tensor
         found = torch.zeros(box)
         where = [int(i) for i in where]

@@ -40,7 +40,7 @@ def group_calls() -> dict[str, Args]:
     return found
 
 
-#: Boundaries of 300 sequences that are none; on a GPU nobody may have looked.
+#: Invalid boundaries of 300 sequences; on a GPU they may be unchecked.
 WRONG_BOUNDS: dict[str, list[int]] = {
     "end": [0, 5, 299], "begin": [1, 300], "equal": [0, 5, 5, 300], "beyond": [0, 400, 300],
     "negative": [0, -5, 300], "one": [0], "the other": [300], "far": [0, 2**62, 300],

@@ -41,7 +41,7 @@ def assert_apart(written: Tensor, *read: Tensor) -> None:
 
 
 def strided(t: Tensor, rows: int, columns: int, stride: int, column_stride: int = 1) -> Tensor:
-    """What a kernel reaches from a pointer; an error if it lies outside of the memory behind it."""
+    """The memory that a kernel accesses through a pointer; an error if it is outside of the allocation."""
     return torch.as_strided(t, (rows, columns), (stride, column_stride), t.storage_offset())
 
 
@@ -57,7 +57,7 @@ def operand(desc: TensorDescriptor, by_k: bool) -> Tensor:
 
 
 def loaded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """Boxes of a matrix in fp32: TMA fills what lies outside of it with zeros."""
+    """Boxes of a matrix in fp32: TMA fills with zeros outside of it."""
     inside = t[:rows, :columns]
     boxes = torch.zeros(rows, columns)
     boxes[: inside.shape[0], : inside.shape[1]] = inside
@@ -201,8 +201,8 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 
 def keep(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None:
-    """What is left of 64 slots: each lane's e in a tile, and the maximum that it is relative to. Rows of the
-    part that are no slots are written as well."""
+    """What 64 slots store: each lane's e in a tile, and the maximum to which it is relative. Rows of the part
+    that are not slots are written as well."""
     lanes = torch.nn.functional.pad(z, (0, tiles * COLUMNS - z.shape[1]), value=-math.inf)
     lanes = lanes.view(-1, tiles, 32, 4, 2)
     m = lanes.amax((2, 4))

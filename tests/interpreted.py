@@ -1,5 +1,5 @@
-"""Programs in Triton's CPU interpreter: in processes of their own, since Triton decides when it decorates a
-kernel whether it is compiled or interpreted; and in the quick one, as the checker runs kernels."""
+"""Programs in Triton's CPU interpreter. They need separate processes, since Triton decides when it decorates
+a kernel whether it is compiled or interpreted. They use the faster interpreter of the checker."""
 
 import os
 import runpy
@@ -14,7 +14,7 @@ from unittest import mock
 
 import isobit
 
-#: What programs may import beside what is installed.
+#: Modules that programs may import beside installed ones.
 PATHS = (Path(__file__).parent, Path(isobit.__file__).parent.parent)
 
 

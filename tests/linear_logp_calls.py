@@ -18,7 +18,7 @@ OUTPUTS = ("logp", "entropy", "lse")
 
 @dataclass
 class Call:
-    """A call, the gradients that come back to its results, and who wants one."""
+    """A call, the gradients of its results, and which gradients are needed."""
 
     hidden: Tensor
     weight: Tensor
@@ -132,7 +132,7 @@ EVERYTHING = {"softcap": 3.0, "logit_scale": 1.5, "vocab_size": 30, "mask": some
 
 
 def every_other_row(call: Call) -> Call:
-    """Everything with rows as a view with gaps, in which lies what must not be read."""
+    """Everything with rows as a view with gaps that hold values which must not be read."""
 
     def spaced(t: Tensor) -> Tensor:
         if t.ndim > 1:

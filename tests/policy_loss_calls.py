@@ -24,7 +24,7 @@ def make(*lead: int, dtype: torch.dtype = F32, seed: int = 0) -> tuple[Tensor, T
 
 
 def room(rows: int, dtype: torch.dtype = F32) -> int:
-    """Bytes in which so many rows of the reference have room."""
+    """Bytes that are enough for this many rows of the reference."""
     return V * rows * torch.promote_types(dtype, F32).itemsize
 
 

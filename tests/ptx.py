@@ -93,8 +93,8 @@ class Block:
         self.registers |= {name: np.full(threads, at, u64) for name, at in place.items()}
 
     def run(self, ptx: str) -> None:
-        """All threads that are at the earliest instruction take it, until none is left. So those that go
-        ahead wait for the others where their ways meet, as barriers and exchanges need them to."""
+        """All threads at the earliest instruction execute it, until none is left. So threads that are ahead
+        wait for the others where their paths join, as barriers and exchanges require."""
         code, labels = _parse(ptx)
         done = len(code)
         at = np.zeros(self.threads, np.int64)
@@ -286,8 +286,8 @@ class Block:
                 self._write(value, found.view(u64)[:, 0], where)
 
     def _load_matrices(self, turned: bool, operands: list[str], where: np.ndarray) -> None:
-        """8 x 8 matrices of 16 bits: thread t of a warp gets two neighbours of row t / 4 of each, of column
-        t / 4 when turned, and threads 8 j to 8 j + 7 say where the rows of matrix j lie."""
+        """8 x 8 matrices of 16 bits: thread t of a warp gets two neighbours of row t / 4 of each (of column t
+        / 4 if transposed), and threads 8 j to 8 j + 7 hold the addresses of the rows of matrix j."""
         assert where.all()
         first, thread = self._address(operands[1]), np.arange(self.threads)
         for j, name in enumerate(self._names(operands[0])):
@@ -331,7 +331,7 @@ def execute(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> s
     done = triton.compile(source, target=TARGET, options=compile_options)
     ptx: str = done.asm["ptx"]
     tensors: list[Tensor] = []
-    memory = np.zeros(64, u8)  # nothing lies at the address 0
+    memory = np.zeros(64, u8)  # address 0 is never valid
     at: dict[int, int] = {}
     params = []
     for name, value in zip(kernel.arg_names, args, strict=False):
@@ -350,7 +350,7 @@ def execute(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> s
             params.append(int(np.array(value, f32).view(u32)))
         else:
             params.append(int(value) & (2**64 - 1))
-    params += [0, 0]  # scratch memory that nobody asked for
+    params += [0, 0]  # unexpected scratch memory
     threads = int(done.metadata.num_warps) * 32
     places = np.ndindex(*(*grid, 1, 1)[:3])
     sizes = {f"%nctaid.{x}": n for x, n in zip("xyz", (*grid, 1, 1)[:3], strict=True)}

@@ -78,7 +78,7 @@ def tensors_of(args: dict[str, Any]) -> list[Tensor]:
 
 
 def as_launch(outputs: Any) -> Launch:
-    """Outputs as a launch that is given them: where they lie can be compared as what kernels are given is."""
+    """Outputs as a launch with these arguments: so their addresses can be compared like those of kernels."""
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     params = (b"" if t is None else t.data_ptr().to_bytes(8, "little") for t in several)
     return Launch("outputs", 0, (1, 1, 1), (1, 1, 1), 0, STREAM, (), tuple(params))
@@ -357,7 +357,7 @@ class Noted(TorchFunctionMode):
     `same_memory` it leaves tensors where they are, and ops do not see it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        """Beside what is given."""
+        """Temporary tensors, beside inputs and outputs."""
         super().__init__()
         self._held: dict[int, torch.UntypedStorage] = {}
         self._given = {t.untyped_storage().data_ptr() for t in tensors_of(given)}
@@ -375,7 +375,7 @@ class Noted(TorchFunctionMode):
 
 
 def differs(call: Call, named: dict[str, Any]) -> dict[str, Any]:
-    """What is another in an op's call than in the ordinary one."""
+    """How an op's call differs from the ordinary one."""
     clear()
     with Noted(named) as first:
         wanted = call.run(launch=ordinary, **call.bound(named))

@@ -63,7 +63,7 @@ class Memory:
     made: list[tuple[int, int]] = field(default_factory=list)
 
     def at(self, address: int) -> int | None:
-        """Which of them an address lies in."""
+        """Which of them contains an address."""
         inside = (i for i, (start, size) in enumerate(self.made) if start <= address < start + size)
         return next(inside, None)
 
@@ -88,8 +88,8 @@ def differences(one: Sequence[Launch], other: Sequence[Launch]) -> dict[str, tup
 def differences_but_for_places(
     one: Sequence[Launch], memory: Memory, other: Sequence[Launch], room: Memory
 ) -> dict[str, tuple[Any, Any]]:
-    """The same of a call that keeps what it makes elsewhere: each tensor of `memory` has one place of its own
-    in `room` that shares no byte with another's. "made[2]" is the third tensor of `memory`."""
+    """The same for a call that allocates elsewhere: each tensor of `memory` has its own place in `room` that
+    shares no byte with another's. "made[2]" is the third tensor of `memory`."""
     places: dict[int, int] = {}
 
     def back(x: bytes, y: bytes) -> bytes:
@@ -144,7 +144,7 @@ def run(function: Callable[..., Result], *args: Any) -> Result:
 
 @cache
 def _child() -> ProcessPoolExecutor:
-    """One for all tests: what it has imported and compiled is there for the next."""
+    """One process for all tests: what it has imported and compiled is reused by the next."""
     return ProcessPoolExecutor(1, get_context("spawn"), _install, (str(build()),))
 
 
@@ -164,13 +164,13 @@ def build() -> Path:
     if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         made = folder / f"{os.getpid()}.so"
-        # Who opens libcuda.so.1 gets what is loaded under that name already, wherever it lies.
+        # Anything that opens libcuda.so.1 gets the library already loaded under that name, wherever it is.
         options = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-fvisibility=hidden"]
         options += ["-shared", "-fPIC", "-pthread"]
         command = [_compiler() or "cc", *options, "-Wl,-soname,libcuda.so.1", f"-I{include}"]
         done = subprocess.run([*command, "-o", made, SOURCE], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        made.replace(library)  # at once, so that nobody loads half of it
+        made.replace(library)  # atomically, so that nobody loads half of it
     return folder
 
 
@@ -236,9 +236,9 @@ def ordinary(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> 
 
 @contextmanager
 def same_memory(which: int = 0) -> Iterator[Memory]:
-    """Tensors made in here lie one after the other, from an address that is the same in each such block of
-    one number. So calls that make the same tensors in the same order pass the same pointers. The next block
-    of that number writes over them."""
+    """Tensors made in here are consecutive, from an address that is the same in each such block with one
+    number. So calls that make the same tensors in the same order pass the same pointers. The next block with
+    that number overwrites them."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
@@ -253,7 +253,7 @@ def same_memory(which: int = 0) -> Iterator[Memory]:
             return tree_map(lambda made: place(made, known), func(*args, **(kwargs or {})))
 
     def place(made: Any, known: set[int]) -> Any:
-        """A tensor that shares no memory with what it was made of, copied into a storage of its own."""
+        """A copy of a tensor in its own storage."""
         nonlocal next_
         if not isinstance(made, torch.Tensor) or made.untyped_storage().data_ptr() in known:
             return made

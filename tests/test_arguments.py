@@ -1,5 +1,5 @@
-"""Guards what callers may pass, and what they are told where they may not: numbers of other libraries and of
-any size, tensors of special kinds, and controls that every op takes."""
+"""Guards what callers may pass, and the errors if they may not: numbers of other libraries and of any size,
+tensors of special kinds, and controls that every op takes."""
 
 import inspect
 import sys

@@ -177,7 +177,7 @@ def test_unused_page_numbers_may_be_invalid() -> None:
 def test_a_fused_multiply_add_rounds_once() -> None:
     gen = np.random.default_rng(0)
     x, y, z = (gen.standard_normal(4000).astype(np.float32) for _ in range(3))
-    z[:2000] = -(x * y)[:2000]  # what is left is what a product has lost
+    z[:2000] = -(x * y)[:2000]  # the rest is the rounding error of the product
     z[2000:3000] *= np.float32(2.0) ** gen.integers(-60, 60, 1000).astype(np.float32)
     x[0], y[0], z[0] = 1 + 2**-12, 1 + 2**-12, 2.0**-80  # a tie of the product, but for the summand
     x[1], y[1], z[1] = 1 + 2**-12, 1 + 2**-12, -(2.0**-80)
@@ -275,7 +275,7 @@ def whole_groups_only(**args: Any) -> Any:
 
 
 def without_maximum(**args: Any) -> Any:
-    """exp of the scores as they are."""
+    """exp of the scores without subtracting the maximum."""
     q, k, v = (args[n].float().movedim(2, 1) for n in ("q", "k", "v"))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     T, S = q.shape[2], k.shape[2]
@@ -284,7 +284,7 @@ def without_maximum(**args: Any) -> Any:
 
 
 def with_values_beyond_the_end(**args: Any) -> Any:
-    """A probability of 0 times whatever lies behind the keys."""
+    """Multiplies a probability of 0 by whatever follows the keys."""
     out, lse = model.attention(**args)
     beyond = (args["v"].float() * 0).sum(1, keepdim=True).repeat_interleave(2, 2)
     return (out.float() + beyond).to(out.dtype), lse
@@ -329,7 +329,7 @@ def split_by_the_batch(**args: Any) -> Any:
 
 
 def block_by_the_queries(**args: Any) -> Any:
-    """A kernel for decoding that has blocks of its own."""
+    """A decoding kernel with other blocks."""
     return model.attention(**args, block=16 if args["q"].shape[1] == 1 else 128)
 
 

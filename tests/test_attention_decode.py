@@ -1,4 +1,4 @@
-"""Decoding by the Hopper kernel: bits, borders, and what it is compiled to."""
+"""Decoding by the Hopper kernel: bits, boundaries, and compiled code."""
 
 import re
 from pathlib import Path

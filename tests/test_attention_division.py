@@ -112,7 +112,7 @@ def test_quotients_closest_to_a_tie_need_every_bit() -> None:
 
 
 def test_reciprocals_are_rounded_to_nearest() -> None:
-    """All numbers from 1 to 1.61, from what is an ulp off or not."""
+    """All numbers from 1 to 1.61, starting from an approximation with an error of up to one ulp."""
     end = int(1.61 * (1 << 23))
     for first in range(1 << 23, end, 1 << 20):
         b = numbers(np.arange(first, min(first + (1 << 20), end)))

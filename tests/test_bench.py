@@ -200,7 +200,7 @@ def test_a_backend_that_is_wrong_with_an_option_is_not_timed_with_it() -> None:
     def timed(case: Any) -> dict[str, Any]:
         return run("logp", [case], ["fwd"], "cpu", impls=["isobit"], repetitions=2, say=lambda t: None)
 
-    # No declared case but those that are off at other temperatures: their own option must be what is checked.
+    # Only cases that are wrong at other temperatures: the check must use their own option.
     proof = proof_of(LOGP)
     cases = [case for case in proof.cases if not case.heavy and not case.options]
     with (

@@ -1,4 +1,4 @@
-"""What is timed of `attention`: sizes, operations, rivals that do the same work, and goals."""
+"""The benchmark of `attention`: sizes, operations, rivals that do the same work, and goals."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from isobit.ops.attention import model, rivals
 OP = known_op("attention")
 CPU = torch.device("cpu")
 SERIES = {one.name: one for one in series_of(OP)}
-#: One feature stands for all.
+#: One feature represents all.
 PACKED = SERIES["attention_packed"].cases[0].dims | {"H": 1, "KV": 1, "D": 1}
 
 

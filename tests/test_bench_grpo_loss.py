@@ -1,4 +1,4 @@
-"""What is timed of `grpo_loss`: rivals that compute the same loss, its truth, and goals."""
+"""The benchmark of `grpo_loss`: rivals that compute the same loss, its truth, and goals."""
 
 import sys
 import types
@@ -65,7 +65,7 @@ def test_ours_and_native_are_the_same_loss(name: str, direction: str) -> None:
 
 
 def test_liger_computes_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a function that stands where Liger's does, as its documentation describes it."""
+    """With a function in place of Liger's, as its documentation describes it."""
 
     def triton_grpo_loss(
         logits: Tensor, old_logp: Tensor, ref_logp: Tensor, completion_ids: Tensor, advantages: Tensor,

@@ -1,4 +1,4 @@
-"""What a case may vary: `--option` on the command line, in case names, in checks and in what is timed."""
+"""Options of a case: `--option` on the command line, in case names, in checks and in benchmarks."""
 
 import dataclasses
 import json

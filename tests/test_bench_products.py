@@ -141,7 +141,7 @@ def test_the_declared_cells() -> None:
     assert not any(case in forward.cases for case in layers.cases)
     assert {c.dims["M"] for c in layers.core} >= {8, 24, 48, 80, 112, 192, 320, 640, 768, 3000}
     assert min(c.dims["M"] for c in dx.cases) == min(c.dims["M"] for c in dw.cases) == 1024
-    # Cases of one weight stand together, so that it is drawn once.
+    # Cases with the same weight are adjacent, so that it is drawn once.
     keys = [forward.shared(case) for case in forward.cases]
     assert len(dict.fromkeys(keys)) == 9 == 1 + sum(a != b for a, b in pairwise(keys))
 
@@ -161,7 +161,7 @@ def test_weights_are_shared_and_dropped() -> None:
     pool.keep("layer 1")
     weight = pool.normal("weight", 8, 4, dtype=torch.bfloat16)
     assert pool.normal("weight", 3, 4, dtype=torch.bfloat16).data_ptr() == weight.data_ptr()
-    assert len(pool.normal("weight", 9, 4, dtype=torch.bfloat16)) == 9  # more rows: drawn anew
+    assert len(pool.normal("weight", 9, 4, dtype=torch.bfloat16)) == 9  # more rows: drawn again
     pool.keep("layer 1")
     kept = pool.normal("weight", 9, 4, dtype=torch.bfloat16)
     pool.keep("layer 2")
@@ -300,7 +300,7 @@ def test_the_goals_of_products() -> None:
     assert met([*good, *a_cell("det_gemm", 64, 8, 0.79, 0.5)])[split] is True
     good[0] |= {"predicted_ms": good[0]["ms"] / 1.24}
     assert met(good)[expected] is True
-    good[2] |= {"predicted_ms": good[2]["ms"] / 1.26}  # a rule that is wrong shows
+    good[2] |= {"predicted_ms": good[2]["ms"] / 1.26}  # a wrong model is visible
     assert met(good)[expected] is False
 
 

@@ -1,4 +1,4 @@
-"""What is timed of `ratio_kl`: bytes by how many rows count, rivals that do the same work, and goals."""
+"""The benchmark of `ratio_kl`: bytes by how many rows count, rivals that do the same work, and goals."""
 
 from pathlib import Path
 from typing import Any

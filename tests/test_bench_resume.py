@@ -1,4 +1,4 @@
-"""Runs that are cut off, told to stop, or meant to be short: --resume, --minutes, --core."""
+"""Runs that are interrupted, limited in time, or short: --resume, --minutes, --core."""
 
 import json
 from pathlib import Path
@@ -140,7 +140,7 @@ def test_every_suite_has_a_core(name: str) -> None:
 
 
 def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU as it is declared; here small versions of it."""
+    """On a GPU the declared core; here small versions of it."""
     (series,) = series_of(LOGP)
     jobs = runner._jobs("logp", [series], None, None, runner.torch.device("cuda"), {}, True)
     assert [case for _, case, _ in jobs] == list(series.core)

@@ -1,4 +1,4 @@
-"""What is timed of `rms_norm`: bytes, rivals that do the same work, and goals."""
+"""The benchmark of `rms_norm`: bytes, rivals that do the same work, and goals."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Suites: what is timed and is no op, found without a list, in files of the same form."""
+"""Suites: benchmarks that are not of one op, found without a list, in files of the same form."""
 
 import dataclasses
 import json

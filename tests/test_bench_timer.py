@@ -1,4 +1,4 @@
-"""The timer, on a stand-in for a GPU that records what it is asked to do."""
+"""The timer, on a fake GPU that records its calls."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""A failure points at the line of the library, or of the candidate, that somebody has to look at."""
+"""A failure points at the line of the library, or of the candidate, that is worth looking at."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What takes part in bits is written once: constants and pieces that several Triton kernels share."""
+"""Everything that affects bits is written once: constants and functions that several Triton kernels share."""
 
 import re
 from pathlib import Path

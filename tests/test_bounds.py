@@ -1,5 +1,5 @@
-"""Kernels in the interpreter read and write nothing beside their tensors: every input lies in the middle of a
-larger allocation, and every address is looked at. What compute-sanitizer finds on a GPU, without one."""
+"""Kernels in the interpreter access nothing beside their tensors: every input is in the middle of a larger
+allocation, and every address is checked. Like compute-sanitizer, without a GPU."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ ROOM = 1 << 12
 
 
 class Guard:
-    """Tensors with room around them that nobody may touch, and the addresses in it that somebody did."""
+    """Tensors with guard memory around them, and the addresses in it that were accessed."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []

@@ -1,5 +1,5 @@
-"""What makes two calls one kind, or one family; and that nothing which is asked once for a family depends on
-its number of rows."""
+"""When two calls have the same cache key, or the same family key; and that nothing which is cached for a
+family depends on its number of rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 
 
 def at(offset: int, *shape: int) -> Tensor:
-    """A tensor that begins so many elements into its memory."""
+    """A tensor that begins this many elements into its memory."""
     return torch.zeros(offset + torch.Size(shape).numel())[offset:].view(shape)
 
 
@@ -84,7 +84,7 @@ def test_autograd_mode_and_argument_order_are_part_of_the_key() -> None:
 
 
 class Labelled(Tensor):
-    """A tensor subclass that does nothing of its own."""
+    """A tensor subclass without any behaviour."""
 
 
 def leaked() -> Tensor:
@@ -210,7 +210,7 @@ def test_a_call_without_rows_has_no_family() -> None:
     assert cache_key_of(like([0]), False) is None
 
 
-# What is asked once for a family has one answer
+# What is cached for a family is the same for all numbers of rows
 
 
 SIZES = st.sampled_from([1, 3, 8, 24])
@@ -222,7 +222,7 @@ SCALARS: dict[type, tuple[Any, ...]] = {
     torch.dtype: (BF16, F16, F32),
 }
 LIBRARY = sorted(name for name in OPS if OPS[name].package.startswith("isobit.ops."))
-#: Where rows are sequences, rules look at their number, and a call with another one is asked about. Functions
+#: If rows are sequences, rules depend on their number, so another number is validated again. Functions
 #: over ops are served by theirs.
 BY_ROWS = [
     name for name in LIBRARY
@@ -277,7 +277,7 @@ def values(
 
 
 def answer(name: str, args: dict[str, Any], backend: str | None) -> Any:
-    """What is said of a call, but for the sizes in it."""
+    """The explanation of a call, without the sizes in it."""
 
     def sizeless(text: str | None) -> str | None:
         return None if text is None else text.partition(" (shape ")[0]

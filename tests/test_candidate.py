@@ -166,7 +166,7 @@ def test_the_commands_of_the_page_pass(isobit: Isobit, tmp_path: Path, monkeypat
         done = isobit("check", *shlex.split(line))
         assert done.code == 0, f"{line}: {done}"
     del sys.modules["my_kernels"]
-    # From a command line of its own, which finds the module of this folder too.
+    # From a command line of its own, which also finds modules in this folder.
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, "-m", "pytest", "-q", "test_mine.py"]
     tests = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)

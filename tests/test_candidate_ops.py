@@ -92,7 +92,7 @@ def test_bits_are_judged_although_all_cases_vary_something() -> None:
 
 
 def test_cases_are_not_simplified_to_calls_that_promise_no_bits() -> None:
-    """A mean over the batch shows in every gradient: no bits of it are promised without `reduction`."""
+    """A mean over the batch affects every gradient: no bits of it are promised without `reduction`."""
     op = known_op("grpo_loss")
     found = candidate_of(op, proof_of(op), plain_ops.grpo_loss, CPU, name="mine")
     assert found.asked(proof_of(op).bit_cases) == list(proof_of(op).bit_cases)
@@ -106,7 +106,7 @@ def test_a_call_that_it_refuses_itself_is_unsupported_with_its_words() -> None:
 
 
 def test_equal_bits_that_prove_nothing_are_unsupported() -> None:
-    """In whole numbers no order of a sum shows."""
+    """With integers every order of a sum gives the same bits."""
 
     def in_fp64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.double() @ b.double()).to(a.dtype)

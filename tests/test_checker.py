@@ -171,7 +171,7 @@ def test_an_order_that_depends_on_the_batch_fails_on_invariant_alone() -> None:
 
 
 def test_a_law_of_bits_that_cannot_fail_is_noticed() -> None:
-    """Results too coarse to show the order of a sum must trip the negative control."""
+    """Results too coarse to distinguish the order of a sum must fail the negative control."""
 
     def coarse(**args: Any) -> tuple[Any, ...]:
         return tuple(o if o is None else (o * 64).round() / 64 for o in by_rows(**args))
@@ -211,7 +211,7 @@ def test_unwritten_rows_fail_on_written() -> None:
 
 
 def test_fp64_is_judged_as_fp64() -> None:
-    """The truth is fp64 too, and has errors of its own; fp32 arithmetic is much further away."""
+    """The truth is fp64 too, and has errors; fp32 arithmetic is much further away."""
 
     def in_fp32(**args: Any) -> tuple[Any, ...]:
         found = by_rows(**args | {"logits": args["logits"].float()})
@@ -239,7 +239,7 @@ def test_memory_that_only_a_cycle_holds_is_not_kept() -> None:
         return torch.empty(1 << 10, dtype=torch.uint8)
 
     assert 1 << 20 <= peak_extra_bytes(cyclic, CPU) < 1 << 21
-    assert peak_extra_bytes(lambda: torch.empty(1 << 20), CPU) < 1 << 10  # what is returned is kept
+    assert peak_extra_bytes(lambda: torch.empty(1 << 20), CPU) < 1 << 10  # the result is kept alive
 
 
 # Wrong manners
@@ -405,7 +405,7 @@ def test_a_run_that_checks_nothing_is_an_error() -> None:
 
 
 def test_tolerances_say_what_they_are_and_only_tighten() -> None:
-    """A bound this tight is the promise; whoever loosens it must change this test and write the reason."""
+    """A bound this tight is the promise; to loosen it, change this test and write down the reason."""
     import json
     from pathlib import Path
 
@@ -433,7 +433,7 @@ def test_a_control_cannot_pass_by_comparing_a_tensor_with_itself() -> None:
     found = trial.control("one element", [x], [x.clone().index_fill_(0, torch.tensor([2]), 9.0)])
     assert found.passed and found.message == "one element changes bits, as it must: 1 elements"
     small = dataclasses.replace(trial, case=dataclasses.replace(case, dims={"N": 1, "V": 2}))
-    with pytest.raises(Unsupported, match="too few to show an order"):  # a case of somebody's own
+    with pytest.raises(Unsupported, match="too few to show an order"):  # a custom case
         small.control("a copy", [x], [x.clone()])
 
 

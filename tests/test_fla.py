@@ -162,7 +162,7 @@ def test_enabling_twice_has_no_further_effect(module: types.ModuleType) -> None:
         fla.enable("triton")
     fla.disable()
     assert by_fla(getattr(module, NAME)(**call()))
-    assert fla.enable("reference").served == 0  # counts begin anew
+    assert fla.enable("reference").served == 0  # counts start at 0 again
 
 
 def is_on() -> bool:
@@ -237,7 +237,7 @@ def test_gradients_that_fla_computes_have_no_graph(module: types.ModuleType) -> 
         assert not getattr(module, NAME)(**args)[0].requires_grad
 
 
-# What goes on to FLA
+# Calls that are passed on to FLA
 
 
 def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.ModuleType) -> None:
@@ -294,7 +294,7 @@ def test_an_error_in_the_verifier_is_raised(
         getattr(module, NAME)(**call())
 
 
-# What is refused
+# Refusals
 
 
 def refused(match: str) -> None:

@@ -43,7 +43,7 @@ def test_parameters_that_are_cast_to_bf16_are_served_so(ranks: Any) -> None:
 @pytest.mark.parametrize("head", ["root", "own", "group"])
 @pytest.mark.parametrize("how", ["linear_logp", "loss", "seam"])
 def test_a_loop_of_ones_own_goes_through_in_forward(ranks: Any, how: str, head: str) -> None:
-    """So do `linear_policy_loss`, and what stands at the seams of TRL and verl."""
+    """Also for `linear_policy_loss`, and for the replacements inside of TRL and verl."""
     assert all(max(rank[f"{how}, {head}"]) <= 1e-5 for rank in ranks)
 
 

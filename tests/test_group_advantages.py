@@ -1,4 +1,5 @@
-"""Guards `group_advantages`: rewards worked out by hand, rewards that naive formulas lose, and boundaries."""
+"""Guards `group_advantages`: rewards worked out by hand, rewards on which naive formulas lose accuracy, and
+boundaries."""
 
 import math
 import statistics

@@ -1,5 +1,5 @@
-"""Guards the kernels that `grpo_loss` has beside those of `ratio_kl`: bit for bit against the order that is
-written down, in the interpreter; and what they are compiled to."""
+"""Guards the kernels of `grpo_loss` that `ratio_kl` does not have: bit for bit against the documented order,
+in the interpreter; and their compiled code."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def test_empty_inputs_give_empty_outputs(found: dict[str, Any], name: str) -> No
     assert not any(x.any() for x in results) and not slope.any() and not found["slopes"][name].any()
 
 
-# What they are compiled to
+# Compiled code
 
 
 def test_no_product_and_sum_are_contracted_and_quotients_are_rounded_once() -> None:

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 
 def large(model: Any) -> Any:
-    """Logits of several units, so that a forgotten softcap or factor shows."""
+    """Logits of several units, so that a missing softcap or factor is visible."""
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(40)
     return model.eval()

@@ -43,7 +43,7 @@ def packed_function(ids: Tensor) -> Any:
 CAUSAL, WINDOW = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
 PACKED = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
 
-#: What transformers asks for: queries, keys, how many came before, how many of these the cache has dropped.
+#: Arguments from transformers: queries, keys, how many came before, how many of these the cache has dropped.
 CASES: dict[str, dict[str, Any]] = {
     "all at once": {"q_length": 9, "kv_length": 9},
     "left padding": {"q_length": 9, "kv_length": 9, "attention_mask": left_padded([9, 4, 1], 9)},
@@ -82,7 +82,7 @@ def test_keys_that_are_seen_are_those_of_the_4d_mask(name: str) -> None:
     truth = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
     found, weights = attend(Layer(), q, k, v, mask(**case), scaling=0.3)
     assert found.shape == (B, T, 4, D) and weights is None
-    tokens = seen.any(-1)[:, 0]  # of padding there is nothing to compare
+    tokens = seen.any(-1)[:, 0]  # padding is not compared
     if (given := case.get("attention_mask")) is not None:
         tokens &= given[:, -T:]
     assert tokens.any()
@@ -105,7 +105,7 @@ def test_a_window_has_the_same_bits_where_the_cache_has_dropped_keys(before: int
     kept = (k[:, :, dropped:], v[:, :, dropped:])
     found, _ = attend(Layer(), q, *kept, bounds)
     assert torch.equal(found, whole)
-    # Without the zeros in front keys would stand elsewhere in their blocks, and sums have other bits.
+    # Without the zeros in front keys would have other positions in their blocks, and sums other bits.
     start = torch.stack((torch.zeros(2).long(), torch.full((2,), window - 1 + T)))
     plain, _ = attend(Layer(), q, *kept, KeyBounds.of(start, bounds.says._replace(front=0)))
     assert not torch.equal(plain, whole)

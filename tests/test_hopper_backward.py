@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and what it is there to make happen: `slabs`, of which `lent` lie in dW, and `blocks`."""
+    """A call, and what it is meant to exercise: `slabs`, of which `lent` are stored in dW, and `blocks`."""
 
     lead: tuple[int, ...] = (200,)
     D: int = 64
@@ -73,7 +73,7 @@ class Case:
     kept: bool = False
     padded: bool = False  # rows of hidden and weight with something between them
     narrow: bool = False  # 32 bits for tokens and mask
-    shifted: bool = False  # hidden[:, :-1], and all that has rows alike
+    shifted: bool = False  # hidden[:, :-1], and the same for everything with rows
     inside: bool = False  # hidden begins inside of a 16-byte word, and is contiguous
     options: dict[str, Any] = field(default_factory=dict)
     sms: int = 132
@@ -112,7 +112,7 @@ def good_rows(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Arguments of the backward. Whatever nobody may read is NaN."""
+    """Arguments of the backward. Everything that must not be read is NaN."""
     gen = torch.Generator().manual_seed(0)
     args: dict[str, Any] = DEFAULTS | case.options
     V, D, lead = args["vocab_size"] or case.rows, case.D, case.lead
@@ -165,8 +165,8 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def kept_of(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What the forward keeps of rows that have a slot: each lane's e in a tile, and its maximum. In a small
-    vocabulary every tile is a split of its own."""
+    """What the forward keeps for rows that have a slot: each lane's e in a tile, and its maximum. In a small
+    vocabulary every tile is its own split."""
     head, hidden, rows = reference.prepared(args)
     z = head._replace(logit_scale=None).logits(reference.states(hidden, rows, F32))[rows.good]
     tiles = whole(z.shape[1], COLUMNS) // COLUMNS
@@ -234,7 +234,7 @@ class Ran:
 
 
 def execute(case: Case, args: dict[str, Any], patch: pytest.MonkeyPatch) -> Ran:
-    """The backward of a call on a device with so many SMs."""
+    """The backward of a call on a device with this many SMs."""
     for module in (backward, products):
         patch.setattr(module, "sm_count", lambda device: case.sms)
     if case.block_slots is not None:
@@ -449,7 +449,7 @@ def test_kept_values_of_another_block_are_wrong(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["lent", "kept, lent"])
 def test_lent_slab_that_reaches_its_own_rows_overlaps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The second is wider by one segment than what lies behind its rows.
+    # The second is wider by one segment than the memory behind its rows.
     plan = (Slab(0, 2048, True), Slab(2048, 3584, True), Slab(3584, 3600, False))
     monkeypatch.setattr(backward, "slabs", lambda *sizes: plan)
     with pytest.raises(AssertionError, match="overlaps"):

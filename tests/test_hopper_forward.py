@@ -121,7 +121,7 @@ class Pointer:
 @pytest.mark.parametrize("multipliers", [1, 2])
 @pytest.mark.parametrize("listed", [None, [3, 8], [1, 2, 7, 8, 20, 21]])
 def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, multipliers: int) -> None:
-    """Its own code, with Python's numbers and a TMA that writes down what is asked for."""
+    """Its own code, with Python numbers and a TMA that records loads."""
     loads: list[tuple[str, list[int]]] = []
     nothing = SimpleNamespace(wait=lambda *a: None, expect=lambda *a: None)
     language = SimpleNamespace(

@@ -142,7 +142,7 @@ def test_no_sum_of_more_than_two_is_left_to_the_compiler(kernel: str) -> None:
 
 
 def test_splits_are_folded_as_the_page_says() -> None:
-    """m and s of rows come out of `merge_kernel` as they are."""
+    """`merge_kernel` returns m and s of rows unchanged."""
     z = logits(34 * 256 - 1, 4)
     N, V = z.shape
     with np.errstate(all="ignore"):
@@ -186,7 +186,7 @@ def test_an_infinite_logit_makes_an_infinite_lse() -> None:
 
 
 def column_sums(dz: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
-    """16 rows at a time; of those, rows that lie so far apart are added, one stride after the other."""
+    """16 rows at a time; of those, rows at these distances are added, one distance after the other."""
     total = np.zeros(dz.shape[1], f32)
     for first in range(0, len(dz), 16):
         rows = {r: dz[first + r] if first + r < len(dz) else np.zeros_like(total) for r in range(16)}

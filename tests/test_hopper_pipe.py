@@ -61,7 +61,7 @@ def ring(length: int, kind: Callable[[], Any]) -> Any:
 
 
 def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[str, Any]:
-    """Globals of the kernels' functions. What is asynchronous happens when it is waited for."""
+    """Globals of the kernels' functions. Asynchronous operations happen when they are waited for."""
     mine = threading.local()
 
     def pending() -> list[Callable[[], None]]:
@@ -130,8 +130,8 @@ def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> A
 def run(
     tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool
 ) -> Any:
-    """What one program makes of a matrix of tiles of 128 columns, by their corner: sums in segments, from a
-    start value on; or, with a `rest`, a product whose last so many columns have their own accumulator."""
+    """What one program computes for a matrix of tiles of 128 columns, by their corner: sums in segments from
+    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator."""
     out: dict[tuple[int, int], Terms] = {}
     programs = 2
     scope = kernel_language(out, programs)

@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 def interpreted() -> dict[str, Any]:
-    """Everything that the tests below look at, computed with Triton in its interpreter."""
+    """Everything that the tests below check, computed with Triton in its interpreter."""
     from isobit.blocks.hopper_lse import COLUMNS, Slots
     from isobit.blocks.hopper_product import pack
     from isobit.blocks.launch import run
@@ -119,13 +119,13 @@ def interpreted() -> dict[str, Any]:
     kept = torch.zeros(slots.capacity, V, dtype=torch.bfloat16)
     base = torch.zeros(slots.capacity, 1, 4)
     kept[:, 1], base[:, 0, 0] = 1.0, -150.0
-    kept[2:] = float("inf")  # what lies in holes is anything
+    kept[2:] = float("inf")  # gaps may hold anything
     dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
     (block,) = backward._blocks(dz, slots, weights, counts, kept, base, slots.capacity)
     backward.from_kept(dz, block, 0, run)
     found["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
 
-    # The same in place, behind three rows of others; and its column sums, on from what is there.
+    # The same in place, after three rows of others; and its column sums, continued from existing ones.
     behind = torch.cat((kept.new_full((3, V), 7.0), kept))
     own = block._replace(kept=behind)
     backward.from_kept(behind, own, 0, run, torch.tensor([3], dtype=torch.int32))

@@ -105,7 +105,7 @@ def results() -> list[list[float]]:
 
 
 def converted(values: tuple[int, ...]) -> list[list[int]]:
-    """Bits of what they are as bf16, and of what their upper halves are as fp32."""
+    """Their bits as bf16, and those of their upper halves as fp32."""
     wide = torch.tensor(values, dtype=torch.int64).to(torch.int32)
     upper, narrow = (wide >> 16).to(torch.int16), torch.zeros(len(values), dtype=torch.int16)
     there_and_back[(1,)](
@@ -115,7 +115,7 @@ def converted(values: tuple[int, ...]) -> list[list[int]]:
 
 
 def refused() -> str:
-    """What is said of two shapes that do not fit."""
+    """The error for two shapes that do not fit."""
     try:
         misfit[(1,)](torch.zeros(8), torch.zeros(8), BLOCK=8)
     except interpreter.InterpreterError as error:

@@ -117,7 +117,7 @@ def test_nothing_runs_between_the_launches_of_a_sum_over_tokens(Z: int, some: bo
     ],
 )
 def test_a_copy_between_launches_is_noticed(changes: dict[str, Any], op: str) -> None:
-    """What kernels cannot read where it lies is copied."""
+    """Tensors that kernels cannot read in place are copied."""
     assert op in between_launches(lambda launch: both_passes(launch, **changes))
 
 

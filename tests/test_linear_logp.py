@@ -46,7 +46,7 @@ torch.save({name: evaluate(call, "triton") for name, call in calls.items()}, sys
 
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    """Every call above in Triton's interpreter, in a process of its own."""
+    """Every call above in Triton's interpreter, in a separate process."""
     out = tmp_path_factory.mktemp("interpreted") / "results"
     in_interpreter(CHILD, out)
     found: dict[str, dict[str, Tensor]] = torch.load(out)
@@ -178,7 +178,7 @@ def test_the_parts_of_a_backward_fit_the_workspace() -> None:
     assert kernels_bwd.parts(65_536, 151_936, 2, None) == (8192, 4096)
 
 
-# Rows that do not count, and ids that are none
+# Rows that do not count, and invalid ids
 
 
 def test_rows_that_do_not_count_are_zero(triton: dict[str, dict[str, Tensor]]) -> None:

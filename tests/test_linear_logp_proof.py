@@ -96,7 +96,7 @@ def the_stream(rows: Tensor, live: Tensor) -> Tensor:
 
 
 def the_batch(rows: Tensor, live: Tensor) -> Tensor:
-    """What depends on where they stand."""
+    """A result that depends on the position of rows."""
     return (rows * torch.arange(1, len(rows) + 1)[:, None]).sum(0)
 
 
@@ -111,7 +111,7 @@ def test_a_sum_that_sees_rows_that_do_not_count_fails(fold: Any, holds: bool) ->
 
 
 def test_the_unfused_way_is_the_op() -> None:
-    """On a CPU the two differ in their last digits; that they are the same function shows here."""
+    """On a CPU the two differ in their last digits; this test shows that they are the same function."""
     case = Case({"N": 20, "D": 16, "V": 90}, BF16, "random", options={"bias": "own", "vocab": 80})
     here = trial(case)
     args = here.args()

@@ -1,5 +1,5 @@
-"""Guards what surrounds `linear_logp`: what a wrong call is told, autograd's bookkeeping, PyTorch's
-machinery, what is kept for a backward, and the machine code of the Triton kernels."""
+"""Guards everything around `linear_logp`: errors of wrong calls, autograd's bookkeeping, PyTorch's machinery,
+what is kept for a backward, and the machine code of the Triton kernels."""
 
 import inspect
 import re
@@ -133,7 +133,7 @@ def test_a_backward_checks_its_required_arguments() -> None:
         backward(**given | {"dentropy": torch.ones(4)})
     with pytest.raises(ContractError, match=r"bias: None\): is required with want_bias"):
         backward(**given | {"want_bias": True})
-    for name in given:  # what is forgotten is an error, not a default
+    for name in given:  # a missing argument is an error, not a default
         with pytest.raises(ContractError, match=rf"linear_logp_bwd\({name}: None\): is required"):
             backward(**{k: v for k, v in given.items() if k != name})
 

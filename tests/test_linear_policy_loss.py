@@ -1,4 +1,4 @@
-"""`linear_policy_loss` on CPU tensors: what a loss is given, what comes back, and what is refused."""
+"""`linear_policy_loss` on CPU tensors: what a loss gets, what is returned, and what is refused."""
 
 from collections.abc import Callable
 from dataclasses import replace

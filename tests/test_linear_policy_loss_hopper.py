@@ -79,7 +79,7 @@ def bias_of(V: int, dtype: torch.dtype) -> Tensor:
 
 
 def workspace_for(rows: int, V: int, D: int) -> int:
-    """The least that has room for chunks of so many rows."""
+    """The smallest workspace for chunks of this many rows."""
     found = next(
         n for n in range(1 << 16, 1 << 30, 1 << 12) if (rooms.capacity("hopper", V, D, BF16, n) or 0) >= rows
     )
@@ -266,7 +266,7 @@ def trial(case: Case) -> Trial:
 
 
 def case_of(dims: dict[str, int], rows: int | None = None, **options: Any) -> Case:
-    """In fp16, which shows another order of a sum more often than bf16."""
+    """In fp16, in which another order of a sum is visible more often than in bf16."""
     if rows is not None:
         options["workspace_bytes"] = rooms.bytes_for(rows, dims["V"], dims["D"])
     return Case(dims, F16, "random", options=options)

@@ -1,4 +1,5 @@
-"""Losses that `linear_policy_loss` refuses, and calls that break its contract: what is said, and when."""
+"""Losses that `linear_policy_loss` refuses, and calls that violate its contract: the errors, and when they
+are raised."""
 
 from typing import Any
 

@@ -63,7 +63,7 @@ def test_the_order_of_the_sums_is_a_function_of_v_alone() -> None:
 
 
 class Launches:
-    """Stands where `launch.run` does, and keeps everything that it is given."""
+    """Replaces `launch.run`, and records all arguments."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
@@ -127,7 +127,7 @@ def everyother(*shape: int) -> Tensor:
 
 
 def backward_launch(lead: tuple[int, ...], **given: Tensor) -> dict[str, Any]:
-    """What the backward hands to its kernel."""
+    """The arguments that the backward passes to its kernel."""
     launches = Launches()
     z, ids = torch.randn(*lead, 8, generator=generator()), torch.zeros(lead, dtype=torch.int64)
     args: dict[str, Any] = {"logits": z, "token_ids": ids, "mask": None, "ignore_index": -100}
@@ -291,8 +291,9 @@ def test_the_backward_reads_and_writes_whole_words(ptx: dict[tuple[str, int], st
 
 
 def test_sums_are_not_contracted_into_fused_operations(ptx: dict[tuple[str, int], str]) -> None:
-    """A fused multiply-add rounds once where the text rounds twice, where is up to the compiler. What is
-    left is the polynomial inside log2, the same number in every kernel that takes one logarithm."""
+    """A fused multiply-add rounds once where the code rounds twice, and the compiler would decide where. The
+    remaining ones are in the polynomial inside of log2, the same number in every kernel that takes one
+    logarithm."""
     fused = {key: len(re.findall(r"\bfma\.rn", text)) for key, text in ptx.items()}
     for V in (50257, 151936):
         assert fused["logp_splits", V] == 0

@@ -1,4 +1,4 @@
-"""Guards `isobit.losses`: values and gradients worked out by hand, and what a wrong call is told."""
+"""Guards `isobit.losses`: values and gradients worked out by hand, and errors of wrong calls."""
 
 import doctest
 import inspect
@@ -235,7 +235,7 @@ def test_without_an_old_policy_ratios_are_1(loss: Callable[..., Any]) -> None:
         assert value == about(sum(w * g for w, g in zip(weights, per_token, strict=True)))
 
 
-# What people are told
+# Errors
 
 
 def test_signatures_are_one() -> None:

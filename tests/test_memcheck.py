@@ -1,4 +1,4 @@
-"""Guards `isobit memcheck`, with a stand-in for compute-sanitizer: what counts as passed, and what not."""
+"""Guards `isobit memcheck`, with a fake compute-sanitizer: what counts as passed, and what does not."""
 
 import json
 import stat

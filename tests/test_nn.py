@@ -186,7 +186,8 @@ def test_layers_that_would_not_notice_are_not_swapped_silently() -> None:
 
 
 def test_layers_that_are_never_called_are_not_swapped_silently() -> None:
-    """In evaluation PyTorch's encoder layer hands its weights to a fused kernel and calls none of them."""
+    """In evaluation PyTorch's encoder layer passes its weights to a fused kernel and calls none of its
+    layers."""
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, dtype=BF16), 1, enable_nested_tensor=False
     )

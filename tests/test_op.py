@@ -1,5 +1,5 @@
-"""Guards the machinery of `isobit.op` with a toy op: the choice of a backend, its reasons, the numerics class
-that was asked for and that of the backward, value rules, and what can be declared."""
+"""Guards the machinery of `isobit.op` with a toy op: the choice of a backend, its reasons, the requested
+numerics class and that of the backward, value rules, and what can be declared."""
 
 # ruff: noqa: F722, F821
 # "* V" in an annotation names dimensions, not types.
@@ -288,7 +288,7 @@ def test_value_rules_elsewhere_than_on_a_cpu(
     monkeypatch.delenv("ISOBIT_VALIDATE", raising=False)
     if environment is not None:
         monkeypatch.setenv("ISOBIT_VALIDATE", environment)
-    # The meta device stands for one that is not a CPU: the rule runs and finds no values to read.
+    # The meta device represents one that is not a CPU: the rule runs and finds no values to read.
     values = scale.bind({"x": torch.empty(2, 4, device="meta"), "validate": validate})
     assert scale._way(values)._must_check() is runs
 
@@ -298,7 +298,7 @@ def test_value_rules_elsewhere_than_on_a_cpu(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Filled with what is looked at again: rules, and backends."""
+    """Records which rules and backends are evaluated again."""
     seen: list[str] = []
 
     def rule(contract: Contract, args: dict[str, Any]) -> None:
@@ -328,7 +328,7 @@ def test_a_call_with_a_cached_key_is_not_validated_again(asked: list[str]) -> No
     "other",
     [
         lambda: call(torch.ones(3, 6)),
-        lambda: call(torch.ones(1, 4)),  # one row: it may lie anywhere
+        lambda: call(torch.ones(1, 4)),  # one row: it may be anywhere
         lambda: call(torch.ones(3, 8)[:, :4]),  # strides
         lambda: call(torch.ones(13)[1:].view(3, 4)),  # another alignment
         lambda: call(even().bfloat16()),

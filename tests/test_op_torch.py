@@ -29,7 +29,7 @@ def _quiet() -> Any:
         yield
 
 
-#: A scalar of a call, and what it is a function of.
+#: A scalar of a call, and what it depends on.
 CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "logp": (lambda z: isobit.logp(z, IDS, temperature=0.7).sum(), (randn(3, 7),)),
     "linear_logp": (lambda h, w: isobit.linear_logp(h, w, IDS).sum(), (randn(3, 4), randn(7, 4))),

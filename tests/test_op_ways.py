@@ -37,7 +37,7 @@ class Watch(TorchDispatchMode):
 
 
 class Labelled(Tensor):
-    """A tensor subclass that does nothing of its own."""
+    """A tensor subclass without any behaviour."""
 
 
 @pytest.mark.parametrize("want_sum", [False, True])
@@ -49,7 +49,8 @@ def test_the_direct_path_gives_the_results_of_the_torch_op(shape: tuple[int, ...
         y, total, top = way(x, 0.7, want_sum)
         loss = (y * y.detach()).sum() + (total.sum() if want_sum else 0.0)
         results.append([y, total if want_sum else None, top, *torch.autograd.grad(loss, x)])
-        # What was not asked for is nothing on the short way, and an empty tensor where a schema needs one.
+        # An output that was not requested is None on the direct path, and an empty tensor where a schema
+        # needs one.
         assert want_sum or (total is None if way is call else list(total.shape) == [0])
     for short, long in zip(*results, strict=True):
         assert short is long is None or torch.equal(short, long)

@@ -1,4 +1,4 @@
-"""Guards the pages of reports: what they must show of committed files and of broken kernels, and how saved
+"""Guards the pages of reports: what they must show for committed files and for broken kernels, and how saved
 reports are compared."""
 
 import copy

@@ -23,12 +23,13 @@ PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 CHANGELOG = ROOT / "CHANGELOG.md"  # it names what was there once
 TODAY = [page for page in PAGES if page != CHANGELOG]
 
-#: What is wrong in the text of a page.
+#: Finds what is wrong in the text of a page.
 Check = Callable[[str], Iterator[str]]
 
 
 def code(text: str) -> Iterator[str]:
-    """What a page sets as code: lines of blocks, joined where they end in a backslash, and `spans`."""
+    """Everything that a page formats as code: lines of blocks, joined if they end in a backslash, and
+    `spans`."""
     for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.M | re.S):
         yield from re.sub(r"\\\n\s*", " ", block).splitlines()
     rest = re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.M | re.S)
@@ -64,7 +65,7 @@ def bad_flags(text: str) -> Iterator[str]:
         if called and called[1] not in COMMANDS:
             yield f"isobit {called[1]}"
         elif called:
-            given = called[2].partition(" | ")[0]  # what it is piped into has flags of its own
+            given = called[2].partition(" | ")[0]  # a command after a pipe has its own flags
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )

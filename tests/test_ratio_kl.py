@@ -222,7 +222,7 @@ def test_policy_and_reference_may_not_differ_in_v() -> None:
         ratio_kl(z, ref[:, :4].contiguous(), ids)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F64, torch.int64])

@@ -142,7 +142,7 @@ def test_the_page_says_what_is_computed(found: dict[str, Any]) -> None:
 
 
 def call(N: int, V: int, **changes: Any) -> dict[str, Any]:
-    """Arguments of both ops: likely tokens of sharp policies, so that the last bits of sums show."""
+    """Arguments of both ops: likely tokens of sharp policies, so that the last bits of sums are visible."""
     gen = generator(V)
     z = 6 * torch.randn(N, V, generator=gen)
     ref = z + 0.3 * torch.randn(N, V, generator=gen)
@@ -213,7 +213,7 @@ def test_rows_that_do_not_count_on_hopper() -> None:
     args["token_ids"][3], args["token_ids"][2] = -100, 300
     ratio, kl, own, entropy, stats, slopes = kernels_hopper.ratio_kl(ptx.execute, **args)
     assert ratio[[1, 3]].tolist() == [1.0, 1.0] and not any(t[[1, 3]].any() for t in (kl, own, entropy))
-    assert ratio.isnan().tolist() == [True, False, True, False]  # of what acted, of a token that is none
+    assert ratio.isnan().tolist() == [True, False, True, False]  # old log-probabilities, for an invalid token
     assert kl.isnan().tolist() == own.isnan().tolist() == [False, False, True, False]
     assert slopes[:, [1, 3]].tolist() == [[1.0, 1.0], [0.0, 0.0]] and stats[:, 1].tolist() == [0.0, 1.0]
 

@@ -111,7 +111,7 @@ def refused(name: str) -> tuple[str | None, bool, list[bool]]:
 
 
 def closed_ways() -> list[str]:
-    """What is said where Triton's two ways are tried though they are closed."""
+    """The errors when Triton's two paths are used although they are blocked."""
     call, compiled, said = CALLS["linear, few tokens"], [], []
     args = call.args()
 
@@ -160,7 +160,7 @@ def toy(out, x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n"])
 def unusual(out, x, BLOCK: tl.constexpr, n):  # type: ignore[no-untyped-def]
-    """A constant is not the last of its parameters, so only Triton knows what it is compiled for."""
+    """A constant is not the last of its parameters, so only Triton knows for what it is compiled."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
 
@@ -251,8 +251,8 @@ def sharing() -> list[bool]:
 
 
 def shared_then_apart() -> list[tuple[dict[str, Any], bool]]:
-    """Calls of an op whose operands lie in one memory, then of the same kind with memory of their own: the
-    differences to ordinary ones, and whether the last of each goes without Triton's way."""
+    """Calls of an op whose operands share memory, then of the same kind with separate memory: the differences
+    to ordinary ones, and whether the last of each avoids Triton's path."""
     call = CALLS["linear, few tokens"]
     memory = torch.empty(33 * 256 + 512 * 256, dtype=torch.bfloat16)
     in_one = {"x": memory[: 33 * 256].view(33, 256), "weight": memory[33 * 256 :].view(512, 256)}
@@ -269,7 +269,7 @@ def shared_then_apart() -> list[tuple[dict[str, Any], bool]]:
     return found
 
 
-# What is known of kernels
+# Properties of kernels
 
 
 def unknown_kernels() -> tuple[list[str], list[str]]:
@@ -404,7 +404,7 @@ def test_calls_are_recorded_as_soon_as_inputs_share_no_memory() -> None:
 
 
 def test_all_kernels_have_a_short_way() -> None:
-    """Their constants come last, and what they are specialised on is known of NVIDIA's."""
+    """Their constants come last, and their specialisation is known for NVIDIA."""
     every, unknown = run(unknown_kernels)
     kernels = {name.partition(".")[2] for name in every}
     assert {"product_kernel", "sum_kernel", "forward_kernel", "slab_kernel", "logp_rows"} <= kernels

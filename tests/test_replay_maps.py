@@ -1,4 +1,4 @@
-"""Tensor maps are kept by address: so many of them, and no longer than something asks for their form."""
+"""Tensor maps are cached by address: a limited number of them, and no longer than their form is in use."""
 
 import gc
 import weakref

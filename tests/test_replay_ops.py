@@ -81,7 +81,7 @@ def test_results_that_have_gradients_are_no_views() -> None:
 
 
 def rows(count: int, call: Call) -> Call:
-    """The same call with so many rows, where tensors have them in front."""
+    """The same call with this many rows, if tensors have them as the first dimension."""
     given = call.given
     names = {"x": 1, "dy": 1, "hidden": 1, "logits": 1, "policy_logits": 1, "ref_logits": 1}
     names |= dict.fromkeys(("token_ids", "mask", "dlogp", "old_logp"), 0)
@@ -96,7 +96,8 @@ def rows(count: int, call: Call) -> Call:
 
 
 def other_rows(name: str, counts: tuple[int, ...]) -> tuple[list[dict[str, Any]], list[set[int]]]:
-    """(differences of calls with so many rows to ordinary ones, the codes that each number of rows ran)."""
+    """(differences of calls with these numbers of rows to ordinary ones, the code that each number of rows
+    ran)."""
     different, codes = [], []
     with on_hopper():
         warm(CALLS[name], CALLS[name].named())
@@ -216,7 +217,7 @@ def test_a_hook_sees_every_launch_and_plans_come_back_after_it(which: str, added
 
 
 def hooked_from_the_beginning() -> tuple[int, int]:
-    """(what a hook saw of four calls that nobody made before, whether there is a plan after one more)."""
+    """(what a hook saw of four new calls, whether there is a plan after one more)."""
     call, seen = CALLS["logp, few rows"], []
     named = call.named()
     with on_hopper():
@@ -282,7 +283,7 @@ def addresses(log: Launch) -> set[int]:
 
 
 def in_threads(name: str, own: str, count: int) -> list[str]:
-    """What is wrong with calls that threads make at once, each with an input of its own, from cold."""
+    """What is wrong with calls that threads make at once, each with its own input, without any cache."""
     call = CALLS[name]
     common = call.named()
     inputs = [call.named(16)[own] for _ in range(8)]

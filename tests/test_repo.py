@@ -292,7 +292,7 @@ def test_the_op_of_the_guide_can_be_added_and_proven(guided: Path) -> None:
     assert "all laws hold" in told and "exit 0" in told, told
     lines = told.splitlines()
     backend, *held = lines[lines.index("weighted_sum") + 1].split()
-    assert backend == "triton" and held.count("-") == 1  # `agree` has nobody to agree with
+    assert backend == "triton" and held.count("-") == 1  # `agree` has nothing to compare with
     assert sum(count.isdecimal() for count in held) == 8
     bench = "bench --skip-check --direction fwd"
     told = in_the_guide(guided, "check --law compile", bench, interpreted=False)

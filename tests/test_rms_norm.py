@@ -217,7 +217,7 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(call, given)
 
 
-# What is refused, and who serves
+# Refusals, and which backend serves
 
 
 @pytest.mark.parametrize(

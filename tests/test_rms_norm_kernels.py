@@ -77,7 +77,7 @@ def counted(ptx: str, pattern: str) -> int:
 
 @pytest.mark.parametrize("D", [2048, 128])
 def test_rows_are_read_and_written_in_words_of_16_bytes(D: int) -> None:
-    """Rows and weight, and dx; what is not in such words is one number a row."""
+    """Rows and weight, and dx; everything else is one number per row."""
     ptx = ptx_of(forward, 64, D)["norm_rows"]
     tile = max(D, 2048) // 1024
     assert counted(ptx, r"ld\.global\S*\.v4") >= tile and counted(ptx, r"st\.global\S*\.v4") == tile

@@ -140,7 +140,7 @@ def short(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
     """The way that `isobit.blocks.launch.run` takes on a GPU, to a kernel that it has launched before."""
     launching.launched(kernel, grid, args, options)
     clear()
-    if not launching._learn(kernel).known:  # only Triton knows what it is compiled for
+    if not launching._learn(kernel).known:  # only Triton knows for what it is compiled
         launching.launched(kernel, grid, args, options)
         return
     with mock.patch.object(type(kernel), "run", side_effect=AssertionError("this is the ordinary way")):
@@ -302,7 +302,7 @@ def test_a_product_has_three_tensor_maps_and_two_pointers() -> None:
     assert [i for i, p in enumerate(made.params) if len(p) == 128] == [6, 11, 16]
     assert made.params[6].startswith(address.to_bytes(8, "little"))  # the weight's, for few tokens
     assert made.params[16].startswith(made.params[0])  # the output's
-    assert asked == Counts(maps=3, pointers=2)  # out, and out for want of a bias
+    assert asked == Counts(maps=3, pointers=2)  # out, and out again in place of a bias
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_addresses_are_distinguished() -> None:
         return list(differences_but_for_places(log(1000, 2000, 1016), memory, log(*addresses), room))
 
     assert found(5000, 5064, 5016) == found(5032, 5000, 5048) == []
-    assert found(5000, 5064, 5020) == ["0.params[2]"]  # not as far from the first as it was
+    assert found(5000, 5064, 5020) == ["0.params[2]"]  # at another distance from the first than before
     assert found(5000, 5048, 5016) == ["made[1]"]  # inside of the first
     assert found(5000, 5072, 5016) == ["made[1]"]  # its end is outside
     assert found(5000, 2000, 5016) == ["0.params[1]"]  # where it was

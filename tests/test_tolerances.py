@@ -1,4 +1,4 @@
-"""Guards figures of the caller's own: applied, named where they are looser, refused where they are none."""
+"""Guards tolerances from a user's file: applied, named if they are looser, refused if they are invalid."""
 
 import json
 from pathlib import Path

@@ -64,7 +64,7 @@ def test_on_and_off_reach_every_name_of_the_functions(found: dict[str, Any]) -> 
 
 
 def test_these_modules_of_verl_import_the_functions() -> None:
-    """At their top; others do so at each call, and find what stands there."""
+    """At module level; others import it at each call, and find the replacement."""
     (root,) = (ROOT / ".parity" / "lib").glob("python*/site-packages/verl")
     name = re.compile(r"^from \S+ import .*\b(linear_cross_entropy|FusedLinearForPPO)\b", re.M)
     importers = [path.relative_to(root) for path in root.rglob("*.py") if name.search(path.read_text())]

@@ -62,7 +62,7 @@ Way = Callable[[str, Args], tuple[Tensor, ...]]
 
 
 def several(outputs: Any) -> tuple[Tensor, ...]:
-    """Outputs that were asked for: the dispatcher's way has empty ones where others have none."""
+    """Outputs that were requested: the dispatcher returns empty tensors where the direct path has none."""
     found = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple(t for t in found if t is not None and t.numel())
 
@@ -77,7 +77,7 @@ def dispatched(name: str, args: Args) -> tuple[Tensor, ...]:
 
 
 def asking_for(needs: tuple[str, ...], args: Args) -> Args:
-    """The same with gradients for these arguments, in tensors of its own."""
+    """The same with gradients for these arguments, in separate tensors."""
 
     def own(name: str, t: Tensor) -> Tensor:
         return t.detach().clone().requires_grad_(name in needs)
@@ -259,7 +259,7 @@ def test_a_tensor_that_is_given_twice_is_two_to_the_next_call(name: str, one: st
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-# What autograd is told between calls of the same tensors
+# Changes of autograd's state between calls with the same tensors
 
 
 @every_call
@@ -305,7 +305,7 @@ def test_tensors_of_inference_are_served_and_cannot_be_saved() -> None:
 
 @every_call
 def test_a_call_that_fails_leaves_nothing_behind(name: str) -> None:
-    """Of the same kind as one that does not: what tensors hold is looked at every time."""
+    """With the same key as a valid call: tensor values are checked every time."""
     needs = OPS[name].differentiable
     wanted = differentiated(short, name, asking_for(needs, CALLS[name]()), needs)
     if "token_ids" in CALLS[name]():

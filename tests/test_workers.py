@@ -1,4 +1,4 @@
-"""Laws that need the interpreter are asked of a few processes. One that dies is one FAIL, with a reason."""
+"""Laws that need the interpreter run in a few processes. A process that dies is one FAIL, with a reason."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def test_a_process_that_dies_breaks_one_request(started: list[Any], monkeypatch:
 
 
 def _killed(process: Any) -> Any:
-    """Stopped before it can read what it is sent, and dead while the answer is waited for."""
+    """Stopped before it can read its request, and killed while the answer is awaited."""
     os.kill(process.pid, signal.SIGSTOP)
     process.stdin.write = lambda text: os.kill(process.pid, signal.SIGKILL)
     return process

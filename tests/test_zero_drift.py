@@ -141,8 +141,8 @@ def test_another_order_in_decoding_is_detected(
 
 
 def gradients(model: Any, ids: Tensor, counts: Tensor, **inputs: Any) -> list[Tensor]:
-    """Of the embeddings, and of the hidden states after each layer, [B, T, D]; every token that counts has a
-    weight of its own for its log-probability."""
+    """Of the embeddings, and of the hidden states after each layer, [B, T, D]; every token that counts has
+    its own weight for its log-probability."""
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     states: list[Tensor] = [embeds]
 
@@ -295,7 +295,7 @@ class DoubleRMSNorm(nn.RMSNorm):
 def test_norms_that_compute_something_else_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(nn.RMSNorm(64, eps=1e-5).bfloat16()) == (1e-5, "after", 0.0)
     assert options_of(DoubleRMSNorm(64, eps=1e-5).bfloat16()) is None
-    assert options_of(nn.RMSNorm(64).bfloat16()) is None  # no eps of its own
+    assert options_of(nn.RMSNorm(64).bfloat16()) is None  # without its own eps
     assert options_of(nn.LayerNorm(64).bfloat16()) is None
     monkeypatch.setattr(norms, "AGREE", 0.0)
     assert options_of(nn.RMSNorm(64, eps=1e-5)) is None  # in fp32: classes differ in what they give for bf16

@@ -67,7 +67,7 @@ def trainer(folder: str, *, accumulation: int = 1, use_vllm: bool = False, **opt
     )
     made.model.train()  # evaluation does not divide by the steps of accumulation
     made.current_gradient_accumulation_steps = accumulation
-    made.use_vllm = use_vllm  # afterwards: asked for in the config, it would look for an engine
+    made.use_vllm = use_vllm  # afterwards: requested in the config, it would look for an engine
     return made
 
 
@@ -95,7 +95,7 @@ def verl_loss(options: dict[str, Any], given: dict[str, Tensor]) -> tuple[Tensor
         policy_loss=PolicyLossConfig(loss_mode=mode), **options,
     )  # fmt: skip
     B, T = given["logp"].shape
-    # A prompt of one token and T of the answer. verl takes for a token what stands one place before it.
+    # A prompt of one token and T of the answer. verl uses the position before a token for it.
     output = {
         name: torch.cat([given.pop(ours), torch.zeros(B, 1)], 1).flatten()
         for name, ours in (("log_probs", "logp"), ("entropy", "entropy"))

@@ -158,7 +158,7 @@ def unrounded() -> bool:
 
 
 def importers() -> list[str]:
-    """Modules of TRL that have the function under a name of their own."""
+    """Modules of TRL that have imported the function by name."""
     root = Path(str(trl.__file__)).parent
     lines = (p for p in root.rglob("*.py") if "import ChunkedLogProbFunction" in p.read_text())
     return sorted(str(p.relative_to(root)) for p in lines)

@@ -47,7 +47,7 @@ TORCH, TRITON = torch_functional.FusedLinearForPPO.forward, kernel.linear_cross_
 
 
 class Megatron(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of Megatron that have whatever they are asked for."""
+    """Fake modules of Megatron that have any attribute."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         ours = name.partition(".")[0] == "megatron"
@@ -168,11 +168,12 @@ def models() -> dict[str, float]:
     return found
 
 
-# Who stands where
+# Which functions are in place
 
 
 def seams() -> list[bool]:
-    """Whether verl's own functions stand at: the class, the module, and the modules that import from it."""
+    """Whether verl's own functions are in place: in the class, the module, and the modules that import from
+    it."""
     now = [vars(torch_functional.FusedLinearForPPO)["forward"] is TORCH]
     names = [kernel.__name__, *(name for name in IMPORTERS if name in sys.modules)]
     return now + [vars(sys.modules[name])["linear_cross_entropy"] is TRITON for name in names]
@@ -223,7 +224,7 @@ def told(call: Any) -> str:
 
 
 def passing() -> dict[str, Any]:
-    """What goes on to verl's own functions, of which that in Triton is a stand-in: sevens."""
+    """Calls that are passed on to verl's own functions; the one in Triton is replaced by sevens."""
     hidden, weight, ids = (x.detach() for x in inputs((3,)))
     sevens = staticmethod(lambda ctx, hidden, weight, labels, *rest: (torch.full(labels.shape, 7.0),) * 2)
     plain = by_torch(hidden, weight, ids, torch.tensor(0.7))
@@ -244,7 +245,7 @@ def passing() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """By another verl: what it is told. Nothing of it is touched."""
+    """The error for another verl. Nothing of it is touched."""
     found = {}
 
     def other(self: Any, hidden: Any, weight: Any, labels: Any) -> None: ...
@@ -286,7 +287,8 @@ def registered() -> dict[str, Any]:
 
 
 def losses() -> dict[str, Any]:
-    """By verl's aggregation: how far loss, gradient and metrics are from those of its own vanilla loss."""
+    """By verl's aggregation: the differences of loss, gradient and metrics from those of its own vanilla
+    loss."""
     gen = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     logp = (torch.randn(4, 6, generator=gen, dtype=torch.float64) - 2).requires_grad_()

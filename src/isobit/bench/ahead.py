@@ -1,8 +1,8 @@
 """Compiles what a run will time before it is timed, in several processes.
 
-A kernel is compiled by its first call. That takes seconds, and a run has dozens of kernels. So other
-processes make these first calls, side by side, and leave what they compiled in the caches that Triton and
-PyTorch keep on disk. A call that fails there is not reported: it fails again where it is timed.
+The first call of a kernel compiles it. That takes seconds, and a run has dozens of kernels. So other
+processes make these first calls in parallel, and leave the compiled kernels in the disk caches of Triton and
+PyTorch. A call that fails there is not reported: it fails again when it is timed.
 """
 
 import os
@@ -23,9 +23,10 @@ from isobit.check.proof import Case
 from isobit.check.workers import most_on_a_gpu
 from isobit.op import known_op
 
-#: How many times the bytes that a case must move it may take in memory, with gradients and what rivals keep.
+#: Memory that a case may take, with gradients and what rivals keep, as a multiple of the bytes it must move.
 KEPT = 4
-#: Cases that move fewer bytes are split by implementation: making their inputs takes less than compiling.
+#: Cases that move fewer bytes are split by implementation: making their inputs takes less time than
+#: compiling.
 SMALL_BYTES = 1 << 30
 
 
@@ -35,13 +36,13 @@ class First:
 
     flag: str  # "--op" or "--suite"
     name: str
-    series: int  # its place
+    series: int  # index of the series
     case: Case
     directions: tuple[str, ...]
     backend: str | None
     impls: tuple[str, ...]
     device: str
-    memory: int  # bytes it may take
+    memory: int  # bytes that it may take
 
 
 def compile_ahead(
@@ -52,8 +53,8 @@ def compile_ahead(
     device: torch.device,
     say: Callable[[str], None],
 ) -> None:
-    """Make the first calls of these cases in other processes, on a GPU. Not beside a candidate: only this
-    process has imported it."""
+    """Make the first calls of these cases in other processes, on a GPU. Not with a candidate, which only this
+    process has imported."""
     if device.type != "cuda" or subject.candidate:
         return
     memory = torch.cuda.get_device_properties(device).total_memory * 3 // 4
@@ -74,7 +75,7 @@ def first_calls(
     device: torch.device,
     memory: int,
 ) -> list[First]:
-    """The first calls that compile something and fit into so many bytes. Steps of a model are left out."""
+    """The first calls that compile something and fit in this much memory. Steps of a model are left out."""
     found: dict[Hashable, First] = {}
     for series, case, directions in jobs:
         cost = series.cost(case.dims, case.dtype)
@@ -95,8 +96,8 @@ def first_calls(
 
 
 def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str], None]) -> None:
-    """Make these calls in so many processes, as many at a time as fit into so many bytes. A process that dies
-    takes one call with it, and another goes on."""
+    """Make these calls in this many processes, as many at a time as fit in this much memory. A process that
+    dies loses one call, and another one continues."""
     left = list(enumerate(calls, start=1))[::-1]
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
     free, changed = memory, Condition()
@@ -147,7 +148,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
 
 
 def _answer(first: First) -> None:
-    """In another process."""
+    """Runs in another process."""
     subject = subject_of(known_op(first.name)) if first.flag == "--op" else suite_of(first.name)
     device = torch.device(first.device)
 
@@ -170,7 +171,7 @@ def _answer(first: First) -> None:
     )
     lineup.call_once(first.case, first.directions)
     pool.keep(None)
-    if torch.cuda.is_initialized():  # what it keeps, the others cannot have
+    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
         torch.cuda.empty_cache()
 
 

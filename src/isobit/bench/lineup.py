@@ -87,8 +87,8 @@ class Lineup:
         return found
 
     def call_once(self, case: Case, directions: Sequence[str]) -> None:
-        """Call every implementation, so that what its first call compiles is compiled. What goes wrong here
-        goes wrong again where it is timed, and is reported there."""
+        """Call every implementation, so that its kernels are compiled. An error here occurs again when it is
+        timed, and is reported there."""
         try:
             copies = self.series.make(varied(case, self.series.options), self.pool)[:1]
             ours = self.ours(case, copies[0])
@@ -220,7 +220,7 @@ class Lineup:
 
 
 def implementations(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
-    """Those that may be timed of a series in these directions, if they can be here."""
+    """The implementations of a series that may be timed in these directions, if they can run here."""
     beside = [*([backend] if backend else []), *series.also, *series.ways]
     rivals = [
         name for name, rival in series.rivals.items()

@@ -1,4 +1,4 @@
-"""A second Python process: it is sent objects, one at a time, and answers each with lines of text."""
+"""A second Python process: it receives objects, one at a time, and answers each with lines of text."""
 
 import base64
 import pickle
@@ -12,7 +12,7 @@ DONE = "done"
 
 
 class ProcessEnded(Exception):
-    """A process that ended before its answer did."""
+    """A process ended before its answer was complete."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the process ended with code {code}")
@@ -41,7 +41,7 @@ def ask(process: "subprocess.Popen[str]", request: object) -> Iterator[str]:
 
 
 def serve(answer: Callable[[Any], None]) -> None:
-    """In the second process: let `answer` print an answer to each request, until nobody asks any more."""
+    """In the second process: `answer` prints an answer to each request, until standard input is closed."""
     for line in sys.stdin:
         answer(pickle.loads(base64.b64decode(line)))
         print(DONE, flush=True)
