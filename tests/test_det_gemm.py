@@ -86,9 +86,9 @@ def test_infinities_and_nan_have_the_bits_of_the_gpu(out_dtype: torch.dtype) -> 
 
 
 def test_the_model_warns_once_that_it_is_slow() -> None:
-    from isobit.ops.det_gemm.model import _say_that_it_is_slow
+    from isobit.ops.det_gemm.model import _warn_that_it_is_slow
 
-    _say_that_it_is_slow.cache_clear()
+    _warn_that_it_is_slow.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -153,7 +153,7 @@ def test_strides_change_no_bit(lead: tuple[int, ...]) -> None:
 
 
 def test_the_warning_points_at_the_callers_line() -> None:
-    model._say_that_it_is_slow.cache_clear()
+    model._warn_that_it_is_slow.cache_clear()
     with pytest.warns(UserWarning, match="exact bits of a Hopper GPU") as seen:
         det_gemm(randn(2, 3).requires_grad_(), randn(3, 2))
     assert [w.filename for w in seen] == [__file__]

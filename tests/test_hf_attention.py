@@ -12,7 +12,7 @@ from transformers import masking_utils
 import isobit
 from hf_models import made, prompts
 from isobit.integrations.hf import HFError, register_attention
-from isobit.integrations.hf.attention import KeyBounds, Says, attend, mask
+from isobit.integrations.hf.attention import KeyBounds, MaskInfo, attend, mask
 
 D = 64
 
@@ -107,7 +107,7 @@ def test_a_window_has_the_same_bits_where_the_cache_has_dropped_keys(before: int
     assert torch.equal(found, whole)
     # Without the zeros in front keys would have other positions in their blocks, and sums other bits.
     start = torch.stack((torch.zeros(2).long(), torch.full((2,), window - 1 + T)))
-    plain, _ = attend(Layer(), q, *kept, KeyBounds.of(start, bounds.says._replace(front=0)))
+    plain, _ = attend(Layer(), q, *kept, KeyBounds.of(start, bounds.info._replace(front=0)))
     assert not torch.equal(plain, whole)
 
 
@@ -115,11 +115,11 @@ def test_a_mask_keeps_its_properties_when_it_is_moved() -> None:
     bounds = mask(batch_size=2, q_length=3, kv_length=3, mask_function=CAUSAL)
     assert bounds.shape == (0, 1, 1, 2) and isinstance(bounds, Tensor)  # four dimensions: ready-made
     for moved in (bounds.contiguous(), bounds.clone(), bounds.to("meta")):
-        assert isinstance(moved, KeyBounds) and moved.says == Says(keys=3)
+        assert isinstance(moved, KeyBounds) and moved.info == MaskInfo(keys=3)
     padded = mask(
         batch_size=1, q_length=2, kv_length=2, mask_function=CAUSAL, attention_mask=torch.tensor([[0, 1]])
     )
-    assert padded.says.starts and [type(t) for t in padded.rows()] == [Tensor, Tensor]
+    assert padded.info.starts and [type(t) for t in padded.rows()] == [Tensor, Tensor]
 
 
 @pytest.mark.parametrize("count", [torch.tensor(4), torch.tensor([4])])

@@ -25,24 +25,26 @@ if TYPE_CHECKING:
 _profiler = torch.autograd.profiler
 
 
-class _Habit:
-    """Whether numbers of rows recur in the calls of a family."""
+class _Recurrence:
+    """How often numbers of rows recur in the calls of a family, from samples of them."""
 
-    __slots__ = ("_again", "_asked", "_kinds")
+    __slots__ = ("_new", "_recurred", "_samples")
 
     def __init__(self) -> None:
-        self._kinds = self._asked = self._again = 0
+        self._new = self._samples = self._recurred = 0
 
-    def expects(self) -> bool:
-        """Whether a new number of rows is likely to recur. Every eighth is recorded in any case."""
-        self._kinds += 1
-        if 2 * self._again > self._asked and self._kinds % 8:
+    def expected(self) -> bool:
+        """Whether a new number of rows is likely to recur. False for at least every eighth, which is a
+        sample: its second call, if there is one, counts as a recurrence."""
+        self._new += 1
+        if 2 * self._recurred > self._samples and self._new % 8:
             return True
-        self._asked += 1
+        self._samples += 1
         return False
 
-    def saw_again(self) -> None:
-        self._again += 1
+    def count(self) -> None:
+        """A sample has recurred."""
+        self._recurred += 1
 
 
 class Way(Body):
@@ -50,8 +52,8 @@ class Way(Body):
     plan if there is one, or else through the backend."""
 
     __slots__ = (
-        "_applied", "_backend", "_check", "_expected", "_habit", "_name", "_names", "_plan", "_seen",
-        "_tried", "_validate",
+        "_applied", "_backend", "_check", "_expected", "_name", "_names", "_plan", "_recurrence",
+        "_seen", "_tried", "_validate",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +73,7 @@ class Way(Body):
         self._check, self._validate, self._applied = check, validate, applied
         self._plan: Plan | None = None
         self._seen = self._tried = False
-        self._habit, self._expected = _Habit(), False
+        self._recurrence, self._expected = _Recurrence(), False
 
     def another(self) -> "Way":
         """The same for calls with another number of rows: only their launches differ."""
@@ -81,7 +83,7 @@ class Way(Body):
         made._name, made._names, made._backend = self._name, self._names, self._backend
         made._check, made._validate, made._applied = self._check, self._validate, self._applied
         made._plan, made._seen, made._tried = None, False, False
-        made._habit, made._expected = self._habit, self._habit.expects()
+        made._recurrence, made._expected = self._recurrence, self._recurrence.expected()
         return made
 
     def settle(self, saved: Saved) -> None:
@@ -137,7 +139,7 @@ class Way(Body):
 
                 if replay.recordable(tensors):
                     if not self._expected:
-                        self._habit.saw_again()
+                        self._recurrence.count()
                     outputs, self._plan = replay.record(self._backend.run, args, tensors)
                     self._tried = True  # not if it was interrupted
                     return outputs

@@ -26,7 +26,7 @@ def with_candidate(subject: Subject, candidate: Candidate) -> Subject:
     """The subject with the candidate as a rival, in every series of its op."""
     rival = Rival(
         NAME, partial(_call, candidate), directions=None if candidate.differentiable else ("fwd",),
-        prepare=partial(_asked, candidate), takes=None,
+        prepare=partial(_supported, candidate), takes=None,
     )  # fmt: skip
     series = [replace(s, rivals={NAME: rival, **s.rivals}) for s in subject.series if s.op is candidate.whole]
     return replace(subject, series=series, candidate=candidate.flags)
@@ -42,7 +42,7 @@ def check_candidate(candidate: Candidate, device: torch.device, say: Callable[[s
         raise CheckFailed(f"{candidate.backends[0].name} fails its check, so it is not timed:\n  {lines}")
 
 
-def _asked(candidate: Candidate, args: Args) -> Args:
+def _supported(candidate: Candidate, args: Args) -> Args:
     """The arguments of a call, if the candidate supports it. Checked before anything is timed."""
     reason = candidate.refusal(args)
     if reason is not None:

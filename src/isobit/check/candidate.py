@@ -83,7 +83,7 @@ class Candidate(Op):
                 return [_IGNORED]
         return lacks
 
-    def asked(self, cases: Sequence[Case]) -> list[Case]:
+    def supported_cases(self, cases: Sequence[Case]) -> list[Case]:
         """The cases on which a law runs. If it supports none that has rows, also simplified cases: otherwise
         the law would not test it at all, if all cases vary something that it does not support."""
         light = [c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0]
@@ -129,7 +129,7 @@ class Candidate(Op):
     def small(self) -> Case | None:
         """The first case that it supports, used to find out what it returns."""
         assert self.proof is not None
-        light = [c for c in self.asked(self.proof.cases) if not c.heavy and not c.gpu_gb]
+        light = [c for c in self.supported_cases(self.proof.cases) if not c.heavy and not c.gpu_gb]
         taken = (c for c in light if min(c.dims.values(), default=0) > 1 and not self._lacks_of(c))
         return next(taken, None)
 

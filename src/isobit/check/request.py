@@ -163,7 +163,7 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
         return made[:1] if chosen.once else made
     cases = list(chosen.cases(proof))
     if isinstance(op, Candidate):
-        cases = op.asked(cases)
+        cases = op.supported_cases(cases)
     if request.data != "edge":
         cases = [replace(c, data=request.data) for c in cases]
     if request.vary:

@@ -61,7 +61,7 @@ def _drift_chart(steps: Any, trained_with: str) -> str:
 
 def _drift_in_words(steps: Any, trained_with: str) -> list[str]:
     found = [
-        _told(ops, [drift["max"] for _, drift in _seen(steps, ops)], ops == trained_with) for ops in NAMES
+        _sentence(ops, [drift["max"] for _, drift in _seen(steps, ops)], ops == trained_with) for ops in NAMES
     ]
     return [
         "A token has one log-probability from decoding, token by token from the KV cache, and one from the "
@@ -74,7 +74,7 @@ def _drift_in_words(steps: Any, trained_with: str) -> list[str]:
     ]
 
 
-def _told(ops: str, largest: list[float], trained: bool) -> str:
+def _sentence(ops: str, largest: list[float], trained: bool) -> str:
     how = "in training" if trained else "in answers that were decoded again with the same weights"
     size = "exactly 0" if max(largest) == 0 else f"up to {max(largest):.1e}"
     return f"With {NAMES[ops]} it is {size} over {len(largest)} steps, {how}."

@@ -27,7 +27,7 @@ from isobit.ops.attention.op import attention
 NAME = "isobit"
 
 
-class Says(NamedTuple):
+class MaskInfo(NamedTuple):
     """Properties of a mask beside the numbers of its rows."""
 
     keys: int  # that the cache will return
@@ -40,23 +40,23 @@ class Says(NamedTuple):
 
 
 class KeyBounds(Tensor):
-    """A mask as transformers passes it around: a tensor of four dimensions, with `says`. It is [2, 1, 1, B]
+    """A mask as transformers passes it around: a tensor of four dimensions, with `info`. It is [2, 1, 1, B]
     with the first key of each row and the one after its last, [1, 1, 1, sequences + 1], or [0, 1, 1, B]."""
 
-    says: Says
+    info: MaskInfo
     kept: tuple[Tensor, ...] | None = None
 
     @classmethod
-    def of(cls, numbers: Tensor, says: Says) -> "KeyBounds":
+    def of(cls, numbers: Tensor, info: MaskInfo) -> "KeyBounds":
         made = numbers[:, None, None].as_subclass(cls)
-        made.says = says
+        made.info = info
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_function__(func, types, args, kwargs or {})
-        if isinstance(made, cls) and "says" not in vars(made) and isinstance(args[0], cls):
-            made.says = args[0].says  # for example, on another device
+        if isinstance(made, cls) and "info" not in vars(made) and isinstance(args[0], cls):
+            made.info = args[0].info  # for example, on another device
         return made
 
     def rows(self) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def mask(
     how many of those the cache has dropped (`kv_offset`)."""
     window, packed = _read(mask_function, use_vmap)
     if packed is not None:
-        return KeyBounds.of(_boundaries(packed)[None], Says(kv_length, window, packed=True))
+        return KeyBounds.of(_boundaries(packed)[None], MaskInfo(kv_length, window, packed=True))
     # A sum, and so a new tensor: that of a static cache is incremented while this forward runs. Older
     # versions have it in one dimension.
     end = (q_offset.reshape(()) if isinstance(q_offset, Tensor) else q_offset) + q_length
@@ -95,20 +95,20 @@ def mask(
         first, padded = _padding(attention_mask, end)
     ends = isinstance(end, Tensor) or end - kv_offset != kv_length
     front = (SEGMENT - 1 if padded else kv_offset % SEGMENT) if kv_offset else 0
-    says = Says(kv_length, window, kv_offset > 0, front, starts=padded, ends=ends)
+    info = MaskInfo(kv_length, window, kv_offset > 0, front, starts=padded, ends=ends)
     if not (padded or ends):
-        return KeyBounds.of(torch.empty((0, batch_size), dtype=torch.int64, device=device), says)
+        return KeyBounds.of(torch.empty((0, batch_size), dtype=torch.int64, device=device), info)
     behind = end - kv_offset + front
     own_end = (
         behind.expand(batch_size) if isinstance(behind, Tensor)
         else torch.full((batch_size,), behind, device=device)
     )  # fmt: skip
     if first is None:
-        return KeyBounds.of(torch.stack((torch.zeros_like(own_end), own_end)), says)
+        return KeyBounds.of(torch.stack((torch.zeros_like(own_end), own_end)), info)
     # The row's first key, or the start of one of its segments of which the cache still has a key.
     dropped = (kv_offset - first).clamp(min=0) // SEGMENT * SEGMENT
     start = first + dropped - kv_offset + front
-    return KeyBounds.of(torch.stack((torch.minimum(start, own_end), own_end)), says)
+    return KeyBounds.of(torch.stack((torch.minimum(start, own_end), own_end)), info)
 
 
 def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
@@ -120,7 +120,7 @@ def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
     window, packed, pending, causal = None, None, [function], False
     while pending:
         one = pending.pop()
-        held = _held(one)
+        held = _closure(one)
         made_by = getattr(one, "__qualname__", repr(one)).partition(".")[0]
         if one is module.causal_mask_function:
             causal = True
@@ -137,7 +137,7 @@ def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
     return window, packed
 
 
-def _held(function: Any) -> dict[str, Any]:
+def _closure(function: Any) -> dict[str, Any]:
     """The variables in a function's closure."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None:
@@ -206,28 +206,28 @@ def attend(
     if attention_mask is None:
         if not more.get("is_causal") and not getattr(module, "is_causal", False):
             raise _refusal(f"{_layer(module)} is not causal")
-        says, numbers = Says(k.shape[1], sliding_window), None
+        info, numbers = MaskInfo(k.shape[1], sliding_window), None
     elif isinstance(attention_mask, KeyBounds):
-        says, numbers = attention_mask.says, attention_mask.rows()
+        info, numbers = attention_mask.info, attention_mask.rows()
     else:
         shape = list(attention_mask.shape)
         raise _refusal(f"attention_mask {shape} is a custom mask; pass one of shape [B, tokens]")
-    if sliding_window is not None and sliding_window != says.window:
-        raise _refusal(f"{_layer(module)} has a window of {sliding_window}, and its mask {says.window}")
-    if k.shape[1] != says.keys:
-        raise _refusal(f"{_layer(module)} has {k.shape[1]} keys, and its mask is for {says.keys}")
-    if says.dropped and says.window is None:  # not earlier: a model may make a mask that no layer uses
+    if sliding_window is not None and sliding_window != info.window:
+        raise _refusal(f"{_layer(module)} has a window of {sliding_window}, and its mask {info.window}")
+    if k.shape[1] != info.keys:
+        raise _refusal(f"{_layer(module)} has {k.shape[1]} keys, and its mask is for {info.keys}")
+    if info.dropped and info.window is None:  # not earlier: a model may make a mask that no layer uses
         raise _refusal(f"the cache has dropped keys that {_layer(module)} sees")
-    options: dict[str, Any] = {"scale": scaling, "window": says.window, "softcap": softcap}
-    if says.packed:
+    options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": softcap}
+    if info.packed:
         assert numbers is not None
         B, T = q.shape[:2]
         q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))
         return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0], None
-    if says.front:
-        k, v = (nn.functional.pad(t, (0, 0, 0, 0, says.front, 0)) for t in (k, v))
-    options["key_start"] = numbers[0] if numbers and says.starts else None
-    options["key_end"] = numbers[1] if numbers and says.ends else None
+    if info.front:
+        k, v = (nn.functional.pad(t, (0, 0, 0, 0, info.front, 0)) for t in (k, v))
+    options["key_start"] = numbers[0] if numbers and info.starts else None
+    options["key_end"] = numbers[1] if numbers and info.ends else None
     return attention(q, k, v, **options), None
 
 
@@ -238,7 +238,7 @@ def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) ->
         if name == "output_attentions":
             raise _refusal("output_attentions=True: probabilities are never stored")
         if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
-            if not (isinstance(mask, KeyBounds) and mask.says.packed):
+            if not (isinstance(mask, KeyBounds) and mask.info.packed):
                 raise _refusal(f"{name} needs position_ids that restart at 0 for every sequence")
             continue
         raise _refusal(f"{_layer(module)} passes {name}, which isobit.attention does not have")

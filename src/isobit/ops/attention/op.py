@@ -253,8 +253,8 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
 
 
 def _of_this_hardware(device: torch.device) -> str:
-    """The class of a `tl.dot` chain. On Hopper it is attn/1. Other GPUs add in an order of their own within a
-    step, so the class carries their name. The interpreter uses the steps of attn/1/cpu."""
+    """The class of a `tl.dot` chain. On Hopper it is attn/1. On other GPUs a step is whatever the hardware
+    does, so the class carries its name. The interpreter uses the steps of attn/1/cpu."""
     if device.type in ("cpu", "meta"):
         return str(ATTN_1_CPU)
     arch = arch_key(device)

@@ -20,7 +20,7 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16; or without a Z."""
-    _say_that_it_is_slow()
+    _warn_that_it_is_slow()
     out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device="cpu")
     for own, left, right in zip(*map(_several, (out, a.cpu(), b.cpu())), strict=True):
         total = chain(left, right)
@@ -39,7 +39,7 @@ def token_product(
 ) -> Tensor:
     """dy^T x for x [Z, T, K] and dy [Z, T, N], from init [Z, N, K] on, in seg16/512, rounded once at the
     end; or without a Z."""
-    _say_that_it_is_slow()
+    _warn_that_it_is_slow()
     out = torch.empty(*x.shape[:-2], dy.shape[-1], x.shape[-1], dtype=out_dtype, device="cpu")
     bounds = cut([x.shape[-2]], SEGMENT)
     if stream is not None:
@@ -74,7 +74,7 @@ def _in_slots(x: Tensor, rows: Tensor) -> Tensor:
 
 
 @cache
-def _say_that_it_is_slow() -> None:
+def _warn_that_it_is_slow() -> None:
     """Warns once per process."""
     warn(
         "isobit: det_gemm, det_linear and det_gemm_dw compute the exact bits of a Hopper GPU on the CPU "

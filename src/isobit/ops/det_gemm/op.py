@@ -244,9 +244,9 @@ def _segments_of(chain16: str) -> str:
 
 
 def _of_this_hardware(device: torch.device) -> str:
-    """The class of a `tl.dot` chain. On Hopper it is the class itself. Other GPUs add in an order of their
-    own within a step, so the class carries their name. The interpreter multiplies with numpy and promises no
-    bits."""
+    """The class of a `tl.dot` chain. On Hopper it is the class itself. On other GPUs a step is whatever the
+    hardware does, so the class carries its name. The interpreter multiplies with numpy and promises no bits.
+    """
     if device.type in ("cpu", "meta"):
         return str(NO_CLASS)
     arch = arch_key(device)

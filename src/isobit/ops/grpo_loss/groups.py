@@ -66,8 +66,8 @@ def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
         check(contract, given, given, rewards.shape[0])
         found = torch.tensor(given, dtype=torch.int64, device="cpu")
     elif not isinstance(given, Tensor) or given.device.type != "cpu" or given.ndim != 1:
-        return args  # unchanged: the contract reports what is wrong with it
-    elif given.dtype in INTS and not torch.compiler.is_compiling():  # the op checks a graph later
+        return args  # on a GPU, or a mistake that the contract will report
+    elif given.dtype in INTS and not torch.compiler.is_compiling():  # a graph is checked when it runs
         check(contract, given, given.tolist(), rewards.shape[0])
     # A copy that does not wait for the device.
     return args | {"group_boundaries": found.to(rewards.device, non_blocking=True)}

@@ -159,7 +159,7 @@ def known(args: Args) -> Known:
 # Series
 
 #: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
-_TWO = [CASES[1], CASES[3]]
+_CORE = [CASES[1], CASES[3]]
 
 
 def _goals() -> Sequence[Goal]:
@@ -188,8 +188,8 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "grpo_loss"
     made = by_rows(
         "grpo_loss", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=known, options=options | ({} if density == 1 else {"mask": density}), core=_TWO,
-        also={"triton": _TWO, "hopper": _TWO if plain else []}, goals=_goals() if plain else (),
+        judge=known, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
     )  # fmt: skip
     return replace(made, call=_loss)
 

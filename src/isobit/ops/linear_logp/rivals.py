@@ -251,7 +251,7 @@ def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
 
 CASES = _cases(SHAPES)
 #: The subset for `--core`: a large vocabulary for each of two feature sizes; an odd one is not typical.
-_TWO = [case for case in CASES if case.dims["V"] in (131072, 151936) and case.dims["D"] >= 2048]
+_CORE = [case for case in CASES if case.dims["V"] in (131072, 151936) and case.dims["D"] >= 2048]
 
 
 def _series(
@@ -266,13 +266,13 @@ def _series(
         "linear_logp", [*CASES, *_cases(more)], partial(_cost, len(inputs)), rivals, name=name, inputs=inputs,
         judge=lambda args: Sampled(args, inputs), directions=("fwd_bwd",) if inputs else ("fwd",),
         against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (), options=options,
-        core=_TWO, also=also or {},
+        core=_CORE, also=also or {},
     )  # fmt: skip
 
 
 SERIES: Sequence[Series] = (
-    _series("linear_logp", (), _rivals(*_OTHERS), {"triton": _TWO}, FEW_ROWS),
-    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT), {"triton": _TWO}, TRAINED),
+    _series("linear_logp", (), _rivals(*_OTHERS), {"triton": _CORE}, FEW_ROWS),
+    _series("linear_logp_train", ("hidden", "weight"), _rivals(*_OTHERS, _EXACT), {"triton": _CORE}, TRAINED),
     _series("linear_logp_frozen", ("hidden",), _rivals()),
     _series("linear_logp_kept", ("hidden", "weight"), _rivals(), workspace_bytes=FULL),
 )

@@ -85,15 +85,15 @@ CASES = [
     Case({"N": 8, "V": 151936}, torch.bfloat16, data="random"),
 ]
 #: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
-_TWO = [CASES[1], CASES[4]]
+_CORE = [CASES[1], CASES[4]]
 
 LOGP = by_rows(
     "logp",
     cases=CASES,
     cost=cost,
     rivals=RIVALS,
-    core=[*_TWO, CASES[5]],
-    also={"triton": _TWO, "hopper": _TWO},
+    core=[*_CORE, CASES[5]],
+    also={"triton": _CORE, "hopper": _CORE},
 )
 
 SERIES = [LOGP]

@@ -184,7 +184,7 @@ CASES = [
     Case({"B": 8, "T": 1024, "V": 151936}, torch.bfloat16, data="random"),
 ]
 #: The subset for `--core`: an odd vocabulary, which is slow to read, and an aligned one.
-_TWO = [CASES[1], CASES[3]]
+_CORE = [CASES[1], CASES[3]]
 
 
 def _goals() -> Sequence[Goal]:
@@ -213,8 +213,8 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "ratio_kl"
     return by_rows(
         "ratio_kl", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_TWO,
-        also={"triton": _TWO, "hopper": _TWO if plain else []}, goals=_goals() if plain else (),
+        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
     )  # fmt: skip
 
 
