@@ -131,7 +131,7 @@ TABLE, ONE = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3])
         ({"k": K.repeat(1, 1, 3, 1), "v": V.repeat(1, 1, 3, 1)}, "H=2 from q must be a multiple of KV=3"),
         ({"q": Q[:, :, :0]}, "q: [2, 3, 0, 64] bf16): H must be at least 1"),
         ({"q": Q.transpose(2, 3).contiguous().transpose(2, 3)}, "last dimension must be contiguous"),
-        ({"window": 0}, "window: 0): must be 1, a query's own key, to 2^30"),
+        ({"window": 0}, "window: 0): must be from 1 (a query's own key) to 2^30"),
         ({"window": 4, "causal": False}, "window: 4): needs causal=True"),
         ({"scale": -1.0}, "scale: -1.0): must be a positive number"),
         ({"softcap": 0.0}, "softcap: 0.0): must be a positive number"),

@@ -243,7 +243,7 @@ def test_the_model_serves_other_devices_by_name_only() -> None:
     model = OPS["det_linear"].backend_named("model")
     elsewhere = {"x": torch.empty(2, 3, device="meta")}
     assert model.why_not(elsewhere, torch.device("meta")) == (
-        "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
+        "it computes on the CPU, thousands of times slower: select it by name to compare bits"
     )
     assert model.not_by_default({"x": torch.empty(2, 3)}) is None
 

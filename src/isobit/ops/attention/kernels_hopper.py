@@ -446,7 +446,7 @@ def why_not(args: dict[str, Any]) -> str | None:
     if args["q"].dtype not in (torch.bfloat16, torch.float16):
         return "tensor cores take bf16 and fp16"
     if 0 in args["k"].shape:
-        return "TMA knows no empty tensor, and there are no keys"
+        return "there are no keys, and TMA cannot read an empty tensor"
     reasons = (why_not_paged(args), *(why_not_tma(name, args[name]) for name in ("q", "k", "v")))
     return next((reason for reason in reasons if reason is not None), None)
 

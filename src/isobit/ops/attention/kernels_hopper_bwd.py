@@ -27,7 +27,7 @@ def why_not(args: dict[str, Any]) -> str | None:
     if args["block_table"] is not None:
         return "keys in pages have no gradient"
     if 0 in args["q"].shape:
-        return "TMA knows no empty tensor, and there are no queries"
+        return "there are no queries, and TMA cannot read an empty tensor"
     return kernels_hopper.why_not(args)
 
 

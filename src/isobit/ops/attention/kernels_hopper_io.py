@@ -321,7 +321,7 @@ def why_not_tma(name: str, t: Tensor) -> str | None:
     """Why TMA cannot read [B, T, H, D] where it lies, or None. A dimension of 1 has any stride."""
     each = 16 // t.element_size()
     if t.device.type != "meta" and t.data_ptr() % 16:
-        return f"{name} begins at no multiple of 16 bytes, which TMA needs"
+        return f"{name} begins at an address that is not a multiple of 16 bytes, which TMA needs"
     for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
         if size > 1 and (stride <= 0 or stride % each):
             return f"TMA reads rows that are multiples of 16 bytes apart; strides of {name} are not"
@@ -335,11 +335,11 @@ def why_not_paged(args: dict[str, Any]) -> str | None:
     if not call.page:
         return None
     if call.packed_q or args["key_start"] is not None:
-        return "keys in pages with packed queries, or with key_start, are triton's"
+        return "keys in pages with packed queries or key_start are not supported"
     if not decodes(call):
-        return "keys in pages with many queries, or few keys, are triton's"
+        return "keys in pages with many queries or few keys are not supported"
     if call.page % 64:
-        return f"keys in pages of {call.page} are triton's; it reads those of multiples of 64"
+        return f"keys in pages of {call.page}: pages must be multiples of 64 keys"
     return None
 
 

@@ -137,7 +137,7 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
     # Kernels hold both, their quotient and their products with log2(e) in fp32: these must be normal numbers.
     require("scale", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
     require("softcap", lambda x: 1e-18 <= x <= 1e18, "must be a positive number, 1e-18 to 1e18")
-    require("window", lambda w: 1 <= w <= 2**30, "must be 1, a query's own key, to 2^30")
+    require("window", lambda w: 1 <= w <= 2**30, "must be from 1 (a query's own key) to 2^30")
     if args["window"] is not None and not args["causal"]:
         raise contract.error("window", args["window"], "needs causal=True: it counts back from a query")
 
@@ -150,7 +150,7 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
         if packed is None:
             raise contract.error("cu_seqlens_k", args["cu_seqlens_k"], "needs cu_seqlens_q")
         if table is not None:
-            rule = "is of packed keys; those of block_table are bounded by key_start and key_end"
+            rule = "is for packed keys; with block_table use key_start and key_end"
             raise contract.error("cu_seqlens_k", args["cu_seqlens_k"], rule)
     if packed is not None:
         if len(packed) == 0:
@@ -303,7 +303,7 @@ def _model_cannot_serve(args: dict[str, Any]) -> str | None:
 def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     if args["q"].device.type == "cpu":
         return None
-    return "it computes on the CPU, thousands of times slower: ask for it by name to compare"
+    return "it computes on the CPU, thousands of times slower: select it by name to compare"
 
 
 @forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)

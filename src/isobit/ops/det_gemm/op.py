@@ -256,7 +256,7 @@ def _of_this_hardware(device: torch.device) -> str:
 def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     if _device(args).type == "cpu":
         return None
-    return "it computes on the CPU, thousands of times slower: ask for it by name to compare bits"
+    return "it computes on the CPU, thousands of times slower: select it by name to compare bits"
 
 
 _add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(CHAIN16), launches=True)

@@ -189,11 +189,11 @@ def why_not(args: dict[str, Any]) -> str | None:
     hidden, weight = args["hidden"], args["weight"]
     D = hidden.shape[-1]
     if hidden.dtype not in (torch.bfloat16, torch.float16):
-        return "tensor cores take bf16 and fp16; other dtypes are triton's"
+        return "tensor cores multiply bf16 and fp16 only"
     if args["softcap"] is not None:
-        return "softcap is triton's: the sums here fold it into no multiplication"
+        return "softcap is not supported: it is not linear, and the sums here scale logits by one factor"
     if args["logit_scale"] is not None and args["logit_scale"] <= 0:
-        return "a logit_scale that is not positive is triton's: it would turn maxima into minima"
+        return "logit_scale must be positive: otherwise maxima would become minima"
     if D % 8 or not aligned_for_tma(matrix(weight)) or weight.stride(1) != 1:
         return f"TMA reads rows that are multiples of 16 bytes apart; D = {D} or weight's strides are not"
     return None

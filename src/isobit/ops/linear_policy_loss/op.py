@@ -86,7 +86,7 @@ def _loss_fn(contract: Contract, args: dict[str, Any]) -> None:
 def _inputs(contract: Contract, args: dict[str, Any]) -> None:
     inputs = args["inputs"]
     if inputs is not None and not (isinstance(inputs, Mapping) and all(isinstance(k, str) for k in inputs)):
-        raise contract.error("inputs", inputs, "must be a dict of what loss_fn takes, by name")
+        raise contract.error("inputs", inputs, "must be a dict of the arguments of loss_fn by name")
 
 
 @declared.rule

@@ -109,7 +109,7 @@ class Loss:
                 raise self.error(
                     f"its share of {logp.numel()} rows is not the sum of the shares of their halves, so the "
                     "loss would depend on where chunks end: return a sum over rows, divided by a number that "
-                    "is given, and no mean over the rows that are there"
+                    "is fixed, not a mean over the rows of the chunk"
                 )
 
 

@@ -118,7 +118,7 @@ def _is_fp64(args: dict[str, Any]) -> str | None:
 def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     if _first(args).device.type == "cpu":
         return None
-    return "it takes one PyTorch kernel an addition: ask for it by name to compare"
+    return "it runs one PyTorch kernel per addition: select it by name to compare"
 
 
 @forward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
