@@ -1,5 +1,6 @@
 """`linear_policy_loss` on CPU tensors: what a loss gets, what is returned, and what is refused."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,6 +297,29 @@ def test_there_is_no_second_derivative() -> None:
     (grad,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
         torch.autograd.grad(grad.sum(), hidden)
+
+
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_a_gradient_penalty_is_refused_and_not_taken_for_a_constant(leaf: int) -> None:
+    """The gradient of the loss is 1 there, so nothing but the tensors themselves can carry the refusal."""
+    tensors = make(5)
+    wanted = tensors[leaf]
+    loss, _ = linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.sum())
+    (grad,) = torch.autograd.grad(loss, wanted, create_graph=True)
+    assert grad.requires_grad
+    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
+        torch.autograd.grad(loss + grad.square().sum(), wanted)
+
+
+def test_the_backward_keeps_no_hidden_states() -> None:
+    hidden, weight, ids = make(5)
+    states = hidden * 1
+    alive = weakref.ref(states)
+    loss, _ = linear_policy_loss(states, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
+    del states
+    assert alive() is None
+    loss.backward()
+    assert hidden.grad is not None and hidden.grad.any()
 
 
 # Few rows, odd rows

@@ -142,33 +142,50 @@ _ONCE = (
 )
 
 
+class _Root(torch.autograd.Function):
+    """An empty tensor that autograd derives from what the loss is differentiated by. Gradients that were made
+    in advance are no function of it that autograd could see; saved beside them, this one is, and does not
+    keep hidden states in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
+        ctx.count = len(tensors)
+        first = next(t for t in tensors if t is not None)
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (None,) * ctx.count
+
+
 class _PolicyLoss(torch.autograd.Function):
     """The forward already computes the gradients (except a postponed dweight); the backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, kept: list[Sums], *tensors: Tensor | None) -> Tensor:
-        wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[2:], strict=True))
+    def forward(ctx: Any, call: Call, kept: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
+        wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[3:], strict=True))
         found = differentiate(call, wanted)
-        ctx.save_for_backward(*found.gradients, *(found.postponed or ()))
+        ctx.save_for_backward(root, *found.gradients, *(found.postponed or ()))
         ctx.like = [t if t is None else (t.shape, t.dtype) for t in tensors]
         kept.append(found.sums)
         return found.sums.loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        saved = len(Gradients._fields)
-        gradients = Gradients(*ctx.saved_tensors[:saved])
-        postponed = Postponed(*ctx.saved_tensors[saved:]) if len(ctx.saved_tensors) > saved else None
+        root, *saved = ctx.saved_tensors
+        count = len(Gradients._fields)
+        gradients = Gradients(*saved[:count])
+        postponed = Postponed(*saved[count:]) if len(saved) > count else None
         with torch.no_grad():
             found = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
             if postponed is not None:
                 found[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
         if torch.is_grad_enabled():  # a graph of the backward is wanted
-            found = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss) for g in found]
-        return None, None, *found
+            found = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in found]
+        return None, None, None, *found
 
 
-def _first(gradient: Tensor, dloss: Tensor) -> Tensor:
+def _first(gradient: Tensor, dloss: Tensor, root: Tensor) -> Tensor:
     return gradient.view_as(gradient)
 
 
@@ -292,7 +309,7 @@ def linear_policy_loss(
     total: Tensor
     if call.kept:
         kept: list[Sums] = []
-        total = _PolicyLoss.apply(call, kept, *tensors)
+        total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
         return total, kept[0].stats
     sums, share, results = without_keeping(call)
     total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
