@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import isobit
 from interpreted import in_interpreter
@@ -320,6 +321,29 @@ def test_the_backward_keeps_no_hidden_states() -> None:
     assert alive() is None
     loss.backward()
     assert hidden.grad is not None and hidden.grad.any()
+
+
+def test_hooks_on_saved_tensors_leave_the_inner_graph_alone() -> None:
+    """Checkpointing recomputes what such a graph saved, in the middle of the forward; and offloading it moves
+    what lives for one chunk."""
+    hidden, weight, ids = make(5)
+    calls: list[int] = []
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        calls.append(len(logp))
+        return (logp.exp() * logp).sum()
+
+    def loss_of(states: Tensor) -> Tensor:
+        return linear_policy_loss(states * 1, weight, ids, loss_fn=loss_fn, validate=False)[0]
+
+    loss_of(hidden).backward()
+    expected, hidden.grad = hidden.grad, None
+    checkpoint(loss_of, hidden, use_reentrant=False).backward()
+    assert torch.equal(hidden.grad, expected) and calls == [5, 5, 5]  # plain; then forward and recomputation
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        loss_of(hidden)
+    assert all(t.shape != (5,) for t in seen)
 
 
 # Few rows, odd rows

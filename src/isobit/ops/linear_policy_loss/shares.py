@@ -1,7 +1,7 @@
 """Runs the caller's loss on a chunk of rows: its share of the loss, and the gradients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Loss:
         leaves = [t.detach().requires_grad_(wanted) for t in (logp, entropy) if t is not None]
         given = (leaves[0], leaves[1] if entropy is not None else None)
         found: list[Tensor | None] = [None, None]
-        with torch.set_grad_enabled(wanted):
+        with torch.set_grad_enabled(wanted), _own_graph():
             with self._their_code(where):
                 returned = self._loss_fn(*given, **inputs)
             loss, sums = self._parts(returned)
@@ -111,6 +111,15 @@ class Loss:
                     "loss would depend on where chunks end: return a sum over rows, divided by a number that "
                     "is fixed, not a mean over the rows of the chunk"
                 )
+
+
+def _own_graph() -> AbstractContextManager[Any]:
+    """The graph of a share ends before the share is returned: hooks of the caller on saved tensors have no
+    part in it. Offloading would move it for nothing, and checkpointing would take it for a part of what is to
+    be recomputed, and begin to."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
 
 
 def _variables(loss: Tensor) -> Iterator[Tensor]:
