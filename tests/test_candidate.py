@@ -103,6 +103,20 @@ def test_writing_into_an_input_is_named() -> None:
     assert "wrote into its input logits" in fault(third_party.writes_into_its_input, "accuracy")
 
 
+@pytest.mark.parametrize(
+    ("function", "fault_named"),
+    [
+        (third_party.returns_one_buffer, "logp of two calls is the same memory"),
+        (third_party.keeps_results, "returned for other contents of its inputs what it had returned"),
+    ],
+)
+def test_results_of_another_call_are_named(function: Any, fault_named: str) -> None:
+    """Right numbers, and the same every time: nothing else shows it."""
+    case = "B=2 S=2 T=5 V=33 fp32"
+    check(function, "accuracy", case=case)
+    assert fault_named in fault(function, "repeatable", case=case)
+
+
 # Names
 
 

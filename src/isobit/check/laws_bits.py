@@ -1,7 +1,7 @@
 """The laws of bits. Equal bits prove something only if other bits were possible. So the invariant law has
 controls in every run: changes that must alter bits."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from isobit.backend import NONE, UnsupportedError
-from isobit.check.compare import OutputCheck, same_bits
+from isobit.check.compare import OutputCheck, differing, same_bits
 from isobit.check.laws_shared import shared_gradients
 from isobit.check.laws_stream import sums_over_rows
 from isobit.check.proof import Args, Control
 from isobit.check.rows import Rows, rows_of
-from isobit.check.trial import Trial, Unsupported, cloned
+from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
 from isobit.check.units import units_of
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
@@ -24,15 +24,71 @@ Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 def repeatable(trial: Trial) -> list[OutputCheck]:
     """The same call gives the same bits, forward and backward: also from the third call on, when recorded
-    launches may be repeated, and in other memory, since the results of earlier calls are still alive."""
+    launches may be repeated, and in other memory, since the results of earlier calls are still alive. And a
+    call reads what its tensors hold now: it does not return the results of what they held before."""
     args = trial.args()
     first, *others = (trial.backward(args) for _ in range(4))
+    _of_these_contents(trial, args)
+    _apart(trial, [first, *others])
     runs = zip(("second", "third", "fourth"), others, strict=True)
     return [
         check
         for which, run in runs
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
+
+
+def _apart(trial: Trial, runs: Sequence[Run]) -> None:
+    """No two calls return the same memory: the later one would overwrite what the earlier one returned, and
+    comparing the two would compare a tensor with itself."""
+    outputs = [(name, [run[0][i] for run in runs]) for i, name in enumerate(trial.proof.outputs)]
+    gradients = [(f"gradient of {name}", [run[1][name] for run in runs]) for name in runs[0][1]]
+    for name, found in outputs + gradients:
+        places = [t.untyped_storage().data_ptr() for t in found if t.numel()]
+        if len(set(places)) < len(places):
+            raise LawBroken(
+                f"{name} of two calls is the same memory: the later call overwrites what the earlier returned"
+            )
+
+
+def _of_these_contents(trial: Trial, args: Args) -> None:
+    """Called again with the same tensors after something else was written into them, it must not give what
+    it gave before: results or addresses may have been kept. Whether results differ says the formula."""
+    other = replace(trial, inputs=replace(trial.inputs, seed=trial.inputs.seed + 1)).args()
+    if trial.case.heavy or trial.case.gpu_gb or not _alike(args, other) or trial.refusal(other) is not None:
+        return
+    mine = cloned(args)
+    with torch.no_grad():
+        before = [o.clone() for o in trial.call(mine)]
+        for name, value in other.items():
+            if isinstance(value, Tensor):
+                mine[name].untyped_storage().copy_(value.untyped_storage())
+        after = trial.call(mine)
+        plain = zip(trial.proof.formula(args), trial.proof.formula(other), strict=True)
+    if any(bool(differing(b, a).any()) for b, a in zip(before, after, strict=True)):
+        return
+    if any(_far(one, two) for one, two in plain):
+        raise LawBroken("returned for other contents of its inputs what it had returned for the first ones")
+
+
+def _alike(args: Args, other: Args) -> bool:
+    """Whether one can be written over the other: nothing but what tensors hold differs."""
+
+    def form(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.shape, value.stride(), value.dtype, value.untyped_storage().nbytes()
+
+    plain = (Tensor, int, float, str, torch.dtype, type(None))
+    known = all(isinstance(value, plain) for value in (*args.values(), *other.values()))
+    same = known and args.keys() == other.keys()
+    return same and all(form(value) == form(other[name]) for name, value in args.items())
+
+
+def _far(one: Tensor, two: Tensor) -> bool:
+    """Whether results differ by more than any rounding."""
+    one, two = one.double().nan_to_num(), two.double().nan_to_num()
+    return bool(((one - two).abs() > 0.1 * torch.maximum(one.abs(), two.abs())).any())
 
 
 def _compare_runs(
