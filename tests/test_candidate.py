@@ -117,6 +117,36 @@ def test_results_of_another_call_are_named(function: Any, fault_named: str) -> N
     assert fault_named in fault(function, "repeatable", case=case)
 
 
+def test_leaving_the_process_is_named() -> None:
+    def leaves(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+    assert "SystemExit: 3 (test_candidate.py:" in fault(leaves, "accuracy", dims={"N": 3})
+
+
+def test_another_device_is_named() -> None:
+    def elsewhere(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return third_party.right(logits, token_ids).to("meta")
+
+    assert "output logp is on meta, should be on cpu" in fault(elsewhere, "accuracy", dims={"N": 3})
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return third_party.right(logits, token_ids)
+
+
+@torch.library.custom_op("third_party::logp", mutates_args=())
+def _custom(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    return third_party.right(logits, token_ids)
+
+
+@pytest.mark.parametrize("thing", [_Layer(), torch.compile(_Layer(), backend="eager"), _custom])
+def test_what_takes_anything_and_passes_it_on_is_read_where_it_passes_it(thing: Any) -> None:
+    report = check(thing, "accuracy", dims={"N": 3})
+    assert (report["ok"], report["fail"]) == (1, 0)
+
+
 # Names
 
 
@@ -159,10 +189,19 @@ def test_an_installed_kernel_passes_through_an_adapter_on_the_command_line(
         (("--op", "logp", "--candidate", "third_party:no"), "third_party has no no"),
         (("--op", "logp", "--candidate", "no_such:fn"), "ModuleNotFoundError"),
         (("--candidate", "third_party:right"), "--candidate is for one --op"),
+        (("--op", "logp", "--candidate", "leaves:fn"), "leaves:fn: SystemExit: 4"),
         (("--op", "logp", "--adapter", "third_party:adapt"), "are for a --candidate"),
+        (
+            ("--op", "logp", "--candidate", "third_party:right", "--adapter", "third_party:cannot_adapt"),
+            "the adapter of third_party:right raised KeyError: 'entropy'",
+        ),
     ],
 )
-def test_unknown_names_are_errors(isobit: Isobit, arguments: tuple[str, ...], message: str) -> None:
+def test_unknown_names_are_errors(
+    isobit: Isobit, arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(4)")
+    monkeypatch.syspath_prepend(tmp_path)
     done = isobit("check", "--device", "cpu", *arguments)
     assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1
 

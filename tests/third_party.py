@@ -115,3 +115,7 @@ def adapt(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return -loss.reshape(token_ids.shape)
 
     return logp
+
+
+def cannot_adapt(function: Callable[..., Any]) -> Callable[..., Any]:
+    raise KeyError("entropy")

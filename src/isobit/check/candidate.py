@@ -166,7 +166,7 @@ def candidate_of(
 ) -> Candidate:
     """The candidate for an op from a function. A small call on the device shows what it returns."""
     given = _callable(function, name)
-    called = given if adapter is None else _callable(adapter(given), f"what the adapter made of {name}")
+    called = given if adapter is None else _adapted(adapter, given, name)
     takes = _taken(called, op, name)
     expected = _expected(op, proof, takes)
     backend = Backend(name, called, OWN_CLASS, lambda args: None, False, lambda args: None)
@@ -193,6 +193,14 @@ def _callable(thing: Any, name: str) -> Function:
     if not callable(found):
         raise ContractError(f"{name} is {type(thing).__name__}: it is not callable and has no forward")
     return found
+
+
+def _adapted(adapter: Function, given: Function, name: str) -> Function:
+    try:
+        made = adapter(given)
+    except (Exception, SystemExit) as error:  # it is the caller's own code
+        raise ContractError(f"the adapter of {name} raised {type(error).__name__}: {error}") from error
+    return _callable(made, f"what the adapter made of {name}")
 
 
 # What it takes
@@ -228,12 +236,15 @@ def _taken(function: Function, op: Op, name: str) -> tuple[str, ...]:
 
 def _signature(function: Function) -> inspect.Signature | None:
     """The signature of the function itself, not of what it wraps; unless it only passes on *args and
-    **kwargs, as decorators do."""
+    **kwargs, as decorators, an `nn.Module` and an op of `torch.library.custom_op` do."""
     try:
         found = inspect.signature(function, follow_wrapped=False)
         anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        if hasattr(function, "__wrapped__") and {p.kind for p in found.parameters.values()} <= anything:
-            return _signature(function.__wrapped__)
+        if {p.kind for p in found.parameters.values()} <= anything:
+            inner = function.forward if isinstance(function, torch.nn.Module) else None
+            inner = function._init_fn if isinstance(function, torch.library.CustomOpDef) else inner
+            inner = getattr(function, "__wrapped__", inner)
+            return found if inner is None else _signature(inner)
     except (TypeError, ValueError):  # C functions have none
         return None
     return found
@@ -308,7 +319,7 @@ def _probe(
     try:
         with torch.no_grad():
             found = outputs_of(copied())
-    except Exception:  # laws report what it raises, with the line
+    except (Exception, SystemExit):  # laws report what it raises, with the line
         return everything, op.differentiable
     served = tuple(i for i in everything if isinstance(found.get(i), Tensor) or (i in found and not there[i]))
     args = copied()
@@ -318,7 +329,7 @@ def _probe(
     try:
         with torch.enable_grad():
             found = outputs_of(args)
-    except Exception:
+    except (Exception, SystemExit):
         return served or everything, op.differentiable
     has = any(isinstance(o, Tensor) and o.requires_grad for o in found.values())
     return served or everything, op.differentiable if has else ()

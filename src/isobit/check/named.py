@@ -42,7 +42,7 @@ def _named(text: str, option: str) -> Any:
         sys.path.insert(0, here)
     try:
         found = import_module(module)
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise ContractError(f"{option} {text}: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):

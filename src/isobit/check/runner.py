@@ -255,7 +255,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
         cell.status, cell.reason = UNSUPPORTED, str(why)
     except LawBroken as broken:
         cell.status, cell.reason = FAIL, str(broken)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A backend may raise anything; the suite continues, and the row says what and where.
         where = raised_at(error, op, backend, __file__)
         cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"

@@ -190,6 +190,8 @@ class Trial:
         for name, o, e in zip(names, outputs, expected, strict=True):
             if not isinstance(o, Tensor):
                 raise LawBroken(f"output {name} is {type(o).__name__}, not a tensor")
+            if o.device.type != self.device.type:
+                raise LawBroken(f"output {name} is on {o.device}, should be on {self.device}")
             if o.shape != e.shape or o.dtype != e.dtype:
                 raise LawBroken(
                     f"output {name} is {list(o.shape)} {dtype_name(o.dtype)}, "
