@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from commands import Done, Isobit
-from isobit import __version__, cli, explain
+from isobit import __version__, checking, cli, explain
+from isobit.bench.vouch import proven
 from isobit.check import runner
+from isobit.check.compare import OutputCheck
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
+from isobit.check.trial import Trial
 from isobit.contract import ContractError
 from isobit.files import check_writable
 from isobit.op import OPS, public_ops
@@ -94,7 +97,7 @@ def unwritable(tmp_path: Path, option: str) -> tuple[str, ...]:
 def test_a_check_that_could_not_be_written_is_not_run(
     isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    monkeypatch.setattr(cli, "run", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(checking, "run", lambda *args: pytest.fail("it ran"))
     done = isobit("check", *SMALL, "--law", "accuracy", *unwritable(tmp_path, option))
     assert done.code == 1 and done.err.startswith(f"isobit: {option}: ") and len(done.err.splitlines()) == 1
     assert "cannot be written" in done.err and "nothing has run yet" in done.err
@@ -115,10 +118,51 @@ def test_a_finished_check_is_printed_even_if_its_file_cannot_be_written(
     def full(path: Path, text: str) -> None:
         raise ContractError(f"{path} could not be written (No space left on device)")
 
-    monkeypatch.setattr(cli, "write", full)
+    monkeypatch.setattr(checking, "write", full)
     done = isobit("check", *SMALL, "--law", "accuracy", option, str(tmp_path / "x"))
     assert done.code == 1 and "No space left on device" in done.err
     assert "logp  reference  1 ok" in done.out and "1 ok, 0 failed, 0 unsupported" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--html", "no_such_folder/page.html"), "--html no_such_folder/page.html: no folder no_such_folder"),
+        (("--html", "-"), "--html -: name a file"),
+        (("--json", "x", "--html", "./x"), "--json and --html are both x"),
+    ],
+)
+def test_a_place_that_is_none_or_taken_is_an_error_before_anything_runs(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checking, "run", lambda *args: pytest.fail("it ran"))
+    done = isobit("check", *SMALL, "--law", "accuracy", *arguments)
+    assert done.code == 1 and message in done.err and list(tmp_path.iterdir()) == []
+
+
+def test_after_control_c_there_is_a_report_of_what_was_done(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law, seen = LAWS["accuracy"], []
+
+    def interrupted_at_the_third(trial: Trial) -> list[OutputCheck]:
+        seen.append(trial)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return law.run(trial)
+
+    monkeypatch.setitem(LAWS, "accuracy", replace(law, run=interrupted_at_the_third))
+    path, page, results = tmp_path / "x.json", tmp_path / "x.html", tmp_path / "results"
+    files = ("--json", str(path), "--html", str(page), "--results", str(results))
+    done = isobit("check", *LOGP, "--law", "accuracy", *files)
+    found = json.loads(path.read_text())
+    assert done.code == 130 and (found["ok"], found["passed"]) == (2, False)
+    assert found["interrupted"].startswith("interrupted after 2 of ") and found["interrupted"] in done.out
+    assert "logp  reference  2 ok" in done.out and found["interrupted"] in page.read_text()
+    assert not results.exists() and "result files are of whole checks" in done.out
+    with pytest.raises(ContractError, match="interrupted"):
+        proven("logp", "reference", torch.device("cpu"), path, set())
 
 
 def test_checking_whether_a_file_can_be_written_leaves_no_file(tmp_path: Path) -> None:

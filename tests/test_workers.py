@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,9 +14,10 @@ import torch
 
 from isobit.check import runner, workers
 from isobit.check.law import LAWS
+from isobit.check.process import ask
 from isobit.check.proofs import proof_of
 from isobit.check.request import Request
-from isobit.check.runner import FAIL, OK, Cell, _elsewhere, _is_shared, _shared, run
+from isobit.check.runner import FAIL, OK, Cell, Interrupted, _elsewhere, _is_shared, _shared, run
 from isobit.op import OPS
 
 #: A case of the invariant law alone.
@@ -81,6 +85,36 @@ def test_an_internal_error_becomes_a_cell_and_nothing_hangs(monkeypatch: pytest.
     monkeypatch.setattr(workers, "_started", broken)
     (cell,) = cells_of(asked(laws=("accuracy",)))
     assert (cell.status, cell.reason) == (FAIL, "OSError: no more processes")
+
+
+def test_an_interrupted_check_ends_its_processes_and_keeps_its_cells(started: list[Any]) -> None:
+    """They are sent more than a minute of work."""
+
+    def interrupt(cell: Cell) -> None:
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(Interrupted) as stop:
+        run(Request(ops=("logp",), backends=("triton",), laws=("accuracy", "gradient")), interrupt)
+    assert [cell.status for cell in stop.value.cells] == [OK]
+    codes = [process.wait(10) for process in started]
+    assert codes and set(codes) == {-signal.SIGKILL} and time.monotonic() - begin < 60
+
+
+def test_a_process_ends_with_the_one_that_asked() -> None:
+    """Also in the middle of an answer: nobody is there to hear it."""
+    code = (
+        "import time\n"
+        "from isobit.check.process import serve\n"
+        "serve(lambda seconds: print('begun', flush=True) or time.sleep(seconds))"
+    )
+    asked = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert next(ask(asked, 60)) == "begun\n"
+    assert asked.stdin is not None
+    asked.stdin.close()
+    assert asked.wait(10) == 1
 
 
 def test_a_case_of_one_law_is_not_asked_of_others(started: list[Any]) -> None:

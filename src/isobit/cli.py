@@ -1,15 +1,14 @@
 """The `isobit` command: check, memcheck, bench, report, demo, info."""
 
+import faulthandler
+import io
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
-
-import torch
 
 try:
     import typer
@@ -28,7 +27,6 @@ from isobit.bench.runner import run as timed
 from isobit.bench.suites import suite_names
 from isobit.bench.vouch import CheckFailed, check_vouching
 from isobit.bench.wanted import Wanted
-from isobit.check import report
 from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
@@ -36,19 +34,19 @@ from isobit.check.named import load_candidate
 from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proofs
-from isobit.check.request import Request, ops_of
-from isobit.check.runner import UNSUPPORTED, Cell, NothingRan, how_many, observations, run
+from isobit.check.request import Request
 from isobit.check.tolerances import Tolerances, read_tolerances
+from isobit.checking import Files, by_folder, check_and_report
 from isobit.contract import ContractError
 from isobit.demo.run import run_demo
-from isobit.files import check_writable, write
+from isobit.files import check_file, check_writable, write
 from isobit.info import info_lines
-from isobit.op import OPS, Op, public_ops
+from isobit.op import OPS, public_ops
 from isobit.pages import page
 from isobit.pages.show import show_saved
 from isobit.parsing import check_commit, device_of, dims_of, dtypes_of, given, known
 from isobit.stale import lines, results_in
-from isobit.stamp import gpu_name, results_folder
+from isobit.stamp import results_folder
 
 app = typer.Typer(
     add_completion=False,
@@ -75,6 +73,9 @@ def options(
 
 def main() -> None:
     """Run the command; contract errors are messages, not tracebacks."""
+    faulthandler.enable()  # a kernel that crashes the process leaves the line where it was called
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe shows each line at once, as a terminal does
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         app()
     except ContractError as error:
@@ -164,7 +165,7 @@ def check(
         targets=known("target", target or [], TARGETS),
         tolerances=Tolerances() if tolerances is None else read_tolerances(tolerances),
     )
-    _consistent(request, compile and bool(law), json_path)
+    _consistent(request, compile and bool(law))
     check_commit(commit, json_path, results, html)
     if tolerances is not None and results is not None:
         raise ContractError("--results need isobit's own tolerances: with --tolerances, use --json")
@@ -179,55 +180,10 @@ def check(
     elif adapter is not None or output_dtype is not None:
         raise ContractError("--adapter and --output-dtype are for a --candidate: give one with them")
     check_effects(request, given(ctx, SHORT))
-    start = time.perf_counter()
-    to_stdout = json_path is not None and str(json_path) == "-"
-    say = (lambda text: None) if to_stdout else print
-    say(f"isobit {isobit.__version__} check on {request.device} ({gpu_name(request.device)})")
-
-    if json_path is not None and not to_stdout:
-        check_writable(json_path, "--json")
-    if html is not None:
-        check_writable(html, "--html")
-    if results is not None:
-        for folder in _folders(ops_of(request)):
-            check_writable(_check_file(results, folder, request.device), "--results")
-    nothing: NothingRan | None = None
-    try:
-        cells = run(request, report.progress(how_many(request), say))
-    except NothingRan as error:  # the report says so, and then the command does
-        cells, nothing = error.cells, error
-    seen, why = ([], str(nothing)) if nothing else (observations(request), None)
-    found = report.to_json(cells, request.device, commit, seen, request.command(), why)
-    if request.candidate is not None:
-        found["candidates"] = [one | {"serves": request.candidate.summary} for one in found["candidates"]]
-        say(f"\n{candidate}: {request.candidate.in_words}")
-    say("\n" + report.table(cells) + "\n")
-    for line in report.worst(cells):
-        say(line)
-    looser = request.tolerances.looser()
-    if request.tolerances.path is not None:
-        found["tolerances"] = {"file": request.tolerances.path, "looser": looser}
-    for line in looser:
-        say(f"LOOSER than isobit's: {line}")
-    for line in ("", *report.notes(cells)):
-        say(line)
-    say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
-        f"{time.perf_counter() - start:.0f} s: {report.verdict(found)}")  # fmt: skip
-    # Last: what cannot be written after all is at least on the screen.
-    if to_stdout:
-        print(json.dumps(found, indent=1))
-    elif json_path is not None:
-        write(json_path, json.dumps(found, indent=1) + "\n")
-    if results is not None:
-        _write_results(results, cells, seen, request, commit, say, found.get("nothing_ran"))
-    if html is not None:
-        write(html, page([found], "isobit check"))
-    if nothing is not None:
-        raise nothing
-    raise typer.Exit(int(not found["passed"]))
+    raise typer.Exit(check_and_report(request, Files(json_path, results, html, commit)))
 
 
-def _consistent(request: Request, law_and_compile: bool, json_path: Path | None) -> None:
+def _consistent(request: Request, law_and_compile: bool) -> None:
     """Options that would be ignored, or fail only after minutes, fail now."""
     if law_and_compile:
         raise ContractError("--compile is short for --law compile: use only one of --law and --compile")
@@ -243,41 +199,6 @@ def _consistent(request: Request, law_and_compile: bool, json_path: Path | None)
     for seed in (request.inputs.seed, request.grad_seed):
         if not 0 <= seed < 2**63:
             raise ContractError(f"seed {seed} is outside [0, 2^63)")
-    if json_path is not None and not json_path.parent.is_dir():  # a mistyped path; it is not made
-        raise ContractError(f"--json {json_path}: no folder {json_path.parent}")
-
-
-def _write_results(
-    folder: Path,
-    cells: list[Cell],
-    seen: list[dict[str, Any]],
-    request: Request,
-    commit: str | None,
-    say: Callable[[str], None],
-    nothing: str | None,
-) -> None:
-    """One file a folder of ops: what is declared together is proven together."""
-    for name, ops in _folders(ops_of(request)).items():
-        path = _check_file(folder, name, request.device)
-        mine = [c for c in cells if c.op in ops]
-        facts = [fact for fact in seen if fact["op"] in ops]
-        command = replace(request, ops=tuple(ops)).command()
-        why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
-        found = report.to_json(mine, request.device, commit, facts, command, why)
-        write(path, json.dumps(found, indent=1) + "\n")
-        say(f"wrote {path}")
-
-
-def _folders(ops: Sequence[Op]) -> dict[str, list[str]]:
-    """The names of ops by their folders."""
-    found: dict[str, list[str]] = {}
-    for one in ops:
-        found.setdefault(one.folder, []).append(one.name)
-    return found
-
-
-def _check_file(results: Path, folder: str, device: torch.device) -> Path:
-    return results / results_folder(device) / f"check_{folder}.json"
 
 
 @app.command()
@@ -298,7 +219,7 @@ def memcheck(
         has = ", ".join(proofs()[name].kernels) or "none"
         raise ContractError(f"--op {name}: no kernels of {', '.join(wanted) or 'its own'}; it has {has}")
     print(f"isobit {isobit.__version__} memcheck; a minute or more each")
-    passed, folders = True, _folders([OPS[name] for name in ops if pairs[name]])
+    passed, folders = True, by_folder([OPS[name] for name in ops if pairs[name]])
     files = {} if results is None else {
         folder: results / results_folder(default_device()) / f"memcheck_{folder}.json" for folder in folders
     }  # fmt: skip
@@ -371,7 +292,7 @@ def bench(
     if where.type == "meta":
         raise ContractError("device 'meta' computes nothing, so nothing can be timed: choose cpu or cuda")
     ops = known("op", op or [], PUBLIC) or (() if suite else TIMED)
-    for names in _folders([OPS[name] for name in ops]).values():
+    for names in by_folder([OPS[name] for name in ops]).values():
         if len(names) > 1:
             raise ContractError(f"--op {names[1]}: is timed together with {names[0]}: name one of them")
     subjects = [*(subject_of(OPS[name]) for name in ops), *map(suite_of, known("suite", suite or [], SUITES))]
@@ -386,7 +307,7 @@ def bench(
     elif adapter is not None:
         raise ContractError("--adapter is for a --candidate: give one with it")
     if html is not None:
-        check_writable(html, "--html")
+        check_file(html, "--html")
     wanted = Wanted(
         tuple(case or ()),
         tuple(direction or ()),

@@ -25,6 +25,16 @@ def check_writable(path: Path, option: str) -> None:
                 folder.rmdir()
 
 
+def check_file(path: Path, option: str) -> None:
+    """The same for a file that the command line names. Its folder must be there: a mistyped one is not made.
+    A name of - is no file, and standard output is not what this option writes to."""
+    if str(path) == "-":
+        raise ContractError(f"{option} -: name a file; nothing but --json of a check goes to standard output")
+    if not path.parent.is_dir():
+        raise ContractError(f"{option} {path}: no folder {path.parent}")
+    check_writable(path, option)
+
+
 def write(path: Path, text: str) -> None:
     """Write a file and the folders above it; raises an error with the reason if that fails."""
     try:

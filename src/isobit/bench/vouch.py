@@ -102,6 +102,10 @@ def proven(op: str, backend: str, device: torch.device, path: Path, options: Set
         return False
     if written_by != (kernel_sha(known_op(op).folder), gpu_name(device)):
         raise ContractError(f"{path}: was written by other kernels or on another device: check again")
+    if report.get("interrupted"):
+        raise ContractError(f"{path}: is of a check that was {report['interrupted']}: check again")
+    if report.get("tolerances", {}).get("looser"):
+        raise ContractError(f"{path}: was judged by looser tolerances than isobit's: check without them")
     if any(c["fail"] for c in mine):
         raise CheckFailed(f"{op} on {backend} fails its check in {path}, so it is not timed")
     return promised <= held and options <= tried

@@ -1,10 +1,14 @@
 """A second Python process: it receives objects, one at a time, and answers each with lines of text."""
 
 import base64
+import os
 import pickle
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 #: The line after the last one of an answer.
@@ -19,10 +23,14 @@ class ProcessEnded(Exception):
         self.code = code
 
 
-def started(module: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """`python -m module`, which calls `serve`."""
+def started(
+    module: str, env: Mapping[str, str] | None = None, apart: bool = False
+) -> "subprocess.Popen[str]":
+    """`python -m module`, which calls `serve`. With `apart`, Ctrl-C does not reach it: who asks, ends it."""
     command = [sys.executable, "-m", module]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, start_new_session=apart
+    )
 
 
 def ask(process: "subprocess.Popen[str]", request: object) -> Iterator[str]:
@@ -41,7 +49,25 @@ def ask(process: "subprocess.Popen[str]", request: object) -> Iterator[str]:
 
 
 def serve(answer: Callable[[Any], None]) -> None:
-    """In the second process: `answer` prints an answer to each request, until standard input is closed."""
-    for line in sys.stdin:
-        answer(pickle.loads(base64.b64decode(line)))
-        print(DONE, flush=True)
+    """In the second process: `answer` prints an answer to each request, until standard input is closed. If
+    that happens in the middle of an answer, the process that asked is gone, and this one ends too."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    busy = Event()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        if busy.is_set():
+            os._exit(1)
+        lines.put(None)
+
+    Thread(target=read, daemon=True).start()
+    try:
+        while (line := lines.get()) is not None:
+            busy.set()
+            answer(pickle.loads(base64.b64decode(line)))
+            busy.clear()
+            print(DONE, flush=True)
+    except BaseException:  # the other thread still reads, and Python would wait for it
+        traceback.print_exc()
+        os._exit(1)

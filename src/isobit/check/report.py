@@ -29,10 +29,12 @@ def to_json(
     observations: Sequence[dict[str, Any]] = (),
     command: str | None = None,
     nothing_ran: str | None = None,
+    interrupted: str | None = None,
 ) -> dict[str, Any]:
     """suite -> candidates (op and backend) -> cases (law, inputs) -> outputs. The first two have totals.
     Observations are facts from the same run that are not promised. `command` repeats it. `nothing_ran` is the
-    reason if nothing was checked, or nothing of an op that was named; that is not a pass."""
+    reason if nothing was checked, or nothing of an op that was named; `interrupted` says how far a run came
+    that did not finish. Neither is a pass."""
     candidates = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         mine = [c for c in cells if (c.op, c.backend) == (op, backend)]
@@ -53,14 +55,19 @@ def to_json(
     head = {"schema": SCHEMA, "suite": "isobit check", "stamp": stamp(device, commit, folders)}
     head |= {"command": command} if command else {}
     seen = {"observations": list(observations)} if observations else {}
-    failed = {"passed": False, "nothing_ran": nothing_ran} if nothing_ran else {}
+    failed: dict[str, Any] = {"passed": False} if nothing_ran or interrupted else {}
+    failed |= {"nothing_ran": nothing_ran} if nothing_ran else {}
+    failed |= {"interrupted": interrupted} if interrupted else {}
     return {**head, **totals(cells), **failed, **seen, "candidates": candidates}
 
 
 def verdict(found: dict[str, Any]) -> str:
     """The result of a report, in words."""
     if found["fail"]:
-        return "1 cell FAILS" if found["fail"] == 1 else f"{found['fail']} cells FAIL"
+        wrong = "1 cell FAILS" if found["fail"] == 1 else f"{found['fail']} cells FAIL"
+        return f"{wrong}; {found['interrupted']}" if found.get("interrupted") else wrong
+    if found.get("interrupted"):
+        return str(found["interrupted"])
     if found.get("nothing_ran"):
         return str(found["nothing_ran"]).partition(":")[0]
     return "all laws hold" if found["passed"] else "nothing was checked"

@@ -52,14 +52,20 @@ def run(
     pairs = candidates(ops, request)
     jobs = [job for pair in pairs for job in _elsewhere(*pair, request)]
     elsewhere = workers.start(jobs)
-    with quick_interpreter(), workers.beside(jobs):
-        for op, backend in pairs:
-            for cell in _cells_here(op, backend, request):
-                done(cell)
-                for other in elsewhere.now():
-                    done(other)
-    for cell in elsewhere.rest():
-        done(cell)
+    try:
+        with quick_interpreter(), workers.beside(jobs):
+            for op, backend in pairs:
+                for cell in _cells_here(op, backend, request):
+                    done(cell)
+                    for other in elsewhere.now():
+                        done(other)
+        for cell in elsewhere.rest():
+            done(cell)
+    except BaseException as error:
+        elsewhere.stop()  # or this process would wait for all that they were sent
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(sorted(cells, key=_order_of(pairs, request))) from None
+        raise
     cells.sort(key=_order_of(pairs, request))
     if not part:
         _something_ran(cells, request)
@@ -81,6 +87,14 @@ def _order_of(pairs: list[tuple[Op, str]], request: Request) -> Callable[[Cell],
         return known.index((cell.op, cell.backend)), laws.index(cell.law), at
 
     return place
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in the middle of a check. `cells` are those that were done."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        super().__init__("interrupted")
+        self.cells = cells
 
 
 class NothingRan(ContractError):

@@ -9,11 +9,11 @@ If a worker dies, only its current request fails; another one is started for the
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Empty, Queue, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
 import torch
 
@@ -29,9 +29,14 @@ WORKERS, ON_A_GPU = 2, 12
 class Cells:
     """The cells of all requests, in the order in which they are done."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: "Sequence[_Worker]" = ()) -> None:
         self._queue: Queue[Cell | None] = Queue()  # None comes last
-        self._ended = False
+        self._ended, self._workers = False, workers
+
+    def stop(self) -> None:
+        """End all processes now, whatever they are doing; nothing more comes of them."""
+        for worker in self._workers:
+            worker.stop()
 
     def put(self, cell: Cell | None) -> None:
         self._queue.put(cell)
@@ -65,15 +70,15 @@ def most_on_a_gpu() -> int:
 
 def start(requests: list[Request]) -> Cells:
     """Start working on the requests, each for one op, backend and law."""
-    cells, count = Cells(), how_many(requests)
+    workers = [_Worker() for _ in range(how_many(requests))]
+    cells = Cells(workers)
     left: SimpleQueue[Request] = SimpleQueue()
     for request in requests:
         left.put(request)
 
-    def work() -> None:
-        worker = _Worker()
+    def work(worker: _Worker) -> None:
         try:
-            while True:
+            while not worker.stopped:
                 for cell in worker.answer(left.get_nowait()):
                     cells.put(cell)
         except Empty:
@@ -83,8 +88,8 @@ def start(requests: list[Request]) -> Cells:
 
     def work_all() -> None:
         try:
-            with ThreadPoolExecutor(max(count, 1)) as pool:
-                threads = [pool.submit(work) for _ in range(count)]
+            with ThreadPoolExecutor(max(len(workers), 1)) as pool:
+                threads = [pool.submit(work, worker) for worker in workers]
             for thread in threads:
                 if error := thread.exception():  # whoever waits for the cells must learn of it
                     cells.put(_broken(requests[0], f"{type(error).__name__}: {error}"))
@@ -122,11 +127,16 @@ class _Worker:
 
     def __init__(self) -> None:
         self.processes: dict[bool, subprocess.Popen[str]] = {}
+        self.stopped = False
+        self._lock = Lock()  # a process that is being started while it is to be stopped is not forgotten
 
     def answer(self, request: Request) -> Iterator[Cell]:
         kind = _interpreted(request)
-        if kind not in self.processes:
-            self.processes[kind] = _started(kind)
+        with self._lock:
+            if self.stopped:
+                return
+            if kind not in self.processes:
+                self.processes[kind] = _started(kind)
         got = 0
         try:
             for line in process.ask(self.processes[kind], request):
@@ -135,9 +145,17 @@ class _Worker:
                     yield Cell(**json.loads(line))
         except process.ProcessEnded as ended:
             self.processes.pop(kind).communicate()
+            if self.stopped:
+                return
             which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
             reason = f"the {which} process ended after {got} cells with code {ended.code}"
             yield _broken(request, reason)
+
+    def stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            for each in list(self.processes.values()):
+                each.kill()
 
     def end(self) -> None:
         for each in self.processes.values():
@@ -149,7 +167,7 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # matrices are small: threads for them would only take a core from the other worker.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
            "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
-    return process.started("isobit.check.workers", env if interpreted else None)
+    return process.started("isobit.check.workers", env if interpreted else None, apart=True)
 
 
 def _answer(request: Request) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from isobit.contract import ContractError
 from isobit.demo.grpo import Config, exam, new_policy, train
 from isobit.demo.policy import ISOBIT, TORCH
-from isobit.files import check_writable, write
+from isobit.files import check_file, write
 from isobit.pages import page
 from isobit.stamp import gpu_name, stamp
 
@@ -41,7 +41,7 @@ def run_demo(device: torch.device, steps: int | None, seed: int, zero_drift: boo
         raise ContractError(f"--seed {seed}: outside of [0, 2^63 - 1)")
     if device.type == "meta":
         raise ContractError("device 'meta' computes nothing: choose cpu or cuda")
-    check_writable(html, "--html")
+    check_file(html, "--html")
     print(f"isobit demo on {device} ({gpu_name(device)}): GRPO, {config.length} digits to be reversed")
     start = time.perf_counter()
     report = measured(config, device, zero_drift)

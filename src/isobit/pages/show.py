@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isobit.contract import ContractError
-from isobit.files import check_writable, write
+from isobit.files import check_file, write
 from isobit.pages import page
 from isobit.pages.saved import compare, read_report, summary_line
 
@@ -16,7 +16,7 @@ def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, s
     """Print a line for each file, or the differences from the older one, and write the requested page.
     Returns whether something is worse."""
     if html is not None:
-        check_writable(html, "--html")
+        check_file(html, "--html")
     reports = [read_report(path) for path in files]
     worse = 0
     if slower is not None:
