@@ -141,6 +141,22 @@ def test_a_place_that_is_none_or_taken_is_an_error_before_anything_runs(
     assert done.code == 1 and message in done.err and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("op", "option", "rule"),
+    [
+        ("logp", "temperature=-1", "logp(temperature: -1.0): must be a positive number"),
+        ("logp", "ids=int16", "logp(token_ids: "),
+        ("attention", "window=0", "attention(window: 0): must be 1"),
+    ],
+)
+def test_a_value_that_the_contract_refuses_is_an_error_of_the_command(
+    isobit: Isobit, op: str, option: str, rule: str
+) -> None:
+    done = isobit("check", "--op", op, "--law", "accuracy", "--device", "cpu", "--option", option)
+    assert done.code == 1 and f"--option {option}: {rule}" in done.err and "FAIL" not in done.out
+    assert len(done.err.splitlines()) == 1
+
+
 def test_after_control_c_there_is_a_report_of_what_was_done(
     isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """What to check: the command line as a value, and the ops, backends and cases that it selects."""
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from isobit.backend import UnsupportedError
 from isobit.check.candidate import Candidate
 from isobit.check.law import LAWS, small_case
 from isobit.check.options import fit, known_options, options_of, text_of, varied, words
@@ -132,9 +134,34 @@ def ops_of(request: Request) -> list[Op]:
 
 
 def check_options(ops: Sequence[Op], request: Request) -> None:
-    """Options that an op does not have are errors, before anything runs."""
+    """Options that an op does not have are errors, before anything runs; and so are values that its contract
+    refuses in every case: that is no fault of a backend."""
     for op in ops:
         fit(op, request.vary)
+        if request.vary:
+            _check_values(op, request)
+
+
+def _check_values(op: Op, request: Request) -> None:
+    proof, asked = proof_of(op), op.whole if isinstance(op, Candidate) else op
+    assert asked is not None
+    declared = [
+        c for c in proof.cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0
+    ]
+    few = sorted(declared, key=lambda case: math.prod(case.dims.values()))[:4]
+    refused: list[ContractError] = []
+    for case in few:
+        try:
+            asked.explain(**proof.make(varied(case, request.vary), torch.device("cpu"), InputOptions()))
+        except UnsupportedError:
+            return
+        except ContractError as error:
+            refused.append(error)
+        else:
+            return
+    if refused:
+        given = " ".join(f"--option {name}={text_of(value)}" for name, value in request.vary.items())
+        raise ContractError(f"{given}: {refused[0]}")
 
 
 def candidates(ops: Sequence[Op], request: Request) -> list[tuple[Op, str]]:
