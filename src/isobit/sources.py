@@ -42,7 +42,8 @@ def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
     """The hash of some statements of some files."""
     chosen = [(path, [_parts_of(source)[i].node for i in numbers]) for path, source, numbers in files]
     nodes = [node for _, some in chosen for node in some]
-    text = _Text(frozenset(_defined(nodes)), frozenset(_members(nodes)))
+    members = frozenset[str]().union(*map(_members, nodes))
+    text = _Text(frozenset(_defined(nodes)), members)
     digest = hashlib.sha256()
     for path, some in chosen:
         digest.update(path.encode())
@@ -55,15 +56,18 @@ def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
     """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
     op imports its kernels only when they are called."""
     found: Used = {}
+    parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
     pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(package / "ops" / folder)]
     seen = set(pending)
     while pending:
         path, name = pending.pop()
-        parts, mine = _parts_of(path.read_text()), found.setdefault(path, set())
-        wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         new: list[tuple[Path, str | None]] = []
-        if path.name == "op.py" and path.parent.parent == package / "ops":
-            new += [(each, None) for each in _deciding(path.parent)]
+        if path not in parts_of:
+            parts_of[path] = _parts_of(path.read_text())
+            if path.name == "op.py" and path.parent.parent == package / "ops":
+                new += [(each, None) for each in _deciding(path.parent)]
+        parts, mine = parts_of[path], found.setdefault(path, set())
+        wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         for i in wanted - mine:
             mine.add(i)
             new += [(path, used) for used in parts[i].uses]
@@ -169,15 +173,20 @@ def _defined(nodes: Iterable[ast.stmt]) -> Iterator[str]:
             yield from _defined_by(node)
 
 
-def _members(nodes: Iterable[ast.stmt]) -> Iterator[str]:
-    """Fields and methods of classes, and what functions store in attributes."""
-    for each in (each for node in nodes for each in ast.walk(node)):
+@cache
+def _members(node: ast.stmt) -> frozenset[str]:
+    """Fields and methods of classes, and what functions store in attributes. Found once, as the names of
+    variables are: several ops use most functions."""
+    found: set[str] = set()
+    for each in ast.walk(node):
         if isinstance(each, ast.ClassDef):
-            yield from (name for inner in each.body for name in _defined_by(inner))
+            found.update(name for inner in each.body for name in _defined_by(inner))
         elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            yield each.attr
+            found.add(each.attr)
+    return frozenset(found)
 
 
+@cache
 def _variables(function: ast.AST) -> frozenset[str]:
     """Arguments and variables of a function and of functions inside of it, and the names of these."""
     found = set()
@@ -208,6 +217,8 @@ class _Text:
             return f"[{','.join(map(self.of, node))}]"
         if not isinstance(node, ast.AST):
             return repr(node)
+        if not node._fields:  # a third of them: Load(), Add()
+            return f"{type(node).__name__}()"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._variables is None:
             return self._function(node)
         if isinstance(node, ast.ClassDef) and self._variables is None:
