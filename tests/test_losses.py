@@ -314,3 +314,15 @@ def test_wrong_calls_of_the_others() -> None:
         losses.truncated_weights(ROWS, ROWS, level="row")
     with pytest.raises(ContractError, match=r"truncated_weights\(cap: -1\): must be a number not below 0"):
         losses.truncated_weights(ROWS, ROWS, cap=-1)
+
+
+@pytest.mark.parametrize("normalizer", [0, torch.tensor(0), torch.tensor(0.0)])
+def test_a_normalizer_of_0_divides_nothing_and_never_by_1(normalizer: Any) -> None:
+    """It was taken for 1: the sum of all terms passed for the loss."""
+    logp = torch.randn(2, 3).requires_grad_()
+    given = {"advantages": torch.ones(2), "normalizer": normalizer}
+    none, _ = losses.dapo(logp, mask=torch.zeros(2, 3, dtype=torch.bool), **given)
+    (gradient,) = torch.autograd.grad(none, logp)
+    assert none == 0 and not gradient.any()
+    some, _ = losses.dapo(logp, mask=torch.eye(2, 3, dtype=torch.int64), **given)
+    assert not some.isfinite()

@@ -102,10 +102,15 @@ class Rows:
         return (x.detach() * self.active).sum()
 
     def normalized(self, x: Tensor, normalizer: float | Tensor) -> Tensor:
-        """The sum of all rows divided by the normalizer. If that is 0 no row counts, and the sum is 0."""
+        """The sum of all rows divided by the normalizer. 0 is right if no row counts: then the
+        sum is 0. If rows count it is a mistake of the caller, and the loss is not finite."""
+        total = x.sum()
         if isinstance(normalizer, Tensor):
             if normalizer.ndim != 0:
                 raise self.error("normalizer", normalizer, "must be a number or a tensor without dimensions")
             divisor = normalizer.detach().to(self.dtype)
-            return x.sum() / torch.where(divisor == 0, 1.0, divisor)
-        return x.sum() / (self.number("normalizer", normalizer, 0) or 1.0)
+        elif value := self.number("normalizer", normalizer, 0):
+            return total / value
+        else:
+            divisor = torch.zeros_like(total)
+        return total / torch.where((divisor == 0) & (self.active.sum() == 0), 1.0, divisor)
