@@ -382,6 +382,9 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
     model.model.layers[1].extra = nn.Dropout(0.5)
     refused(model, r"model\.layers\.1\.extra: Dropout\(p=0\.5\) is random")
     refused(made("Llama", attention_dropout=0.1), "attention_dropout=0.1")
+    refused(
+        made("Llama", head_dim=32), r"zero_drift\(model: LlamaForCausalLM\): heads of 32 elements; isobit.att"
+    )
     model = made("Llama")
     model.model.norm.weight = Shard(model.model.norm.weight.data)
     refused(model, r"model\.norm\.weight is sharded \(a DTensor\); call zero_drift before fully_shard")

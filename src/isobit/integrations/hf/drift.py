@@ -26,6 +26,7 @@ from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm, swap_norms, undo_norms
 from isobit.integrations.session import Handle, Session, Switch
 from isobit.nn import DetLinear, Swap, swap_linear
+from isobit.ops.attention.op import HEAD_SIZES
 
 #: Kinds of layers that read keys and values.
 _ATTENTION = {"full_attention", "sliding_attention"}
@@ -97,6 +98,11 @@ def _refused(model: nn.Module) -> dict[str, str]:
                     f"its weight is {module.weight.dtype}; cast the model to bf16, or call zero_drift under "
                     "torch.autocast, as the model will be called"
                 )
+    return found
+
+
+def _head_size(config: Any) -> int:
+    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return found
 
 
@@ -212,6 +218,10 @@ def _begin(model: Any) -> _Session:
     refused = _refused(model)
     if refused:
         raise _refusal(model, _listed(refused))
+    size = _head_size(model.config)
+    if size not in HEAD_SIZES:
+        known = ", ".join(map(str, HEAD_SIZES))
+        raise _refusal(model, f"heads of {size} elements; isobit.attention takes {known} (head_dim)")
     register_attention()
     settings = model.generation_config
     session = _Session(
