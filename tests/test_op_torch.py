@@ -9,7 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import isobit
@@ -72,6 +72,13 @@ def test_a_second_derivative_is_refused_by_name_in_torch_func_too(call: Any) -> 
     function, at, _ = call
     with pytest.raises(RuntimeError, match=r"isobit\.\w+ has no second derivative"):
         grad(lambda x: grad(function)(x, *at[1:]).float().sum())(at[0])
+
+
+def test_forward_mode_is_refused_by_name(call: Any) -> None:
+    """Torch's own message tells the caller to implement a function of theirs."""
+    function, at, _ = call
+    with pytest.raises(NotImplementedError, match=r"isobit\.\w+ has no derivative in forward mode"):
+        jvp(lambda x: function(x, *at[1:]), (at[0],), (at[0],))
 
 
 def test_graphs_and_profilers_show_the_name_of_the_op() -> None:

@@ -90,8 +90,14 @@ def function_of(name: str, setup_context: Callable[..., None], backward: Callabl
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
         return _one_by_one(made.apply, info.batch_size, in_dims, values)
 
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"isobit.{name} has no derivative in forward mode (jvp, jacfwd, hessian): use backward(), or "
+            "grad, vjp or jacrev of torch.func"
+        )
+
     methods: dict[str, Callable[..., Any]] = {
-        "forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap,
+        "forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": jvp,
     }  # fmt: skip
     camel = "".join(part.capitalize() for part in name.split("_"))
     made: Any = type(camel, (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
@@ -111,6 +117,10 @@ class Refusal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(ctx.why)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(ctx.why)
 
     @staticmethod
