@@ -147,6 +147,21 @@ def test_what_takes_anything_and_passes_it_on_is_read_where_it_passes_it(thing: 
     assert (report["ok"], report["fail"]) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"laws": "accuracy"}, "laws and dtypes are sequences"),
+        ({"dtypes": torch.float32}, "laws and dtypes are sequences"),
+        ({"case": "N=0 V=7 fp32", "dims": {"N": 3}}, "case selects a declared case and dims make one"),
+        ({"device": "meta"}, "device 'meta' holds no values"),
+        ({"device": "gpu"}, "device 'gpu' is not usable here"),
+    ],
+)
+def test_wrong_arguments_of_a_check_are_one_sentence(given: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ContractError, match=rule):
+        testing.check(third_party.right, op="logp", **{"laws": ("accuracy",), "device": "cpu"} | given)
+
+
 # Names
 
 

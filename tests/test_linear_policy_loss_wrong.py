@@ -3,6 +3,7 @@ are raised."""
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
         ({"temperature": torch.ones(20, requires_grad=True)}, "temperature: .*no gradient goes to it"),
         ({"loss_fn": None}, r"loss_fn: None\): is required"),
         ({"inputs": {3: 4}}, "inputs: .*must be a dict"),
+        ({"inputs": {"gains": numpy.ones(4)}}, "inputs: .*'gains' is an array; pass a tensor"),
     ],
 )  # fmt: skip
 def test_wrong_calls_say_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -64,10 +64,14 @@ def check(
         >>> report["fail"]
         0
     """
+    if isinstance(laws, str) or isinstance(dtypes, torch.dtype):
+        raise ContractError("laws and dtypes are sequences: laws=('accuracy',), dtypes=(torch.bfloat16,)")
     for law in laws:
         if law not in LAWS:
             raise ContractError(f"unknown law {law!r}; known: {', '.join(LAWS)}")
-    device = default_device() if device is None else torch.device(device)
+    if case is not None and dims is not None:
+        raise ContractError("case selects a declared case and dims make one: use only one of them")
+    device = _usable(device)
     named, found = known_op(op), _flags(function, adapter, output_dtype)
     candidate = candidate_of(
         named, proof_of(named), function, device, name=_name(function) or repr(function),
@@ -83,6 +87,19 @@ def check(
     if not result["passed"]:
         raise AssertionError("\n".join(["", report.table(cells), "", *report.notes(cells)]))
     return result
+
+
+def _usable(device: torch.device | str | None) -> torch.device:
+    """The device, if tensors can be there and have values."""
+    try:
+        found = default_device() if device is None else torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ContractError(f"device {device!r} is not usable here: {why}") from None
+    if found.type == "meta":
+        raise ContractError("device 'meta' holds no values to check")
+    return found
 
 
 def _flags(function: Any, adapter: Any, output_dtype: torch.dtype | None) -> str | None:

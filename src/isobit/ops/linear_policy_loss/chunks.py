@@ -105,6 +105,8 @@ class Batch:
         unclear = self.shape == sequences and list(self.bounds or ()) != list(range(self.rows + 1))
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
+                if getattr(value, "shape", ()):  # of numpy, say: every chunk would be given all of it
+                    raise error(name, value, "is an array; pass a tensor, which is cut like the rows")
                 same[name] = value
                 continue
             shape = tuple(value.shape)

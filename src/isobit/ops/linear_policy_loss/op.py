@@ -316,5 +316,5 @@ def linear_policy_loss(
     return total, sums.stats
 
 
-def _input_error(name: str, value: Tensor, rule: str) -> Exception:
+def _input_error(name: str, value: Any, rule: str) -> Exception:
     return declared.contract.error("inputs", value, f"{name!r} {rule}")
