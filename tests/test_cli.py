@@ -1,7 +1,9 @@
 """Guards the `isobit` command: what each bad option answers, exit codes, and the report for machines."""
 
+import io
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -45,6 +47,41 @@ def test_an_error_is_one_line_without_a_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (
         1, "", f"isobit: unknown op 'nope'; known: {PUBLIC}\n",
     )  # fmt: skip
+
+
+def test_a_crash_leaves_what_was_done_and_the_line_that_crashed(tmp_path: Path) -> None:
+    """In a pipe, too."""
+    (tmp_path / "mine.py").write_text(
+        "import os, signal, torch\n"
+        "def crashes(logits, token_ids):\n"
+        "    if logits.dtype == torch.float16: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    return logits.float().log_softmax(-1).gather(-1, token_ids.long()[..., None])[..., 0]\n"
+    )
+    dtypes = ("--dtype", "fp32", "--dtype", "fp16")
+    arguments = ("check", "--op", "logp", "--candidate", "mine:crashes", "--device", "cpu", "--dim", "N=3")
+    command = [sys.executable, "-m", "isobit", *arguments, "--law", "accuracy", *dtypes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == -signal.SIGSEGV and 'mine.py", line 3 in crashes' in done.stderr
+    assert done.stdout.splitlines()[-1].lstrip().startswith("1/2 ok   logp mine:crashes accuracy [N=3 ")
+
+
+def test_messages_that_a_terminal_cannot_show_do_not_end_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unspeakable.py").write_text(
+        "def raises(logits, token_ids): raise ValueError('gr\\u00f6\\u00dfer \\ud800')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shown, page = io.BytesIO(), tmp_path / "page.html"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    arguments = ("--op", "logp", "--candidate", "unspeakable:raises", "--device", "cpu", "--dim", "N=3")
+    monkeypatch.setattr(
+        sys, "argv", ["isobit", "check", *arguments, "--law", "accuracy", "--html", str(page)]
+    )
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1 and b"ValueError: gr\\xf6\\xdfer \\ud800" in shown.getvalue()
+    assert "gr\u00f6\u00dfer" in page.read_text(encoding="utf-8")
 
 
 def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None:

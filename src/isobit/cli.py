@@ -73,9 +73,12 @@ def options(
 
 def main() -> None:
     """Run the command; contract errors are messages, not tracebacks."""
-    faulthandler.enable()  # a kernel that crashes the process leaves the line where it was called
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a pipe shows each line at once, as a terminal does
-        sys.stdout.reconfigure(line_buffering=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a kernel that crashes the process leaves the line where it was called
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe shows each line at once, as a terminal does; and a message of somebody's kernel may hold what
+        # this terminal cannot show.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
         app()
     except ContractError as error:

@@ -39,7 +39,7 @@ def write(path: Path, text: str) -> None:
     """Write a file and the folders above it; raises an error with the reason if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a message may hold anything
     except OSError as error:
         raise ContractError(
             f"{path} could not be written ({error.strerror}); the results are above"
