@@ -214,6 +214,7 @@ def test_after_control_c_there_is_a_report_of_what_was_done(
     assert found["interrupted"].startswith("interrupted after 2 of ") and found["interrupted"] in done.out
     assert "logp  reference  2 ok" in done.out and found["interrupted"] in page.read_text()
     assert not results.exists() and "result files are of whole checks" in done.out
+    assert found["interrupted"] in isobit("report", str(path)).out
     with pytest.raises(ContractError, match="interrupted"):
         proven("logp", "reference", torch.device("cpu"), path, set())
 

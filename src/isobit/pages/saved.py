@@ -23,9 +23,9 @@ def read_report(path: Path) -> dict[str, Any]:
 def summary_line(report: dict[str, Any]) -> str:
     if "candidates" in report:
         ops = ", ".join(dict.fromkeys(one["op"] for one in report["candidates"]))
-        return (
-            f"check of {ops}: {report['ok']} ok, {report['fail']} failed, {report['unsupported']} unsupported"
-        )
+        counts = f"{report['ok']} ok, {report['fail']} failed, {report['unsupported']} unsupported"
+        partly = f"; {report['interrupted']}" if report.get("interrupted") else ""
+        return f"check of {ops or 'nothing'}: {counts}{partly}"
     met = [entry["met"] for entry in report.get("summary", [])]
     goals = f", {sum(met)} of {len(met)} goals met" if met else ""
     ops = ", ".join(dict.fromkeys(row["op"] for row in report["rows"]))
