@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -60,7 +61,8 @@ def test_a_crash_leaves_what_was_done_and_the_line_that_crashed(tmp_path: Path) 
     dtypes = ("--dtype", "fp32", "--dtype", "fp16")
     arguments = ("check", "--op", "logp", "--candidate", "mine:crashes", "--device", "cpu", "--dim", "N=3")
     command = [sys.executable, "-m", "isobit", *arguments, "--law", "accuracy", *dtypes]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
     assert done.returncode == -signal.SIGSEGV and 'mine.py", line 3 in crashes' in done.stderr
     assert done.stdout.splitlines()[-1].lstrip().startswith("1/2 ok   logp mine:crashes accuracy [N=3 ")
 
