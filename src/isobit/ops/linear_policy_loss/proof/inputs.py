@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.inputs import NAN
+from isobit.check.inputs import NAN, in_other_dtype
 from isobit.check.proof import Args, Case, InputOptions, Mutant
 from isobit.ops.linear_logp.proof import inputs as rows
 from isobit.ops.linear_policy_loss.sweep import PLAIN
@@ -137,7 +137,7 @@ MUTANTS = [
     _with("bounds in two dimensions", "cu_seqlens", lambda args: torch.zeros(2, 2, dtype=torch.int32)),
     _with("temperature 0", "temperature", lambda args: 0.0),
     _with("temperature NaN", "temperature", lambda args: NAN),
-    _with("a weight of another dtype", "weight", lambda args: args["weight"].double()),
+    _with("a weight of another dtype", "weight", lambda args: in_other_dtype(args["weight"])),
     _with("a weight without rows", "weight", lambda args: args["weight"][:0]),
     _with("a short bias", "bias", lambda args: args["weight"][1:, 0].clone()),
     _with("a float mask", "mask", lambda args: torch.ones_like(args["token_ids"], dtype=torch.float32)),

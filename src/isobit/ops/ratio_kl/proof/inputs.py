@@ -126,6 +126,11 @@ def padding(args: Args, rows: int) -> Args:
     return nan | alter.token_padding(args, rows, IGNORE)
 
 
+def _fp32(args: Args) -> Args:
+    """With a policy in fp32: beside one in fp64 other inputs may be fp64 too."""
+    return args | {"policy_logits": args["policy_logits"].float(), "old_logp": args["old_logp"].float()}
+
+
 MUTANTS = [
     Mutant("temperature 0", "temperature", lambda a: a | {"temperature": 0.0}),
     Mutant("temperature NaN", "temperature", lambda a: a | {"temperature": NAN}),
@@ -135,10 +140,10 @@ MUTANTS = [
     Mutant("two references", "ref_logp", lambda a: a | {"ref_logp": torch.zeros_like(a["old_logp"])}),
     Mutant("no reference", "ref_logits", lambda a: a | {"ref_logits": None}),
     Mutant("old_logp in bf16", "old_logp", lambda a: a | {"old_logp": a["old_logp"].to(BF16)}),
-    Mutant("old_logp in fp64", "old_logp", lambda a: a | {"old_logp": a["old_logp"].to(F64)}),
+    Mutant("old_logp in fp64", "old_logp", lambda a: _fp32(a) | {"old_logp": a["old_logp"].to(F64)}),
     Mutant(
         "ref_logp in fp64",
         "ref_logp",
-        lambda a: a | {"ref_logits": None, "ref_logp": a["old_logp"].to(F64)},
+        lambda a: _fp32(a) | {"ref_logits": None, "ref_logp": a["old_logp"].to(F64)},
     ),
 ]

@@ -120,7 +120,9 @@ MUTANTS = [
     Mutant(
         "a weight of another dtype", "weight", lambda a: a | {"weight": alter.in_other_dtype(a["weight"])}
     ),
-    Mutant("a residual of another dtype", "residual", lambda a: a | {"residual": a["x"].double()}),
+    Mutant(
+        "a residual of another dtype", "residual", lambda a: a | {"residual": alter.in_other_dtype(a["x"])}
+    ),
     Mutant("a residual of another shape", "residual", lambda a: a | {"residual": a["x"][1:]}),
     Mutant("eps below 0", "eps", lambda a: a | {"eps": -1e-6}),
     Mutant("eps NaN", "eps", lambda a: a | {"eps": float("nan")}),
