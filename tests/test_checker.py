@@ -18,6 +18,7 @@ from isobit.backend import Backend
 from isobit.blocks.launch import Recorder
 from isobit.blocks.tokens import live_rows
 from isobit.check import report
+from isobit.check.compare import failure, passed
 from isobit.check.law import LAWS
 from isobit.check.laws_system import peak_extra_bytes
 from isobit.check.proof import Kernels
@@ -432,9 +433,21 @@ def test_a_control_cannot_pass_by_comparing_a_tensor_with_itself() -> None:
     assert not trial.control("a copy", [x], [x.clone()]).passed
     found = trial.control("one element", [x], [x.clone().index_fill_(0, torch.tensor([2]), 9.0)])
     assert found.passed and found.message == "one element changes bits, as it must: 1 elements"
-    small = dataclasses.replace(trial, case=dataclasses.replace(case, dims={"N": 1, "V": 2}))
-    with pytest.raises(Unsupported, match="too few to show an order"):  # a custom case
-        small.control("a copy", [x], [x.clone()])
+
+
+def test_a_control_that_shows_nothing_leaves_a_case_of_ones_own_open_and_hides_no_failure() -> None:
+    case = proofs()["logp"].bit_cases[0]
+    declared = Trial(FORWARD, "reference", torch.device("cpu"), case, "cpu")
+    x, equal = torch.arange(4.0), passed("0:logp")
+    for changed in ({"dims": {"N": 1, "V": 2}}, {"dtype": torch.float16}):
+        own = dataclasses.replace(declared, case=dataclasses.replace(case, **changed))
+        silent, loud = own.control("a copy", [x], [x.clone()]), own.control("more", [x], [x + 1])
+        assert own.conclusive([equal, silent, loud]) == [equal, silent, loud]
+        for groups in ([equal, silent], []), ([equal, loud], [equal, silent]):
+            with pytest.raises(Unsupported, match="equal bits prove nothing"):
+                own.conclusive(*groups)
+        wrong = failure("0:logp", "differs")
+        assert own.conclusive([equal, silent], [wrong]) == [equal, silent, wrong]
 
 
 def test_every_law_is_one_entry_with_cases_of_its_own() -> None:

@@ -140,7 +140,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     if trial.case.data == "constant":
         raise Unsupported("constant inputs: every order of a sum of equal terms is the same")
     if trial.proof.invariant is not None:
-        return trial.proof.invariant(trial)
+        return trial.conclusive(trial.proof.invariant(trial))
     if trial.proof.stream is not None:
         return trial.conclusive(sums_over_rows(trial, trial.proof.stream))
     return trial.conclusive(_by_rows(trial))
@@ -249,13 +249,15 @@ def agree(trial: Trial) -> list[OutputCheck]:
     _promises_bits(trial)
     proof, args = trial.proof, trial.args()
     others = _same_class(trial, args)
-    checks = trial.conclusive(shared_gradients(trial)) + ([] if proof.also is None else proof.also(trial))
+    shared = shared_gradients(trial)
+    also = [] if proof.also is None else proof.also(trial)
     if proof.exact is None and not others:
-        if checks:
-            return checks
+        if shared or also:
+            return trial.conclusive(shared, also)
         raise Unsupported(f"nothing else here keeps numerics class {trial.numerics!r}")
     ours = trial.backward(args)
     named = dict(zip(proof.outputs, ours[0], strict=True)) | {f"gradient:{n}": g for n, g in ours[1].items()}
+    checks = []
     if proof.exact is not None:
         cotangents = trial.cotangents(ours[0]) if ours[1] else []
         for name, (where, expected) in proof.exact(args, cotangents).items():
@@ -265,7 +267,7 @@ def agree(trial: Trial) -> list[OutputCheck]:
     for other in others:
         theirs = replace(trial, backend=other).backward(args)
         checks += _compare_runs(trial, ours, theirs, f"{trial.backend} against {other}")
-    return checks
+    return trial.conclusive(shared, also, checks)
 
 
 def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> OutputCheck:

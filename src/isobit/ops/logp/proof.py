@@ -107,7 +107,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     N = math.prod(v for k, v in case.dims.items() if k != "V")
     if backend == "reference":
         chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
-        return 8 * 4 * chunk + 128 * N + (1 << 20)
+        return 8 * max(case.dtype.itemsize, 4) * chunk + 128 * N + (1 << 20)
     return (1 << 20) + 8 * N  # partial sums of few rows; the kept (m, s) of many
 
 

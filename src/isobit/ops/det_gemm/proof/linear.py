@@ -21,7 +21,9 @@ def make_linear(case: Case, device: torch.device, options: InputOptions) -> Args
     x = inputs.matrix(tuple(lead), K, case, device, options, side=0)
     weight = inputs.matrix((N,), K, case, device, options, side=1)
     args: Args = {"x": x, "weight": weight, "bias": None}
-    args |= {"operand_dtype": case.options.get("operand"), "out_dtype": case.options.get("out")}
+    # Inputs in fp32 are taken only with the dtype that they are multiplied in.
+    operand = case.options.get("operand", BF16 if case.dtype == F32 else None)
+    args |= {"operand_dtype": operand, "out_dtype": case.options.get("out")}
     if case.options.get("bias"):
         gen = torch.Generator().manual_seed(options.seed + 2)
         bias = inputs.addends((N,), case.data, case.dtype, gen)
@@ -103,6 +105,12 @@ def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     return found
 
 
+def _as_they_are(args: Args) -> Args:
+    """With operands in 16 bits that are not rounded: only their dtypes must agree."""
+    narrow = args["operand_dtype"] or args["x"].dtype
+    return args | {n: args[n].to(narrow) for n in ("x", "weight")} | {"operand_dtype": None}
+
+
 _WIDE = {"bias": F32, "out": F32}
 
 LINEAR = Proof(
@@ -164,13 +172,15 @@ LINEAR = Proof(
         Case({"M": 2048, "K": 4096, "N": 4096}, BF16, data="random", heavy=True, options={"bias": "own"}),
     ],
     mutants=[
-        Mutant("fp32 operands", "x", lambda args: args | {n: args[n].float() for n in ("x", "weight")}),
+        Mutant("fp32 operands", "x",
+               lambda args: _as_they_are(args) | {n: args[n].float() for n in ("x", "weight")}),
         Mutant("integer operands", "x", lambda args: args | {n: args[n].int() for n in ("x", "weight")}),
-        Mutant("two dtypes", "weight", lambda args: args | {"weight": alter.in_other_dtype(args["weight"])}),
+        Mutant("two dtypes", "weight",
+               lambda args: (a := _as_they_are(args)) | {"weight": alter.in_other_dtype(a["weight"])}),
         Mutant("a weight with one dimension", "weight", lambda args: args | {"weight": args["weight"][0]}),
         Mutant("a short bias", "bias", lambda args: args | {"bias": args["weight"][1:, 0].clone()}),
         Mutant("a bias of another dtype", "bias",
-               lambda args: args | {"bias": alter.in_other_dtype(args["weight"][:, 0])}),
+               lambda args: (a := _as_they_are(args)) | {"bias": alter.in_other_dtype(a["weight"][:, 0])}),
         Mutant("a bias in two dimensions", "bias", lambda args: args | {"bias": args["weight"].clone()}),
         Mutant("operands in fp32", "operand_dtype", lambda args: args | {"operand_dtype": F32}),
         Mutant("an output in fp64", "out_dtype", lambda args: args | {"out_dtype": torch.float64}),

@@ -62,10 +62,7 @@ def chain_sample(
     found = chain(_of(a, 0, rows), _of(b, 1, columns))
     if bias is not None:
         found = canonical(found + _of(bias, 0, columns).float())
-    found = found.to(out_dtype)
-    if out_dtype != torch.float32:
-        found.view(torch.int16).masked_fill_(found.isnan(), 0x7FFF)  # as the GPU rounds NaN
-    return at(lead, rows, columns), found
+    return at(lead, rows, columns), _rounded(found, out_dtype)
 
 
 def segment_sample(
@@ -75,8 +72,15 @@ def segment_sample(
     rows, columns = places(a.shape[0]), places(b.shape[1])
     start = None if init is None else _of(_of(init, 0, rows), 1, columns)
     found = segments(_of(a, 0, rows), _of(b, 1, columns), cut(lengths, SEGMENT), start)
-    # PyTorch rounds a gradient, and each device has its own NaN.
-    return (rows[:, None], columns[None, :]), found.to(a.device).to(dtype).cpu()
+    return (rows[:, None], columns[None, :]), _rounded(found, dtype)
+
+
+def _rounded(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the GPU does, which has one NaN."""
+    found = found.to(dtype)
+    if dtype != torch.float32:
+        found.view(torch.int16).masked_fill_(found.isnan(), 0x7FFF)
+    return found
 
 
 def _of(t: Tensor, axis: int, index: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     N = case.dims["B"] * case.dims["T"]
     if backend == "reference":
         chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
-        return 8 * 4 * chunk + 512 * N + (1 << 20)
+        return 8 * max(case.dtype.itemsize, 4) * chunk + 512 * N + (1 << 20)
     return (1 << 20) + 64 * N  # partial sums of few rows, or a few numbers per row of many
 
 

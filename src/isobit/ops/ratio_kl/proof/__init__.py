@@ -22,7 +22,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     N = math.prod(v for k, v in case.dims.items() if k != "V")
     if backend == "reference":
         chunk = min(N * case.dims["V"], max(CHUNK_ELEMENTS, case.dims["V"]))
-        return 8 * 4 * chunk + 256 * N + (1 << 20)
+        return 8 * max(case.dtype.itemsize, 4) * chunk + 256 * N + (1 << 20)
     return (1 << 20) + 16 * N  # partial sums of few rows; the kept sums and slopes of many
 
 
