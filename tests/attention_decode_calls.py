@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_calls import BF16, F16, ints, made, same
+from attention_calls import F16, ints, made, same
+from attention_on_a_cpu import of_attention
 from gluon_on_a_cpu import Device
 from isobit.blocks import hopper_pipe
 from isobit.blocks.launch import run
@@ -29,8 +30,7 @@ NAN = float("nan")
 def on_a_cpu(
     args: dict[str, Any], segment: int = 128, block: int = 64, device: Device | None = None, **changes: Any
 ) -> Any:
-    device = device or Device(model.CPU, 1)
-    device.do = model.CPU._replace(product=lambda a, b, acc, _: model.CPU.product(a, b, acc, BF16))
+    device = of_attention(device or Device(model.CPU, 1))
     modules = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_decode)
     scope = device.scope(*modules, others_ended=lambda: None, **changes)
 
@@ -125,7 +125,7 @@ def controls() -> None:
         "too early": (wanted, lambda: on_a_cpu(args, device=Early(model.CPU, 1))),
         "not cleared": (
             model.attention(segment=128, block=64, **dirty),
-            lambda: on_a_cpu(dirty, clear=lambda *rest: None),
+            lambda: on_a_cpu(dirty, clear_behind=lambda *rest: None),
         ),
     }
     for what, (right, call) in broken.items():

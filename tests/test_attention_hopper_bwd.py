@@ -1,14 +1,14 @@
 """The backward of attention on Hopper without one: run on a CPU its kernels have the bits of the numpy model,
 their rings are given away in time, and nothing outside of a sequence takes part."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_calls import BF16, F16, ints, made
+from attention_calls import BF16, ints, made
+from attention_on_a_cpu import CASES, nan_behind_the_keys, of_attention
 from gluon_on_a_cpu import Device
 from isobit.blocks import hopper_pipe
 from isobit.ops.attention import (
@@ -37,8 +37,7 @@ def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> N
 def on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], programs: int = 3, **changes: Any
 ) -> tuple[Tensor | None, ...]:
-    device = Device(model.CPU, programs)
-    device.do = model.CPU._replace(product=lambda a, b, acc, _: model.CPU.product(a, b, acc, BF16))
+    device = of_attention(Device(model.CPU, programs))
     common = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_bwd_parts)
     scopes = {
         "dq_kernel": device.scope(*common, kernels_hopper_dq, **changes),
@@ -76,27 +75,11 @@ def same(what: str, ours: Any, other: Any) -> None:
         assert torch.equal(a.view(torch.int16), b.view(torch.int16)), (what, name, int((a != b).sum()))
 
 
-CASES = {
-    "dense": partial(made, 2, 150, 150, 2, 1, 64),
-    "queries behind other keys": partial(made, 1, 70, 333, 2, 2, 64, F16),
-    "window": partial(made, 1, 300, 320, 1, 1, 128, window=40),
-    "bounds and a cap": partial(
-        made, 3, 80, 200, 2, 1, 80, softcap=3.0, key_start=ints(5, 150, 90), key_end=ints(200, 190, 90)
-    ),
-    "every query sees all": partial(made, 1, 65, 170, 1, 1, 96, causal=False),
-    "fewer keys than queries": partial(made, 1, 140, 60, 1, 1, 64, key_end=ints(50)),
-    "fewer keys than queries that see all": partial(made, 1, 140, 60, 1, 1, 64, causal=False),
-    "packed": partial(made, 1, 300, 300, 2, 1, 64, cu_seqlens_q=ints(0, 3, 3, 140, 300)),
-}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = backward(CASES[name]())
     wanted = model.attention_bwd(**args)
-    if args["key_end"] is not None:  # what lies outside of the bounds may be anything
-        for b, end in enumerate(args["key_end"].tolist()):
-            args["k"][b, end:], args["v"][b, end:] = torch.nan, torch.nan
+    nan_behind_the_keys(args)
     same(name, on_a_cpu(monkeypatch, args), wanted)
 
 

@@ -49,9 +49,13 @@ from isobit.blocks.hopper_pipe import (
 from isobit.blocks.launch import Launch, run
 from isobit.ops.attention.calls import SEGMENT, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_hopper_io import (
+    AT_LAUNCH,
+    OF_LOADER,
     PARTS,
+    REGISTERS,
     Ring,
     Work,
+    clear,
     descriptor,
     flat_layout,
     load_items,
@@ -81,9 +85,6 @@ from isobit.ops.attention.kernels_hopper_parts import (
     unpacked,
 )
 from isobit.ops.attention.kernels_triton import block_keys, count_tiles
-
-#: Registers per thread at launch, of a warp that multiplies, and of the loader.
-AT_LAUNCH, REGISTERS, OF_LOADER = 168, gl.constexpr(240), gl.constexpr(24)
 
 #: Stages of keys and of values: what fits beside queries and totals, 227 KB together.
 STAGES = {64: 2, 128: 2, 256: 2}
@@ -251,17 +252,6 @@ class Part:
         return m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn
 
     @gluon.jit
-    def clear(self, stage, left):
-        """Zeros for the values behind the first `left` of a block."""
-        PIECE: gl.constexpr = 32
-        row = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROWS)), 1)
-        for i in gl.static_range(self.ring.BLOCK // PIECE):
-            if left < (i + 1) * PIECE:
-                piece = self.ring.v.index(stage).slice(i * PIECE, PIECE)
-                piece.store(gl.where(row + i * PIECE < left, piece.load(BY_ROWS), 0.0))
-        fence_async_shared()
-
-    @gluon.jit
     def room(self, WHERE: gl.constexpr):
         """Where a piece of the results waits to be stored: where its totals were, or else the queries."""
         ring = self.ring
@@ -348,7 +338,7 @@ class Part:
         m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn = state
         if self.CLEAR:
             if keys < last:
-                self.clear(stage, keys - last + ring.BLOCK)
+                clear(ring.v, stage, 0, keys - last + ring.BLOCK, ring.BLOCK)
         acc = self.values(p, acc, stage)
         if self.IN_SHARED:
             mbarrier.arrive(ring.q_empty.index(self.WHICH))

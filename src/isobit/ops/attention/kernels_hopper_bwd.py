@@ -14,8 +14,7 @@ from isobit.blocks.hopper_pipe import accumulator_layout
 from isobit.blocks.launch import Launch, run
 from isobit.ops.attention import kernels_hopper, kernels_hopper_dkv, kernels_hopper_dq
 from isobit.ops.attention.calls import call_of, factors_of, key_bounds
-from isobit.ops.attention.kernels_hopper_bwd_parts import AT_LAUNCH
-from isobit.ops.attention.kernels_hopper_io import descriptor, flat_layout, why_not_tma
+from isobit.ops.attention.kernels_hopper_io import AT_LAUNCH, descriptor, flat_layout, why_not_tma
 from isobit.ops.attention.kernels_triton import count_tiles
 from isobit.ops.attention.kernels_triton_bwd import count_blocks, delta_of
 

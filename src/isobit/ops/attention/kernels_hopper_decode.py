@@ -162,7 +162,7 @@ def joined_lanes(lanes):
 
 
 @gluon.jit
-def clear(room, left, BLOCK: gl.constexpr):
+def clear_behind(room, left, BLOCK: gl.constexpr):
     """Zeros for the values behind the first `left` of a block: they may be NaN, and 0 NaN is NaN."""
     PIECE: gl.constexpr = 32
     row = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROWS)), 1)
@@ -303,7 +303,7 @@ def decode_kernel(
         v = ring.come(2 * i + 1)
         if ENDS or PAGE:
             if at + BLOCK > keys:
-                clear(v, keys - at, BLOCK)
+                clear_behind(v, keys - at, BLOCK)
         fence_async_shared()
         barrier()
         acc = warpgroup_mma(v.permute((1, 0)), weights, acc * gl.expand_dims(a, 0), is_async=True)

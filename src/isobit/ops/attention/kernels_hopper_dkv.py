@@ -32,10 +32,17 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, OF_LOADER, REGISTERS, clear
+from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, gradient_of_scores, probabilities
 from isobit.ops.attention.kernels_hopper_dkv_io import KeyRing, KeyWork, load_keys
-from isobit.ops.attention.kernels_hopper_io import PARTS, reinterpreted, told
-from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, tanh, unpacked
+from isobit.ops.attention.kernels_hopper_io import (
+    OF_LOADER,
+    PARTS,
+    REGISTERS,
+    clear,
+    reinterpreted,
+    told,
+)
+from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, unpacked
 
 #: Queries of a block, as many as registers hold; half as many where scores are capped, which takes some.
 QUERIES = {64: 128, 128: 64}
@@ -96,19 +103,15 @@ class KeyPart:
             mbarrier.wait(ring.ready.index(stage), phase)
             if MASKED and work.PACKED:
                 if (at < before) | (at + ring.BLOCK > keys):
-                    clear(q, before - at, keys - at, ring.BLOCK)
-                    clear(do, before - at, keys - at, ring.BLOCK)
+                    clear(ring.q, stage, before - at, keys - at, ring.BLOCK)
+                    clear(ring.do, stage, before - at, keys - at, ring.BLOCK)
             nothing = gl.zeros((ROWS, ring.BLOCK), gl.float32, self.OF_Z)
             z = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.wait(ring.numbers.index(stage), phase)
             z = warpgroup_mma_wait(1, deps=(z,))
             base = ring.base.index(stage).load(gl.SliceLayout(0, self.OF_Z))
-            if self.CAPPED:
-                y = tanh(z * self.slope)
-                z = self.cap * y
-                bend = 1.0 - y * y
-            p = gl.exp2(gl.fma(z, gl.full_like(z, self.c), gl.expand_dims(base, 0)))
+            p, bend = probabilities(z, gl.expand_dims(base, 0), self.c, self.cap, self.slope, self.CAPPED)
             if MASKED:
                 p = gl.where(self.sees(first - at, last - at), p, 0.0)
             words = packed(p, ring.do_desc.dtype)
@@ -127,9 +130,7 @@ class KeyPart:
             else:
                 dp, p = warpgroup_mma_wait(1, deps=(dp, p))
             delta = ring.delta.index(stage).load(gl.SliceLayout(0, self.OF_Z))
-            ds = p * (dp - gl.expand_dims(delta, 0))
-            if self.CAPPED:
-                ds = ds * bend
+            ds = gradient_of_scores(p, bend, dp, gl.expand_dims(delta, 0), self.CAPPED)
             if MASKED:
                 ds = gl.where(self.sees(first - at, last - at), ds, 0.0)
             words = packed(ds, ring.q_desc.dtype)

@@ -17,7 +17,6 @@ has not done it.
 from isobit.blocks.hopper_pipe import (
     ROWS,
     after,
-    fence_async_shared,
     gl,
     gluon,
     kernel,
@@ -28,24 +27,21 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma_wait,
 )
 from isobit.blocks.temperature import LOG2E
-from isobit.ops.attention.kernels_hopper_bwd_parts import (
-    LEAVING,
-    OF_LOADER,
-    REGISTERS,
-    clear,
-)
+from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, gradient_of_scores, probabilities
 from isobit.ops.attention.kernels_hopper_io import (
+    OF_LOADER,
     ONE,
     ONE_EACH,
     PARTS,
+    REGISTERS,
+    Ring,
     Work,
+    clear,
     load_box,
-    load_when_free,
-    tell,
     told,
     turn,
 )
-from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, tanh, unpacked
+from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, unpacked
 
 #: Keys of a block; half as many where scores are capped, which takes registers. 64, with four stages, are
 #: faster at 4 x 2048 (0.360 ms, with delta, instead of 0.373), slower at 2 x 8192 (2.362, 2.322; H200).
@@ -61,75 +57,30 @@ _LOG2E = gl.constexpr(LOG2E)
 
 
 @record
-class QueryRing:
-    """Shared memory: an item's queries, gradients and two numbers of each query, and stages of keys and of
-    values. `ready`: bytes have arrived; `empty`: whoever multiplies with them is done. What an item is comes
-    with its queries, in one of two slots: it is needed until the results are stored, when queries of the next
-    may have come."""
+class Gradients:
+    """What comes with an item's queries: the gradients of their results, and two numbers of each."""
 
-    q_desc: tma.tensor_descriptor
     do_desc: tma.tensor_descriptor
-    k_desc: tma.tensor_descriptor
-    v_desc: tma.tensor_descriptor
-    q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
     base: gl.shared_memory_descriptor  # -lse log2(e)
     delta: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    items: gl.shared_memory_descriptor
-    q_ready: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    k_ready: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_ready: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-    D: gl.constexpr  # filled up
-    BLOCK: gl.constexpr
-    STAGES: gl.constexpr
 
     @gluon.jit
-    def create(
-        q_desc, do_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-        FLAT: gl.constexpr,
-    ):  # fmt: skip
-        q = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, D], FLAT)
+    def create(do_desc, D: gl.constexpr, FLAT: gl.constexpr):
         do = gl.allocate_shared_memory(do_desc.dtype, [PARTS, ROWS, D], FLAT)
         base = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
         delta = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
-        k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], FLAT)
-        v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], FLAT)
-        items = gl.allocate_shared_memory(gl.int32, [16, 1], ONE)
-        bars: gl.constexpr = mbarrier.MBarrierLayout()
-        q_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
-        q_empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
-        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-        for i in gl.static_range(PARTS):
-            mbarrier.init(q_ready.index(i), count=2)
-            mbarrier.init(q_empty.index(i), count=1)
-        for i in gl.static_range(STAGES):
-            mbarrier.init(k_ready.index(i), count=1)
-            mbarrier.init(k_empty.index(i), count=PARTS)
-            mbarrier.init(v_ready.index(i), count=1)
-            mbarrier.init(v_empty.index(i), count=PARTS)
-        fence_async_shared()  # TMA signals these barriers, and must see them initialised
-        return QueryRing(
-            q_desc, do_desc, k_desc, v_desc, q, do, base, delta, k, v, items, q_ready, q_empty, k_ready,
-            k_empty, v_ready, v_empty, D, BLOCK, STAGES,
-        )  # fmt: skip
+        return Gradients(do_desc, do, base, delta)
 
 
 @gluon.jit
-def load_queries(work, ring, lse, delta):
+def load_queries(work, ring, given, lse, delta):
     """The loader."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     slot = gl.to_tensor(0)
     i = gl.arange(0, ROWS, ONE_EACH)
-    for n in range(gl.cdiv(work.tiles * work.H, gl.num_programs(0))):
+    for n in range(work.rounds()):
         t = turn(n)
         if t < work.tiles * work.H:
             item, first = work.item(t)
@@ -137,18 +88,9 @@ def load_queries(work, ring, lse, delta):
                 kv = item.head // work.G
                 at = first + item.begin
                 if item.blocks > 0:
-                    load_when_free(
-                        ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
-                        ring.k_empty.index(stage), phase,
-                    )  # fmt: skip
+                    ring.load_k(item, kv, at, stage, phase)
                 numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
-                for w in gl.static_range(PARTS):
-                    mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
-                values = (
-                    item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch,
-                    item.head,
-                )  # fmt: skip
-                tell(ring.items, slot, values)
+                ring.announce(item, slot)
                 for w in gl.static_range(PARTS):
                     bar = ring.q_ready.index(w)
                     if item.blocks > 0:
@@ -156,34 +98,22 @@ def load_queries(work, ring, lse, delta):
                         base = -(gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0) * _LOG2E)
                         own = gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0)
                         row = item.row + w * ROWS
-                        mbarrier.expect(bar, ring.q_desc.block_type.nbytes + ring.do_desc.block_type.nbytes)
+                        mbarrier.expect(bar, ring.q_desc.block_type.nbytes + given.do_desc.block_type.nbytes)
                         load_box(ring.q_desc, item.batch, item.head, row, ring.q.index(w), bar)
-                        load_box(ring.do_desc, item.batch, item.head, row, ring.do.index(w), bar)
-                        ring.base.index(w).store(base)
-                        ring.delta.index(w).store(own)
+                        load_box(given.do_desc, item.batch, item.head, row, given.do.index(w), bar)
+                        given.base.index(w).store(base)
+                        given.delta.index(w).store(own)
                     else:
                         mbarrier.arrive(bar)
                     mbarrier.arrive(bar)  # of the whole warp, which has written
                 slot = slot ^ 1
                 for block in range(item.blocks):
                     if block > 0:
-                        load_when_free(
-                            ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
-                            ring.k_empty.index(stage), phase,
-                        )  # fmt: skip
-                    load_when_free(
-                        ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
-                        ring.v_empty.index(stage), phase,
-                    )  # fmt: skip
+                        ring.load_k(item, kv, at, stage, phase)
+                    ring.load_v(item, kv, at, stage, phase)
                     at += ring.BLOCK
                     stage, phase = after(stage, phase, ring.STAGES)
-    for w in gl.static_range(PARTS):
-        mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
-    none = gl.to_tensor(-1)
-    tell(ring.items, slot, (none, none, none, none, none, none, none, none))
-    for w in gl.static_range(PARTS):
-        mbarrier.arrive(ring.q_ready.index(w))
-        mbarrier.arrive(ring.q_ready.index(w))
+    ring.end(slot)
 
 
 # Warpgroups
@@ -194,7 +124,8 @@ class QueryPart:
     """What a warpgroup works with."""
 
     work: Work
-    ring: QueryRing
+    ring: Ring
+    given: Gradients
     leaving: gl.shared_memory_descriptor
     dq: gl.tensor
     c: gl.tensor
@@ -223,23 +154,19 @@ class QueryPart:
         MASKED all rows see all."""
         ring = self.ring
         dq, base, delta, stage, phase = state
-        q, do = ring.q.index(self.WHICH), ring.do.index(self.WHICH)
+        q, do = ring.q.index(self.WHICH), self.given.do.index(self.WHICH)
         for at in range(begin, end, ring.BLOCK):
             k, v = ring.k.index(stage), ring.v.index(stage)
             mbarrier.wait(ring.k_ready.index(stage), phase)
             if MASKED and self.CLEAR:
                 if keys < at + ring.BLOCK:
-                    clear(k, 0, keys - at, ring.BLOCK)
+                    clear(ring.k, stage, 0, keys - at, ring.BLOCK)
             nothing = gl.zeros((ROWS, ring.BLOCK), gl.float32, self.OF_Z)
             z = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.wait(ring.v_ready.index(stage), phase)
             dp = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
             z = warpgroup_mma_wait(1, deps=(z,))
-            if self.CAPPED:
-                y = tanh(z * self.slope)
-                z = self.cap * y
-                bend = 1.0 - y * y
-            p = gl.exp2(gl.fma(z, gl.full_like(z, self.c), gl.expand_dims(base, 1)))
+            p, bend = probabilities(z, gl.expand_dims(base, 1), self.c, self.cap, self.slope, self.CAPPED)
             if MASKED:
                 p = gl.where(self.sees(newest - at, oldest - at), p, 0.0)
             # The data has already arrived. But the compiler moves no arithmetic across a barrier, so this
@@ -250,9 +177,7 @@ class QueryPart:
             else:
                 dp, p = warpgroup_mma_wait(0, deps=(dp, p))
             mbarrier.arrive(ring.v_empty.index(stage))
-            ds = p * (dp - gl.expand_dims(delta, 1))
-            if self.CAPPED:
-                ds = ds * bend
+            ds = gradient_of_scores(p, bend, dp, gl.expand_dims(delta, 1), self.CAPPED)
             if MASKED:
                 ds = gl.where(self.sees(newest - at, oldest - at), ds, 0.0)
             words = packed(ds, ring.k_desc.dtype)
@@ -305,8 +230,8 @@ class QueryPart:
         hi = gl.maximum(hi, lo)
         outer = gl.maximum(inner, gl.minimum(hi, outer // ring.BLOCK * ring.BLOCK))
 
-        base = ring.base.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
-        delta = ring.delta.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        base = self.given.base.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        delta = self.given.delta.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
         stage, phase = self.skip(begin, lo, stage, phase)
         dq = gl.zeros((ROWS, ring.D), gl.float32, self.OF_ACC)
         state = (dq, base, delta, stage, phase)
@@ -365,12 +290,15 @@ def dq_kernel(
         key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
         CAUSAL, WINDOWED,
     )  # fmt: skip
-    ring = QueryRing.create(q_desc, do_desc, k_desc, v_desc, DP, BLOCK, STAGES, FLAT)
+    ring = Ring.create(q_desc, k_desc, v_desc, DP, BLOCK, STAGES, FLAT, 2)
+    given = Gradients.create(do_desc, DP, FLAT)
     leaving = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, DP], LEAVING)
     CLEAR: gl.constexpr = PACKED or ENDS
-    first = QueryPart(work, ring, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR)
-    second = QueryPart(work, ring, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR)
+    first = QueryPart(work, ring, given, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR)
+    second = QueryPart(
+        work, ring, given, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR
+    )
     gl.warp_specialize(
-        [(_sum_up, (first,)), (_sum_up, (second,)), (load_queries, (work, ring, lse, delta))],
+        [(_sum_up, (first,)), (_sum_up, (second,)), (load_queries, (work, ring, given, lse, delta))],
         [4, 1], [REGISTERS, OF_LOADER],
     )  # fmt: skip

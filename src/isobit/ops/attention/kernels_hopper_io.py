@@ -29,6 +29,7 @@ from isobit.blocks.hopper_pipe import (
 )
 from isobit.cache_key import CacheKey, remember
 from isobit.ops.attention.calls import call_of, decodes
+from isobit.ops.attention.kernels_hopper_parts import BY_ROWS
 
 # Triton 3.9 has other names for these than 3.6 and 3.7.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -37,6 +38,9 @@ reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 #: Warpgroups that multiply, and so parts of an item.
 PARTS = gl.constexpr(2)
+
+#: Registers per thread at launch, of a warp that multiplies, and of the loader.
+AT_LAUNCH, REGISTERS, OF_LOADER = 168, gl.constexpr(240), gl.constexpr(24)
 
 ONE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -102,6 +106,19 @@ def load_when_free(desc, batch, head, row, room, ready, empty, phase):
     mbarrier.wait(empty, phase)
     mbarrier.expect(ready, desc.block_type.nbytes)
     load_box(desc, batch, head, row, room, ready)
+
+
+@gluon.jit
+def clear(rooms, stage, begin, end, SIZE: gl.constexpr):
+    """Zeros for the rows of a stage's block of SIZE before `begin` and from `end` on."""
+    PIECE: gl.constexpr = 32  # rows at once
+    row = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(1, BY_ROWS)), 1)
+    for i in gl.static_range(SIZE // PIECE):
+        if (begin > i * PIECE) | (end < (i + 1) * PIECE):
+            piece = rooms.index(stage).slice(i * PIECE, PIECE)
+            live = (row + i * PIECE >= begin) & (row + i * PIECE < end)
+            piece.store(gl.where(live, piece.load(BY_ROWS), 0.0))
+    fence_async_shared()
 
 
 @record
@@ -210,11 +227,13 @@ class Ring:
     D: gl.constexpr  # filled up
     BLOCK: gl.constexpr
     STAGES: gl.constexpr
+    ARRIVALS: gl.constexpr  # that make queries ready: of TMA, and of whoever else writes
 
     @gluon.jit
     def create(
-        q_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr
-    ):
+        q_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+        FLAT: gl.constexpr, ARRIVALS: gl.constexpr = 1,
+    ):  # fmt: skip
         q = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, D], FLAT)
         k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], FLAT)
         v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], FLAT)
@@ -227,7 +246,7 @@ class Ring:
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
         v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
         for i in gl.static_range(PARTS):
-            mbarrier.init(q_ready.index(i), count=1)
+            mbarrier.init(q_ready.index(i), count=ARRIVALS)
             mbarrier.init(q_empty.index(i), count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
@@ -237,8 +256,43 @@ class Ring:
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return Ring(
             q_desc, k_desc, v_desc, q, k, v, items, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-            D, BLOCK, STAGES,
+            D, BLOCK, STAGES, ARRIVALS,
         )  # fmt: skip
+
+    @gluon.jit
+    def load_k(self, item, kv, at, stage, phase):
+        """The keys of a block, as soon as their room is free."""
+        load_when_free(
+            self.k_desc, item.batch, kv, at, self.k.index(stage), self.k_ready.index(stage),
+            self.k_empty.index(stage), phase,
+        )  # fmt: skip
+
+    @gluon.jit
+    def load_v(self, item, kv, at, stage, phase):
+        """The values of a block, as soon as their room is free."""
+        load_when_free(
+            self.v_desc, item.batch, kv, at, self.v.index(stage), self.v_ready.index(stage),
+            self.v_empty.index(stage), phase,
+        )  # fmt: skip
+
+    @gluon.jit
+    def announce(self, item, slot):
+        """What an item is, as soon as both parts are done with the queries before its own."""
+        for w in gl.static_range(PARTS):
+            mbarrier.wait(self.q_empty.index(w), slot ^ 1)
+        values = (
+            item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch, item.head
+        )  # fmt: skip
+        tell(self.items, slot, values)
+
+    @gluon.jit
+    def end(self, slot):
+        """There is no more work."""
+        none = gl.to_tensor(-1)
+        self.announce(Item(none, none, none, none, none, none, none, none), slot)
+        for w in gl.static_range(PARTS):
+            for _ in gl.static_range(self.ARRIVALS):
+                mbarrier.arrive(self.q_ready.index(w))
 
 
 @gluon.jit
@@ -256,17 +310,8 @@ def load_items(work, ring):
                 kv = item.head // work.G
                 at = first + item.begin
                 if item.blocks > 0:
-                    load_when_free(
-                        ring.k_desc, item.batch, kv, at, ring.k.index(stage), ring.k_ready.index(stage),
-                        ring.k_empty.index(stage), phase,
-                    )  # fmt: skip
-                for w in gl.static_range(PARTS):
-                    mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
-                values = (
-                    item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch,
-                    item.head,
-                )  # fmt: skip
-                tell(ring.items, slot, values)
+                    ring.load_k(item, kv, at, stage, phase)
+                ring.announce(item, slot)
                 for w in gl.static_range(PARTS):
                     if item.blocks > 0:
                         load_when_free(
@@ -279,22 +324,11 @@ def load_items(work, ring):
                 for block in range(item.blocks):
                     k_stage, k_phase = after(stage, phase, ring.STAGES)
                     if block + 1 < item.blocks:
-                        load_when_free(
-                            ring.k_desc, item.batch, kv, at + ring.BLOCK, ring.k.index(k_stage),
-                            ring.k_ready.index(k_stage), ring.k_empty.index(k_stage), k_phase,
-                        )  # fmt: skip
-                    load_when_free(
-                        ring.v_desc, item.batch, kv, at, ring.v.index(stage), ring.v_ready.index(stage),
-                        ring.v_empty.index(stage), phase,
-                    )  # fmt: skip
+                        ring.load_k(item, kv, at + ring.BLOCK, k_stage, k_phase)
+                    ring.load_v(item, kv, at, stage, phase)
                     at += ring.BLOCK
                     stage, phase = after(stage, phase, ring.STAGES)
-    for w in gl.static_range(PARTS):
-        mbarrier.wait(ring.q_empty.index(w), slot ^ 1)
-    none = gl.to_tensor(-1)
-    tell(ring.items, slot, (none, none, none, none, none, none, none, none))
-    for w in gl.static_range(PARTS):
-        mbarrier.arrive(ring.q_ready.index(w))
+    ring.end(slot)
 
 
 # Host side
