@@ -106,6 +106,21 @@ def gradients() -> None:
     assert shown == set("qkv"), shown
 
 
+def any_strides() -> None:
+    """What the forward left is read in whatever order its numbers lie."""
+    args = made(2, 5, 5, 2, 1, 64)
+    out, lse = model.attention(**args)
+    assert lse is not None
+    call = {n: v for n, v in args.items() if n != "return_lse"} | {"out": out, "lse": lse, "dlse": None}
+    call |= {"dout": torch.randn_like(out), **dict.fromkeys(("want_q", "want_k", "want_v"), True)}
+    wanted = kernels_triton_bwd.attention_bwd(**call)
+    for name in ("out", "lse", "dout"):
+        moved = call[name].transpose(0, 1).contiguous().transpose(0, 1)
+        assert not moved.is_contiguous()
+        for a, b in zip(kernels_triton_bwd.attention_bwd(**call | {name: moved}), wanted, strict=True):
+            assert a is not None and b is not None and torch.equal(a, b), name
+
+
 def tiles() -> None:
     """Which rows share a tile changes nothing: one query at a time is all at once."""
     args = made(1, 40, 40, 3, 1, 64)

@@ -160,6 +160,12 @@ def test_a_gradient_of_any_strides_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     same("begins anywhere", on_a_cpu(monkeypatch, args), model.attention_bwd(**args))
 
 
+def test_an_lse_of_any_strides_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = backward(made(1, 70, 70, 2, 1, 64))
+    args["lse"] = args["lse"].mT.contiguous().mT
+    same("transposed", on_a_cpu(monkeypatch, args), model.attention_bwd(**args))
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"), [((1, 70, 70, 2, 1, 256), "128 columns"), ((1, 0, 70, 2, 1, 64), "no queries")]
 )

@@ -12,7 +12,7 @@ CALLS = Path(__file__).with_name("attention_calls.py")
 
 
 @pytest.mark.parametrize(
-    "what", ["borders", "gradients", "tiles", "any_integers", "far_apart", "not_a_number"]
+    "what", ["borders", "gradients", "any_strides", "tiles", "any_integers", "far_apart", "not_a_number"]
 )
 def test_kernels(what: str) -> None:
     """See the functions of these names."""

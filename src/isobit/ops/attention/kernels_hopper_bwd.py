@@ -40,8 +40,8 @@ def _readable(t: Tensor) -> Tensor:
 def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv), those that are wanted."""
     call, factors = call_of(args), factors_of(args)
-    q, k, v, lse = (args[name] for name in ("q", "k", "v", "lse"))
-    dout = _readable(args["dout"])
+    q, k, v = (args[name] for name in ("q", "k", "v"))
+    lse, dout = args["lse"].contiguous(), _readable(args["dout"])
     want_kv = args["want_k"] or args["want_v"]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if args["want_q"] else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if want_kv else None

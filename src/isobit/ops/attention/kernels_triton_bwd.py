@@ -208,11 +208,11 @@ def _rows(t: Tensor) -> Tensor:
 
 def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor) -> Tensor:
     """delta [B, H, T] fp32."""
-    call, dlse = call_of(args), args["dlse"]
+    call, dlse, out = call_of(args), args["dlse"], args["out"].contiguous()
     rows = call.B * call.T * call.H
     delta = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=dout.device)
     launch(
-        delta_kernel, (-(-rows // 16),), args["out"], dout, dlse, delta, call.T, rows,
+        delta_kernel, (-(-rows // 16),), out, dout, dlse, delta, call.T, rows,
         dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2),
         *((0, 0, 0) if dlse is None else dlse.stride()), H=call.H, D=call.D, DP=call.padded, ROWS=16,
         num_warps=4, enable_fp_fusion=False,
@@ -223,8 +223,8 @@ def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor) -> Tensor:
 def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv), those that are wanted."""
     call, factors = call_of(args), factors_of(args)
-    q, k, v, lse, table = (args[name] for name in ("q", "k", "v", "lse", "block_table"))
-    dout = _rows(args["dout"])
+    q, k, v, table = (args[name] for name in ("q", "k", "v", "block_table"))
+    lse, dout = args["lse"].contiguous(), _rows(args["dout"])
     want_kv = args["want_k"] or args["want_v"]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if args["want_q"] else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if want_kv else None
