@@ -154,6 +154,7 @@ TABLE, ONE = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3])
          "key_end: [1] int64): packed keys are bounded by cu_seqlens_k"),
         ({"block_table": TABLE, "k": K[:, :24].contiguous(), "v": V[:, :24].contiguous()},
          "a page must hold a multiple of 16 keys, not 24"),
+        ({"block_table": TABLE, "k": K[:0], "v": V[:0], "validate": False}, "needs at least one page"),
         ({"block_table": TABLE - 1}, "block_table: [2, 1] int32): [0, 0]=-1 is no page: there are 2"),
         ({"block_table": TABLE, "q": Q.clone().requires_grad_()}, "keys in pages have no gradient"),
     ],

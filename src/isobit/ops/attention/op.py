@@ -182,6 +182,8 @@ def _pages(contract: Contract, args: dict[str, Any]) -> None:
     page = k.shape[1]
     if page == 0 or page % 16:
         raise contract.error("k", k, f"a page must hold a multiple of 16 keys, not {page}")
+    if k.shape[0] == 0 and table.numel():  # kernels take any number for that of some page
+        raise contract.error("k", k, "needs at least one page, since block_table names some")
     if torch.is_grad_enabled() and any(args[n].requires_grad for n in ("q", "k", "v")):
         rule = "keys in pages have no gradient: sequences may share them; use packed or dense keys"
         raise contract.error("block_table", table, rule)

@@ -37,6 +37,12 @@ def _half_pages(args: Args) -> Args:
     return args | pages | {"block_table": _integers(args, len(args["q"]), 1)}
 
 
+def _no_pages(args: Args) -> Args:
+    """Kernels have no place to read from, whatever the table says."""
+    none = {n: args[n].new_empty(0, 16, *args[n].shape[2:]) for n in ("k", "v")}
+    return args | none | {"block_table": _integers(args, len(args["q"]), 2)}
+
+
 def _heads_less(args: Args) -> Args:
     """Three KV heads, or two: one of these does not divide the number of query heads."""
     H = args["q"].shape[2]
@@ -64,6 +70,7 @@ MUTANTS = [
     Mutant("no bounds at all", "cu_seqlens_q", lambda a: a | {"cu_seqlens_q": _integers(a, 0)}),
     Mutant("a batch that is packed", "q", lambda a: a | {"cu_seqlens_q": _integers(a, 2)}),
     Mutant("pages of 8", "k", _half_pages),
+    Mutant("no pages", "k", _no_pages),
 ]
 
 
