@@ -243,7 +243,7 @@ def rms_norm(
 
     Gradients: x and residual share one gradient tensor, rounded once. dweight is a sum over the rows in their
     order, by groups of 16, rounded once: it does not depend on the leading shape, on strides or on the
-    schedule, and rows at the end whose dout is 0 do not change it.
+    schedule, and finite rows at the end whose dout is 0 do not change it.
 
     Example:
         >>> import torch, isobit
