@@ -185,7 +185,7 @@ def test_a_place_that_is_none_or_taken_is_an_error_before_anything_runs(
     [
         ("logp", "temperature=-1", "logp(temperature: -1.0): must be a positive number"),
         ("logp", "ids=int16", "logp(token_ids: "),
-        ("attention", "window=0", "attention(window: 0): must be 1"),
+        ("attention", "window=0", "attention(window: 0): must be from 1"),
     ],
 )
 def test_a_value_that_the_contract_refuses_is_an_error_of_the_command(
@@ -377,7 +377,7 @@ def test_facts_are_written_beside_the_laws(
     isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fact = {"op": "det_gemm", "what": "the moon is full"}
-    monkeypatch.setattr(cli, "observations", lambda request: [fact])
+    monkeypatch.setattr(checking, "observations", lambda request: [fact])
     ops = ("--op", "det_gemm", "--op", "logp", "--device", "cpu", "--law", "contract")
     done = isobit(
         "check",

@@ -230,7 +230,7 @@ def test_a_solved_run_exits_with_0(
         (("--steps", "0"), "--steps 0: at least 1"),
         (("--seed", "-1"), "--seed -1: outside"),
         (("--device", "meta"), "'meta' computes nothing"),
-        (("--html", "/dev/null/x.html"), "nothing has run yet"),
+        (("--html", "/dev/null/x.html"), "--html /dev/null/x.html: no folder /dev/null"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(

@@ -241,9 +241,11 @@ def _signature(function: Function) -> inspect.Signature | None:
         found = inspect.signature(function, follow_wrapped=False)
         anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         if {p.kind for p in found.parameters.values()} <= anything:
-            inner = function.forward if isinstance(function, torch.nn.Module) else None
-            inner = function._init_fn if isinstance(function, torch.library.CustomOpDef) else inner
-            inner = getattr(function, "__wrapped__", inner)
+            inner = getattr(function, "__wrapped__", None)
+            if isinstance(function, torch.nn.Module):  # a compiled one holds the module that it was made of
+                inner = getattr(function, "_orig_mod", function).forward
+            elif isinstance(function, torch.library.CustomOpDef):
+                inner = function._init_fn
             return found if inner is None else _signature(inner)
     except (TypeError, ValueError):  # C functions have none
         return None
