@@ -46,13 +46,15 @@ class Stub:
     def communicate(self) -> None:
         self.ended = True
 
+    kill = communicate
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Stub]:
     """Stubs of the processes that were started."""
     found: list[Stub] = []
 
-    def start(module: str, env: Any) -> Stub:
+    def start(module: str, env: Any, apart: bool) -> Stub:
         found.append(Stub())
         return found[-1]
 
@@ -141,8 +143,8 @@ def test_a_process_makes_calls_and_ends(monkeypatch: pytest.MonkeyPatch) -> None
     processes: list[Any] = []
     own, said = ahead.started, []
 
-    def start(module: str, env: Any) -> Any:
-        processes.append(own(module, env))
+    def start(module: str, env: Any, apart: bool) -> Any:
+        processes.append(own(module, env, apart))
         return processes[-1]
 
     monkeypatch.setattr(ahead, "started", start)
@@ -168,6 +170,20 @@ def test_a_process_that_dies_takes_one_call_with_it(
     make([first(name=name) for name in ("first", "second", "third")], 1, 0, quiet)
     assert taken == [(0, "first"), (0, "second"), (1, "third")]
     assert all(process.ended for process in started)
+
+
+def test_a_process_that_dies_in_its_first_call_is_not_replaced(
+    started: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot import something, for one: each of hundreds of calls would start another."""
+
+    def ask(process: Stub, call: First) -> Iterator[str]:
+        raise ProcessEnded(1)
+        yield
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    make([first()] * 50, 3, 0, quiet)
+    assert len(started) == 3 and all(process.ended for process in started)
 
 
 def test_calls_wait_until_there_is_memory_for_them(
@@ -196,9 +212,12 @@ def test_after_an_interruption_no_further_call_is_made(
 
     def ask(process: Stub, call: First) -> Iterator[str]:
         taken.append(call)
-        raise KeyboardInterrupt
+        if len(taken) == 1:
+            raise KeyboardInterrupt
+        sleep(0.02)
+        yield ""
 
     monkeypatch.setattr(ahead, "ask", ask)
     with pytest.raises(KeyboardInterrupt):
-        make([first()] * 50, 1, 0, quiet)
-    assert len(taken) == 1
+        make([first()] * 50, 2, 0, quiet)
+    assert len(taken) < 25 and all(process.ended for process in started)

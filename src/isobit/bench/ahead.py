@@ -6,9 +6,10 @@ PyTorch. A call that fails there is not reported: it fails again when it is time
 """
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Condition
 
@@ -101,6 +102,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
     left = list(enumerate(calls, start=1))[::-1]
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
     free, changed = memory, Condition()
+    running: list[subprocess.Popen[str]] = []
 
     def take() -> tuple[int, First] | None:
         """The next call, once there is memory for it."""
@@ -118,33 +120,46 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
             free += call.memory
             changed.notify_all()
 
-    def work() -> None:
+    def start() -> "subprocess.Popen[str]":
         # PyTorch's compiler would start processes of its own in each of these.
         env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        process = started("isobit.bench.ahead", env)
+        running.append(started("isobit.bench.ahead", env, apart=True))
+        return running[-1]
+
+    def work() -> None:
+        process = None
         while taken := take():
             number, call = taken
             if number in shown:
                 say(f"compiling: {number} of {len(calls)}")
             try:
+                fresh = process is None
+                process = process or start()
                 for _ in ask(process, call):
                     pass
             except ProcessEnded:
+                assert process is not None
                 process.communicate()
-                process = started("isobit.bench.ahead", env)
+                process = None
+                if fresh:  # the next one would not come any further
+                    return
             finally:
                 give_back(call)
-        process.communicate()
+        if process is not None:
+            process.communicate()
 
     with ThreadPoolExecutor(processes) as pool:
         threads = [pool.submit(work) for _ in range(processes)]
         try:
-            for thread in threads:
+            for thread in wait(threads, return_when=FIRST_EXCEPTION).done:
                 thread.result()
-        finally:
+        except BaseException:  # Ctrl-C: no further call is made, and those under way end
             with changed:
-                left.clear()  # after Ctrl-C no further call is made
+                left.clear()
                 changed.notify_all()
+            for each in running:
+                each.kill()
+            raise
 
 
 def _answer(first: First) -> None:
@@ -155,24 +170,13 @@ def _answer(first: First) -> None:
     def ignored(text: str) -> None:
         pass
 
-    vouch = Vouch(device, None, True, ignored)
-    pool = Pool(device)
-    lineup = Lineup(
-        subject.series[first.series],
-        pool,
-        first.backend,
-        first.impls,
-        None,
-        1.0,
-        1.0,
-        vouch,
-        ignored,
-        ignored,
-    )
+    series, pool, vouch = subject.series[first.series], Pool(device), Vouch(device, None, True, ignored)
+    lineup = Lineup(series, pool, first.backend, first.impls, None, 1.0, 1.0, vouch, ignored, ignored)
     lineup.call_once(first.case, first.directions)
     pool.keep(None)
-    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
-        torch.cuda.empty_cache()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # after an illegal access no call works any more: end, and let another go on
+        torch.cuda.empty_cache()  # memory that it caches is not available to the others
 
 
 if __name__ == "__main__":

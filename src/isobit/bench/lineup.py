@@ -87,17 +87,15 @@ class Lineup:
         return found
 
     def call_once(self, case: Case, directions: Sequence[str]) -> None:
-        """Call every implementation, so that its kernels are compiled. An error here occurs again when it is
-        timed, and is reported there."""
-        try:
+        """Call every implementation, so that what its first call compiles is compiled. What fails here fails
+        again where it is timed, and is reported there."""
+        with suppress(Exception):
             copies = self.series.make(varied(case, self.series.options), self.pool)[:1]
             ours = self.ours(case, copies[0])
             for direction in directions:
                 for each in self.contenders(case, copies, direction, None, ours):
                     with suppress(Exception), torch.set_grad_enabled(each.grad):
                         each.build()[0]()
-        except Exception:
-            return
 
     def options(self, case: Case) -> dict[str, Any]:
         """The options in which this call differs from a plain one."""
