@@ -1,8 +1,9 @@
 """The `isobit` command in the process of the tests: importing PyTorch again for each would cost seconds."""
 
+import json
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,3 +28,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arg
     if isinstance(stop.value.code, str):  # Python prints such a code to standard error and exits with 1
         return Done(1, out, err + stop.value.code)
     return Done(int(stop.value.code or 0), out, err)
+
+
+def report(done: Done) -> dict[str, Any]:
+    """What `--json -` printed."""
+    found: dict[str, Any] = json.loads(done.out)
+    return found

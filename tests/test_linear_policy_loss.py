@@ -1,6 +1,5 @@
 """`linear_policy_loss` on CPU tensors: what a loss gets, what is returned, and what is refused."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import isobit
 from interpreted import in_interpreter
@@ -292,60 +290,6 @@ def test_without_gradients_there_is_a_forward_alone(
     assert not linear_policy_loss(*detached, loss_fn=loss_fn)[0].requires_grad
 
 
-def test_there_is_no_second_derivative() -> None:
-    hidden, weight, ids = make(5)
-    loss, _ = linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
-    (grad,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
-        torch.autograd.grad(grad.sum(), hidden)
-
-
-@pytest.mark.parametrize("leaf", [0, 1])
-def test_a_gradient_penalty_is_refused_and_not_taken_for_a_constant(leaf: int) -> None:
-    """The gradient of the loss is 1 there, so nothing but the tensors themselves can carry the refusal."""
-    tensors = make(5)
-    wanted = tensors[leaf]
-    loss, _ = linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.sum())
-    (grad,) = torch.autograd.grad(loss, wanted, create_graph=True)
-    assert grad.requires_grad
-    with pytest.raises(RuntimeError, match="linear_policy_loss has no second derivative"):
-        torch.autograd.grad(loss + grad.square().sum(), wanted)
-
-
-def test_the_backward_keeps_no_hidden_states() -> None:
-    hidden, weight, ids = make(5)
-    states = hidden * 1
-    alive = weakref.ref(states)
-    loss, _ = linear_policy_loss(states, weight, ids, loss_fn=lambda logp, entropy: logp.sum())
-    del states
-    assert alive() is None
-    loss.backward()
-    assert hidden.grad is not None and hidden.grad.any()
-
-
-def test_hooks_on_saved_tensors_leave_the_inner_graph_alone() -> None:
-    """Checkpointing recomputes what such a graph saved, in the middle of the forward; and offloading it moves
-    what lives for one chunk."""
-    hidden, weight, ids = make(5)
-    calls: list[int] = []
-
-    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
-        calls.append(len(logp))
-        return (logp.exp() * logp).sum()
-
-    def loss_of(states: Tensor) -> Tensor:
-        return linear_policy_loss(states * 1, weight, ids, loss_fn=loss_fn, validate=False)[0]
-
-    loss_of(hidden).backward()
-    expected, hidden.grad = hidden.grad, None
-    checkpoint(loss_of, hidden, use_reentrant=False).backward()
-    assert torch.equal(hidden.grad, expected) and calls == [5, 5, 5]  # plain; then forward and recomputation
-    seen: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        loss_of(hidden)
-    assert all(t.shape != (5,) for t in seen)
-
-
 # Few rows, odd rows
 
 
@@ -469,44 +413,3 @@ for entropy in (False, True):
 @pytest.mark.compat
 def test_triton_has_the_bits_of_linear_logp() -> None:
     in_interpreter(CHILD)
-
-
-# PyTorch around it
-
-
-def test_explain_knows_it() -> None:
-    hidden, weight, ids = make(5)
-    found = isobit.explain("linear_policy_loss", hidden, weight, ids, loss_fn=weighed)
-    assert found.backend == "reference" and list(found.reasons) == ["hopper", "triton", "reference"]
-    with pytest.raises(TypeError, match=r"call isobit\.linear_policy_loss"):
-        OPS["linear_policy_loss"](hidden=hidden)
-
-
-def test_torch_compile_breaks_there_and_says_why() -> None:
-    hidden, weight, ids = make(12)
-
-    def step(hidden: Tensor, weight: Tensor) -> Tensor:
-        loss, _ = isobit.linear_policy_loss(
-            hidden * 2, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=room(5)
-        )
-        return loss * 3
-
-    torch._dynamo.reset()
-    eager = torch.autograd.grad(step(hidden, weight), (hidden, weight))
-    broken = torch.compile(step, backend="eager")(hidden, weight)
-    for ours, theirs in zip(torch.autograd.grad(broken, (hidden, weight)), eager, strict=True):
-        assert torch.equal(ours, theirs)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="linear_policy_loss is a function over ops"):
-        torch.compile(step, backend="eager", fullgraph=True)(hidden, weight)
-    torch._dynamo.reset()
-
-
-def test_transforms_of_torch_func_are_refused() -> None:
-    hidden, weight, ids = (t.detach() for t in make(5))
-
-    def loss(hidden: Tensor) -> Tensor:
-        return linear_policy_loss(hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum())[0]
-
-    with pytest.raises(ContractError, match=r"no transform of torch\.func can see through it"):
-        torch.func.grad(loss)(hidden)
