@@ -237,7 +237,7 @@ def test_a_law_that_fails_fails_the_command(isobit: Isobit, monkeypatch: pytest.
     monkeypatch.setitem(LAWS, "accuracy", replace(LAWS["accuracy"], run=broken))
     done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient")
     assert done.code == 1 and "FAIL logp reference accuracy [B=2 T=3 V=17 fp32]" in done.out
-    assert "RuntimeError: the moon is in the wrong place (test_cli.py:" in done.out
+    assert f"RuntimeError: the moon is in the wrong place ({Path(__file__).name}:" in done.out
     assert done.out.splitlines()[-1].endswith(": 1 cell FAILS")
     assert "1 FAIL of 1  1 ok" in done.out
 
