@@ -175,6 +175,13 @@ class Device:
             assert (at >= 0).all() and (at < p.base.numel()).all(), "written outside"
             p.base.view(-1)[at] = torch.from_numpy(x[mask]).to(p.base.dtype)
 
+        def atomic_add(p: Pointer, x: Any, sem: str) -> Array:
+            at = int(p.at)
+            assert 0 <= at < p.base.numel(), "added outside"
+            found = int(p.base.view(-1)[at])
+            p.base.view(-1)[at] = found + int(x)
+            return array(found, np.int32)
+
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
                 return array(args[0].real), array(args[0].imag)
@@ -201,6 +208,7 @@ class Device:
             program_id=lambda axis: array(self.places[axis], np.int32), static_range=range, constexpr=None,
             minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
+            atomic_add=atomic_add,
             arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
             expand_dims=lambda x, axis: array(np.expand_dims(x, axis)),
             full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),

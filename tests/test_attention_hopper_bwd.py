@@ -24,12 +24,13 @@ from isobit.ops.attention import (
 from isobit.ops.attention.proof.bits import cancelling
 
 
-def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, counters: Tensor) -> None:
     """What the kernel of that name leaves: its order is the model's."""
     wide = 1 << (out.shape[-1] - 1).bit_length()
     found = model._filled((out.float() * dout.float()).numpy(), 3, wide)
     found = model._halves(found.reshape(-1, wide), 1).reshape(out.shape[:-1]).swapaxes(1, 2)
     delta.copy_(torch.from_numpy(found.copy()))
+    counters.zero_()
     if dlse is not None:
         delta -= dlse
 
@@ -47,7 +48,7 @@ def on_a_cpu(
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         if kernel.__name__ == "delta_kernel":
-            return delta_of(*values[:4])
+            return delta_of(*values[:5])
         device.programs = grid[0]
         device.run(scopes[kernel.__name__], kernel, values)
 

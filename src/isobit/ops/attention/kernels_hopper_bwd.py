@@ -46,7 +46,8 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if args["want_q"] else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if want_kv else None
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if want_kv else None
-    delta = delta_of(launch, args, dout)
+    counters = torch.empty(2, dtype=torch.int32, device=q.device)
+    delta = delta_of(launch, args, dout, counters)
     DP, most = call.padded, sm_count(q.device)
     capped = args["softcap"] is not None
 
@@ -66,7 +67,7 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
     if dq is not None:
         tiles, block = count_tiles(call, 128), kernels_hopper_dq.KEYS[DP] // (2 if capped else 1)
         launch(
-            kernels_hopper_dq.dq_kernel, (min(tiles * call.H, most),), dq, *given, tiles,
+            kernels_hopper_dq.dq_kernel, (min(tiles * call.H, most),), dq, counters, *given, tiles,
             call.H, call.group, *factors, descriptor(q, 64, DP), descriptor(dout, 64, DP),
             descriptor(k, block, DP), descriptor(v, block, DP), call.D, DP, block,
             kernels_hopper_dq.STAGES[DP], flat, accumulator_layout(block), of_acc, *flags, **options,
@@ -75,7 +76,7 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
         tiles = count_blocks(call, 128)
         block = kernels_hopper_dkv.QUERIES[DP] // (2 if capped else 1)
         launch(
-            kernels_hopper_dkv.dkv_kernel, (min(tiles * call.KV, most),), dk, dv, *given,
+            kernels_hopper_dkv.dkv_kernel, (min(tiles * call.KV, most),), dk, dv, counters, *given,
             tiles, call.KV, call.group, *factors, descriptor(q, block, DP), descriptor(dout, block, DP),
             descriptor(k, 64, DP), descriptor(v, 64, DP), call.D, DP, block, kernels_hopper_dkv.STAGES[DP],
             kernels_hopper_dkv.SLOTS, flat, accumulator_layout(block), of_acc, *flags, **options,

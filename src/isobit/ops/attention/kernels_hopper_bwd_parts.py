@@ -26,3 +26,10 @@ def gradient_of_scores(p, bend, dp, delta, CAPPED: gl.constexpr):
     if CAPPED:
         ds = ds * bend
     return ds
+
+
+@gluon.jit
+def taken(counter):
+    """The number of the next item that no program has taken; past the last there is none. A program's first
+    item is the one with its own number."""
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")

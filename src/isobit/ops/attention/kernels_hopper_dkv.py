@@ -233,15 +233,15 @@ def _sum_up(part):
 
 @kernel
 def dkv_kernel(
-    dk, dv, lse, delta, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, KV, G, c, cap, slope,
-    scale, q_desc, do_desc, k_desc, v_desc,
+    dk, dv, counters, lse, delta, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, KV, G, c,
+    cap, slope, scale, q_desc, do_desc, k_desc, v_desc,
     D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     FLAT: gl.constexpr, OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr,
     ENDS: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     work = KeyWork(
-        key_start, key_end, cu_q, cu_k, lse, delta, T, S, sequences, window, tiles, KV, G, BLOCK, PACKED,
-        STARTS, ENDS, CAUSAL, WINDOWED,
+        key_start, key_end, cu_q, cu_k, lse, delta, counters + 1, T, S, sequences, window, tiles, KV, G,
+        BLOCK, PACKED, STARTS, ENDS, CAUSAL, WINDOWED,
     )  # fmt: skip
     ring = KeyRing.create(q_desc, do_desc, k_desc, v_desc, DP, BLOCK, STAGES, SLOTS, FLAT)
     first = KeyPart(work, ring, dk, dv, c, cap, slope, scale, D, OF_Z, OF_ACC, 0, CAPPED)

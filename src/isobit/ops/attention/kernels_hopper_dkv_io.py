@@ -2,10 +2,10 @@
 them, and the loader warp.
 
 An *item* is 128 keys of one head: two parts of 64, one for each of two warpgroups. Its queries come in blocks
-of BLOCK, counted by their positions among the keys, for every head of the group one after the other. Programs
-take items by turns, those that most queries see first, every other round in the opposite direction. Heads and
-sequences are neighbours, and so items that read the same queries are at work at about the same time. Nothing
-of this decides bits.
+of BLOCK, counted by their positions among the keys, for every head of the group one after the other. A
+program that is done with an item takes the next: a counter says which. Those that most queries see come
+first. Heads and sequences are neighbours, and so items that read the same queries are at work at about the
+same time. Nothing of this decides bits.
 
 What is outside of a tensor comes from TMA as zeros, in front of its first row too.
 """
@@ -21,6 +21,7 @@ from isobit.blocks.hopper_pipe import (
     tma,
 )
 from isobit.blocks.temperature import LOG2E
+from isobit.ops.attention.kernels_hopper_bwd_parts import taken
 from isobit.ops.attention.kernels_hopper_io import (
     ONE,
     ONE_EACH,
@@ -29,7 +30,6 @@ from isobit.ops.attention.kernels_hopper_io import (
     load_box,
     packed_piece,
     tell,
-    turn,
 )
 
 _LOG2E = gl.constexpr(LOG2E)
@@ -60,6 +60,7 @@ class KeyWork:
     cu_k: gl.tensor
     lse: gl.tensor
     delta: gl.tensor
+    counter: gl.tensor  # of items that were taken beside the first of each program
     T: gl.tensor
     S: gl.tensor
     sequences: gl.tensor
@@ -186,46 +187,46 @@ def load_keys(work, ring):
     slot = gl.to_tensor(0)
     kv_phase = gl.to_tensor(1)
     j = gl.arange(0, ring.BLOCK, ONE_EACH)
-    for i in range(gl.cdiv(work.tiles * work.KV, gl.num_programs(0))):
-        t = turn(i)
-        if t < work.tiles * work.KV:
-            item, row = work.item(t)
-            for w in gl.static_range(PARTS):
-                mbarrier.wait(ring.kv_empty.index(slot * PARTS + w), kv_phase)
-            values = (
-                item.blocks, item.low, item.keys, item.before, item.start, item.first, item.batch, item.kv
-            )  # fmt: skip
-            tell(ring.items, slot, values)
-            for w in gl.static_range(PARTS):
-                bar = ring.kv_ready.index(slot * PARTS + w)
-                if item.blocks > 0:
-                    at = item.first + item.start + w * ROWS
-                    mbarrier.expect(bar, ring.k_desc.block_type.nbytes + ring.v_desc.block_type.nbytes)
-                    load_box(ring.k_desc, item.batch, item.kv, at, ring.k.index(slot * PARTS + w), bar)
-                    load_box(ring.v_desc, item.batch, item.kv, at, ring.v.index(slot * PARTS + w), bar)
-                else:
-                    mbarrier.arrive(bar)
-            slot, kv_phase = after(slot, kv_phase, ring.SLOTS)
-            for g in range(work.G):
-                head = item.kv * work.G + g
-                at = row + item.low - item.before
-                numbers = (item.batch * work.KV * work.G + head).to(gl.int64) * work.T + at
-                last = row + item.keys - item.before
-                for block in range(item.blocks):
-                    live = (at + j >= row) & (at + j < last)
-                    base = -(gl.load(work.lse + numbers + j, mask=live, other=0.0) * _LOG2E)
-                    delta = gl.load(work.delta + numbers + j, mask=live, other=0.0)
-                    bar = ring.ready.index(stage)
-                    mbarrier.wait(ring.empty.index(stage), phase)
-                    mbarrier.expect(bar, ring.q_desc.block_type.nbytes + ring.do_desc.block_type.nbytes)
-                    load_box(ring.q_desc, item.batch, head, at, ring.q.index(stage), bar)
-                    load_box(ring.do_desc, item.batch, head, at, ring.do.index(stage), bar)
-                    ring.base.index(stage).store(base)
-                    ring.delta.index(stage).store(delta)
-                    mbarrier.arrive(ring.numbers.index(stage))
-                    at += ring.BLOCK
-                    numbers += ring.BLOCK
-                    stage, phase = after(stage, phase, ring.STAGES)
+    t = gl.program_id(0)
+    while t < work.tiles * work.KV:
+        item, row = work.item(t)
+        for w in gl.static_range(PARTS):
+            mbarrier.wait(ring.kv_empty.index(slot * PARTS + w), kv_phase)
+        values = (
+            item.blocks, item.low, item.keys, item.before, item.start, item.first, item.batch, item.kv
+        )  # fmt: skip
+        tell(ring.items, slot, values)
+        for w in gl.static_range(PARTS):
+            bar = ring.kv_ready.index(slot * PARTS + w)
+            if item.blocks > 0:
+                at = item.first + item.start + w * ROWS
+                mbarrier.expect(bar, ring.k_desc.block_type.nbytes + ring.v_desc.block_type.nbytes)
+                load_box(ring.k_desc, item.batch, item.kv, at, ring.k.index(slot * PARTS + w), bar)
+                load_box(ring.v_desc, item.batch, item.kv, at, ring.v.index(slot * PARTS + w), bar)
+            else:
+                mbarrier.arrive(bar)
+        slot, kv_phase = after(slot, kv_phase, ring.SLOTS)
+        for g in range(work.G):
+            head = item.kv * work.G + g
+            at = row + item.low - item.before
+            numbers = (item.batch * work.KV * work.G + head).to(gl.int64) * work.T + at
+            last = row + item.keys - item.before
+            for block in range(item.blocks):
+                live = (at + j >= row) & (at + j < last)
+                base = -(gl.load(work.lse + numbers + j, mask=live, other=0.0) * _LOG2E)
+                delta = gl.load(work.delta + numbers + j, mask=live, other=0.0)
+                bar = ring.ready.index(stage)
+                mbarrier.wait(ring.empty.index(stage), phase)
+                mbarrier.expect(bar, ring.q_desc.block_type.nbytes + ring.do_desc.block_type.nbytes)
+                load_box(ring.q_desc, item.batch, head, at, ring.q.index(stage), bar)
+                load_box(ring.do_desc, item.batch, head, at, ring.do.index(stage), bar)
+                ring.base.index(stage).store(base)
+                ring.delta.index(stage).store(delta)
+                mbarrier.arrive(ring.numbers.index(stage))
+                at += ring.BLOCK
+                numbers += ring.BLOCK
+                stage, phase = after(stage, phase, ring.STAGES)
+        t = taken(work.counter)
     for w in gl.static_range(PARTS):
         mbarrier.wait(ring.kv_empty.index(slot * PARTS + w), kv_phase)
     none = gl.to_tensor(-1)

@@ -1,8 +1,8 @@
 """dq of attention on Hopper: class attn/1, with the formulas and the chain of `kernels_triton_bwd`.
 
 A program has two warpgroups with 64 queries each, and a warp that brings queries, gradients, keys and values.
-Items, their order and their blocks of keys are those of the forward (`kernels_hopper_io.Work`). For every
-block of keys:
+Items and their blocks of keys are those of the forward (`kernels_hopper_io.Work`); a program that is done
+with one takes the next, and a counter says which. For every block of keys:
 
     S = Q K^T,  dP = dO V^T      under way
     S is there:     P = 2^(S c - lse log2e), beside dP
@@ -27,7 +27,7 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma_wait,
 )
 from isobit.blocks.temperature import LOG2E
-from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, gradient_of_scores, probabilities
+from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, gradient_of_scores, probabilities, taken
 from isobit.ops.attention.kernels_hopper_io import (
     OF_LOADER,
     ONE,
@@ -39,7 +39,6 @@ from isobit.ops.attention.kernels_hopper_io import (
     clear,
     load_box,
     told,
-    turn,
 )
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, unpacked
 
@@ -74,45 +73,45 @@ class Gradients:
 
 
 @gluon.jit
-def load_queries(work, ring, given, lse, delta):
+def load_queries(work, ring, given, counter, lse, delta):
     """The loader."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     slot = gl.to_tensor(0)
     i = gl.arange(0, ROWS, ONE_EACH)
-    for n in range(work.rounds()):
-        t = turn(n)
-        if t < work.tiles * work.H:
-            item, first = work.item(t)
-            if item.live > 0:
-                kv = item.head // work.G
-                at = first + item.begin
+    t = gl.program_id(0)
+    while t < work.tiles * work.H:
+        item, first = work.item(t)
+        if item.live > 0:
+            kv = item.head // work.G
+            at = first + item.begin
+            if item.blocks > 0:
+                ring.load_k(item, kv, at, stage, phase)
+            numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
+            ring.announce(item, slot)
+            for w in gl.static_range(PARTS):
+                bar = ring.q_ready.index(w)
                 if item.blocks > 0:
+                    there = w * ROWS + i < item.live
+                    base = -(gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0) * _LOG2E)
+                    own = gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0)
+                    row = item.row + w * ROWS
+                    mbarrier.expect(bar, ring.q_desc.block_type.nbytes + given.do_desc.block_type.nbytes)
+                    load_box(ring.q_desc, item.batch, item.head, row, ring.q.index(w), bar)
+                    load_box(given.do_desc, item.batch, item.head, row, given.do.index(w), bar)
+                    given.base.index(w).store(base)
+                    given.delta.index(w).store(own)
+                else:
+                    mbarrier.arrive(bar)
+                mbarrier.arrive(bar)  # of the whole warp, which has written
+            slot = slot ^ 1
+            for block in range(item.blocks):
+                if block > 0:
                     ring.load_k(item, kv, at, stage, phase)
-                numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
-                ring.announce(item, slot)
-                for w in gl.static_range(PARTS):
-                    bar = ring.q_ready.index(w)
-                    if item.blocks > 0:
-                        there = w * ROWS + i < item.live
-                        base = -(gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0) * _LOG2E)
-                        own = gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0)
-                        row = item.row + w * ROWS
-                        mbarrier.expect(bar, ring.q_desc.block_type.nbytes + given.do_desc.block_type.nbytes)
-                        load_box(ring.q_desc, item.batch, item.head, row, ring.q.index(w), bar)
-                        load_box(given.do_desc, item.batch, item.head, row, given.do.index(w), bar)
-                        given.base.index(w).store(base)
-                        given.delta.index(w).store(own)
-                    else:
-                        mbarrier.arrive(bar)
-                    mbarrier.arrive(bar)  # of the whole warp, which has written
-                slot = slot ^ 1
-                for block in range(item.blocks):
-                    if block > 0:
-                        ring.load_k(item, kv, at, stage, phase)
-                    ring.load_v(item, kv, at, stage, phase)
-                    at += ring.BLOCK
-                    stage, phase = after(stage, phase, ring.STAGES)
+                ring.load_v(item, kv, at, stage, phase)
+                at += ring.BLOCK
+                stage, phase = after(stage, phase, ring.STAGES)
+        t = taken(counter)
     ring.end(slot)
 
 
@@ -280,8 +279,8 @@ def _sum_up(part):
 
 @kernel
 def dq_kernel(
-    dq, lse, delta, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap, slope,
-    scale, q_desc, do_desc, k_desc, v_desc,
+    dq, counters, lse, delta, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap,
+    slope, scale, q_desc, do_desc, k_desc, v_desc,
     D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr,
     OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
@@ -299,6 +298,9 @@ def dq_kernel(
         work, ring, given, leaving, dq, c, cap, slope, scale, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR
     )
     gl.warp_specialize(
-        [(_sum_up, (first,)), (_sum_up, (second,)), (load_queries, (work, ring, given, lse, delta))],
+        [
+            (_sum_up, (first,)), (_sum_up, (second,)),
+            (load_queries, (work, ring, given, counters, lse, delta)),
+        ],
         [4, 1], [REGISTERS, OF_LOADER],
     )  # fmt: skip

@@ -44,10 +44,13 @@ _SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles"]
 
 @triton.jit(do_not_specialize=["T", "count"])
 def delta_kernel(
-    out, dout, dlse, delta, T, count, o_sb, o_st, o_sh, l_sb, l_sh, l_st, H: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, ROWS: tl.constexpr,
+    out, dout, dlse, delta, counters, T, count, o_sb, o_st, o_sh, l_sb, l_sh, l_st, H: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, T] of ROWS rows; rows number (b, t, head)."""
+    """delta [B, H, T] of some rows, (b, t, head) by number; and zeros in two counters, if there are any."""
+    if counters is not None:
+        if tl.program_id(0) == 0:
+            tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < count
     b, t, h = row // (T * H), row // H % T, row % H
@@ -206,13 +209,13 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor) -> Tensor:
-    """delta [B, H, T] fp32."""
+def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor, counters: Tensor | None = None) -> Tensor:
+    """delta [B, H, T] fp32. Two counters of kernels that follow are set to zero on the way."""
     call, dlse, out = call_of(args), args["dlse"], args["out"].contiguous()
     rows = call.B * call.T * call.H
     delta = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=dout.device)
     launch(
-        delta_kernel, (-(-rows // 16),), out, dout, dlse, delta, call.T, rows,
+        delta_kernel, (-(-rows // 16),), out, dout, dlse, delta, counters, call.T, rows,
         dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2),
         *((0, 0, 0) if dlse is None else dlse.stride()), H=call.H, D=call.D, DP=call.padded, ROWS=16,
         num_warps=4, enable_fp_fusion=False,
