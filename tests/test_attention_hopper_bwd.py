@@ -51,6 +51,10 @@ def on_a_cpu(
             return delta_of(*values[:5])
         device.programs = grid[0]
         device.run(scopes[kernel.__name__], kernel, values)
+        given = dict(zip(kernel.arg_names, values, strict=False))
+        of_keys = kernel.__name__ == "dkv_kernel"
+        items = given["tiles"] * given["KV" if of_keys else "H"]
+        assert int(given["counters"][int(of_keys)]) == items  # each once, and each program once found none
 
     return kernels_hopper_bwd.attention_bwd(launch, **args)
 
