@@ -14,7 +14,7 @@ from isobit.backend import NONE, UnsupportedError
 from isobit.check.compare import OutputCheck, differing, same_bits
 from isobit.check.laws_shared import shared_gradients
 from isobit.check.laws_stream import sums_over_rows
-from isobit.check.proof import Args, Control
+from isobit.check.proof import Args, Control, Sample
 from isobit.check.rows import Rows, rows_of
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
 from isobit.check.units import units_of
@@ -260,7 +260,7 @@ def agree(trial: Trial) -> list[OutputCheck]:
     checks = []
     if proof.exact is not None:
         cotangents = trial.cotangents(ours[0]) if ours[1] else []
-        for name, (where, expected) in proof.exact(args, cotangents).items():
+        for name, (where, expected) in _model_bits(trial, args, cotangents).items():
             found = named[name][where].cpu()
             checks.append(same_bits(name, found, expected, f"{trial.numerics} by its model"))
         checks.append(_model_control(trial, args, named))
@@ -270,11 +270,20 @@ def agree(trial: Trial) -> list[OutputCheck]:
     return trial.conclusive(shared, also, checks)
 
 
+def _model_bits(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
+    """What the model expects. It takes the operations of the device on which its inputs are, and some
+    backends compute on the CPU wherever their tensors are."""
+    assert trial.proof.exact is not None
+    if trial.backend in trial.proof.slow:
+        args = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in args.items()}
+        cotangents = [g.cpu() for g in cotangents]
+    return trial.proof.exact(args, cotangents)
+
+
 def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> OutputCheck:
     """The model with another order must not agree, or the sample could not detect an order."""
-    assert trial.proof.exact is not None
     control = trial.proof.controls[0]
-    samples = trial.proof.exact(control.change(args), ())
+    samples = _model_bits(trial, control.change(args), ())
     ours = [named[name][where].cpu() for name, (where, _) in samples.items()]
     return trial.control(f"the model of {control.what}", ours, [bits for _, bits in samples.values()])
 
