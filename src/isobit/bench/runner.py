@@ -58,7 +58,8 @@ def run(
     report of `isobit check` that replaces a new check. `options` are applied to every case, including
     `layout`. With `core`, only the declared core cases. With `resume`, cases that are already in the file are
     not timed again. It stops between two cases after `minutes`, or if the longest case so far would not fit
-    into the remaining time. Raises CheckFailed for an op that fails its check.
+    into the remaining time; the first, which also loads compilers, does not count. Raises CheckFailed for an
+    op that fails its check.
     """
     begin = time.monotonic()
     subject = subject_of(known_op(of)) if isinstance(of, str) else of
@@ -111,7 +112,7 @@ def run(
             if minutes is not None and start + longest - begin >= 60 * minutes:
                 stopped = True
                 break
-            say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}")
+            say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}, after {start - begin:.0f} s")
             lineup = Lineup(
                 series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note
             )
@@ -125,7 +126,7 @@ def run(
             tidy(device)
             if path is not None and rows:  # after every case: an interrupted run keeps its results
                 write(path, to_json(so_far(len(todo) - 1 - i)))
-            longest = max(longest, time.monotonic() - start)
+            longest = max(longest, time.monotonic() - start) if i else 0.0
     left = todo[i:] if stopped else []
     if left:
         listed = "; ".join(f"{one.name} {case_name(case)}" for one, case, _ in left)
