@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from isobit.check.law import LAWS
 from isobit.check.process import ask
 from isobit.check.proofs import proof_of
 from isobit.check.request import Request
-from isobit.check.runner import FAIL, OK, Cell, Interrupted, _elsewhere, _is_shared, _shared, run
+from isobit.check.runner import FAIL, OK, Cell, Interrupted, _cells_here, _elsewhere, _is_shared, _shared, run
+from isobit.check.share import Share
 from isobit.op import OPS
 
 #: A case of the invariant law alone.
@@ -171,19 +173,40 @@ def test_threads_of_pytorch_leave_a_core_to_every_worker(workers_busy: int, thre
         torch.set_num_threads(before)
 
 
-def test_on_a_gpu_workers_take_every_small_case_and_this_process_the_large_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_workers_take_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_cannot_serve", lambda op, backend, device: None)
     gpu, op = Request(ops=("logp",), device=torch.device("cuda")), OPS["logp"]
     laws = ("accuracy", "invariant")
     jobs = _shared(op, "reference", replace(gpu, laws=laws))
-    assert {job.laws for job in jobs} == {("accuracy",), ("invariant",)} and all(job.case for job in jobs)
+    assert {job.laws for job in jobs} == {("accuracy",), ("invariant",)}
     declared = {case.name: case for law in laws for case in LAWS[law].cases(proof_of(op))}
-    assert {job.case for job in jobs} == {n for n, c in declared.items() if not (c.heavy or c.gpu_gb)}
+    assert {job.case for job in jobs} == set(declared)
     assert all(_is_shared(op, gpu) and not _is_shared(op, job) for job in jobs)
+    assert list(_cells_here(op, "reference", replace(gpu, laws=laws))) == []
     assert not _is_shared(op, replace(gpu, dims={"N": 4}))
     assert not _is_shared(op, replace(gpu, device=torch.device("cpu")))
+    needs = {(declared[str(job.case)].heavy, declared[str(job.case)].gpu_gb): workers._gigabytes(job)
+             for job in jobs}  # fmt: skip
+    assert needs[False, 0] == workers.SMALL_GB and needs[True, 0] == workers.HEAVY_GB
+    assert needs[True, 70] == 70
+
+
+def test_cases_run_beside_each_other_where_they_fit() -> None:
+    share = Share(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
+    assert share.take() == ("a", 6) and share.take() == ("c", 4)
+    waiting = Thread(target=lambda: found.append(share.take()))
+    found: list[Any] = []
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and found == []
+    share.give_back(4)
+    waiting.join(0.05)
+    assert waiting.is_alive()  # neither of the two fits yet
+    share.give_back(6)
+    waiting.join(10)
+    assert found == [("whole", 10)]  # alone, though it needs more than there is
+    share.close()
+    assert share.take() is None
 
 
 def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:

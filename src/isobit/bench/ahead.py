@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Condition
+from itertools import count
 
 import torch
 
@@ -21,6 +21,7 @@ from isobit.bench.series import Pool, Series
 from isobit.bench.vouch import Vouch
 from isobit.check.process import ProcessEnded, ask, serve, started
 from isobit.check.proof import Case
+from isobit.check.share import Share
 from isobit.check.workers import most_on_a_gpu
 from isobit.op import known_op
 
@@ -99,26 +100,10 @@ def first_calls(
 def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str], None]) -> None:
     """Make these calls in this many processes, as many at a time as fit in this much memory. A process that
     dies loses one call, and another one continues."""
-    left = list(enumerate(calls, start=1))[::-1]
+    share = Share(calls, lambda call: call.memory, memory)
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
-    free, changed = memory, Condition()
+    begun = count(1)
     running: list[subprocess.Popen[str]] = []
-
-    def take() -> tuple[int, First] | None:
-        """The next call, once there is memory for it."""
-        nonlocal free
-        with changed:
-            changed.wait_for(lambda: not left or left[-1][1].memory <= free)
-            if left:
-                free -= left[-1][1].memory
-                return left.pop()
-            return None
-
-    def give_back(call: First) -> None:
-        nonlocal free
-        with changed:
-            free += call.memory
-            changed.notify_all()
 
     def start() -> "subprocess.Popen[str]":
         # PyTorch's compiler would start processes of its own in each of these.
@@ -128,9 +113,9 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
 
     def work() -> None:
         process = None
-        while taken := take():
-            number, call = taken
-            if number in shown:
+        while taken := share.take():
+            call, memory = taken
+            if (number := next(begun)) in shown:
                 say(f"compiling: {number} of {len(calls)}")
             try:
                 fresh = process is None
@@ -144,7 +129,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
                 if fresh:  # the next one would not come any further
                     return
             finally:
-                give_back(call)
+                share.give_back(memory)
         if process is not None:
             process.communicate()
 
@@ -154,9 +139,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
             for thread in wait(threads, return_when=FIRST_EXCEPTION).done:
                 thread.result()
         except BaseException:  # Ctrl-C: no further call is made, and those under way end
-            with changed:
-                left.clear()
-                changed.notify_all()
+            share.close()
             for each in running:
                 each.kill()
             raise

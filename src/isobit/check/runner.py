@@ -166,14 +166,10 @@ def _is_elsewhere(op: Op, backend: str, law: str, request: Request) -> bool:
 
 
 def _is_shared(op: Op, request: Request) -> bool:
-    """Whether workers take the small cases of all laws: on a GPU, where compiling kernels takes most of the
-    time. Large cases stay in this process, one after another: several would not fit in memory."""
+    """Whether workers take the cases of all laws: on a GPU, where compiling kernels takes most of the
+    time."""
     one = request.case is not None or request.dims is not None
     return request.device.type == "cuda" and not one and not isinstance(op, Candidate)
-
-
-def _is_large(case: Case) -> bool:
-    return case.heavy or bool(case.gpu_gb)
 
 
 def _shared(op: Op, backend: str, request: Request) -> list[Request]:
@@ -185,7 +181,6 @@ def _shared(op: Op, backend: str, request: Request) -> list[Request]:
         if law == "compile" or never is None
         for asked in [request.for_law(law)]
         for case in _light_enough(op, backend, law, asked)
-        if not _is_large(case)
     ]
 
 
@@ -233,8 +228,8 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
             again = _command(op, backend, law, None, asked)
             yield Cell(op.name, backend, law, "", UNSUPPORTED, why, command=again)
             continue
-        for case in _light_enough(op, backend, law, asked):
-            if _is_large(case) or not _is_shared(op, request):
+        if not _is_shared(op, request):
+            for case in _light_enough(op, backend, law, asked):
                 yield _one(op, backend, law, case, asked)
 
 

@@ -2,8 +2,9 @@
 
 On a CPU most of them run Triton's interpreter. They must be separate processes, because Triton decides when
 it decorates a kernel whether it is compiled or interpreted. On a GPU there are more of them, because
-compiling kernels takes most of the time. Starting one takes as long as many laws, so all requests share them.
-If a worker dies, only its current request fails; another one is started for the next.
+compiling kernels takes most of the time, and they run as many cases at a time as fit in its memory. Starting
+one takes as long as many laws, so all requests share them. If a worker dies, only its current request fails;
+another one is started for the next.
 """
 
 import json
@@ -12,18 +13,23 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import Empty, Queue, SimpleQueue
+from queue import Queue
 from threading import Lock, Thread
 
 import torch
 
 from isobit.check import process
 from isobit.check.cell import FAIL, Cell
-from isobit.check.request import Request
+from isobit.check.request import Request, cases_of
+from isobit.check.share import Share
+from isobit.op import known_op
 
 #: Number of workers on a CPU, beside this process; and the maximum on a GPU, where each takes half a gigabyte
 #: before it starts.
 WORKERS, ON_A_GPU = 2, 12
+
+#: Gigabytes of GPU memory that a case may take: a heavy one that declares no number, and a small one.
+HEAVY_GB, SMALL_GB = 6, 1
 
 
 class Cells:
@@ -72,17 +78,19 @@ def start(requests: list[Request]) -> Cells:
     """Start working on the requests, each for one op, backend and law."""
     workers = [_Worker() for _ in range(how_many(requests))]
     cells = Cells(workers)
-    left: SimpleQueue[Request] = SimpleQueue()
-    for request in requests:
-        left.put(request)
+    share = Share(
+        requests, _gigabytes, max(map(_memory, {request.device for request in requests}), default=0)
+    )
 
     def work(worker: _Worker) -> None:
         try:
-            while not worker.stopped:
-                for cell in worker.answer(left.get_nowait()):
-                    cells.put(cell)
-        except Empty:
-            pass
+            while not worker.stopped and (taken := share.take()):
+                request, memory = taken
+                try:
+                    for cell in worker.answer(request):
+                        cells.put(cell)
+                finally:
+                    share.give_back(memory)
         finally:
             worker.end()
 
@@ -98,6 +106,21 @@ def start(requests: list[Request]) -> Cells:
 
     Thread(target=work_all, daemon=True).start()
     return cells
+
+
+def _memory(device: torch.device) -> int:
+    """Gigabytes that all cases under way may take on a device. On a CPU they are small."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory * 3 / 4e9)
+
+
+def _gigabytes(request: Request) -> int:
+    if request.device.type != "cuda":
+        return 0
+    (op,), (law,) = request.ops, request.laws
+    cases = cases_of(known_op(op), law, request)
+    return max((case.gpu_gb or (HEAVY_GB if case.heavy else SMALL_GB) for case in cases), default=0)
 
 
 @contextmanager
