@@ -219,7 +219,7 @@ PACKED = "B=1 T=30 S=30 H=2 KV=1 D=64 bf16 lengths=3+0+20+7 scale=0.2"
 PAGED = "B=2 T=2 S=50 H=2 KV=1 D=64 bf16 page=16"
 BITS = "B=3 T=5 S=40 H=2 KV=1 D=64 bf16 bounds=both"
 CUTS = "B=2 T=41 S=41 H=4 KV=1 D=64 bf16"
-LONG = "B=1 T=1 S=1100 H=8 KV=1 D=64 bf16"
+LONG = "B=1 T=1 S=1100 H=8 KV=1 D=64 bf16 scale=1.0"
 
 
 def never(args: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
     if bounded or not args["causal"]:
         return []
     if args["q"].shape[1] == 1:
-        args, _ = cancelling(args, trial.cotangents(trial.forward(args)))
+        # The order of keys shows best if all of them count, whatever the scale of the case.
+        args, _ = cancelling(args | {"scale": None}, trial.cotangents(trial.forward(args)))
         return [*_orders(trial, args), *_rooms(trial, args)]
     law = _Law(trial, args)
     return [*law.cuts(), *law.left_padding(), *law.right_padding(), *law.packing(), *law.heads()]
