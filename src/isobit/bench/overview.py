@@ -2,9 +2,10 @@
 
 One line per kind of call and direction, with the geometric mean over the cases of the file of two ratios:
 isobit's time over the baseline's, and the best rival's time over isobit's. The baseline is the implementation
-that the file names (`against`), or a copy of as many bytes. A rival does the same work as isobit; the best is
-the one with the smallest mean, on the cases where both ran. Variants of the baseline (`torch.mm_nosplit`) and
-of isobit (`isobit:triton`) are not rivals.
+that the file names (`against`); or the floor, which is what the bytes and the operations of a call take at
+the speed of a copy and of a large product; or a copy of as many bytes if there are no operations to count. A
+rival does the same work as isobit; the best is the one with the smallest mean, on the cases where both ran.
+Variants of the baseline (`torch.mm_nosplit`) and of isobit (`isobit:triton`) are not rivals.
 """
 
 import json
@@ -15,11 +16,18 @@ from pathlib import Path
 from isobit.bench.report import NEW, Report, Row
 from isobit.stamp import why_stale
 
-#: Directions that get a line. Those with a name of their own (dx, dw) are kinds of calls already.
-_TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "dx": "", "dw": ""}
+#: Directions that get a line; a backward alone only if nothing else was timed. Those with a name of their own
+#: (dx, dw) are kinds of calls already.
+_TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "bwd": "backward", "dx": "", "dw": ""}
 #: Marks results that were measured with older kernels.
 OLDER = " †"
 HEAD = ["call", "cases", "isobit's time", "best rival's time", "goals met"]
+
+
+def shown_of(directions: Iterable[str]) -> set[str]:
+    """The directions of one kind of call that are shown: a backward alone only if there is nothing else."""
+    known = set(directions)
+    return known - {"bwd"} or known
 
 
 def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], list[str]]:
@@ -37,11 +45,14 @@ def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], 
 def _of_file(report: Report) -> list[list[str]]:
     if report.get("figure", "ms") != "ms":  # host times have no baseline of their own
         return []
-    baseline = report.get("against") or "copy"
     rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
+    computes = any(row["tflops"] is not None for row in rows)
+    baseline = report.get("against") or ("floor" if computes else "copy")
     found: list[list[str]] = []
     age = OLDER if why_stale(report["stamp"]) else ""
     for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
+        if direction not in shown_of(row["direction"] for row in rows if row["op"] == op):
+            continue
         mine = [row for row in rows if (row["op"], row["direction"]) == (op, direction)]
         if ratios := _over_ours(mine, baseline):
             whole_step = any(row["method"] == "sync" for row in mine)
@@ -55,6 +66,8 @@ def _of_file(report: Report) -> list[list[str]]:
 
 def _over_ours(rows: Sequence[Row], name: str) -> list[float]:
     """Times of one implementation divided by isobit's, for each case in which both ran."""
+    if name == "floor":
+        return [row["floor_ms"] / row["ms"] for row in rows if row["impl"] == "isobit"]
     ours = {row["case"]: row["ms"] for row in rows if row["impl"] == "isobit"}
     return [row["ms"] / ours[row["case"]] for row in rows if row["impl"] == name and row["case"] in ours]
 
@@ -63,13 +76,15 @@ def _best_rival(rows: Sequence[Row], baseline: str) -> str:
     """The best rival's time divided by isobit's, its name, and in how many cases it ran."""
     found = {}
     for name in dict.fromkeys(row["impl"] for row in rows):
-        variant = name == baseline or name.startswith(f"{baseline}_") or name.partition(":")[0] == "isobit"
+        variant = name in (baseline, "copy") or name.startswith(f"{baseline}_")
+        variant = variant or name.partition(":")[0] == "isobit"
         if not variant and (ratios := _over_ours(rows, name)):
             found[name] = ratios
     if not found:
         return "-"
     best = min(found, key=lambda name: _mean(found[name]))
-    return f"{_mean(found[best]):.2f}x isobit ({best}, {len(found[best])} cases)"
+    cases = f"{len(found[best])} case{'s' * (len(found[best]) > 1)}"
+    return f"{_mean(found[best]):.2f}x isobit ({best}, {cases})"
 
 
 def _mean(ratios: Sequence[float]) -> float:

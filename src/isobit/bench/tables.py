@@ -10,8 +10,9 @@ all sizes of one, else with a line per case, beside the other rivals, their memo
 table has the host time of an eager call; a file whose figure that is (`launch`) has little else. Whole steps
 have a line per case, beside their baseline. A missing file leaves a line that says how to make it. `<!--
 results:linear_logp linear_logp_train -->` shows only these kinds of calls of such a file. `<!--
-results:summary -->` is a table with a line or two per file (`overview`). Between `<!-- op:logp -->` and `<!--
-/op -->` is the declaration of an op (`declared`).
+results:summary -->` is a table with a line or two per file (`overview`), `<!-- results:proven -->` one of
+what was checked and timed (`proven`). Between `<!-- op:logp -->` and `<!-- /op -->` is the declaration of an
+op (`declared`).
 """
 
 import argparse
@@ -25,7 +26,8 @@ from typing import Any
 
 from isobit.bench.declared import render_declared
 from isobit.bench.goals import Cell, cells
-from isobit.bench.overview import OLDER, overview
+from isobit.bench.overview import OLDER, overview, shown_of
+from isobit.bench.proven import proven
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
@@ -33,16 +35,17 @@ from isobit.op import public_ops
 from isobit.stamp import why_stale
 
 RESULTS = Path("results/h200")
-#: The name in a mark for the table over all files.
-SUMMARY = "summary"
+#: The names in a mark for the tables over all files.
+SUMMARY, PROVEN = "summary", "proven"
 
 #: At the start of a line: an indented mark is an example.
 _MARKED = re.compile(
     r"^(<!-- (results|op):([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /\2 -->)", re.DOTALL | re.MULTILINE
 )
 
-#: Directions that are shown. A backward alone is in the files; users pay for both together.
-_SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd"}
+#: Directions that are shown, and how. A backward alone is shown if nothing else was timed: users pay for both
+#: together.
+_SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd", "bwd": "bwd"}
 
 
 def render_op(path: Path, series: Sequence[str] = ()) -> str:
@@ -65,12 +68,20 @@ def render_summary(results_dir: Path) -> str:
     """A line or two for each op, then for each suite of whole steps; and what has not been timed yet."""
     folders = sorted({op.folder for op in public_ops().values()})
     lines, missing = overview(results_dir, (*folders, *suite_names()))
-    parts = [_markdown(lines, left=1)]
-    if any(line[0].endswith(OLDER) for line in lines):
-        parts.append(f"{OLDER.strip()} The kernels have changed since this was measured.")
+    parts = [_markdown(lines, left=1), *_legend(lines)]
     if missing:
         parts.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n\n".join(parts) + "\n"
+
+
+def render_proven(results_dir: Path) -> str:
+    lines = proven(results_dir)
+    return "\n\n".join([_markdown(lines, left=4), *_legend(lines)]) + "\n"
+
+
+def _legend(lines: Iterable[Sequence[str]]) -> list[str]:
+    older = any(cell.endswith(OLDER) for line in lines for cell in line)
+    return [f"{OLDER.strip()} The kernels have changed since this was measured."] * older
 
 
 def _missing(name: str) -> str:
@@ -115,8 +126,9 @@ def _all_known(series: Sequence[str], known: Iterable[str]) -> None:
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     """Rows by implementation, for every case in every direction that is shown."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
+    shown = shown_of(row["direction"] for row in rows)
     for row in rows:
-        if row["direction"] in _SHOWN:
+        if row["direction"] in shown:
             groups.setdefault((row["case"], row["direction"]), {})[row["impl"]] = row
     return groups
 
@@ -283,24 +295,28 @@ def _megabytes(taken: float | None) -> str:
 
 
 def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
-    """A table of fractions of the baseline's speed, and one of multiples of anything else."""
+    """A table of fractions of the speed of the baseline, or without one of what each goal names, and one of
+    multiples of anything else."""
 
     def share(value: float, goal: float | None) -> str:
         digits = 2 if value >= 0.5 else 3
         missed = " **missed**" if goal is not None and value < goal else ""
         return f"{value:.{digits}f}" + (f" (goal {goal:.{digits}f}{missed})" if goal is not None else "")
 
-    shares = [[f"speed as a share of {against}", "cells", "geometric mean", "slowest cell"]]
+    beside = ["share of the speed of"] if against is None else []
+    first = "goal" if against is None else f"speed as a share of {against}"
+    shares = [[first, *beside, "cells", "geometric mean", "slowest cell"]]
     times = [["goal", "figure", "against", "cells", "times at most"]]
     for e in summary:
         if e.get("goal_most") is None:
             mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
-            shares.append([e["what"], str(e["cells"]), mean, least])
+            shares.append([e["what"], *([e["against"]] * len(beside)), str(e["cells"]), mean, least])
         else:
             missed = "" if e["met"] else " **missed**"
             most = f"{1 / e['least']:.2f} (goal {e['goal_most']:g}{missed})"
             times.append([e["what"], e["figure"], e["against"], str(e["cells"]), most])
-    return [_markdown(table, left) for table, left in ((shares, 1), (times, 3)) if len(table) > 1]
+    left = 1 + len(beside)
+    return [_markdown(table, n) for table, n in ((shares, left), (times, 3)) if len(table) > 1]
 
 
 def _grid(found: Sequence[Cell]) -> str:
@@ -327,8 +343,8 @@ def updated(text: str, results_dir: Path) -> str:
         path = results_dir / f"{name}.json"
         if what == "op":
             shown = render_declared(name, results_dir)
-        elif name == SUMMARY:
-            shown = render_summary(results_dir)
+        elif name in (SUMMARY, PROVEN):
+            shown = (render_summary if name == SUMMARY else render_proven)(results_dir)
         else:
             shown = render_op(path, series.split()) if path.is_file() else _missing(name)
         return f"{opening}{shown}{closing}"
