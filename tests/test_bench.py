@@ -368,6 +368,18 @@ def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> 
     )
 
 
+def test_markdown_shows_the_floor_where_operations_and_not_bytes_decide_it(tmp_path: Path) -> None:
+    other = {"case": "other"}
+    products = a_row("isobit", 1.0), a_row("copy", 0.1)
+    write_results(tmp_path, *products)
+    shown = tables.render_op(tmp_path / "logp.json")
+    assert "| % of floor speed |" in shown and "| 1 | 50 % |" in shown
+    for last in ([a_row("copy", 0.48) | other], []):  # as fast as the floor, or not timed
+        write_results(tmp_path, *products, a_row("isobit", 0.6) | other, *last)
+        shown = tables.render_op(tmp_path / "logp.json")
+        assert "| % of copy speed |" in shown and "| 1 | 10 % |" in shown
+
+
 def test_results_of_other_kernels_are_marked(tmp_path: Path) -> None:
     write_results(tmp_path, *ROWS, kernels={"logp": "of other kernels"})
     assert "2026-01-02. The kernels have changed since</sub>" in tables.render_op(tmp_path / "logp.json")
@@ -400,7 +412,7 @@ def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp
     report = json.loads((tmp_path / "logp.json").read_text())
     (tmp_path / "logp.json").write_text(json.dumps(report | {"summary": [{"met": True}, {"met": False}]}))
     lines, missing = overview(tmp_path, ["no_file", "logp"])
-    line = ["`logp`, forward", "2", "1.00x copy", "1.50x isobit (liger, 1 cases)", "1 of 2"]
+    line = ["`logp`, forward", "2", "1.00x copy", "1.50x isobit (liger, 1 case)", "1 of 2"]
     assert missing == ["no_file"] and lines[1:] == [line]
     only_copy = {"against": "native", "rows": [a_row("isobit", 0.4), a_row("native", 0.2)], "figure": "ms"}
     (tmp_path / "logp.json").write_text(json.dumps(report | only_copy))

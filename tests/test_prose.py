@@ -199,6 +199,44 @@ def test_a_declaration_is_shown_as_it_is(tmp_path: Path) -> None:
         render_declared("nothing", tmp_path)
 
 
+def test_checks_of_an_op_may_be_in_several_files(tmp_path: Path) -> None:
+    def write(name: str, commit: str, *held: tuple[str, str, int], kernels: str = "") -> None:
+        stamp = {"gpu": "G", "commit": commit, "date": "2026-01-02T03:04:05Z"}
+        stamp |= {"kernels": {"logp": kernels} if kernels else {}}
+        found = [
+            {"op": op, "candidate": backend, "numerics": "none", "ok": ok, "fail": 1,
+             "cases": [{"law": "agree", "status": "ok"}] * ok}
+            for op, backend, ok in held
+        ]  # fmt: skip
+        (tmp_path / name).write_text(json.dumps({"stamp": stamp, "candidates": found}))
+
+    def line() -> str:
+        return next(one for one in tables.render_proven(tmp_path).splitlines() if "| `logp` |" in one)
+
+    assert line() == "| `logp` | - | - | - |"
+    write("check_logp_more.json", "new", ("logp", "reference", 4), ("logp", "hopper", 9), ("other", "a", 8))
+    assert line() == "| `logp` | 13 cells held, 2 failed | - | - |"
+    write("check_logp.json", "abc", ("logp", "hopper", 3))  # it goes before others with the same backend
+    assert line() == "| `logp` | 7 cells held, 2 failed | - | - |"
+    shown = render_declared("logp", tmp_path)
+    assert (
+        "| `hopper` | `none` | agree 3 | 1 |" in shown and "| `reference` | `none` | agree 4 | 1 |" in shown
+    )
+    assert "on G, commit abc, 2026-01-02; commit new, 2026-01-02. Cells" in shown
+    write("check_logp_more.json", "new", ("logp", "reference", 4), kernels="of other kernels")
+    assert line() == "| `logp` | 7 cells held, 2 failed † | - | - |"
+    assert "2026-01-02. The kernels have changed since. Cells" in render_declared("logp", tmp_path)
+
+
+def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
+    stamp: dict[str, Any] = {"kernels": {}}
+    runs = [{"op": op, "calls": 5, "errors": 1} for op in ("--control logp", "logp", "logp")]
+    (tmp_path / "memcheck_logp.json").write_text(json.dumps({"stamp": stamp, "runs": runs}))
+    rows = [{"op": "logp", "case": case, "impl": impl} for case in "abb" for impl in ("isobit", "copy")]
+    (tmp_path / "logp.json").write_text(json.dumps({"stamp": stamp, "rows": rows}))
+    assert "| `logp` | - | 10 calls, 2 errors | 2 cases |\n" in tables.render_proven(tmp_path)
+
+
 # That all of it can fail
 
 

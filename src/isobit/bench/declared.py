@@ -1,15 +1,15 @@
 """The declaration of an op, as a page shows it: its arguments, its backends, and the laws that held last.
 
 `<!-- op:logp -->` and `<!-- /op -->` in a page enclose it (`tables`). Arguments and backends come from the
-declaration in the op's `op.py`, laws from a result file of `isobit check` on a GPU.
+declaration in the op's `op.py`, laws from the result files of `isobit check` on a GPU.
 """
 
 import inspect
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.checked import checked
 from isobit.contract import Param, dtype_name
 from isobit.op import Op, public_ops
 from isobit.stamp import why_stale
@@ -22,14 +22,13 @@ def render_declared(name: str, results_dir: Path) -> str:
     ops = public_ops()
     if name not in ops:
         raise ValueError(f"op:{name}: no such op; known: {', '.join(sorted(ops))}")
-    op, path = ops[name], results_dir / f"check_{ops[name].folder}.json"
-    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"candidates": []}
-    found = [candidate for candidate in report["candidates"] if candidate["op"] == name]
-    parts = [_table(_arguments(op)), _table(_backends(op, found))]
+    op = ops[name]
+    found = [(mine, stamp) for mine, stamp in checked(results_dir, op.folder) if mine["op"] == name]
+    parts = [_table(_arguments(op)), _table(_backends(op, [mine for mine, _ in found]))]
     if found:
-        stamp = report["stamp"]
-        where = f"`isobit check` on {stamp['gpu']}, commit {stamp['commit']}, {stamp['date'][:10]}"
-        age = " The kernels have changed since." if why_stale(stamp) else ""
+        runs = dict.fromkeys(f"commit {stamp['commit']}, {stamp['date'][:10]}" for _, stamp in found)
+        where = f"`isobit check` on {found[0][1]['gpu']}, {'; '.join(runs)}"
+        age = " The kernels have changed since." if any(why_stale(stamp) for _, stamp in found) else ""
         parts.append(
             f"<sub>{where}.{age} Cells are cases of a law; `make check` runs them on your machine.</sub>"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.checked import checked
 from isobit.bench.overview import OLDER
 from isobit.op import public_ops
 from isobit.stamp import why_stale
@@ -20,12 +21,13 @@ def proven(results_dir: Path) -> list[list[str]]:
     folders: dict[str, list[str]] = {}
     for name, op in public_ops().items():
         folders.setdefault(op.folder, []).append(f"`{name}`")
-    kinds = (("check_", _laws), ("memcheck_", _accesses), ("", _timed))
     lines = [HEAD]
     for folder, names in sorted(folders.items()):
-        found = (_read(results_dir / f"{kind}{folder}.json") for kind, _ in kinds)
-        told = ("-" if report is None else say(report) for report, (_, say) in zip(found, kinds, strict=True))
-        lines.append([", ".join(names), *told])
+        watched, timed = (_read(results_dir / f"{kind}{folder}.json") for kind in ("memcheck_", ""))
+        accesses, cases = (
+            "-" if report is None else say(report) for report, say in ((watched, _accesses), (timed, _timed))
+        )
+        lines.append([", ".join(names), _laws(results_dir, folder), accesses, cases])
     return lines
 
 
@@ -33,8 +35,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text())) if path.is_file() else None
 
 
-def _laws(report: dict[str, Any]) -> str:
-    return f"{report['ok']} cells held, {report['fail']} failed{_age(report)}"
+def _laws(results_dir: Path, folder: str) -> str:
+    found = checked(results_dir, folder)
+    if not found:
+        return "-"
+    held, failed = (sum(candidate[status] for candidate, _ in found) for status in ("ok", "fail"))
+    age = OLDER if any(why_stale(stamp) for _, stamp in found) else ""
+    return f"{held} cells held, {failed} failed{age}"
 
 
 def _accesses(report: dict[str, Any]) -> str:
