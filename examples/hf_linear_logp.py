@@ -57,7 +57,7 @@ def main() -> None:
     print(
         f"all logits in fp32: {here / 1e6:.1f} MB here, {there / 1e9:.1f} GB for 8 x 4096 tokens, V = 151936;"
     )
-    print("linear_logp takes them in parts of 64 MB (workspace_bytes), forward and backward")
+    print("linear_logp stores none of them; its backward takes their gradients in parts (workspace_bytes)")
 
 
 if __name__ == "__main__":
