@@ -35,6 +35,13 @@ def test_python_dash_m_is_the_command() -> None:
     assert 'isobit = "isobit.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_a_folder_is_timed_by_the_name_of_its_files() -> None:
+    folders = [OPS[name].folder for name in cli.TIMED]
+    assert sorted(folders) == sorted({op.folder for op in public_ops().values()})
+    assert "grpo_loss" in cli.TIMED and cli.TIMED == sorted(cli.TIMED)
+    assert all(name == folder or folder not in OPS for name, folder in zip(cli.TIMED, folders, strict=True))
+
+
 def test_an_error_is_one_line_without_a_traceback() -> None:
     command = [sys.executable, "-m", "isobit", "check", "--op", "nope"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

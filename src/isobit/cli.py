@@ -91,7 +91,8 @@ SHORT = {"--batch": "--dim", "--seq": "--dim", "--vocab": "--dim", "--gradient":
 PUBLIC = sorted(public_ops())
 SUITES = suite_names()
 TARGETS = sorted({t for name in PUBLIC for k in proofs()[name].kernels.values() for t in k.by_name()})
-TIMED = list({OPS[name].folder: name for name in reversed(PUBLIC)}.values())  # a folder is timed together
+# A folder is timed together, by the name that its files have if an op has it.
+TIMED = sorted({OPS[name].folder: name for name in sorted(PUBLIC, key=lambda n: n == OPS[n].folder)}.values())
 
 
 @app.command()
