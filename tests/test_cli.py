@@ -38,7 +38,7 @@ def test_python_dash_m_is_the_command() -> None:
 def test_a_folder_is_timed_by_the_name_of_its_files() -> None:
     folders = [OPS[name].folder for name in cli.TIMED]
     assert sorted(folders) == sorted({op.folder for op in public_ops().values()})
-    assert "grpo_loss" in cli.TIMED and cli.TIMED == sorted(cli.TIMED)
+    assert "grpo_loss" in cli.TIMED and sorted(cli.TIMED) == cli.TIMED
     assert all(name == folder or folder not in OPS for name, folder in zip(cli.TIMED, folders, strict=True))
 
 
