@@ -44,7 +44,7 @@ _MARKED = re.compile(
     r"^(<!-- (results|op):([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /\2 -->)", re.DOTALL | re.MULTILINE
 )
 
-#: Directions that are shown, and how. A backward alone is shown if nothing else was timed: users pay for both
+#: How directions are shown; dx and dw as they are. A backward alone only if nothing else was timed: users pay for both
 #: together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd", "bwd": "bwd"}
 
@@ -149,7 +149,7 @@ def _host_lines(rows: Sequence[Row]) -> str:
     for (case, direction), both in _groups(rows).items():
         for name, group in _apart(case, both):
             ours, *theirs = (group.get(impl, {}).get("host_us") for impl in ("isobit", *others))
-            line = [name, _SHOWN[direction], "-" if ours is None else f"{ours:.0f}"]
+            line = [name, _SHOWN.get(direction, direction), "-" if ours is None else f"{ours:.0f}"]
             for us in theirs:
                 times = "" if us is None or ours is None else f" ({us / ours:.2f}x)"
                 line.append("-" if us is None else f"{us:.0f}{times}")
@@ -166,7 +166,7 @@ def _lines(rows: Sequence[Row]) -> str:
     lines = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     for (case, direction), group in groups.items():
         host = _host(group, ("isobit", *rivals))
-        lines.append([case, _SHOWN[direction], *_figures(group, rivals, limit), host])
+        lines.append([case, _SHOWN.get(direction, direction), *_figures(group, rivals, limit), host])
     return _markdown(lines, left=2)
 
 
