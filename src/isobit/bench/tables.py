@@ -44,8 +44,8 @@ _MARKED = re.compile(
     r"^(<!-- (results|op):([\w-]+)((?: [\w.-]+)*) -->\n).*?^(<!-- /\2 -->)", re.DOTALL | re.MULTILINE
 )
 
-#: How directions are shown; dx and dw as they are. A backward alone only if nothing else was timed: users pay for both
-#: together.
+#: How directions are shown; dx and dw as they are. A backward alone only if nothing else was timed: users pay
+#: for both together.
 _SHOWN = {"fwd": "fwd", "fwd_bwd": "fwd+bwd", "bwd": "bwd"}
 
 
