@@ -108,7 +108,7 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
     code = (
         "import time\n"
         "from isobit.check.process import serve\n"
-        "serve(lambda seconds: print('begun', flush=True) or time.sleep(seconds))"
+        "serve(lambda seconds, say: say('begun') or time.sleep(seconds))"
     )
     asked = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

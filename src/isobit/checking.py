@@ -1,11 +1,13 @@
 """A check and its report: on the screen, as JSON, as result files and as a page."""
 
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -32,6 +34,13 @@ class Files:
     results: Path | None = None
     html: Path | None = None
     commit: str | None = None
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+
+    @contextmanager
+    def stdout_for_json(self) -> Iterator[None]:
+        """Inside of this context other output goes to standard error, if the JSON goes to standard output."""
+        with redirect_stdout(sys.stderr) if self.to_stdout else nullcontext():
+            yield
 
     @property
     def to_stdout(self) -> bool:
@@ -86,7 +95,7 @@ def check_and_report(request: Request, files: Files) -> int:
         f"{time.perf_counter() - start:.0f} s: {report.verdict(found)}")  # fmt: skip
     # Last: what cannot be written after all is at least on the screen.
     if files.to_stdout:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1), file=files.stdout)
     elif files.json is not None:
         write(files.json, json.dumps(found, indent=1) + "\n")
     if files.results is not None and interrupted is None:

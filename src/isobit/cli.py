@@ -173,18 +173,20 @@ def check(
     check_commit(commit, json_path, results, html)
     if tolerances is not None and results is not None:
         raise ContractError("--results need isobit's own tolerances: with --tolerances, use --json")
-    if candidate is not None:
-        if len(request.ops) != 1 or request.backends or results is not None:
-            raise ContractError(
-                "--candidate is for one --op, without --backend and --results; --json keeps its report"
-            )
-        (dtype_out,) = dtypes_of([output_dtype]) if output_dtype else (None,)
-        theirs = load_candidate(request.ops[0], candidate, request.device, adapter, dtype_out)
-        request = replace(request, candidate=theirs)
-    elif adapter is not None or output_dtype is not None:
-        raise ContractError("--adapter and --output-dtype are for a --candidate: give one with them")
-    check_effects(request, given(ctx, SHORT))
-    raise typer.Exit(check_and_report(request, Files(json_path, results, html, commit)))
+    files = Files(json_path, results, html, commit)
+    with files.stdout_for_json():  # also from what a candidate prints
+        if candidate is not None:
+            if len(request.ops) != 1 or request.backends or results is not None:
+                raise ContractError(
+                    "--candidate is for one --op, without --backend and --results; --json keeps its report"
+                )
+            (dtype_out,) = dtypes_of([output_dtype]) if output_dtype else (None,)
+            theirs = load_candidate(request.ops[0], candidate, request.device, adapter, dtype_out)
+            request = replace(request, candidate=theirs)
+        elif adapter is not None or output_dtype is not None:
+            raise ContractError("--adapter and --output-dtype are for a --candidate: give one with them")
+        check_effects(request, given(ctx, SHORT))
+        raise typer.Exit(check_and_report(request, files))
 
 
 def _consistent(request: Request, law_and_compile: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count
+from threading import Event, Lock
 
 import torch
 
@@ -104,12 +105,17 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
     begun = count(1)
     running: list[subprocess.Popen[str]] = []
+    lock, stopped = Lock(), Event()  # a process that is being started while all are stopped is not forgotten
 
     def start() -> "subprocess.Popen[str]":
         # PyTorch's compiler would start processes of its own in each of these.
         env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        running.append(started("isobit.bench.ahead", env, apart=True))
-        return running[-1]
+        with lock:
+            process = started("isobit.bench.ahead", env, apart=True)
+            running.append(process)
+            if stopped.is_set():
+                process.kill()
+        return process
 
     def work() -> None:
         process = None
@@ -140,13 +146,15 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
                 thread.result()
         except BaseException:  # Ctrl-C: no further call is made, and those under way end
             share.close()
-            for each in running:
-                each.kill()
+            with lock:
+                stopped.set()
+                for each in running:
+                    each.kill()
             raise
 
 
-def _answer(first: First) -> None:
-    """Runs in another process."""
+def _answer(first: First, say: Callable[[str], None]) -> None:
+    """Runs in another process. Its answer has no lines: that it comes is enough."""
     subject = subject_of(known_op(first.name)) if first.flag == "--op" else suite_of(first.name)
     device = torch.device(first.device)
 

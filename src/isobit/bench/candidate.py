@@ -13,6 +13,7 @@ from isobit.bench.rival import Rival
 from isobit.bench.vouch import CheckFailed
 from isobit.check.candidate import Candidate
 from isobit.check.proof import Args
+from isobit.check.report import brief
 from isobit.check.request import Request
 from isobit.check.runner import run
 
@@ -26,7 +27,7 @@ def with_candidate(subject: Subject, candidate: Candidate) -> Subject:
     """The subject with the candidate as a rival, in every series of its op."""
     rival = Rival(
         NAME, partial(_call, candidate), directions=None if candidate.differentiable else ("fwd",),
-        prepare=partial(_supported, candidate), takes=None,
+        prepare=partial(_supported, candidate), anew=True, takes=None,
     )  # fmt: skip
     series = [replace(s, rivals={NAME: rival, **s.rivals}) for s in subject.series if s.op is candidate.whole]
     return replace(subject, series=series, candidate=candidate.flags)
@@ -36,7 +37,7 @@ def check_candidate(candidate: Candidate, device: torch.device, say: Callable[[s
     """Raise CheckFailed unless it passes on small cases."""
     say(f"checking {candidate.backends[0].name}, {device}, first")
     cells = run(Request(laws=LAWS, device=device, heavy=False, candidate=candidate))
-    wrong = [f"{c.law} {c.case}: {c.reason}" for c in cells if c.status == "FAIL"]
+    wrong = [f"{c.law} {c.case}: {brief(c.reason)}" for c in cells if c.status == "FAIL"]
     if wrong:
         lines = "\n  ".join(wrong)
         raise CheckFailed(f"{candidate.backends[0].name} fails its check, so it is not timed:\n  {lines}")

@@ -21,6 +21,7 @@ from isobit.bench.truth import Errors
 from isobit.bench.vouch import Vouch
 from isobit.check.options import options_of, varied, words
 from isobit.check.proof import Args, Case
+from isobit.check.state import in_words, kept
 from isobit.contract import dtype_name
 from isobit.op import Op
 
@@ -63,10 +64,15 @@ class Lineup:
             contenders += self.with_new_sizes(case, direction, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
-            if series.step:
-                timings, failures = measure_steps(contenders, self.device, self.repetitions)
-            else:
-                timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
+            with kept() as changed:
+                if series.step:
+                    timings, failures = measure_steps(contenders, self.device, self.repetitions)
+                else:
+                    timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
+            if changed and any(rival.anew for rival in series.rivals.values()):
+                self.note(
+                    f"{series.name}: what was timed {in_words(changed)}: the times beside may be of that"
+                )
             for name, reason in failures.items():
                 self.note(f"{name}: failed on {case_name(case)} {direction}: {reason}")
             where = {"op": series.name, "case": case_name(case), "direction": direction}
@@ -186,7 +192,9 @@ class Lineup:
             if reason is not None:
                 self.note(f"{name}: {reason}")
                 continue
-            if rival.compiled:  # else earlier cases count towards the limit beyond which it runs eagerly
+            if (
+                rival.compiled or rival.anew
+            ):  # else earlier cases count towards the limit beyond which it runs eagerly
                 torch.compiler.reset()
             calls = partial(build, rival.function, rival)
             judged = verdict_on_rival if series.bits else verdict

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isobit.backend import Backend, UnsupportedError
 from isobit.check.proof import Args, Case, InputOptions, Proof
+from isobit.check.state import in_words, kept
 from isobit.composed import Composed
 from isobit.contract import MISSING, ContractError, Param, dtype_name
 from isobit.op import CONTROLS, Op
@@ -31,6 +32,10 @@ OWN_CLASS = "candidate"
 _IGNORED = "it does not take ignore_index, and some rows here are ignored"
 
 _CONTROLS = {p.name for p in CONTROLS}
+
+
+class BadOutputs(ContractError):
+    """What a candidate returned cannot be outputs of the op."""
 
 
 @dataclass(eq=False)
@@ -49,6 +54,9 @@ class Candidate(Op):
     whole: Op | None = None  # the op that it implements
     served: tuple[int, ...] = ()
     output_dtype: torch.dtype | None = None
+    #: What importing it, and what the small calls before all others, changed of PyTorch's state.
+    imported: list[str] = field(default_factory=list)
+    probed: list[str] = field(default_factory=list)
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,6 +141,11 @@ class Candidate(Op):
         taken = (c for c in light if min(c.dims.values(), default=0) > 1 and not self._lacks_of(c))
         return next(taken, None)
 
+    def first_changes(self) -> list[str]:
+        """What its first calls changed of PyTorch's state, and perhaps only they: reported once."""
+        found, self.probed = self.probed, []
+        return found
+
     @property
     def summary(self) -> dict[str, Any]:
         """Which part of the op it supports, for the report."""
@@ -142,6 +155,7 @@ class Candidate(Op):
             "outputs": list(self.proof.outputs),
             "gradients": list(self.differentiable),
             "output_dtype": None if self.output_dtype is None else dtype_name(self.output_dtype),
+            **({"import_changed": list(self.imported)} if self.imported else {}),
         }
 
     @property
@@ -150,7 +164,8 @@ class Candidate(Op):
         text = f"takes {', '.join(found['takes'])}; judged by {', '.join(found['outputs'])}"
         assert self.whole is not None
         forward_only = self.whole.differentiable and not found["gradients"]
-        return text + ("; forward only" if forward_only else "")
+        text += "; forward only" if forward_only else ""
+        return text + (f"; importing it {in_words(self.imported)}, set back here" if self.imported else "")
 
 
 def candidate_of(
@@ -165,7 +180,8 @@ def candidate_of(
     output_dtype: torch.dtype | None = None,
 ) -> Candidate:
     """The candidate for an op from a function. A small call on the device shows what it returns."""
-    given = _callable(function, name)
+    made = inspect.isclass(function) and adapter is not None  # by the adapter
+    given = function if made else _callable(function, name)
     called = given if adapter is None else _adapted(adapter, given, name)
     takes = _taken(called, op, name)
     expected = _expected(op, proof, takes)
@@ -177,7 +193,8 @@ def candidate_of(
     )  # fmt: skip
     case = found.small()
     small = proof.make(case, device, InputOptions()) if case is not None else None
-    found.served, found.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
+    with kept() as found.probed:
+        found.served, found.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
     found.contract.outputs = [op.contract.outputs[i] for i in found.served]
     found.function = _public(called, op, takes, expected, found.served)
     found.proof = _cut(proof, found)
@@ -188,7 +205,10 @@ def candidate_of(
 def _callable(thing: Any, name: str) -> Function:
     """What to call: the thing itself, or its `forward` if that is all it has."""
     if inspect.isclass(thing):
-        raise ContractError(f"{name} is a class: name a function of it, for example {name}.apply")
+        example = f"a function of it, for example {name}.apply"
+        if issubclass(thing, torch.nn.Module):
+            example = "an object of it, or the class with an --adapter that makes one"
+        raise ContractError(f"{name} is a class: name {example}")
     found = thing if callable(thing) else getattr(thing, "forward", None)
     if not callable(found):
         raise ContractError(f"{name} is {type(thing).__name__}: it is not callable and has no forward")
@@ -286,9 +306,13 @@ def _by_number(
     places = asked if len(items) <= len(asked) else [(i, n) for i, n, _ in expected]
     if len(items) > len(places):
         names = ", ".join(n for _, n in places)
-        raise ContractError(f"returned {len(items)} outputs, of which there are {len(places)} ({names})")
+        raise BadOutputs(f"returned {len(items)} outputs, of which there are {len(places)} ({names})")
     found = dict(zip((i for i, _ in places), items, strict=False))
-    return found | {i: named[n] for i, n in asked if n in named}
+    found |= {i: named[n] for i, n in asked if n in named}
+    if named and not found:
+        names = ", ".join(n for _, n in asked)
+        raise BadOutputs(f"returned a dictionary of {', '.join(map(str, named))}: outputs are {names}")
+    return found
 
 
 def _defaults(op: Op) -> Args:

@@ -163,6 +163,7 @@ def traceable(trial: Trial) -> list[OutputCheck]:
     if isinstance(trial.op, Composed):
         raise Unsupported(trial.op.untraceable)
     if isinstance(trial.op, Candidate):  # no torch.library op; a second derivative is its own matter
+        trial.forward(trial.args())  # which says what is wrong with the form of its outputs
         checks = _compiles(trial)
     else:
         checks = [*_opcheck(trial), *_compiles(trial), *_second_derivative(trial)]

@@ -10,6 +10,7 @@ import torch
 
 from isobit.check.candidate import Candidate, candidate_of
 from isobit.check.proofs import proof_of
+from isobit.check.state import kept
 from isobit.contract import ContractError, dtype_name
 from isobit.op import known_op
 
@@ -18,18 +19,21 @@ def load_candidate(
     op_name: str, target: str, device: torch.device, adapter: str | None, output_dtype: torch.dtype | None
 ) -> Candidate:
     """The function with this name as a candidate for an op, through the adapter with that name."""
-    function = _named(target, "--candidate")
-    adapt = None if adapter is None else _named(adapter, "--adapter")
+    with kept() as changed:
+        function = _named(target, "--candidate")
+        adapt = None if adapter is None else _named(adapter, "--adapter")
     if adapt is not None and not callable(adapt):
         raise ContractError(f"--adapter {adapter}: is not a function adapt(fn) -> fn")
     flags = [f"--candidate {shlex.quote(target)}"]
     flags += [f"--adapter {shlex.quote(adapter)}"] if adapter is not None else []
     flags += [f"--output-dtype {dtype_name(output_dtype)}"] if output_dtype is not None else []
     op = known_op(op_name)
-    return candidate_of(
+    found = candidate_of(
         op, proof_of(op), function, device,
         name=target, flags=" ".join(flags), adapter=adapt, output_dtype=output_dtype,
     )  # fmt: skip
+    found.imported = changed
+    return found
 
 
 def _named(text: str, option: str) -> Any:

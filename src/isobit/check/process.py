@@ -48,10 +48,17 @@ def ask(process: "subprocess.Popen[str]", request: object) -> Iterator[str]:
     raise ProcessEnded(process.wait())
 
 
-def serve(answer: Callable[[Any], None]) -> None:
-    """In the second process: `answer` prints an answer to each request, until standard input is closed. If
-    that happens in the middle of an answer, the process that asked is gone, and this one ends too."""
+def serve(answer: Callable[[Any, Callable[[str], None]], None]) -> None:
+    """In the second process: `answer(request, say)` says the lines of its answer, until standard input is
+    closed. If that happens in the middle of an answer, the process that asked is gone, and this one ends too.
+    What somebody's code prints is no answer, and is not read."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     lines: SimpleQueue[str | None] = SimpleQueue()
+
+    def say(line: str) -> None:
+        print(line, file=answers, flush=True)
+
     busy = Event()
 
     def read() -> None:
@@ -65,9 +72,9 @@ def serve(answer: Callable[[Any], None]) -> None:
     try:
         while (line := lines.get()) is not None:
             busy.set()
-            answer(pickle.loads(base64.b64decode(line)))
+            answer(pickle.loads(base64.b64decode(line)), say)
             busy.clear()
-            print(DONE, flush=True)
+            say(DONE)
     except BaseException:  # the other thread still reads, and Python would wait for it
         traceback.print_exc()
         os._exit(1)

@@ -18,6 +18,9 @@ from isobit.stamp import stamp
 #: Maximum width of printed lines, except for commands and names of cases.
 COLUMNS = 80
 
+#: Number of characters of a reason that are printed.
+LONGEST = 400
+
 #: Version of the file format. In version 1 a case has no inputs, and a file no command.
 SCHEMA = 2
 
@@ -166,7 +169,8 @@ def worst(cells: list[Cell]) -> list[str]:
     lines = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         for e in worst_first(vars(c) for c in cells if (c.op, c.backend) == (op, backend))[:1]:
-            figures = f"worst error {e.ours:.2e}, torch {e.torch:.2e}, bound {e.bound:.2e} ({e.share:.0%})"
+            share = f"{e.share:.0%}" if e.share < 10 else f"{e.share:.2g} times it"
+            figures = f"worst error {e.ours:.2e}, torch {e.torch:.2e}, bound {e.bound:.2e} ({share})"
             lines += [f"{op} {backend}: {figures}", f"    {e.output} [{e.case}]"]
     return lines
 
@@ -175,7 +179,8 @@ def notes(cells: list[Cell]) -> list[str]:
     """Every failure with the command that repeats it, then what did not run, by reason."""
     lines = []
     for c in (c for c in cells if c.status == FAIL):
-        lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]", f"     {c.reason}", f"     {c.command}"]
+        name = f"FAIL {c.op} {c.backend} {c.law} [{c.case}]"
+        lines += [name, f"     {brief(c.reason)}", f"     {c.command}"]
     why: dict[str, dict[str, dict[str, None]]] = {}
     for c in (c for c in cells if c.status == UNSUPPORTED):
         who = why.setdefault(_reason(c), {}).setdefault(f"{c.op} {c.backend}", {})
@@ -190,6 +195,13 @@ def notes(cells: list[Cell]) -> list[str]:
             line = f"{', '.join(names)}: {', '.join(held_by)}"
             lines += textwrap.wrap(line, COLUMNS, initial_indent="    ", subsequent_indent="    ", **_WHOLE)
     return lines
+
+
+def brief(reason: str) -> str:
+    """One line: a compiler's error may have hundreds. The beginning says what, and the end where; a saved
+    report has all of it."""
+    text = " ".join(reason.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 65]} ... {text[-60:]}"
 
 
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

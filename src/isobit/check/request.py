@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from isobit.backend import UnsupportedError
+from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.candidate import Candidate
 from isobit.check.law import LAWS, small_case
 from isobit.check.options import fit, known_options, options_of, text_of, varied, words
@@ -70,7 +71,8 @@ class Request:
         """The beginning of a command that repeats something for one op and backend, or for the candidate."""
         if self.candidate is None:
             return f"isobit check --op {op} --backend {backend}"
-        return f"isobit check --op {op} {self.candidate.flags}"
+        interpreted = "TRITON_INTERPRET=1 " if triton_is_interpreted() else ""  # its kernels may be Triton's
+        return f"{interpreted}isobit check --op {op} {self.candidate.flags}"
 
     def options(self) -> str:
         """The flags that repeat this request, for reproduction commands and for worker processes."""

@@ -13,7 +13,7 @@ from isobit.backend import UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.check import workers
 from isobit.check.blame import raised_at
-from isobit.check.candidate import Candidate
+from isobit.check.candidate import BadOutputs, Candidate
 from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.interpreter import quick_interpreter
 from isobit.check.law import LAWS, small_case
@@ -29,6 +29,7 @@ from isobit.check.request import (
     ops_of,
     small_args,
 )
+from isobit.check.state import compiled_anew, in_words, kept
 from isobit.check.trial import LawBroken, Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
@@ -251,9 +252,21 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     )  # fmt: skip
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()
+    if isinstance(op, Candidate):
+        with kept() as changed, compiled_anew():
+            _judge(cell, trial)
+        _blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
+    else:
+        _judge(cell, trial)
+    cell.seconds = time.perf_counter() - start
+    return cell
+
+
+def _judge(cell: Cell, trial: Trial) -> None:
+    """Run the law of a cell, and enter what it finds."""
     try:
-        _fits(op, case, request.device)
-        checks = LAWS[law].run(trial)
+        _fits(trial.op, trial.case, trial.device)
+        checks = LAWS[cell.law].run(trial)
         bad = [c for c in checks if not c.passed]
         cell.outputs = [c.to_json() for c in checks]
         if not checks:
@@ -262,14 +275,27 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
             cell.status, cell.reason = FAIL, f"{bad[0].output}: {bad[0].message}"
     except (Unsupported, UnsupportedError) as why:
         cell.status, cell.reason = UNSUPPORTED, str(why)
-    except LawBroken as broken:
+    except (LawBroken, BadOutputs) as broken:
         cell.status, cell.reason = FAIL, str(broken)
     except (Exception, SystemExit) as error:
         # A backend may raise anything; the suite continues, and the row says what and where.
-        where = raised_at(error, op, backend, __file__)
-        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"
-    cell.seconds = time.perf_counter() - start
-    return cell
+        where = raised_at(error, trial.op, trial.backend, __file__)
+        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error}{_hint(error, trial)} ({where})"
+
+
+def _hint(error: BaseException, trial: Trial) -> str:
+    """What to do about an error that is not the function's fault."""
+    if trial.device.type == "cpu" and "active drivers" in str(error) and not triton_is_interpreted():
+        return " On a CPU Triton's kernels need TRITON_INTERPRET=1 in the environment."
+    return ""
+
+
+def _blame_for(cell: Cell, changed: list[str]) -> None:
+    """A candidate that changes PyTorch's state changes what its caller computes afterwards, and here what it
+    was compared with: whatever else was found, this comes first."""
+    if changed:
+        found = [in_words(changed), *([cell.reason] if cell.reason else [])]
+        cell.status, cell.reason = FAIL, "; then: ".join(found)
 
 
 def _is_brief(op: Op, case: Case, request: Request) -> bool:

@@ -10,7 +10,7 @@ another one is started for the next.
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Queue
@@ -89,6 +89,8 @@ def start(requests: list[Request]) -> Cells:
                 try:
                     for cell in worker.answer(request):
                         cells.put(cell)
+                except Exception as error:  # the others are still to be answered
+                    cells.put(_broken(request, f"{type(error).__name__}: {error}"))
                 finally:
                     share.give_back(memory)
         finally:
@@ -163,9 +165,8 @@ class _Worker:
         got = 0
         try:
             for line in process.ask(self.processes[kind], request):
-                if line.startswith("{"):
-                    got += 1
-                    yield Cell(**json.loads(line))
+                got += 1
+                yield Cell(**json.loads(line))
         except process.ProcessEnded as ended:
             self.processes.pop(kind).communicate()
             if self.stopped:
@@ -173,6 +174,11 @@ class _Worker:
             which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
             reason = f"the {which} process ended after {got} cells with code {ended.code}"
             yield _broken(request, reason)
+        except Exception:  # the rest of this answer would be taken for the next one
+            lost = self.processes.pop(kind)
+            lost.kill()
+            lost.communicate()
+            raise
 
     def stop(self) -> None:
         with self._lock:
@@ -193,11 +199,11 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
     return process.started("isobit.check.workers", env if interpreted else None, apart=True)
 
 
-def _answer(request: Request) -> None:
+def _answer(request: Request, say: Callable[[str], None]) -> None:
     """In the worker."""
     from isobit.check.runner import run  # which imports this file
 
-    run(request, lambda cell: print(json.dumps(vars(cell)), flush=True), True)
+    run(request, lambda cell: say(json.dumps(vars(cell))), True)
     if torch.cuda.is_initialized():  # memory that it caches is not available to the others
         torch.cuda.empty_cache()
 

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 from isobit.check.report import verdict
+from isobit.check.state import in_words
 from isobit.check.worst import worst_first
 
 #: Laws that compare bits.
@@ -120,7 +121,9 @@ def _serves(one: dict[str, Any]) -> str:
     if found is None:
         return ""
     takes, outputs = ", ".join(found["takes"]), ", ".join(found["outputs"])
-    return f"{one['candidate']} takes {takes}; it is judged by {outputs}."
+    text = f"{one['candidate']} takes {takes}; it is judged by {outputs}."
+    changed = found.get("import_changed")
+    return f"{text} Importing it {in_words(changed)}, set back for the check." if changed else text
 
 
 def _unsupported(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
