@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Event
 from time import sleep
 from typing import Any
 
@@ -221,3 +222,36 @@ def test_after_an_interruption_no_further_call_is_made(
     with pytest.raises(KeyboardInterrupt):
         make([first()] * 50, 2, 0, quiet)
     assert len(taken) < 25 and all(process.ended for process in started)
+
+
+def test_a_process_that_starts_during_an_interruption_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started after the others were ended, and its call was waited for."""
+    found: list[Stub] = []
+    asked = Event()
+
+    def start(module: str, env: Any, apart: bool) -> Stub:
+        found.append(Stub())
+        if len(found) == 1:
+            return found[0]
+        asked.wait(10)
+        sleep(0.05)  # while the other thread raises
+        return found[1]
+
+    def ask(process: Stub, call: First) -> Iterator[str]:
+        if process is found[0]:
+            while len(found) < 2 and not asked.is_set():
+                sleep(0.001)
+            asked.set()
+            raise KeyboardInterrupt
+        for _ in range(500):
+            if process.ended:
+                raise ProcessEnded(-9)
+            sleep(0.01)
+        raise AssertionError("nobody ended it")
+        yield
+
+    monkeypatch.setattr(ahead, "started", start)
+    monkeypatch.setattr(ahead, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        make([first()] * 9, 2, 0, quiet)
+    assert [process.ended for process in found] == [True] * len(found)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
@@ -87,6 +87,49 @@ def test_an_internal_error_becomes_a_cell_and_nothing_hangs(monkeypatch: pytest.
     monkeypatch.setattr(workers, "_started", broken)
     (cell,) = cells_of(asked(laws=("accuracy",)))
     assert (cell.status, cell.reason) == (FAIL, "OSError: no more processes")
+
+
+def test_an_error_beside_an_answer_breaks_that_request_alone(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one worker the requests after it were lost, and the first was blamed for any."""
+    monkeypatch.setattr(workers, "WORKERS", 1)
+    own = workers.process.ask
+
+    def garbled(process: Any, request: Request) -> Any:
+        lines = own(process, request)
+        yield next(lines) if request.laws != ("gradient",) else "{no cell"
+        yield from lines
+
+    monkeypatch.setattr(workers.process, "ask", garbled)
+    laws = ("accuracy", "gradient", "repeatable")
+    cells = cells_of(*(asked(laws=(law,)) for law in laws))
+    assert [(cell.law, cell.status) for cell in cells] == list(zip(laws, (OK, FAIL, OK), strict=True))
+    assert cells[1].reason.startswith("JSONDecodeError: ") and "--law gradient" in cells[1].command
+    assert [process.returncode for process in started] == [-signal.SIGKILL, 0]
+
+
+def test_what_is_printed_beside_an_answer_is_no_part_of_it() -> None:
+    """A line that is not ended hid the end of the answer, and whoever asked waited forever."""
+    code = (
+        "import os\n"
+        "from isobit.check.process import serve\n"
+        "def answer(request, say):\n"
+        "    print('done', flush=True)\n"
+        "    os.write(1, b'done')\n"
+        "    say(request)\n"
+        "    print('no end of a line', end='', flush=True)\n"
+        "serve(answer)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    late = Timer(30, process.kill)
+    late.start()
+    assert [list(ask(process, text)) for text in ("one", "two")] == [["one\n"], ["two\n"]]
+    late.cancel()
+    process.communicate()
+    assert process.returncode == 0
 
 
 def test_an_interrupted_check_ends_its_processes_and_keeps_its_cells(started: list[Any]) -> None:

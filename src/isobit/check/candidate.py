@@ -58,6 +58,7 @@ class Candidate(Op):
     imported: list[str] = field(default_factory=list)
     probed: list[str] = field(default_factory=list)
     _refused: dict[str, list[str]] = field(default_factory=dict)
+    _simplified: dict[tuple[str, bool], Case] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forget()
@@ -91,14 +92,20 @@ class Candidate(Op):
                 return [_IGNORED]
         return lacks
 
-    def supported_cases(self, cases: Sequence[Case]) -> list[Case]:
-        """The cases on which a law runs. If it supports none that has rows, also simplified cases: otherwise
-        the law would not test it at all, if all cases vary something that it does not support."""
+    def given_none(self, args: Args) -> str:
+        """`ref_logits=None`: arguments without a default that are None in this call."""
+        required = (p.name for p in self.contract.params if p.default is MISSING)
+        return ", ".join(f"{name}=None" for name in required if name in args and args[name] is None)
+
+    def supported_cases(self, cases: Sequence[Case], of_bits: bool = False) -> list[Case]:
+        """The cases on which a law runs: all of them, and those that it does not support also without the
+        options that it does not take. Otherwise sizes and values that only occur beside such an option would
+        not be tested. A law of bits keeps the options without which a case promises none."""
         light = [c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0]
-        if any(not self._lacks_of(case) for case in light):
-            return list(cases)
-        plain = {case.name: case for case in map(self._simpler, light) if not self._lacks_of(case)}
-        return [*cases, *plain.values()]
+        light = [c for c in light if c.dtype != torch.float64]  # which only the reference serves
+        simpler = [self._simpler(case, of_bits) for case in light if self._lacks_of(case)]
+        plain = {case.name: case for case in simpler if not self._lacks_of(case)}
+        return list({case.name: case for case in (*cases, *plain.values())}.values())
 
     def _lacks_of(self, case: Case) -> list[str]:
         assert self.proof is not None
@@ -112,23 +119,27 @@ class Candidate(Op):
         assert self.proof is not None and self.whole is not None
         try:
             self.whole.explain(**self.proof.make(case, torch.device("cpu"), InputOptions()))
-        except ContractError:
+        except (ContractError, IndexError, ValueError, RuntimeError):  # options of other sizes
             return False
         return True
 
-    def _simpler(self, case: Case) -> Case:
+    def _simpler(self, case: Case, of_bits: bool) -> Case:
         """The case with fewer options, or with other declared ones, as long as fewer of its arguments are
         unsupported."""
+        if (case.name, of_bits) not in self._simplified:
+            self._simplified[case.name, of_bits] = self._simplify(case, of_bits)
+        return self._simplified[case.name, of_bits]
+
+    def _simplify(self, case: Case, of_bits: bool) -> Case:
         assert self.proof is not None
-        fixed = {name for name in self.proof.essential if name in case.options}
+        fixed = {name for name in self.proof.essential if of_bits and name in case.options}
         declared = {(k, text): v for c in self.proof.cases for k, v in c.options.items() for text in [str(v)]}
         while left := self._lacks_of(case):
             options = case.options
             ways = [{k: v for k, v in options.items() if k != name} for name in options if name not in fixed]
             ways += [options | {name: value} for (name, _), value in declared.items() if name not in fixed]
-            others = [replace(case, options=way) for way in ways]
+            others = [other for way in ways if self._is_call(other := replace(case, options=way))]
             fewer = [other for other in others if len(self._lacks_of(other)) < len(left)]
-            fewer = [other for other in fewer if self._is_call(other)]
             if not fewer:
                 break
             case = min(fewer, key=lambda other: len(self._lacks_of(other)))
@@ -137,9 +148,12 @@ class Candidate(Op):
     def small(self) -> Case | None:
         """The first case that it supports, used to find out what it returns."""
         assert self.proof is not None
-        light = [c for c in self.supported_cases(self.proof.cases) if not c.heavy and not c.gpu_gb]
-        taken = (c for c in light if min(c.dims.values(), default=0) > 1 and not self._lacks_of(c))
-        return next(taken, None)
+
+        def first(cases: Sequence[Case]) -> Case | None:
+            light = (c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 1)
+            return next((case for case in light if not self._lacks_of(case)), None)
+
+        return first(self.proof.cases) or first(self.supported_cases(self.proof.cases))
 
     def first_changes(self) -> list[str]:
         """What its first calls changed of PyTorch's state, and perhaps only they: reported once."""

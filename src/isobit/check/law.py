@@ -69,3 +69,6 @@ LAWS: dict[str, Law] = {
         Law("compile", laws_system.compiles, _compile_cases, once=True, reads=frozenset({"--target"})),
     )
 }  # fmt: skip
+
+#: Laws whose cases promise bits.
+OF_BITS = ("invariant", "agree")

@@ -11,7 +11,7 @@ import torch
 from isobit.backend import UnsupportedError
 from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.candidate import Candidate
-from isobit.check.law import LAWS, small_case
+from isobit.check.law import LAWS, OF_BITS, small_case
 from isobit.check.options import fit, known_options, options_of, text_of, varied, words
 from isobit.check.proof import Args, Case, InputOptions
 from isobit.check.proofs import proof_of, proofs
@@ -192,7 +192,7 @@ def cases_of(op: Op, law: str, request: Request) -> list[Case]:
         return made[:1] if chosen.once else made
     cases = list(chosen.cases(proof))
     if isinstance(op, Candidate):
-        cases = op.supported_cases(cases)
+        cases = op.supported_cases(cases, law in OF_BITS)
     if request.data != "edge":
         cases = [replace(c, data=request.data) for c in cases]
     if request.vary:

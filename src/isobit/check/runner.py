@@ -254,7 +254,8 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     start = time.perf_counter()
     if isinstance(op, Candidate):
         with kept() as changed, compiled_anew():
-            _judge(cell, trial)
+            error = _judge(cell, trial)
+        cell.reason += "" if error is None else _hint(error, op, trial)
         _blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
     else:
         _judge(cell, trial)
@@ -262,8 +263,8 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     return cell
 
 
-def _judge(cell: Cell, trial: Trial) -> None:
-    """Run the law of a cell, and enter what it finds."""
+def _judge(cell: Cell, trial: Trial) -> BaseException | None:
+    """Run the law of a cell, and enter what it finds. Returns an error that was raised."""
     try:
         _fits(trial.op, trial.case, trial.device)
         checks = LAWS[cell.law].run(trial)
@@ -280,13 +281,18 @@ def _judge(cell: Cell, trial: Trial) -> None:
     except (Exception, SystemExit) as error:
         # A backend may raise anything; the suite continues, and the row says what and where.
         where = raised_at(error, trial.op, trial.backend, __file__)
-        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error}{_hint(error, trial)} ({where})"
+        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"
+        return error
+    return None
 
 
-def _hint(error: BaseException, trial: Trial) -> str:
-    """What to do about an error that is not the function's fault."""
+def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:
+    """What to do about an error that may not be the function's fault."""
     if trial.device.type == "cpu" and "active drivers" in str(error) and not triton_is_interpreted():
-        return " On a CPU Triton's kernels need TRITON_INTERPRET=1 in the environment."
+        return ". On a CPU Triton's kernels need TRITON_INTERPRET=1 in the environment"
+    if none := op.given_none(trial.args()):
+        called = f". It was called with {none}, which {op.name} allows"
+        return f"{called}: raise NotImplementedError for what it does not serve"
     return ""
 
 
