@@ -167,7 +167,7 @@ def test_wrong_arguments_of_a_check_are_one_sentence(given: dict[str, Any], rule
 
 def test_a_function_that_no_command_can_name_is_repeated_from_python() -> None:
     text = fault(lambda logits, token_ids: logits.float().sum(-1), "accuracy")
-    assert "isobit.testing.check(<the function>, op='logp', laws=('accuracy',), case=" in text
+    assert "isobit.testing.check(<the function>, op='logp', laws=('accuracy',), device='cpu', case=" in text
 
 
 @pytest.mark.parametrize(

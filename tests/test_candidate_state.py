@@ -242,3 +242,22 @@ def test_a_kernel_of_triton_without_its_interpreter_is_told_so(monkeypatch: pyte
     monkeypatch.setattr("isobit.check.request.triton_is_interpreted", lambda: True)
     with pytest.raises(AssertionError, match="TRITON_INTERPRET=1 isobit check --op logp --candidate third"):
         check(third_party.drops_a_tail, "accuracy")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"case": CASE}, {"dims": {"V": 64}, "dtypes": (torch.bfloat16,)}, {"options": {"temperature": 0.5}}],
+)
+def test_the_call_that_repeats_a_failure_of_a_local_function_repeats_it(given: dict[str, Any]) -> None:
+    def wrong(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
+        return third_party.right(logits / temperature, token_ids) + 1
+
+    def failures(text: str) -> list[list[str]]:
+        lines = text.splitlines()
+        return [lines[i : i + 3] for i, line in enumerate(lines) if line.startswith("FAIL")]
+
+    first = failures(fault(wrong, "accuracy", **given))[0]
+    call = first[2].strip().replace("<the function>", "wrong").removeprefix("isobit.")
+    with pytest.raises(AssertionError) as again:
+        eval(call, {"testing": testing, "torch": torch, "wrong": wrong})
+    assert failures(str(again.value)) == [first]

@@ -69,6 +69,7 @@ class Lineup:
                     timings, failures = measure_steps(contenders, self.device, self.repetitions)
                 else:
                     timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
+            changed = [part for part in changed if "generator" not in part]  # timing draws numbers itself
             if changed and any(rival.anew for rival in series.rivals.values()):
                 self.note(
                     f"{series.name}: what was timed {in_words(changed)}: the times beside may be of that"

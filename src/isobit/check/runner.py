@@ -323,11 +323,22 @@ def _fits(op: Op, case: Case, device: torch.device) -> None:
 def _command(op: Op, backend: str, law: str, case: Case | None, request: Request) -> str:
     """The command that repeats a cell; without a case, all cells of its law."""
     if request.candidate is not None and request.candidate.flags is None:
-        # No command line could import the function.
-        only = "" if case is None or request.dims is not None else f", case={case.name!r}"
-        return f"isobit.testing.check(<the function>, op={op.name!r}, laws=({law!r},){only})"
+        return _call(op, law, case, request)  # no command line could import the function
     if case is None:
         return f"{request.start(op.name, backend)} --law {law} {request.options()}"
     one = f" --dtype {dtype_name(case.dtype)}" if request.dims is not None or request.dtypes else ""
     one += "" if request.dims is not None else f" --case '{case.name}'"
     return f"{request.start(op.name, backend)} --law {law} {request.options()}{one}"
+
+
+def _call(op: Op, law: str, case: Case | None, request: Request) -> str:
+    """The same as a call of `isobit.testing.check`."""
+    given: dict[str, Any] = {"op": op.name, "laws": (law,), "device": str(request.device)}
+    if request.dims is not None:
+        given["dims"] = request.dims
+    elif case is not None:
+        given["case"] = case.name
+    if case is not None and (request.dims is not None or request.dtypes):
+        given["dtypes"] = (case.dtype,)
+    given |= {"options": request.vary} if request.vary else {}
+    return f"isobit.testing.check(<the function>, {', '.join(f'{k}={v!r}' for k, v in given.items())})"
