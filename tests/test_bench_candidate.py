@@ -4,6 +4,7 @@ repeats it."""
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from typer.testing import CliRunner
 
 from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.lineup import Lineup
+from isobit.bench.series import Pool
+from isobit.bench.vouch import CheckFailed, Vouch
 from isobit.check.named import load_candidate
+from isobit.check.proof import Case
 from isobit.cli import app
 from isobit.contract import ContractError
 from isobit.op import known_op
@@ -81,3 +85,62 @@ def test_a_call_that_it_does_not_take_is_left_out_with_the_reason(tmp_path: Path
 )
 def test_a_candidate_is_for_one_op(arguments: list[str]) -> None:
     assert isinstance(CliRunner().invoke(app, arguments).exception, ContractError)
+
+
+def test_a_page_of_a_wrong_candidate_names_it_and_a_few_of_its_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isobit.bench.runner.triton_is_interpreted", lambda: True)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(
+        app, [*BENCH, "--candidate", "third_party:drops_a_tail", "--device", "cpu", "--html", str(page)]
+    )
+    assert done.exit_code == 1
+    assert (
+        "TRITON_INTERPRET=1 isobit bench --op logp --candidate third_party:drops_a_tail" in page.read_text()
+    )
+    wrong = load_candidate("logp", "third_party:drops_a_tail", CPU, None, None)
+    with pytest.raises(CheckFailed) as failed:
+        check_candidate(wrong, CPU, lambda text: None)
+    *_, last = lines = str(failed.value).splitlines()
+    assert len(lines) == 6 and re.fullmatch(
+        r"  and \d+ more: isobit check --op logp --candidate third_party:drops_a_tail "
+        r"--law accuracy --law gradient --device cpu", last)  # fmt: skip
+
+
+def test_what_a_timed_candidate_changes_of_pytorchs_state_is_noted_and_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sets_the_dtype.py").write_text(
+        "import torch\nfrom third_party import right\n"
+        "torch.set_grad_enabled(False)\n"
+        "def logp(logits, token_ids):\n"
+        "    torch.set_default_dtype(torch.float64)\n"
+        "    return right(logits, token_ids)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = [*BENCH, "--candidate", "sets_the_dtype:logp", "--skip-check", "--direction", "fwd"]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "importing sets_the_dtype:logp changed PyTorch's grad mode from True to False" in done.output
+    assert "what was timed changed PyTorch's default dtype from fp32 to fp64" in done.output
+    assert "generator" not in done.output and torch.get_default_dtype() == torch.float32
+
+
+def test_what_its_author_compiled_is_compiled_for_every_timed_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After eight sizes PyTorch would call the function as it was written, and that would be timed."""
+    candidate = load_candidate("logp", "third_party:right", CPU, None, None)
+    (series, *_) = with_candidate(subject_of(known_op("logp")), candidate).series
+    series = replace(series, rivals={"candidate": series.rivals["candidate"]})
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+
+    def quiet(text: str) -> None:
+        pass
+
+    lineup = Lineup(
+        series, Pool(CPU), None, None, None, 1.0, 1.0, Vouch(CPU, None, True, quiet), quiet, quiet
+    )
+    for count in (1, 2):
+        lineup.contenders(Case({"N": 4, "V": 33}, torch.float32), [], "fwd", None, [])
+        assert len(resets) == count

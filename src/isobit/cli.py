@@ -35,6 +35,7 @@ from isobit.check.options import parse_options
 from isobit.check.proof import DTYPES, InputOptions
 from isobit.check.proofs import proofs
 from isobit.check.request import Request
+from isobit.check.state import in_words
 from isobit.check.tolerances import Tolerances, read_tolerances
 from isobit.checking import Files, by_folder, check_and_report
 from isobit.contract import ContractError
@@ -310,6 +311,8 @@ def bench(
             raise ContractError(f"--candidate is not timed without --impl {CANDIDATE}: add it, or no --impl")
         theirs = load_candidate(ops[0], candidate, where, adapter, None)
         subjects = [with_candidate(subjects[0], theirs)]
+        if theirs.imported:
+            print(f"importing {candidate} {in_words(theirs.imported)}, set back here")
     elif adapter is not None:
         raise ContractError("--adapter is for a --candidate: give one with it")
     if html is not None:

@@ -23,6 +23,10 @@ NAME = "candidate"
 LAWS = ("accuracy", "gradient")
 
 
+#: Failures that are listed if it is not timed.
+SHOWN = 4
+
+
 def with_candidate(subject: Subject, candidate: Candidate) -> Subject:
     """The subject with the candidate as a rival, in every series of its op."""
     rival = Rival(
@@ -39,6 +43,10 @@ def check_candidate(candidate: Candidate, device: torch.device, say: Callable[[s
     cells = run(Request(laws=LAWS, device=device, heavy=False, candidate=candidate))
     wrong = [f"{c.law} {c.case}: {brief(c.reason)}" for c in cells if c.status == "FAIL"]
     if wrong:
+        if len(wrong) > SHOWN:
+            laws = " ".join(f"--law {law}" for law in LAWS)
+            command = f"isobit check --op {candidate.name} {candidate.flags} {laws} --device {device}"
+            wrong[SHOWN:] = [f"and {len(wrong) - SHOWN} more: {command}"]
         lines = "\n  ".join(wrong)
         raise CheckFailed(f"{candidate.backends[0].name} fails its check, so it is not timed:\n  {lines}")
 

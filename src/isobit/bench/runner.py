@@ -24,6 +24,7 @@ from isobit.bench.rival import cannot_import
 from isobit.bench.series import NotHere, Pool, Series
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.bench.vouch import Vouch
+from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.options import fit, options_of, text_of, varied
 from isobit.check.proof import Case
 from isobit.contract import ContractError, dtype_name
@@ -155,7 +156,7 @@ def not_timed(subject: Subject, device: torch.device, commit: str | None, why: s
     head: Report = {
         "schema": SCHEMA,
         "suite": "isobit bench",
-        "command": f"isobit bench {subject.flag} {subject.name}",
+        "command": _start(subject),
     }
     return head | {"stamp": stamp(device, commit, subject.folders), "notes": [why], "rows": []}
 
@@ -243,8 +244,7 @@ def _command(
     core: bool,
 ) -> str:
     """The command that repeats a run, without its output flags."""
-    parts = [f"isobit bench {subject.flag} {subject.name}", *(["--core"] if core else [])]
-    parts += [subject.candidate] if subject.candidate else []
+    parts = [_start(subject), *(["--core"] if core else [])]
     for case in cases or ():
         sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
         parts.append(f"--case {sizes},dtype={dtype_name(case.dtype)}")
@@ -252,6 +252,14 @@ def _command(
     parts += [f"--direction {name}" for name in directions or ()]
     parts += [f"--impl {name}" for name in impls or ()]
     return " ".join([*parts, *([f"--backend {backend}"] if backend else [])])
+
+
+def _start(subject: Subject) -> str:
+    """The command without what was chosen of the subject. Kernels of a candidate may be Triton's."""
+    command = f"isobit bench {subject.flag} {subject.name}"
+    if not subject.candidate:
+        return command
+    return f"{'TRITON_INTERPRET=1 ' if triton_is_interpreted() else ''}{command} {subject.candidate}"
 
 
 def _figure(all_series: Sequence[Series]) -> Report:
