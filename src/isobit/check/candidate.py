@@ -371,8 +371,21 @@ def _probe(
             found = outputs_of(args)
     except (Exception, SystemExit):
         return served or everything, op.differentiable
-    has = any(isinstance(o, Tensor) and o.requires_grad for o in found.values())
+    graded = [o for o in found.values() if isinstance(o, Tensor) and o.requires_grad]
+    has = graded and _has_backward(graded, [args[leaf] for leaf in leaves])
     return served or everything, op.differentiable if has else ()
+
+
+def _has_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
+    """False if it says itself that it has none, as an op of `torch.library.custom_op` without one does. What
+    else is wrong with it, laws report."""
+    try:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs], allow_unused=True)
+    except NotImplementedError:
+        return False
+    except (Exception, SystemExit) as error:
+        return "no autograd formula was registered" not in str(error)
+    return True
 
 
 def _public(
@@ -460,7 +473,7 @@ def _lacks(proof: Proof, candidate: Candidate) -> dict[str, str]:
     if proof.invariant is not None:
         found["invariant"] = f"the law of bits of {candidate.name} looks into isobit's own schedule"
     if not candidate.differentiable and candidate.whole is not None and candidate.whole.differentiable:
-        found["gradient"] = "forward only: no output requires a gradient where an input does"
+        found["gradient"] = "forward only: it has no backward"
         if "agree" not in found:
             found["agree"] = found["gradient"]
     return found
