@@ -224,34 +224,30 @@ def test_after_an_interruption_no_further_call_is_made(
     assert len(taken) < 25 and all(process.ended for process in started)
 
 
-def test_a_process_that_starts_during_an_interruption_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was started after the others were ended, and its call was waited for."""
-    found: list[Stub] = []
-    asked = Event()
+def test_a_process_that_starts_after_an_interruption_is_ended(
+    started: list[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call was taken before. It was not among the processes that were ended, and was waited for."""
+    about_to_start, answered = Event(), []
 
-    def start(module: str, env: Any, apart: bool) -> Stub:
-        found.append(Stub())
-        if len(found) == 1:
-            return found[0]
-        asked.wait(10)
-        sleep(0.05)  # while the other thread raises
-        return found[1]
+    def say(text: str) -> None:
+        """Called before the second process is started: returns after the first was ended."""
+        about_to_start.set()
+        while not started[0].ended:
+            sleep(0.001)
 
     def ask(process: Stub, call: First) -> Iterator[str]:
-        if process is found[0]:
-            while len(found) < 2 and not asked.is_set():
-                sleep(0.001)
-            asked.set()
+        if process is started[0]:
+            assert about_to_start.wait(10)
             raise KeyboardInterrupt
-        for _ in range(500):
+        for _ in range(100):
             if process.ended:
                 raise ProcessEnded(-9)
             sleep(0.01)
-        raise AssertionError("nobody ended it")
-        yield
+        answered.append(call)
+        yield ""
 
-    monkeypatch.setattr(ahead, "started", start)
     monkeypatch.setattr(ahead, "ask", ask)
     with pytest.raises(KeyboardInterrupt):
-        make([first()] * 9, 2, 0, quiet)
-    assert [process.ended for process in found] == [True] * len(found)
+        make([first()] * 9, 2, 0, say)
+    assert [process.ended for process in started] == [True, True] and not answered
