@@ -123,7 +123,7 @@ def test_what_a_timed_candidate_changes_of_pytorchs_state_is_noted_and_set_back(
     done = CliRunner().invoke(app, [*command, "--device", "cpu"])
     assert done.exit_code == 0, (done.output, done.exception)
     assert "importing sets_the_dtype:logp changed PyTorch's grad mode from True to False" in done.output
-    assert "what was timed changed PyTorch's default dtype from fp32 to fp64" in done.output
+    assert "a timed function changed PyTorch's default dtype from fp32 to fp64" in done.output
     assert "generator" not in done.output and torch.get_default_dtype() == torch.float32
 
 

@@ -1,6 +1,7 @@
 """Which result files are up to date: those that were measured with the current kernels."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def examine(path: Path, folder: Path) -> Result:
 def _command(path: Path, report: dict[str, Any]) -> str:
     """The command that produced it; for an old file without one, reconstructed from its contents."""
     if "command" in report:
-        return str(report["command"])
+        return re.sub(r" --results \S+", "", str(report["command"]))  # in files of earlier versions
     if "rows" in report:
         return f"isobit bench --op {path.stem}"
     tried = report["candidates"] if "candidates" in report else report["runs"]

@@ -22,7 +22,6 @@ NAME = "candidate"
 #: Laws that it must pass to be timed. Bits that do not depend on the batch are only isobit's promise.
 LAWS = ("accuracy", "gradient")
 
-
 #: Failures that are listed if it is not timed.
 SHOWN = 4
 

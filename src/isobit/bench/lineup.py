@@ -72,7 +72,7 @@ class Lineup:
             changed = [part for part in changed if "generator" not in part]  # timing draws numbers itself
             if changed and any(rival.anew for rival in series.rivals.values()):
                 self.note(
-                    f"{series.name}: what was timed {in_words(changed)}: the times beside may be of that"
+                    f"{series.name}: a timed function {in_words(changed)}: it may affect all times of a case"
                 )
             for name, reason in failures.items():
                 self.note(f"{name}: failed on {case_name(case)} {direction}: {reason}")
@@ -193,10 +193,8 @@ class Lineup:
             if reason is not None:
                 self.note(f"{name}: {reason}")
                 continue
-            if (
-                rival.compiled or rival.anew
-            ):  # else earlier cases count towards the limit beyond which it runs eagerly
-                torch.compiler.reset()
+            if rival.compiled or rival.anew:
+                torch.compiler.reset()  # earlier cases count towards a limit beyond which it runs eagerly
             calls = partial(build, rival.function, rival)
             judged = verdict_on_rival if series.bits else verdict
             found.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
