@@ -226,12 +226,18 @@ def never(args: dict[str, Any]) -> None:
     """No reason not to serve."""
 
 
+def not_from_pages(args: dict[str, Any]) -> str | None:
+    return None if args["block_table"] is None else "no pages"
+
+
 @contextmanager
-def candidate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[None]:
+def candidate(
+    forward: Callable[..., Any], backward: Callable[..., Any], when: Callable[[dict[str, Any]], Any] = never
+) -> Iterator[None]:
     """A backend named "candidate" that claims the class of the CPU, so that bit laws apply to it."""
     added = {"attention": forward, "attention_bwd": backward}
     backends = {
-        name: Backend("candidate", f, str(ATTN_1_CPU), never, False, never) for name, f in added.items()
+        name: Backend("candidate", f, str(ATTN_1_CPU), when, False, never) for name, f in added.items()
     }
     for name, backend in backends.items():
         OPS[name].backends.append(backend)
@@ -243,9 +249,13 @@ def candidate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Iter
 
 
 def only(
-    law: str, case: str, forward: Callable[..., Any] = model.attention, backward: Any = model.attention_bwd
+    law: str,
+    case: str,
+    forward: Callable[..., Any] = model.attention,
+    backward: Any = model.attention_bwd,
+    when: Callable[[dict[str, Any]], Any] = never,
 ) -> Cell:
-    with candidate(forward, backward):
+    with candidate(forward, backward, when):
         (cell,) = run(
             Request(
                 ops=("attention",),
@@ -256,6 +266,15 @@ def only(
             )
         )
     return cell
+
+
+@pytest.mark.parametrize("case", [CUTS, LONG])
+def test_pages_that_a_backend_refuses_are_read_by_another_of_its_class(case: str) -> None:
+    """And the rest of the law is still tested, though one of its calls is not served."""
+    whole, some = only("agree", case), only("agree", case, when=not_from_pages)
+    assert (some.status, some.reason) == ("ok", "") and len(some.outputs) == len(whole.outputs)
+    broken = only("agree", case, other_borders_when("key_end"), when=not_from_pages)
+    assert broken.status == "FAIL"
 
 
 def test_a_correct_one_passes() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import third_party
+from candidate_faults import check, fault
 from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.runner import UNSUPPORTED
@@ -23,16 +24,6 @@ HERE, PACKAGE = Path(__file__).parent, Path(testing.__file__).parent
 
 def cases(report: dict[str, Any], law: str) -> list[dict[str, Any]]:
     return [c for one in report["candidates"] for c in one["cases"] if c["law"] == law]
-
-
-def check(function: Any, *laws: str, op: str = "logp", **more: Any) -> dict[str, Any]:
-    return testing.check(function, op=op, laws=laws, device="cpu", **more)
-
-
-def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
-    with pytest.raises(AssertionError) as found:
-        check(function, law, op=op, **more)
-    return str(found.value)
 
 
 NUMBERS = ("accuracy", "gradient", "repeatable", "written", "invariant")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import third_party
+from candidate_faults import check, fault
 from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.candidate import candidate_of
@@ -21,16 +22,6 @@ from isobit.op import known_op
 
 CPU = torch.device("cpu")
 CASE = "B=2 S=2 T=5 V=33 fp32"
-
-
-def check(function: Any, *laws: str, op: str = "logp", **more: Any) -> dict[str, Any]:
-    return testing.check(function, op=op, laws=laws, device="cpu", **more)
-
-
-def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
-    with pytest.raises(AssertionError) as found:
-        check(function, law, op=op, **more)
-    return str(found.value)
 
 
 @pytest.fixture(autouse=True)
