@@ -64,13 +64,12 @@ class Lineup:
             contenders += self.with_new_sizes(case, direction, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
-            with kept() as changed:
+            with kept(generators=False) as changed:  # timing draws numbers itself
                 if series.step:
                     timings, failures = measure_steps(contenders, self.device, self.repetitions)
                 else:
                     timings, failures = measure(contenders, self.device, floor_ms, self.repetitions)
-            changed = [part for part in changed if "generator" not in part]  # timing draws numbers itself
-            if changed and any(rival.anew for rival in series.rivals.values()):
+            if changed:
                 self.note(
                     f"{series.name}: a timed function {in_words(changed)}: it may affect all times of a case"
                 )

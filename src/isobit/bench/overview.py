@@ -2,10 +2,10 @@
 
 One line per kind of call and direction, with the geometric mean over the cases of the file of two ratios:
 isobit's time over the baseline's, and the best rival's time over isobit's. The baseline is the implementation
-that the file names (`against`); or the floor, which is what the bytes and the operations of a call take at
-the speed of a copy and of a large product; or a copy of as many bytes if there are no operations to count. A
-rival does the same work as isobit; the best is the one with the smallest mean, on the cases where both ran.
-Variants of the baseline (`torch.mm_nosplit`) and of isobit (`isobit:triton`) are not rivals.
+that the file names (`against`); or a copy of as many bytes; or, where operations decide and not bytes, the
+floor, which is what the bytes and the operations of a call take at the speed of a copy and of a large
+product. A rival does the same work as isobit; the best is the one with the smallest mean, on the cases where
+both ran. Variants of the baseline (`torch.mm_nosplit`) and of isobit (`isobit:triton`) are not rivals.
 """
 
 import json
@@ -30,6 +30,15 @@ def shown_of(directions: Iterable[str]) -> set[str]:
     return known - {"bwd"} or known
 
 
+def limit_of(rows: Sequence[Row]) -> str:
+    """What calls without a baseline are compared with: a copy of their bytes; or the floor, if the copy is
+    much faster than that in all cases: then the operations decide."""
+    copies = {(row["case"], row["direction"]): row["ms"] for row in rows if row["impl"] == "copy"}
+    ours = [row for row in rows if row["impl"] == "isobit"]
+    fast = (copies.get((row["case"], row["direction"]), math.inf) < 0.9 * row["floor_ms"] for row in ours)
+    return "floor" if all(fast) else "copy"
+
+
 def overview(results_dir: Path, names: Iterable[str]) -> tuple[list[list[str]], list[str]]:
     """The lines of the table, the head first, and the names without a file."""
     lines, missing = [HEAD], []
@@ -46,14 +55,13 @@ def _of_file(report: Report) -> list[list[str]]:
     if report.get("figure", "ms") != "ms":  # host times have no baseline of their own
         return []
     rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
-    computes = any(row["tflops"] is not None for row in rows)
-    baseline = report.get("against") or ("floor" if computes else "copy")
     found: list[list[str]] = []
     age = OLDER if why_stale(report["stamp"]) else ""
     for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
         if direction not in shown_of(row["direction"] for row in rows if row["op"] == op):
             continue
         mine = [row for row in rows if (row["op"], row["direction"]) == (op, direction)]
+        baseline = report.get("against") or limit_of(mine)
         if ratios := _over_ours(mine, baseline):
             whole_step = any(row["method"] == "sync" for row in mine)
             title = f"`{op}`" + (f", {_TITLES[direction]}" if _TITLES[direction] and not whole_step else "")

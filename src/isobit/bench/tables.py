@@ -27,7 +27,7 @@ from typing import Any
 
 from isobit.bench.declared import render_declared
 from isobit.bench.goals import Cell, cells
-from isobit.bench.overview import OLDER, overview, shown_of
+from isobit.bench.overview import OLDER, limit_of, overview, shown_of
 from isobit.bench.proven import proven
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
@@ -161,19 +161,13 @@ def _lines(rows: Sequence[Row]) -> str:
     groups = _groups(rows)
     impls = dict.fromkeys(row["impl"] for row in rows)
     rivals = [name for name in impls if name not in ("isobit", "copy")]
-    limit = "floor" if all(map(_is_bound_by_products, groups.values())) else "copy"
+    limit = limit_of([row for group in groups.values() for row in group.values()])
     head = ["case", "direction", "isobit ms", f"% of {limit} speed", *(f"{r} ms" for r in rivals), "extra MB"]
     lines = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
     for (case, direction), group in groups.items():
         host = _host(group, ("isobit", *rivals))
         lines.append([case, _SHOWN.get(direction, direction), *_figures(group, rivals, limit), host])
     return _markdown(lines, left=2)
-
-
-def _is_bound_by_products(group: dict[str, Row]) -> bool:
-    """Whether a copy of the same bytes is much faster than the floor, so that the operations decide it."""
-    ours, copy = group.get("isobit"), group.get("copy")
-    return ours is not None and copy is not None and copy["ms"] < 0.9 * ours["floor_ms"]
 
 
 def _host(group: dict[str, Row], impls: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from isobit.contract import dtype_name
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the state. Without `say` its values mean nothing to a reader."""
+    """A part of the state. Without `say` it is a generator, whose values mean nothing to a reader."""
 
     name: str
     read: Callable[[], Any]
@@ -125,15 +125,16 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def kept() -> Iterator[list[str]]:
+def kept(generators: bool = True) -> Iterator[list[str]]:
     """Inside of this context anything may be set. Afterwards everything is as before, and the list says what
-    was changed: `default dtype from fp32 to fp64`."""
-    before = [part.read() for part in _PARTS]
+    was changed: `default dtype from fp32 to fp64`. Without `generators`, these may go on."""
+    parts = [part for part in _PARTS if generators or part.say is not None]
+    before = [part.read() for part in parts]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for part, value in zip(_PARTS, before, strict=True):
+        for part, value in zip(parts, before, strict=True):
             now = part.read()
             if not _same(value, now):
                 part.write(value)
