@@ -153,3 +153,4 @@ def test_its_autotuner_forgets_what_it_chose_in_memory_and_on_disk(monkeypatch: 
         module = SimpleNamespace(**{name.rpartition(".")[2]: module})
     forget_tuning()
     assert not kernel.cache and not kernel.cache_results
+    assert kernel.do_bench.keywords == {"warmup": 5, "rep": 20}
