@@ -107,27 +107,25 @@ def run(
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
     compile_ahead(subject, todo, backend, impls, device, say)
     vouch, pool, longest, stopped = Vouch(device, check_report, skip_check, say), Pool(device), 0.0, False
-    with settled_heap():
-        for i, (series, case, wanted) in enumerate(todo):
-            start = time.monotonic()
-            if minutes is not None and start + longest - begin >= 60 * minutes:
-                stopped = True
-                break
-            say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}, after {start - begin:.0f} s")
-            lineup = Lineup(
-                series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note
-            )
-            try:
+    for i, (series, case, wanted) in enumerate(todo):
+        start = time.monotonic()
+        if minutes is not None and start + longest - begin >= 60 * minutes:
+            stopped = True
+            break
+        say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}, after {start - begin:.0f} s")
+        lineup = Lineup(series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note)
+        try:
+            with settled_heap():  # for each case: a compiler that the first one has loaded settles too
                 rows += lineup.rows(case, wanted)
-            except NotHere as why:
-                note(f"{series.name}: {why}")
-            except torch.OutOfMemoryError:
-                pool.keep(None)
-                note(f"{series.name}: {case_name(case)} does not fit into memory")
-            tidy(device)
-            if path is not None and rows:  # after every case: an interrupted run keeps its results
-                write(path, to_json(so_far(len(todo) - 1 - i)))
-            longest = max(longest, time.monotonic() - start) if i else 0.0
+        except NotHere as why:
+            note(f"{series.name}: {why}")
+        except torch.OutOfMemoryError:
+            pool.keep(None)
+            note(f"{series.name}: {case_name(case)} does not fit into memory")
+        tidy(device)
+        if path is not None and rows:  # after every case: an interrupted run keeps its results
+            write(path, to_json(so_far(len(todo) - 1 - i)))
+        longest = max(longest, time.monotonic() - start) if i else 0.0
     left = todo[i:] if stopped else []
     if left:
         listed = "; ".join(f"{one.name} {case_name(case)}" for one, case, _ in left)

@@ -361,8 +361,8 @@ def _synchronize(device: torch.device) -> None:
 @contextmanager
 def settled_heap() -> Iterator[None]:
     """Excludes all existing objects from garbage collection. `tidy` collects between any two measurements,
-    and would spend most of its time on the modules of PyTorch."""
-    gc.collect()
+    and would spend most of its time on the modules of PyTorch and its compiler: hundreds of thousands of
+    objects."""
     gc.freeze()
     try:
         yield
