@@ -14,8 +14,8 @@ from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
-#: (shape, dtype, dtype of the weight, layout, options): every kernel and branch, both numbers of steps, tiles
-#: of several rows and of one, whole chunks and not.
+#: (shape, dtype, dtype of the weight, layout, options): every kernel and branch, several numbers of steps,
+#: tiles of several rows and of one, whole chunks and not.
 CALLS: dict[str, tuple[tuple[int, ...], torch.dtype, torch.dtype, str, dict[str, Any]]] = {
     "one number": ((3, 1), F32, F32, "dense", {}),
     "tiles of rows": ((35, 100), BF16, BF16, "dense", {"cast": "after", "offset": 1.0}),
@@ -26,7 +26,9 @@ CALLS: dict[str, tuple[tuple[int, ...], torch.dtype, torch.dtype, str, dict[str,
     "a whole chunk": ((5, 1024), F16, F32, "dense", {"residual": True}),
     "chunks": ((18, 2100), BF16, BF16, "offset", {}),
     "chunks, after": ((5, 2100), BF16, F32, "dense", {"residual": True, "cast": "after"}),
-    "two steps": ((132, 1030), F32, F32, "dense", {}),
+    "steps": ((116, 2100), BF16, BF16, "dense", {}),
+    "steps of tiles": ((2000, 100), BF16, F32, "apart", {"residual": True}),
+    "many sums": ((132, 1030), F32, F32, "dense", {}),
     "long gradients": ((17, 8200), BF16, F32, "dense", {"residual": True}),
     "long rows": ((2, 16400), F16, F16, "dense", {"offset": 1.0}),
     "long rows and a residual": ((1, 16390), BF16, BF16, "padded", {"residual": True, "cast": "after"}),
@@ -55,7 +57,9 @@ def step(name: str, backend: str) -> dict[str, Tensor]:
 def main() -> None:
     launched: dict[str, list[str]] = {}
     inner, wrong = launch.run, []
-    assert kernels_triton_bwd.steps_of(132, 16, torch.device("cpu")) == 2
+    cpu = torch.device("cpu")
+    assert kernels_triton_bwd.steps_of(116, 16, 2100, cpu) == 4
+    assert kernels_triton_bwd.steps_of(2000, 256, 100, cpu) == 2
     for name in CALLS:
         names = launched.setdefault(name, [])
 

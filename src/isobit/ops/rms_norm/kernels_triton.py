@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.arch import sm_count
 from isobit.blocks.interpreter import narrow, rounded
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides
@@ -122,7 +123,7 @@ def normalised(h, scale, w, BEFORE: tl.constexpr):
 def norm_rows(
     x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows and holds them in registers. Strides are in words of WORD elements."""
     LANES: tl.constexpr = 1 << LOG_LANES
@@ -137,6 +138,10 @@ def norm_rows(
         mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
         h = read_sum(x, residual, x_start, residual_start, col, mask)
         tiles = tiles + (h,)
+    ws = ()
+    if EARLY:  # with the row, not behind its sum
+        for i in tl.static_range(CHUNKS):
+            ws = ws + (load_weight(weight, offset, i * LANES + lane, D),)
     total = tl.zeros([ROWS, LANES], tl.float32)
     for i in tl.static_range(CHUNKS):
         h = tiles[i].to(tl.float32)
@@ -145,7 +150,7 @@ def norm_rows(
     for i in tl.static_range(CHUNKS):
         col = i * LANES + lane
         mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
-        w = load_weight(weight, offset, col, D)
+        w = ws[i] if EARLY else load_weight(weight, offset, col, D)
         store_tile(out, own, col, narrow(normalised(tiles[i], scale, w, BEFORE), out), mask)
         if summed is not None:
             store_tile(summed, own, col, tiles[i], mask)
@@ -216,6 +221,13 @@ def tile_of(D: int, elements: int) -> dict[str, int]:
     return {"ROWS": rows, "LOG_LANES": log, "CHUNKS": triton.cdiv(D, 1 << log)}
 
 
+def warps_of(programs: int, D: int, device: torch.device) -> int:
+    """Warps of a program that holds a row. With four a thread loads words of 16 bytes. Few programs have an
+    SM almost to themselves, and more warps compute a long row sooner."""
+    few = programs <= 4 * sm_count(device)
+    return 8 if D > HELD // 2 or (few and D > TILE) else 4
+
+
 def or_none(offset: float) -> float | None:
     """An offset of 0 is not added: -0 would become +0."""
     return offset or None
@@ -239,8 +251,9 @@ def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         )  # fmt: skip
     else:
         tile = tile_of(D, TILE)
+        programs = triton.cdiv(N, tile["ROWS"])
         launch(
-            norm_rows, (triton.cdiv(N, tile["ROWS"]),), *tensors, N, inner, *strides, **common, **tile,
-            num_warps=4 if D <= HELD // 2 else 8, enable_fp_fusion=False,
+            norm_rows, (programs,), *tensors, N, inner, *strides, **common, **tile, EARLY=D <= HELD // 2,
+            num_warps=warps_of(programs, D, x.device), enable_fp_fusion=False,
         )  # fmt: skip
     return out, summed, rstd

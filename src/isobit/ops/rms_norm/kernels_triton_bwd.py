@@ -3,9 +3,12 @@
     dx      = rstd (g - y mean(g y)) + dsummed
     dweight = sum over rows of dout y
 
-A program takes groups of 16 rows and holds their sum of dweight in registers: one read of h and dout, one
-write of dx, and one partial sum of dweight per program, which a second kernel adds. Rows that do not fit in
-registers are read again by a kernel for dweight.
+Many rows: a program takes groups of 16 rows one row after another and holds their sum of dweight in
+registers: one read of h and dout, one write of dx, and one partial sum of dweight per program, which a second
+kernel adds. Few rows: that would be few programs, each with a long chain of rows. So some programs take a row
+each, for dx, and others some columns of all rows, for dweight: h and dout are read twice, the second time
+from the L2 cache, and everything at once. Rows that do not fit in registers are read again by a kernel for
+dweight.
 
 Order of dweight: the rows of a group one after another from +0, groups by a tree of neighbours, padded with
 +0 to a power of two. So it does not matter which program takes which groups, nor how many. Sums of a row are
@@ -42,6 +45,17 @@ TILE = 2048
 #: The longest row that a program holds in registers, beside its sums of dweight.
 HELD = 8192
 
+#: Bytes of shared memory in which rows arrive while others are computed. GPUs for which Triton does that have
+#: at least this.
+WAITING = 96 << 10
+
+#: Few rows: h and dout together have no more bytes than this. A program of dweight then takes so many groups
+#: (log2), and so many columns. The interpreter gets less, so that tests run both kernels.
+FEW, LOG_GROUPS, SLICE = 1 << 16 if INTERPRETED.value else 16 << 20, 4, 64
+
+#: The most steps of a program of the many: each doubling halves the number of partial sums.
+MAX_STEPS = 8
+
 #: Partial sums that a program of the last kernel adds (log2), and its columns. Affects the schedule only. The
 #: interpreter has a cost per operation, so it takes more columns, and fewer sums so that more than one launch
 #: is needed.
@@ -64,22 +78,12 @@ def over_rows(x, LOG_ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    h, dout, row, live, inner, h_so, h_si, dout_so, dout_si,
-    D: tl.constexpr, WORD: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """The chunks of h and of dout; zeros for rows that do not exist."""
-    lane = tl.arange(0, 1 << LOG_LANES)
-    h_start = row_offset(row, inner, h_so, h_si) * WORD
-    dout_start = row_offset(row, inner, dout_so, dout_si) * WORD
-    hs = ()
-    douts = ()
+def weights_of(weight, offset, D: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr):
+    """The chunks of the weight."""
+    found = ()
     for i in tl.static_range(CHUNKS):
-        col = (i << LOG_LANES) + lane
-        mask = live[:, None] & (col < D)[None, :]
-        hs = hs + (load_tile(h, h_start, col, mask),)
-        douts = douts + (load_tile(dout, dout_start, col, mask),)
-    return hs, douts
+        found = found + (load_weight(weight, offset, (i << LOG_LANES) + tl.arange(0, 1 << LOG_LANES), D),)
+    return found
 
 
 @triton.jit
@@ -91,11 +95,42 @@ def zero_tiles(ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def add_rows(totals, sums, LOG_ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Chunks of totals plus the sums over rows of `sums`."""
+def gradient_tile(
+    h, dout, dsummed, ws, scale, dx, row, N, inner, h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si,
+    D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of some rows if it is wanted; returns the chunks of dout y."""
+    LANES: tl.constexpr = 1 << LOG_LANES
+    lane = tl.arange(0, LANES)
+    h_start = row_offset(row, inner, h_so, h_si) * WORD
+    dout_start = row_offset(row, inner, dout_so, dout_si) * WORD
+    dsummed_start = row_offset(row, inner, dsummed_so, dsummed_si) * WORD
+    ys = ()
+    douts = ()
+    for i in tl.static_range(CHUNKS):
+        col = i * LANES + lane
+        mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
+        ys = ys + (load_tile(h, h_start, col, mask),)
+        douts = douts + (load_tile(dout, dout_start, col, mask),)
+    if dx is not None:
+        products = tl.zeros([ROWS, LANES], tl.float32)
+        for i in tl.static_range(CHUNKS):
+            g = douts[i].to(tl.float32) * ws[i]
+            products = products + g * (ys[i].to(tl.float32) * scale[:, None])
+        products = tree_sums(products, ROWS, LOG_LANES)
+        mean = tl.div_rn(products, tl.full(products.shape, D, tl.float32))
+        for i in tl.static_range(CHUNKS):
+            col = i * LANES + lane
+            mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
+            g = douts[i].to(tl.float32) * ws[i]
+            y = ys[i].to(tl.float32) * scale[:, None]
+            d = scale[:, None] * (g - y * mean[:, None])
+            if dsummed is not None:
+                d = d + load_tile(dsummed, dsummed_start, col, mask).to(tl.float32)
+            store_tile(dx, row * D, col, narrow(d, dx), mask)
     found = ()
     for i in tl.static_range(CHUNKS):
-        found = found + (totals[i] + over_rows(sums[i], LOG_ROWS, LANES),)
+        found = found + (douts[i].to(tl.float32) * (ys[i].to(tl.float32) * scale[:, None]),)
     return found
 
 
@@ -104,61 +139,106 @@ def gradient_rows(
     h, dout, dsummed, weight, rstd, dx, partials, offset, N, inner, steps,
     h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si,
     D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
-    LOG_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    LOG_ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program takes `steps` times ROWS groups of GROUP rows; steps is 1 or 2. Row i of a tile belongs to
-    group i, and the next rows are loaded before these are computed."""
+    """One program takes `steps` times ROWS groups of GROUP rows. Row i of a tile belongs to group i. Sums of
+    2**l steps that wait for their neighbour are in partials[l], where the sum of all steps ends up."""
     LANES: tl.constexpr = 1 << LOG_LANES
     lane = tl.arange(0, LANES)
-    base = tl.program_id(0).to(tl.int64) * steps * (ROWS * GROUP)
-    count = tl.minimum(N - base, steps * GROUP).to(tl.int32)  # the last program may have few rows
-    first = base + tl.arange(0, ROWS) * GROUP
-    strides = (inner, h_so, h_si, dout_so, dout_si)
-    totals = zero_tiles(1, LANES, CHUNKS)
-    sums = zero_tiles(ROWS, LANES, CHUNKS)
-    hs, douts = load_rows(h, dout, first, first < N, *strides, D, WORD, LOG_LANES, CHUNKS)
-    for k in range(count):
-        row = first + k // GROUP * (ROWS * GROUP) + k % GROUP
-        after = first + (k + 1) // GROUP * (ROWS * GROUP) + (k + 1) % GROUP
-        live = (after < N) & (k + 1 < count)
-        next_hs, next_douts = load_rows(h, dout, after, live, *strides, D, WORD, LOG_LANES, CHUNKS)
-        scale = tl.load(rstd + row, mask=row < N, other=0.0)
-        if dx is not None:
-            products = tl.zeros([ROWS, LANES], tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    whole = tl.num_programs(0).to(tl.int64) * D
+    strides = (inner, h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si)
+    ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
+    for step in range(steps):
+        base = (program * steps + step) * (ROWS * GROUP)
+        sums = zero_tiles(ROWS, LANES, CHUNKS)
+        # The last program may have few rows, and steps without any: sums of +0.
+        for k in tl.range(0, tl.minimum(N - base, GROUP).to(tl.int32), num_stages=STAGES):
+            row = base + k + tl.arange(0, ROWS) * GROUP
+            scale = tl.load(rstd + row, mask=row < N, other=0.0)
+            terms = gradient_tile(
+                h, dout, dsummed, ws, scale, dx, row, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS
+            )
+            if partials is not None:
+                more = ()
+                for i in tl.static_range(CHUNKS):
+                    more = more + (sums[i] + terms[i],)
+                sums = more
+        if partials is not None:
+            totals = ()
             for i in tl.static_range(CHUNKS):
-                g = douts[i].to(tl.float32) * load_weight(weight, offset, i * LANES + lane, D)
-                products = products + g * (hs[i].to(tl.float32) * scale[:, None])
-            products = tree_sums(products, ROWS, LOG_LANES)
-            mean = tl.div_rn(products, tl.full(products.shape, D, tl.float32))
-            dsummed_start = row_offset(row, inner, dsummed_so, dsummed_si) * WORD
+                totals = totals + (over_rows(sums[i], LOG_ROWS, LANES),)
+            own = program * D + tl.zeros([1], tl.int64)
+            level = step * 0
+            while (step >> level) & 1 == 1:  # a neighbour waits
+                more = ()
+                for i in tl.static_range(CHUNKS):
+                    col = i * LANES + lane
+                    mask = mask_of(own, col, 0, D, i * LANES, LANES, 1)
+                    more = more + (load_tile(partials, own + level * whole, col, mask) + totals[i],)
+                totals = more
+                level += 1
             for i in tl.static_range(CHUNKS):
                 col = i * LANES + lane
-                mask = (row < N)[:, None] & (col < D)[None, :]
-                # The weight is loaded again, from L1: keeping it would take as many registers as a row.
-                g = douts[i].to(tl.float32) * load_weight(weight, offset, col, D)
-                y = hs[i].to(tl.float32) * scale[:, None]
-                d = scale[:, None] * (g - y * mean[:, None])
-                if dsummed is not None:
-                    d = d + load_tile(dsummed, dsummed_start, col, mask).to(tl.float32)
-                store_tile(dx, row * D, col, narrow(d, dx), mask)
-        if partials is not None:
-            if k == GROUP:  # a second step
-                totals = add_rows(totals, sums, LOG_ROWS, LANES, CHUNKS)
-                sums = zero_tiles(ROWS, LANES, CHUNKS)
-            more = ()
-            for i in tl.static_range(CHUNKS):
-                y = hs[i].to(tl.float32) * scale[:, None]
-                more = more + (sums[i] + douts[i].to(tl.float32) * y,)
-            sums = more
-        hs = next_hs
-        douts = next_douts
+                mask = mask_of(own, col, 0, D, i * LANES, LANES, 1)
+                store_tile(partials, own + level * whole, col, totals[i], mask)
+            tl.debug_barrier()  # the next step may read it, by other threads
+
+
+@triton.jit
+def sum_columns(
+    h, dout, rstd, partials, block, part, N, inner, h_so, h_si, dout_so, dout_si,
+    D: tl.constexpr, WORD: tl.constexpr, LOG_GROUPS: tl.constexpr, GROUP: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """dweight of some columns of 2**LOG_GROUPS groups of rows, one group per row of a tile."""
+    first = (block << LOG_GROUPS) * GROUP + tl.arange(0, 1 << LOG_GROUPS) * GROUP
+    col = part * SLICE + tl.arange(0, SLICE)
+    hs = ()
+    douts = ()
+    scales = ()
+    for k in tl.static_range(GROUP):  # all loads before the first addition
+        row = first + k
+        mask = (row < N)[:, None] & (col < D)[None, :]
+        hs = hs + (load_tile(h, row_offset(row, inner, h_so, h_si) * WORD, col, mask),)
+        douts = douts + (load_tile(dout, row_offset(row, inner, dout_so, dout_si) * WORD, col, mask),)
+        scales = scales + (tl.load(rstd + row, mask=row < N, other=0.0),)
+    total = tl.zeros([1 << LOG_GROUPS, SLICE], tl.float32)
+    for k in tl.static_range(GROUP):
+        total = total + douts[k].to(tl.float32) * (hs[k].to(tl.float32) * scales[k][:, None])
+    total = over_rows(total, LOG_GROUPS, SLICE)
+    own = block * D + tl.zeros([1], tl.int64)
+    store_tile(partials, own, col, narrow(total, partials), (own >= 0)[:, None] & (col < D)[None, :])
+
+
+@triton.jit(do_not_specialize=BATCH)
+def gradient_few_rows(
+    h, dout, dsummed, weight, rstd, dx, partials, offset, N, inner,
+    h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si,
+    D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    LOG_GROUPS: tl.constexpr, GROUP: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """For each block of 2**LOG_GROUPS groups: programs that add dweight of SLICE columns, then programs that
+    write dx of ROWS rows."""
+    BLOCK: tl.constexpr = GROUP << LOG_GROUPS
+    SLICES: tl.constexpr = 0 if partials is None else (D + SLICE - 1) // SLICE
+    EACH: tl.constexpr = SLICES + (0 if dx is None else BLOCK // ROWS)
+    block = tl.program_id(0).to(tl.int64) // EACH
+    part = tl.program_id(0) % EACH
     if partials is not None:
-        totals = add_rows(totals, sums, LOG_ROWS, LANES, CHUNKS)  # two steps are two neighbours of the tree
-        own = tl.program_id(0).to(tl.int64) * D + tl.zeros([1], tl.int64)
-        for i in tl.static_range(CHUNKS):
-            col = i * LANES + lane
-            mask = mask_of(own, col, 0, D, i * LANES, LANES, 1)
-            store_tile(partials, own, col, totals[i], mask)
+        if part < SLICES:
+            sum_columns(
+                h, dout, rstd, partials, block, part, N, inner, h_so, h_si, dout_so, dout_si,
+                D, WORD, LOG_GROUPS, GROUP, SLICE,
+            )  # fmt: skip
+    if dx is not None:
+        if part >= SLICES:
+            row = block * BLOCK + (part - SLICES) * ROWS + tl.arange(0, ROWS)
+            ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
+            scale = tl.load(rstd + row, mask=row < N, other=0.0)
+            gradient_tile(
+                h, dout, dsummed, ws, scale, dx, row, N, inner, h_so, h_si, dout_so, dout_si, dsummed_so,
+                dsummed_si, D, WORD, ROWS, LOG_LANES, CHUNKS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -232,16 +312,25 @@ def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.c
 # Launchers
 
 
-def steps_of(N: int, rows: int, device: torch.device) -> int:
-    """Steps of a program that takes this many rows per step: two, if that leaves at least four programs per
-    SM. It halves the number of partial sums, and does not affect the order."""
-    return 2 if 8 * rows * sm_count(device) <= N else 1
+def steps_of(N: int, rows: int, D: int, device: torch.device) -> int:
+    """Steps of a program that takes this many rows per step: the more, the fewer partial sums. As many as
+    leave an SM no more to do, if it runs two programs at a time, or four with short rows."""
+    slots, steps = (4 if D <= HELD // 4 else 2) * sm_count(device), 1
+    fewest = triton.cdiv(N, rows * slots)
+    while steps < MAX_STEPS and 2 * steps * triton.cdiv(N, 2 * steps * rows * slots) <= fewest:
+        steps *= 2
+    return steps
+
+
+def stages_of(nbytes: int) -> int:
+    """Stages of a loop over tiles of so many bytes: one is computed, and two or one are on their way."""
+    return 3 if 2 * nbytes <= WAITING else 2
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
-    """[P, D] -> [D] by the tree of neighbours, some levels per launch."""
+    """[P, D] -> [D] by the tree of neighbours, some levels per launch, rounded in the last one."""
     D = partials.shape[1]
-    while True:
+    while len(partials) > 1 or partials.dtype != dtype:
         P = len(partials)
         parts = triton.cdiv(P, 1 << LOG_FAN)
         out = torch.empty((parts, D), dtype=dtype if parts == 1 else torch.float32, device=partials.device)
@@ -249,9 +338,8 @@ def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
             fold, (parts, triton.cdiv(D, COLUMNS)), partials, out, P, D, COLUMNS, LOG_FAN,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        if parts == 1:
-            return out.view(D)
         partials = out
+    return partials.view(D)
 
 
 def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -263,30 +351,44 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
     if N == 0:
         return dx, torch.zeros(D, dtype=dtype, device=device) if args["want_weight"] else None
     inner, tensors, strides, word = walk(lead, D, h, args["dout"], args["dsummed"])
-    offset, options = or_none(args["offset"]), {"enable_fp_fusion": False}
+    offset, options, common = or_none(args["offset"]), {"enable_fp_fusion": False}, {"D": D, "WORD": word}
     tile = tile_of(D, TILE)
     rows = tile["ROWS"] * GROUP
-    steps = steps_of(N, rows, device) if D <= HELD else 1
-    partials = None
-    if args["want_weight"]:
-        partials = torch.empty((triton.cdiv(N, rows * steps), D), dtype=torch.float32, device=device)
-    if D <= HELD:
-        launch(
-            gradient_rows, (triton.cdiv(N, rows * steps),), *tensors, weight, rstd, dx, partials, offset, N,
-            inner, steps, *strides, D=D, WORD=word, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1,
-            GROUP=GROUP,
-            num_warps=4 if D <= HELD // 2 else 8, **options,
-        )  # fmt: skip
-    else:
+
+    def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty((*shape, D), dtype=dtype, device=device) if args["want_weight"] else None
+
+    if D > HELD:
+        partials = room(triton.cdiv(N, GROUP))
         log = log_lanes(D)
         if dx is not None:
             launch(
                 gradient_long_rows, (N,), *tensors, weight, rstd, dx, offset, N, inner, *strides,
-                D=D, WORD=word, LOG_LANES=log, UNROLL=UNROLL, num_warps=4, **options,
+                **common, LOG_LANES=log, UNROLL=UNROLL, num_warps=4, **options,
             )  # fmt: skip
         if partials is not None:
             launch(
                 sum_groups, (len(partials), triton.cdiv(D, 1 << log)), *tensors[:2], rstd, partials, N, inner,
-                *strides[:4], D=D, WORD=word, LOG_LANES=log, GROUP=GROUP, num_warps=4, **options,
+                *strides[:4], **common, LOG_LANES=log, GROUP=GROUP, num_warps=4, **options,
             )  # fmt: skip
+    elif 2 * h.numel() * h.element_size() <= FEW:
+        blocks, width = triton.cdiv(N, GROUP << LOG_GROUPS), min(SLICE, triton.next_power_of_2(D))
+        partials = room(blocks, dtype=dtype if blocks == 1 else torch.float32)
+        programs = 0 if dx is None else triton.cdiv(N, tile["ROWS"])
+        programs += 0 if partials is None else blocks * triton.cdiv(D, width)
+        launch(
+            gradient_few_rows, (programs,), *tensors, weight, rstd, dx, partials, offset, N, inner, *strides,
+            **common, **tile, LOG_GROUPS=LOG_GROUPS, GROUP=GROUP, SLICE=width, num_warps=8, **options,
+        )  # fmt: skip
+    else:
+        steps = steps_of(N, rows, D, device)
+        programs = triton.cdiv(N, rows * steps)
+        waiting = room(steps.bit_length(), programs)
+        nbytes = (2 + (args["dsummed"] is not None)) * max(D, TILE) * h.element_size()
+        launch(
+            gradient_rows, (programs,), *tensors, weight, rstd, dx, waiting, offset, N, inner, steps,
+            *strides, **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP,
+            STAGES=stages_of(nbytes), num_warps=4 if D <= HELD // 2 else 8, **options,
+        )  # fmt: skip
+        partials = None if waiting is None else waiting[-1]
     return dx, None if partials is None else sum_of(partials, dtype, launch)
