@@ -46,6 +46,10 @@ BATCH = ("N", "inner", "x_so", "x_si", "residual_so", "residual_si")
 def tree_sums(x, ROWS: tl.constexpr, LOG: tl.constexpr):
     """Sums of rows of 2**LOG numbers: neighbours are added repeatedly."""
     for i in tl.static_range(LOG):
+        if LOG > 8 and LOG - i == 4:
+            # The rest is spread over warps, and each addition between warps would take three barriers. A
+            # gather lets the compiler lay the numbers out, and it puts a row into one warp: one barrier.
+            x = tl.gather(x, tl.broadcast_to(tl.arange(0, 16)[None, :], [ROWS, 16]), axis=1)
         # An axis of two: one commutative addition, whichever threads hold the two.
         x = tl.sum(tl.reshape(x, [ROWS, 1 << (LOG - 1 - i), 2]), axis=2)
     return tl.reshape(x, [ROWS])
@@ -123,7 +127,7 @@ def normalised(h, scale, w, BEFORE: tl.constexpr):
 def norm_rows(
     x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
-    CHUNKS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, EARLY: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows and holds them in registers. Strides are in words of WORD elements."""
     LANES: tl.constexpr = 1 << LOG_LANES
@@ -132,16 +136,18 @@ def norm_rows(
     x_start = row_offset(row, inner, x_so, x_si) * WORD
     residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
     own = row * D
+    ws = ()
+    if EARLY:  # before the sum, not behind it
+        for i in tl.static_range(CHUNKS):
+            ws = ws + (load_weight(weight, offset, i * LANES + lane, D),)
+        if FEW:
+            tl.debug_barrier()  # or the compiler lets these loads wait for the row, a second trip to memory
     tiles = ()
     for i in tl.static_range(CHUNKS):
         col = i * LANES + lane
         mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
         h = read_sum(x, residual, x_start, residual_start, col, mask)
         tiles = tiles + (h,)
-    ws = ()
-    if EARLY:  # with the row, not behind its sum
-        for i in tl.static_range(CHUNKS):
-            ws = ws + (load_weight(weight, offset, i * LANES + lane, D),)
     total = tl.zeros([ROWS, LANES], tl.float32)
     for i in tl.static_range(CHUNKS):
         h = tiles[i].to(tl.float32)
@@ -221,13 +227,6 @@ def tile_of(D: int, elements: int) -> dict[str, int]:
     return {"ROWS": rows, "LOG_LANES": log, "CHUNKS": triton.cdiv(D, 1 << log)}
 
 
-def warps_of(programs: int, D: int, device: torch.device) -> int:
-    """Warps of a program that holds a row. With four a thread loads words of 16 bytes. Few programs have an
-    SM almost to themselves, and more warps compute a long row sooner."""
-    few = programs <= 4 * sm_count(device)
-    return 8 if D > HELD // 2 or (few and D > TILE) else 4
-
-
 def or_none(offset: float) -> float | None:
     """An offset of 0 is not added: -0 would become +0."""
     return offset or None
@@ -252,8 +251,10 @@ def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     else:
         tile = tile_of(D, TILE)
         programs = triton.cdiv(N, tile["ROWS"])
+        # Few programs have an SM almost to themselves, and more warps compute a long row sooner.
+        few = programs <= 4 * sm_count(x.device)
         launch(
             norm_rows, (programs,), *tensors, N, inner, *strides, **common, **tile, EARLY=D <= HELD // 2,
-            num_warps=warps_of(programs, D, x.device), enable_fp_fusion=False,
+            FEW=few, num_warps=8 if D > HELD // 2 or (few and D > TILE) else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, summed, rstd
