@@ -46,10 +46,10 @@ BATCH = ("N", "inner", "x_so", "x_si", "residual_so", "residual_si")
 def tree_sums(x, ROWS: tl.constexpr, LOG: tl.constexpr):
     """Sums of rows of 2**LOG numbers: neighbours are added repeatedly."""
     for i in tl.static_range(LOG):
-        if LOG > 8 and LOG - i == 4:
+        if LOG > 9 and LOG - i == 4:
             # The rest is spread over warps, and each addition between warps would take three barriers. A
             # gather lets the compiler lay the numbers out, and it puts a row into one warp: one barrier.
-            x = tl.gather(x, tl.broadcast_to(tl.arange(0, 16)[None, :], [ROWS, 16]), axis=1)
+            x = tl.gather(tl.reshape(x, [ROWS * 16]), tl.arange(0, ROWS * 16), axis=0)
         # An axis of two: one commutative addition, whichever threads hold the two.
         x = tl.sum(tl.reshape(x, [ROWS, 1 << (LOG - 1 - i), 2]), axis=2)
     return tl.reshape(x, [ROWS])
