@@ -37,15 +37,17 @@ def memory(case: Case, backend: str, direction: str) -> int:
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
-    """Every kernel with every value of its compile-time branches: short and long rows, whole tiles and
-    partial ones, with all options and with none. For fp32, which differs only in conversions, one call."""
+    """Every kernel with every value of its compile-time branches: few and many rows, short and long ones,
+    whole tiles and partial ones, with all options and with none. For fp32, which differs only in conversions,
+    two calls."""
     from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    calls = [((4096, 128), True), ((3, 7, 2560), False), ((20, 17001), True)]
-    for shape, full in calls if dtype != F32 else calls[:1]:
+    many = [((1 << 18, 128), True), ((3, 7000, 2560), False)]
+    calls = [*many[:1], ((20, 128), True), *many[1:], ((3, 7, 2560), False), ((20, 17001), True)]
+    for shape, full in calls if dtype != F32 else calls[:2]:
         D, lead = shape[-1], shape[:-1]
         # Two leading dimensions that cannot be flattened into one.
         x = empty(lead[0], lead[1] + 1, D)[:, :-1] if len(lead) == 2 else empty(*shape)
