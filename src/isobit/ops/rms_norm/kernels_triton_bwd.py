@@ -72,8 +72,9 @@ BATCH = (
 @triton.jit
 def over_rows(x, LOG_ROWS: tl.constexpr, LANES: tl.constexpr):
     """Sums over 2**LOG_ROWS rows: neighbours are added repeatedly. [1, LANES]."""
-    if LOG_ROWS == 4:  # one trip through shared memory instead of one per level, as in tree_sums
-        x = tl.gather(x, tl.broadcast_to(tl.arange(0, 16)[:, None], [16, LANES]), axis=0)
+    if LOG_ROWS >= 4:  # one trip through shared memory instead of one per level, as in tree_sums
+        at = tl.arange(0, 1 << LOG_ROWS)
+        x = tl.gather(x, tl.broadcast_to(at[:, None], [1 << LOG_ROWS, LANES]), axis=0)
     for i in tl.static_range(LOG_ROWS):
         x = tl.sum(tl.reshape(x, [1 << (LOG_ROWS - 1 - i), 2, LANES]), axis=1)
     return x
@@ -301,12 +302,23 @@ def sum_groups(
 
 @triton.jit(do_not_specialize=BATCH)
 def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.constexpr):
-    """One program adds some columns of 2**LOG_FAN of the P sums: [P, D] becomes [programs, D]."""
+    """One program adds some columns of 2**LOG_FAN of the P sums: [P, D] becomes [programs, D]. The first
+    levels of the tree, up to three, are additions inside of a thread."""
+    LEVELS: tl.constexpr = LOG_FAN if LOG_FAN < 3 else 3
+    ROWS: tl.constexpr = 1 << (LOG_FAN - LEVELS)
     part = tl.program_id(0).to(tl.int64)
-    at = (part << LOG_FAN) + tl.arange(0, 1 << LOG_FAN)
+    first = (part << LOG_FAN) + (tl.arange(0, ROWS) << LEVELS)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    found = load_tile(partials, at * D, col, (at < P)[:, None] & (col < D)[None, :])
-    found = over_rows(found, LOG_FAN, COLUMNS)
+    sums = ()
+    for k in tl.static_range(1 << LEVELS):
+        at = first + k
+        sums = sums + (load_tile(partials, at * D, col, (at < P)[:, None] & (col < D)[None, :]),)
+    for i in tl.static_range(LEVELS):
+        more = ()
+        for k in tl.static_range(1 << (LEVELS - 1 - i)):
+            more = more + (sums[2 * k] + sums[2 * k + 1],)
+        sums = more
+    found = over_rows(sums[0], LOG_FAN - LEVELS, COLUMNS)
     own = part * D + tl.zeros([1], tl.int64)
     store_tile(out, own, col, narrow(found, out), (own >= 0)[:, None] & (col < D)[None, :])
 
@@ -324,9 +336,10 @@ def steps_of(N: int, rows: int, D: int, device: torch.device) -> int:
     return steps
 
 
-def stages_of(nbytes: int) -> int:
-    """Stages of a loop over tiles of so many bytes: one is computed, up to three are on their way."""
-    return 1 + min(3, WAITING // nbytes)
+def stages_of(nbytes: int, word: int) -> int:
+    """Stages of a loop over tiles of so many bytes: one is computed, up to three are on their way. Words of
+    less than four bytes cannot be copied to shared memory: one tile is on its way, in registers."""
+    return 1 + min(3, WAITING // nbytes) if word >= 4 else 2
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
@@ -387,10 +400,11 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
         programs = triton.cdiv(N, rows * steps)
         waiting = room(steps.bit_length(), programs)
         nbytes = (2 + (args["dsummed"] is not None)) * max(D, TILE) * h.element_size()
+        stages = stages_of(nbytes, word * h.element_size())
         launch(
             gradient_rows, (programs,), *tensors, weight, rstd, dx, waiting, offset, N, inner, steps,
             *strides, **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP,
-            STAGES=stages_of(nbytes), num_warps=4 if D <= HELD // 2 else 8, **options,
+            STAGES=stages, num_warps=4 if D <= HELD // 2 else 8, **options,
         )  # fmt: skip
         partials = None if waiting is None else waiting[-1]
     return dx, None if partials is None else sum_of(partials, dtype, launch)
