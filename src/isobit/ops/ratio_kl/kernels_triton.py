@@ -137,13 +137,17 @@ def sum_part(
 def sum_parts(
     policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, segments, wanted, room,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
-    ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, LOG_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr,
-    EARLY: tl.constexpr,
+    ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, ALIKE: tl.constexpr,
+    LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
+    SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Parts of rows that count; one half of the programs takes the policy, the other the reference. The parts
     of a segment are dealt to its programs one after another. Neighbouring programs have different segments,
-    so that the first programs have work whichever rows count."""
+    so that the first programs have work whichever rows count.
+
+    ALIKE: rows of both are summed by the same code. Two copies of it take turns on an SM: those for rows that
+    start inside a word are 48 KB of instructions, and registers are spilled.
+    """
     if EARLY:
         start_next_launch()
     BOTH: tl.constexpr = 1 if ref is None else 2
@@ -163,7 +167,14 @@ def sum_parts(
         part = k - place * parts
         row = segment * SEGMENT + tl.max(tl.where(live & (found == place + 1), index, 0), 0)
         own = own_or(scale, scales, row, None)
-        if of_ref == 0:
+        if ALIKE:
+            start = offset(row, inner, policy_so, policy_si)
+            start = tl.where(of_ref == 0, start, offset(row, inner, ref_so, ref_si))
+            sum_part(
+                tl.where(of_ref == 0, policy, ref), start, part, parts, splits, sums + of_ref * 2 * plane,
+                place, plane, V, own, False, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+            )  # fmt: skip
+        elif of_ref == 0:
             sum_part(
                 policy, offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, plane, V,
                 own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
@@ -308,11 +319,12 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     room = max(rows, cut * splits)
     sums = empty((2 if ref is None else 4) + (entropy is not None), segments, room)
     early = launches_early(device)
+    word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
+    alike = ref is not None and entropy is None and (z.dtype, word) == (ref.dtype, ref_word)
     launch(
         sum_parts, (segments * programs * (1 if ref is None else 2),), z, ref, ids, mask, sums,
         scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, segments, wanted, room, *strides[:8],
-        ENTROPY=entropy is not None, WORD=word_of(z, strides[:2]),
-        REF_WORD=1 if ref is None else word_of(ref, strides[6:8]), LOG_SPLITS=plan.log_splits,
+        ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike, LOG_SPLITS=plan.log_splits,
         SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
     )  # fmt: skip
     launch(
