@@ -170,50 +170,44 @@ def load_step(
     words, first, hi, shift,
     TAIL: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on.
+    """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on, where the row ends.
 
     Masks are the same for all elements of a word, so that words are read whole. This includes the word that
-    the row shares with the row before it. The word after a step, and the incomplete word at the end of a row,
-    are read by element: after the last row the memory may not belong to the tensor.
+    the row shares with the row before it. Two words are read by element: the one after a whole step, and the
+    incomplete one at the end of a row. After the last row the memory may not belong to the tensor.
     """
     lane = tl.arange(0, BLOCK)
     low = float("-inf")
+    end = hi + shift
+    filled = end // WORD * WORD
     tiles = ()
     for i in tl.static_range(UNROLL):
-        at = first + i * BLOCK
+        at = first + i * BLOCK + lane
         if TAIL:
-            x = load_before(words, at, hi + shift, WORD, BLOCK)
+            x = tl.load(words + at, mask=at < filled, other=low)
         else:
-            x = tl.load(words + at + lane)
+            x = tl.load(words + at)
         tiles = tiles + (x.to(tl.float32),)
     if WORD > 1:
         # Lanes before `shift` have their columns one tile later.
-        at = first + UNROLL * BLOCK
+        behind = first + UNROLL * BLOCK
         if TAIL:
-            x = load_before(words, at, tl.minimum(at, hi) + shift, WORD, BLOCK)
+            at = filled // BLOCK * BLOCK
+            some = tl.load(words + at + lane, mask=(at + lane >= filled) & (at + lane < end), other=low)
+            some = some.to(tl.float32)
+            incomplete = lane // WORD == filled % BLOCK // WORD
+            read = ()
+            for i in tl.static_range(UNROLL):
+                read = read + (tl.where(incomplete & (at == first + i * BLOCK), some, tiles[i]),)
+            tiles = read + (tl.where(at == behind, some, low),)
         else:
-            x = tl.load(words + at + lane, mask=lane < shift, other=low)
-        tiles = tiles + (x.to(tl.float32),)
-        col = first + (lane - shift + BLOCK) % BLOCK
+            x = tl.load(words + behind + lane, mask=lane < shift, other=low)
+            tiles = tiles + (x.to(tl.float32),)
         z = ()
         for i in tl.static_range(UNROLL):
-            x = tl.where(lane < shift, tiles[i + 1], tiles[i])
-            if TAIL:
-                x = tl.where(col + i * BLOCK < hi, x, low)
-            z = z + (x,)
+            z = z + (tl.where(lane < shift, tiles[i + 1], tiles[i]),)
         tiles = z
     return tiles
-
-
-@triton.jit
-def load_before(words, at, end, WORD: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements from `at` on, where a word begins; -inf from `end` on, which may be inside of a word."""
-    lane = at + tl.arange(0, BLOCK)
-    if WORD == 1:
-        return tl.load(words + lane, mask=lane < end, other=float("-inf"))
-    filled = lane // WORD * WORD + WORD <= end
-    x = tl.load(words + lane, mask=filled, other=float("-inf"))
-    return tl.load(words + lane, mask=(lane < end) & (filled == 0), other=x)
 
 
 @triton.jit
