@@ -108,10 +108,17 @@ def tree_sum(x, LOG: tl.constexpr):
 
 
 @triton.jit
-def fold(m, s, t, scale, LOG: tl.constexpr):
-    """Add 2**LOG sums into one."""
+def at_top(m, s, t, scale):
+    """The largest of all m, and the sums relative to it."""
     top = tl.max(m, axis=0)
     s, t = rescale(m, s, t, finite_or_zero(top), scale)
+    return top, s, t
+
+
+@triton.jit
+def fold(m, s, t, scale, LOG: tl.constexpr):
+    """Add 2**LOG sums into one."""
+    top, s, t = at_top(m, s, t, scale)
     return top, tree_sum(s, LOG), tree_sum(t, LOG)
 
 
@@ -157,12 +164,13 @@ def split_sums(
     if whole < hi:
         z = load_step(words, whole, hi, shift, True, WORD, BLOCK, UNROLL)
         m, s, t = add_step(m, s, t, z, scale, ENTROPY, UNROLL)
+    top, s, t = at_top(m, s, t, scale)
     if WORD > 1:
         back = (tl.arange(0, BLOCK) + shift) % BLOCK
-        m, s = tl.gather(m, back, axis=0), tl.gather(s, back, axis=0)
+        s = tl.gather(s, back, axis=0)
         if ENTROPY:
             t = tl.gather(t, back, axis=0)
-    return fold(m, s, t, scale, LOG_BLOCK)
+    return top, tree_sum(s, LOG_BLOCK), tree_sum(t, LOG_BLOCK)
 
 
 @triton.jit
