@@ -48,14 +48,17 @@ from isobit.blocks.triton_rows import (
 SEGMENT = 64
 
 #: How many parts per SM (of policy or reference) to aim for if few rows count: 16 are summed at a time, and
-#: four times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has one
-#: SM, and this value makes it use both kinds of parts with few rows.
-PARTS_PER_SM = 16 if INTERPRETED.value else 64
+#: eight times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has
+#: one SM, and this value makes it use both kinds of parts with few rows.
+PARTS_PER_SM = 16 if INTERPRETED.value else 128
 
 #: Splits per program of `sum_parts` if many rows all count. A program that finds nothing to do still costs
 #: about a nanosecond: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us with 8448,
 #: 16896 and 25344 programs (2026-11). Affects the schedule only.
-SPLITS_EACH = 4
+SPLITS_EACH = 8
+
+#: Sums of splits that a call may store, 0.75 MB of fp32. Affects the schedule only.
+MOST_SUMS = 3 << 16
 
 _BATCH = (*BATCH, "old_so", "given_so", "segments", "wanted", "room")
 
@@ -93,16 +96,18 @@ def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si,
 
 
 @triton.jit
-def parts_of(count, wanted, splits):
-    """Into how many parts each of `count` rows is split, if `wanted` parts are needed in total. Into single
-    splits if that gives at most half as many parts again, since parts of unequal length leave SMs idle."""
-    parts = tl.maximum(tl.minimum(wanted // tl.maximum(count, 1), splits), 1)
-    return tl.where(2 * count * splits <= 3 * wanted, splits, parts)
+def parts_of(count, wanted, most, splits, room):
+    """Into how many parts each of `count` rows is split, if `wanted` parts are needed in total. Into as many
+    as there can be if that gives at most half as many parts again, since parts of unequal length leave SMs
+    idle. Rows stay whole if there is no room for the sums of all their splits."""
+    parts = tl.maximum(tl.minimum(wanted // tl.maximum(count, 1), most), 1)
+    parts = tl.where(2 * count * most <= 3 * wanted, most, parts)
+    return tl.where(count * splits <= room, parts, 1)
 
 
 @triton.jit
 def sum_part(
-    logits, start, part, parts, splits, sums, place, room, V, scale, ENTROPY: tl.constexpr,
+    logits, start, part, parts, most, splits, sums, place, room, V, scale, ENTROPY: tl.constexpr,
     WORD: tl.constexpr, LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +118,8 @@ def sum_part(
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
     s = tl.zeros([1 << LOG_SPLITS], tl.float32)
     t = tl.zeros([1 << LOG_SPLITS], tl.float32)
-    lo, hi = part * splits // parts, (part + 1) * splits // parts
+    lo = part * most // parts
+    hi = tl.where(part + 1 == parts, splits, (part + 1) * most // parts)
     for split in range(lo, hi):
         m1, s1, t1 = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
         m = tl.where(index == split, m1, m)
@@ -135,7 +141,7 @@ def sum_part(
 
 @triton.jit(do_not_specialize=_BATCH)
 def sum_parts(
-    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, segments, wanted, room,
+    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, segments, wanted, room, most,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
     ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, ALIKE: tl.constexpr,
     LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
@@ -159,7 +165,7 @@ def sum_parts(
     found = tl.cumsum(live.to(tl.int32), 0)
     count = tl.max(found, 0)
     splits = tl.cdiv(V, (UNROLL << LOG_BLOCK) * STEPS)
-    parts = parts_of(count, wanted, splits)
+    parts = parts_of(count, wanted, most, splits, room)
     plane = segments.to(tl.int64) * room
     sums += segment.to(tl.int64) * room
     for k in range(nth, count * parts, programs):
@@ -171,18 +177,20 @@ def sum_parts(
             start = offset(row, inner, policy_so, policy_si)
             start = tl.where(of_ref == 0, start, offset(row, inner, ref_so, ref_si))
             sum_part(
-                tl.where(of_ref == 0, policy, ref), start, part, parts, splits, sums + of_ref * 2 * plane,
-                place, plane, V, own, False, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+                tl.where(of_ref == 0, policy, ref), start, part, parts, most, splits,
+                sums + of_ref * 2 * plane, place, plane, V, own, False, WORD, LOG_BLOCK, UNROLL, STEPS,
+                LOG_SPLITS,
             )  # fmt: skip
         elif of_ref == 0:
             sum_part(
-                policy, offset(row, inner, policy_so, policy_si), part, parts, splits, sums, place, plane, V,
-                own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+                policy, offset(row, inner, policy_so, policy_si), part, parts, most, splits, sums, place,
+                plane, V, own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
             )  # fmt: skip
         elif ref is not None:
             sum_part(
-                ref, offset(row, inner, ref_so, ref_si), part, parts, splits, sums + (2 + ENTROPY) * plane,
-                place, plane, V, own, False, REF_WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+                ref, offset(row, inner, ref_so, ref_si), part, parts, most, splits,
+                sums + (2 + ENTROPY) * plane, place, plane, V, own, False, REF_WORD, LOG_BLOCK, UNROLL,
+                STEPS, LOG_SPLITS,
             )  # fmt: skip
 
 
@@ -238,7 +246,7 @@ def store_rows(row, mask, N, ratio, kl, logp, entropy, stats, slopes, found):
 @triton.jit(do_not_specialize=_BATCH)
 def finish_rows(
     policy, ids, mask, ref, old_logp, ref_logp, ratio, kl, logp, entropy, stats, slopes, scales, inverses,
-    scale, inverse, ignore_index, N, V, inner, sums, wanted, room, splits,
+    scale, inverse, ignore_index, N, V, inner, sums, wanted, room, most, splits,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
     given_si, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +260,8 @@ def finish_rows(
         (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
     found = tl.cumsum(live.to(tl.int32), 0)
-    left = tl.where(parts_of(tl.max(found, 0), wanted, splits) == 1, 1, splits)  # number of sums per row
+    parts = parts_of(tl.max(found, 0), wanted, most, splits, room)
+    left = tl.where(parts == 1, 1, splits)  # number of sums per row
     good = live & (token >= 0) & (token < V)
     scale, inverse = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     at = offset(row, inner, policy_so, policy_si) + token
@@ -310,27 +319,28 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     inner, tensors, strides = row_strides(lead, (logits, ids, mask, ref, *of_rows))
     z, ids, mask, ref = tensors[:4]
     scaled, plan = scaling(args["temperature"], N), plan_of(V)
-    segments, rows, splits = -(-N // SEGMENT), min(N, SEGMENT), plan.splits
+    segments, rows, most = -(-N // SEGMENT), min(N, SEGMENT), plan.parts
     wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # per segment
-    programs = min(rows * splits, wanted, max(rows * splits // SPLITS_EACH, wanted // 4, 1))
+    programs = min(rows * most, wanted, max(rows * most // SPLITS_EACH, wanted // 4, 1))
     # Sums of single splits are stored only if rows have two parts or more, and for at most this many rows:
     # see `parts_of`.
-    cut = min(rows, max(wanted // 2, 3 * wanted // (2 * splits)))
-    room = max(rows, cut * splits)
-    sums = empty((2 if ref is None else 4) + (entropy is not None), segments, room)
+    cut = min(rows, max(wanted // 2, 3 * wanted // (2 * most)))
+    planes = (2 if ref is None else 4) + (entropy is not None)
+    room = max(rows, min(cut * plan.splits, MOST_SUMS // (planes * segments)))
+    sums = empty(planes, segments, room)
     early = launches_early(device)
     word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
     alike = ref is not None and entropy is None and (z.dtype, word) == (ref.dtype, ref_word)
     launch(
         sum_parts, (segments * programs * (1 if ref is None else 2),), z, ref, ids, mask, sums,
-        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, segments, wanted, room, *strides[:8],
-        ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike, LOG_SPLITS=plan.log_splits,
-        SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
+        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, segments, wanted, room, most,
+        *strides[:8], ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike,
+        LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
     )  # fmt: skip
     launch(
         finish_rows, (segments,), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
-        sums, wanted, room, splits, *strides, LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT, EARLY=early,
-        num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if early else {}),
+        sums, wanted, room, most, plan.splits, *strides, LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT,
+        EARLY=early, num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return results
 
