@@ -60,7 +60,7 @@ SPLITS_EACH = 8
 #: Sums of splits that a call may store, 0.75 MB of fp32. Affects the schedule only.
 MOST_SUMS = 3 << 16
 
-_BATCH = (*BATCH, "old_so", "given_so", "segments", "wanted", "room")
+_BATCH = (*BATCH, "old_so", "given_so", "wanted", "room")
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def sum_part(
 
 @triton.jit(do_not_specialize=_BATCH)
 def sum_parts(
-    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, segments, wanted, room, most,
+    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, wanted, room, most,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
     ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, ALIKE: tl.constexpr,
     LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
@@ -157,8 +157,8 @@ def sum_parts(
     if EARLY:
         start_next_launch()
     BOTH: tl.constexpr = 1 if ref is None else 2
-    program, of_ref = tl.program_id(0) // BOTH, tl.program_id(0) % BOTH
-    segment, nth, programs = program % segments, program // segments, tl.num_programs(0) // BOTH // segments
+    segment, of_ref = tl.program_id(0) // BOTH, tl.program_id(0) % BOTH
+    segments, nth, programs = tl.num_programs(0) // BOTH, tl.program_id(1), tl.num_programs(1)
     index = tl.arange(0, SEGMENT)
     rows = segment * SEGMENT + index
     _, live = which_count(ids, mask, rows, rows < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
@@ -332,10 +332,10 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
     alike = ref is not None and entropy is None and (z.dtype, word) == (ref.dtype, ref_word)
     launch(
-        sum_parts, (segments * programs * (1 if ref is None else 2),), z, ref, ids, mask, sums,
-        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, segments, wanted, room, most,
-        *strides[:8], ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike,
-        LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
+        sum_parts, (segments * (1 if ref is None else 2), programs), z, ref, ids, mask, sums,
+        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, wanted, room, most, *strides[:8],
+        ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike, LOG_SPLITS=plan.log_splits,
+        SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
     )  # fmt: skip
     launch(
         finish_rows, (segments,), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
