@@ -143,8 +143,8 @@ class Plan(NamedTuple):
     """How rows of V logits are summed. Depends on V alone."""
 
     splits: int
-    #: Parts of a row that programs share at most: its splits, but the last one joins the one before if it is
-    #: less than half of a split. A program for a few columns takes longer to start than to sum them.
+    #: The most parts of a row for programs to share: its splits, but the last one joins the one before if it
+    #: is less than a quarter of a split. A program for a few columns takes longer to start than to sum them.
     parts: int
     order: dict[str, int]  # the constants that determine the order of sums
     options: dict[str, Any]  # of the compiler
@@ -165,7 +165,7 @@ def plan_of(V: int) -> Plan:
     options = {"num_warps": own.warps, "enable_fp_fusion": False}
     if own.registers and torch.version.hip is None:  # only NVIDIA's compiler has this option
         options["maxnreg"] = own.registers
-    return Plan(-(-V // own.split), max(1, (V + own.split // 2) // own.split), order, options)
+    return Plan(-(-V // own.split), max(1, (V + 3 * own.split // 4) // own.split), order, options)
 
 
 def word_of(z: Tensor, strides: Sequence[int]) -> int:
