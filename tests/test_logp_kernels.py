@@ -116,6 +116,8 @@ def test_words() -> None:
     for dtype, word in ((torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)):
         assert word_of(torch.empty(4, 50257, dtype=dtype, device="meta")) == word
         assert word_of(torch.empty(4, 151936, dtype=dtype, device="meta")) == 1
+        # Multiples of a word, but not of the 16 that kernels are specialised on.
+        assert word_of(torch.empty(4, 50264, dtype=dtype, device="meta")) == word
         assert word_of(torch.empty(4, 64, dtype=dtype)[:, :63]) == word  # rows end inside a word
         assert word_of(torch.empty(4, 69, dtype=dtype)[:, :64]) == word  # rows start inside a word
         assert word_of(torch.empty(2, 3, 64, dtype=dtype)[:, :-1]) == 1

@@ -170,10 +170,13 @@ def plan_of(V: int) -> Plan:
 
 def word_of(z: Tensor, strides: Sequence[int]) -> int:
     """Elements in a 16-byte word if rows of z may start or end inside one, 1 if none does (or if the tensor
-    itself starts inside one, so that no row has aligned words)."""
-    word = 16 // z.element_size()
-    on_words = all(n % word == 0 for n in (*strides, z.shape[-1]))
-    return 1 if on_words or z.data_ptr() % 16 else word
+    itself starts inside one, so that no row has aligned words).
+
+    A kernel is compiled for sizes that are multiples of 16 or not. Multiples of a smaller word are unknown to
+    the compiler, which would read such rows by element: they count as rows that may start anywhere.
+    """
+    on_words = all(n % 16 == 0 for n in (*strides, z.shape[-1]))
+    return 1 if on_words or z.data_ptr() % 16 else 16 // z.element_size()
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
