@@ -123,6 +123,8 @@ class Block:
     def _read(self, operand: str) -> Bits:
         if operand in self.registers:
             return self.registers[operand]
+        if "_param_" in operand:
+            return np.full(self.threads, _index(operand), u64)
         if operand.startswith("0f"):
             return np.full(self.threads, int(operand[2:], 16), u64)
         if operand.startswith("%"):
@@ -268,7 +270,8 @@ class Block:
 
     def _move(self, name: str, suffix: list[str], operands: list[str], where: np.ndarray) -> None:
         if suffix[0] == "param":
-            self._write(operands[0], np.full(self.threads, self.params[_index(operands[1])], u64), where)
+            which = self._address(operands[1])  # its index stands for the address of a parameter
+            self._write(operands[0], np.array(self.params, u64)[which], where)
             return
         memory = self.shared if suffix[0].startswith("shared") else self.memory
         size = int(suffix[-1][1:]) // 8
