@@ -151,8 +151,8 @@ def sum_parts(
     of a segment are dealt to its programs one after another. Neighbouring programs have different segments,
     so that the first programs have work whichever rows count.
 
-    ALIKE: rows of both are summed by the same code. Two copies of it take turns on an SM: those for rows that
-    start inside a word are 48 KB of instructions, and registers are spilled.
+    ALIKE: rows of both are summed by the same code, so that an SM needs one copy of it in its instruction
+    cache and not two.
     """
     if EARLY:
         start_next_launch()
