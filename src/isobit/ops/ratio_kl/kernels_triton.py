@@ -48,14 +48,16 @@ from isobit.blocks.triton_rows import (
 SEGMENT = 64
 
 #: How many parts per SM (of policy or reference) to aim for if few rows count: 16 are summed at a time, and
-#: eight times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has
-#: one SM, and this value makes it use both kinds of parts with few rows.
-PARTS_PER_SM = 16 if INTERPRETED.value else 128
+#: four times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has one
+#: SM, and this value makes it use both kinds of parts with few rows.
+PARTS_PER_SM = 16 if INTERPRETED.value else 64
 
 #: Splits per program of `sum_parts` if many rows all count. A program that finds nothing to do still costs
 #: about a nanosecond: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us with 8448,
-#: 16896 and 25344 programs (2026-11). Affects the schedule only.
-SPLITS_EACH = 8
+#: 16896 and 25344 programs. More parts and more splits each are better where a tenth of the rows count and
+#: worse where all do: 8192 rows of 50257 took 435, 243 and 63 us (all, half, a tenth) with 64 and 4, 470, 250
+#: and 62 with 128 and 8 (2026-11). Affects the schedule only.
+SPLITS_EACH = 4
 
 #: Sums of splits that a call may store, 0.75 MB of fp32. Affects the schedule only.
 MOST_SUMS = 3 << 16
