@@ -16,7 +16,7 @@ from isobit import ContractError
 from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
-from isobit.ops.delta_rule import reference
+from isobit.ops.delta_rule import kernels_hopper, reference
 from isobit.ops.delta_rule.op import DHU_TRITON_1
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
@@ -312,3 +312,10 @@ def test_a_correct_one_passes() -> None:
 def test_a_bad_one_fails(function: Callable[..., Any], law: str, case: str) -> None:
     cell = only(function, law, case)
     assert cell.status == FAIL, (cell.status, cell.reason)
+
+
+@pytest.mark.parametrize(("heads", "stages"), [(1, 3), (48, 3), (55, 2), (66, 2), (512, 2)])
+def test_the_ring_is_shorter_where_most_sms_have_a_program(heads: int, stages: int) -> None:
+    """On an H200 with two programs a head: what was measured as faster."""
+    assert kernels_hopper.stages_of(128, 2 * heads, 132) == stages
+    assert all(kernels_hopper.stages_of(K, 2 * heads, 132) == kernels_hopper.STAGES[K] for K in (64, 256))

@@ -63,6 +63,11 @@ from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 #: Stages of the ring: as many as fit beside the output buffers, 227 KB together.
 STAGES = {64: 4, 128: 3, 256: 1}
 
+#: The same where most SMs have a program. Then the memory is the limit, and it is faster with less in flight:
+#: 64 heads of 8192 tokens (128 programs) took 260 us on an H200 with two stages, 273 with three. With 80
+#: programs it was 100 and 89, with 112 124 and 127 (2026-11). Affects the schedule only.
+STAGES_OF_MANY = {64: 4, 128: 2, 256: 1}
+
 #: Registers per thread at launch, and those that the gate loader keeps.
 REGISTERS, GATER_REGISTERS = 240, gl.constexpr(48)
 
@@ -291,7 +296,13 @@ def _rows(t: Tensor) -> Tensor:
     return t.view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
 
 
-def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+def stages_of(K: int, items: int, sms: int) -> int:
+    """Stages of the ring, for so many programs of 64 columns."""
+    return (STAGES_OF_MANY if 5 * sms <= 6 * items else STAGES)[K]
+
+
+def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, H, K = args["q"].shape
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)
@@ -304,13 +315,13 @@ def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tenso
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
     q, k, w, do, dv = (_rows(args[name]) for name in ("q", "k", "w", "do", "dv"))
     flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv  # no chunk, nothing to store: any matrix
-    items = S * HV * (V // 64)
+    items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
 
     def or_other(t: Tensor | None) -> Tensor:
         return dv2 if t is None else t
 
     launch(
-        dhu_kernel, (min(items, sm_count(dv2.device)),),
+        dhu_kernel, (min(items, sms),),
         dv2, or_other(g), or_other(gk), or_other(dht), or_other(dh0),
         or_other(None if bounds is None else bounds.contiguous()), or_other(chunk_offsets(args, launch)),
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V,
@@ -318,7 +329,7 @@ def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tenso
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         descriptor(matrix(flat), *((64, K) if v_first else (K, 64))),
         descriptor(matrix(dv2.view(dv.shape)), 64, 64),
-        K, STAGES[K], accumulator_layout(K), bounds is not None, g is not None, gk is not None,
+        K, stages_of(K, items, sms), accumulator_layout(K), bounds is not None, g is not None, gk is not None,
         dht is not None, dh0 is not None, v_first, g is None and K < 256,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
