@@ -100,18 +100,16 @@ class Shared:
             each = self.whole[0] // len(pieces[0])
             panels = [np.concatenate(pieces[i : i + each]) for i in range(0, len(pieces), each)]
             self.store(np.concatenate(panels, 1))
-            self.parts = {}
         return self.stored
 
     @value.setter
     def value(self, x: Any) -> None:
-        self.stored = x
+        self.stored, self.parts = x, {}  # what lay there in parts is overwritten
 
     def index(self, i: Any) -> Any:
         assert 0 <= int(i) < self.shape[0], f"part {i} of {self.shape[0]}"
-        if int(i) not in self.parts:
-            self.parts[int(i)] = Shared(self.dtype, self.shape[1:])
-        return self.parts[int(i)]
+        # In one step: two threads that look for a part at the same time must find the same.
+        return self.parts.setdefault(int(i), Shared(self.dtype, self.shape[1:]))
 
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
         self.shape = [int(n) for n in shape]

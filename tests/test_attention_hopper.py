@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_calls import BF16, ints, made, same
-from attention_on_a_cpu import CASES, nan_behind_the_keys, of_attention
+from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
 from gluon_on_a_cpu import Device
 from isobit.blocks import hopper_pipe
 from isobit.ops.attention import kernels_hopper, kernels_hopper_io, kernels_hopper_parts, model
@@ -33,7 +33,8 @@ def on_a_cpu(
 
 
 # For D = 256 totals lie in memory; the backward does not know it.
-FORWARD = CASES | {"totals in memory": partial(made, 1, 70, 150, 1, 1, 256)}
+TOTALS_IN_MEMORY = partial(made, 1, 70, 150, 2, 1, 256)
+FORWARD = CASES | {"totals in memory": TOTALS_IN_MEMORY}
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -51,6 +52,18 @@ def test_quotients_of_any_size_are_those_of_the_model(monkeypatch: pytest.Monkey
     args["v"][..., 1, 16:32] *= 2.0**126
     args["v"][:, 7, 0, 5] = torch.inf
     same("any size", on_a_cpu(monkeypatch, args), model.attention(segment=64, block=32, **args))
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("name", [*SHARES, "two items, totals in memory"])
+def test_whatever_a_program_has_to_do_it_ends(name: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with the same bits, whoever is slow."""
+    programs, make = SHARES.get(name, (1, TOTALS_IN_MEMORY))
+    args = make()
+    nan_behind_the_keys(args)
+    wanted = model.attention(segment=64, block=32, **args)
+    slowed(monkeypatch, who)
+    same(name, on_a_cpu(monkeypatch, args, programs=programs), wanted)
 
 
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
