@@ -27,6 +27,7 @@ CALLS: dict[str, tuple[tuple[int, ...], torch.dtype, torch.dtype, str, dict[str,
     "chunks": ((18, 2100), BF16, BF16, "offset", {}),
     "chunks, after": ((5, 2100), BF16, F32, "dense", {"residual": True, "cast": "after"}),
     "steps": ((116, 2100), BF16, BF16, "dense", {}),
+    "steps, rows in registers": ((100, 5200), BF16, BF16, "offset", {"residual": True}),
     "steps of tiles": ((2000, 100), BF16, F32, "apart", {"residual": True}),
     "many sums": ((132, 1030), F32, F32, "dense", {}),
     "long gradients": ((17, 8200), BF16, F32, "dense", {"residual": True}),
@@ -59,6 +60,7 @@ def main() -> None:
     inner, wrong = launch.run, []
     cpu = torch.device("cpu")
     assert kernels_triton_bwd.steps_of(116, 16, 2100, cpu) == 4
+    assert kernels_triton_bwd.steps_of(100, 16, 5200, cpu) == 4 and kernels_triton_bwd.IN_SHARED < 5200
     assert kernels_triton_bwd.steps_of(2000, 256, 100, cpu) == 2
     for name in CALLS:
         names = launched.setdefault(name, [])

@@ -113,10 +113,11 @@ def beyond() -> list[str]:
 
 
 #: Rows that end inside of a 16-byte word in all dtypes; a row that is whole steps long, and begins inside of
-#: one; rows without such ends; a row that ends in the word behind its last whole step.
+#: one; rows without such ends; a row that ends in the word behind its last whole step; rows that are loaded
+#: ahead, the last of which no row follows.
 CASES = [
     (3, 5, 5), (2, 259, 259), (3, 1027, 1027), (2, 1024, 1025), (2, 4096, 4099), (2, 264, 264),
-    (2, 2049, 2049),
+    (2, 2049, 2049), (7, 5130, 5130),
 ]  # fmt: skip
 
 

@@ -101,13 +101,20 @@ def test_nothing_is_contracted_flushed_or_approximate() -> None:
     assert counted(found["norm_rows"], r"sqrt\.rn\.f32") and counted(found["norm_rows"], r"div\.rn\.f32")
 
 
-@pytest.mark.parametrize(("N", "D"), [(1 << 19, 128), (1 << 15, 2048), (1 << 15, 8192)])
+@pytest.mark.parametrize(("N", "D"), [(1 << 19, 128), (1 << 15, 2048), (1 << 15, 5120)])
 def test_rows_arrive_while_others_are_computed(N: int, D: int) -> None:
     """Two rows of h and dout are copied to shared memory ahead, and no load of them waits in registers."""
     ptx = ptx_of(backward, N, D)["gradient_rows"]
     chunks = max(D, 2048) // 1024 if D <= 4096 else D // 1024
     assert counted(ptx, r"cp\.async\.c[ag]\.shared\.global") >= 3 * 2 * chunks  # two ahead, then one a turn
     assert counted(ptx, r"ld\.global") <= 3 * chunks  # the weight, and sums that wait for a neighbour
+
+
+def test_long_rows_arrive_in_registers() -> None:
+    """The first row of h and dout before the loop, the next one in it, and the weight twice."""
+    ptx = ptx_of(backward, 1 << 15, 8192)["gradient_rows"]
+    assert not counted(ptx, r"cp\.async\.c[ag]\.shared\.global")
+    assert counted(ptx, r"ld\.global") >= 6 * 8
 
 
 def keys(call: Any, N: int, D: int) -> dict[str, set[str]]:

@@ -49,6 +49,11 @@ HELD = 8192
 #: at least this.
 WAITING = 96 << 10
 
+#: Longer rows are loaded ahead in registers: in shared memory there is room for one program per SM only, and
+#: rows would be copied in words of 8 bytes. On an H200 32768 rows of 8192 took 518 us so, and 473 us in
+#: registers with two steps per program; rows of 5120, two programs per SM, 298 and 343 (2026-11).
+IN_SHARED = 5120
+
 #: Few rows: h and dout together have no more bytes than this. A program of dweight then takes so many groups
 #: (log2), and so many columns. The interpreter gets less, so that tests run both kernels.
 FEW, LOG_GROUPS, SLICE = 1 << 16 if INTERPRETED.value else 16 << 20, 4, 64
@@ -90,6 +95,16 @@ def weights_of(weight, offset, D: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS:
 
 
 @triton.jit
+def weight_of(ws, weight, offset, i: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
+    """Chunk i of the weight, from registers if it is there."""
+    if ws is None:
+        found = load_weight(weight, offset, i * LANES + tl.arange(0, LANES), D)
+    else:
+        found = ws[i]
+    return found
+
+
+@triton.jit
 def zero_tiles(ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
     tiles = ()
     for _ in tl.static_range(CHUNKS):
@@ -98,42 +113,52 @@ def zero_tiles(ROWS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def gradient_tile(
-    h, dout, dsummed, ws, scale, dx, row, N, inner, h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si,
+def load_rows(
+    h, dout, row, N, inner, h_so, h_si, dout_so, dout_si,
     D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of some rows if it is wanted; returns the chunks of dout y."""
+    """The chunks of h and of dout; zeros for rows that do not exist, if there are several."""
     LANES: tl.constexpr = 1 << LOG_LANES
-    lane = tl.arange(0, LANES)
     h_start = row_offset(row, inner, h_so, h_si) * WORD
     dout_start = row_offset(row, inner, dout_so, dout_si) * WORD
-    dsummed_start = row_offset(row, inner, dsummed_so, dsummed_si) * WORD
-    ys = ()
+    hs = ()
     douts = ()
     for i in tl.static_range(CHUNKS):
-        col = i * LANES + lane
+        col = i * LANES + tl.arange(0, LANES)
         mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
-        ys = ys + (load_tile(h, h_start, col, mask),)
+        hs = hs + (load_tile(h, h_start, col, mask),)
         douts = douts + (load_tile(dout, dout_start, col, mask),)
+    return hs, douts
+
+
+@triton.jit
+def gradient_tile(
+    hs, douts, dsummed, ws, weight, offset, scale, dx, row, N, inner, dsummed_so, dsummed_si,
+    D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of some rows if it is wanted; returns the chunks of dout y. Without `ws` the weight is loaded
+    twice, from L1."""
+    LANES: tl.constexpr = 1 << LOG_LANES
     if dx is not None:
+        dsummed_start = row_offset(row, inner, dsummed_so, dsummed_si) * WORD
         products = tl.zeros([ROWS, LANES], tl.float32)
         for i in tl.static_range(CHUNKS):
-            g = douts[i].to(tl.float32) * ws[i]
-            products = products + g * (ys[i].to(tl.float32) * scale[:, None])
+            g = douts[i].to(tl.float32) * weight_of(ws, weight, offset, i, D, LANES)
+            products = products + g * (hs[i].to(tl.float32) * scale[:, None])
         products = tree_sums(products, ROWS, LOG_LANES)
         mean = tl.div_rn(products, tl.full(products.shape, D, tl.float32))
         for i in tl.static_range(CHUNKS):
-            col = i * LANES + lane
+            col = i * LANES + tl.arange(0, LANES)
             mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
-            g = douts[i].to(tl.float32) * ws[i]
-            y = ys[i].to(tl.float32) * scale[:, None]
+            g = douts[i].to(tl.float32) * weight_of(ws, weight, offset, i, D, LANES)
+            y = hs[i].to(tl.float32) * scale[:, None]
             d = scale[:, None] * (g - y * mean[:, None])
             if dsummed is not None:
                 d = d + load_tile(dsummed, dsummed_start, col, mask).to(tl.float32)
             store_tile(dx, row * D, col, narrow(d, dx), mask)
     found = ()
     for i in tl.static_range(CHUNKS):
-        found = found + (douts[i].to(tl.float32) * (ys[i].to(tl.float32) * scale[:, None]),)
+        found = found + (douts[i].to(tl.float32) * (hs[i].to(tl.float32) * scale[:, None]),)
     return found
 
 
@@ -145,23 +170,41 @@ def gradient_rows(
     LOG_ROWS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program takes `steps` times ROWS groups of GROUP rows. Row i of a tile belongs to group i. Sums of
-    2**l steps that wait for their neighbour are in partials[l], where the sum of all steps ends up."""
+    2**l steps that wait for their neighbour are in partials[l], where the sum of all steps ends up. Rows
+    arrive in shared memory, in STAGES. STAGES = 0, for single rows only: the next row arrives in registers,
+    and the weight is loaded again for each."""
     LANES: tl.constexpr = 1 << LOG_LANES
     lane = tl.arange(0, LANES)
     program = tl.program_id(0).to(tl.int64)
     whole = tl.num_programs(0).to(tl.int64) * D
-    strides = (inner, h_so, h_si, dout_so, dout_si, dsummed_so, dsummed_si)
-    ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
+    strides = (inner, h_so, h_si, dout_so, dout_si)
+    AHEAD: tl.constexpr = STAGES == 0
+    if AHEAD:
+        ws = None
+        first = program * steps * GROUP + tl.arange(0, ROWS)
+        last = tl.minimum(N, (program + 1) * steps * GROUP) - 1
+        hs, douts = load_rows(h, dout, first, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
+    else:
+        ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
     for step in range(steps):
         base = (program * steps + step) * (ROWS * GROUP)
         sums = zero_tiles(ROWS, LANES, CHUNKS)
         # The last program may have few rows, and steps without any: sums of +0.
-        for k in tl.range(0, tl.minimum(N - base, GROUP).to(tl.int32), num_stages=STAGES):
+        for k in tl.range(0, tl.minimum(N - base, GROUP).to(tl.int32), num_stages=1 if AHEAD else STAGES):
             row = base + k + tl.arange(0, ROWS) * GROUP
+            if AHEAD:
+                after = tl.minimum(row + 1, last)  # the last row once more, in place of one that is not there
+                next_hs, next_douts = load_rows(h, dout, after, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
+            else:
+                hs, douts = load_rows(h, dout, row, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
             scale = tl.load(rstd + row, mask=row < N, other=0.0)
             terms = gradient_tile(
-                h, dout, dsummed, ws, scale, dx, row, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS
-            )
+                hs, douts, dsummed, ws, weight, offset, scale, dx, row, N, inner, dsummed_so, dsummed_si,
+                D, WORD, ROWS, LOG_LANES, CHUNKS,
+            )  # fmt: skip
+            if AHEAD:
+                hs = next_hs
+                douts = next_douts
             if partials is not None:
                 more = ()
                 for i in tl.static_range(CHUNKS):
@@ -238,9 +281,12 @@ def gradient_few_rows(
             row = block * BLOCK + (part - SLICES) * ROWS + tl.arange(0, ROWS)
             ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
             scale = tl.load(rstd + row, mask=row < N, other=0.0)
+            hs, douts = load_rows(
+                h, dout, row, N, inner, h_so, h_si, dout_so, dout_si, D, WORD, ROWS, LOG_LANES, CHUNKS
+            )
             gradient_tile(
-                h, dout, dsummed, ws, scale, dx, row, N, inner, h_so, h_si, dout_so, dout_si, dsummed_so,
-                dsummed_si, D, WORD, ROWS, LOG_LANES, CHUNKS,
+                hs, douts, dsummed, ws, weight, offset, scale, dx, row, N, inner, dsummed_so, dsummed_si,
+                D, WORD, ROWS, LOG_LANES, CHUNKS,
             )  # fmt: skip
 
 
@@ -400,7 +446,7 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
         programs = triton.cdiv(N, rows * steps)
         waiting = room(steps.bit_length(), programs)
         nbytes = (2 + (args["dsummed"] is not None)) * max(D, TILE) * h.element_size()
-        stages = stages_of(nbytes, word * h.element_size())
+        stages = stages_of(nbytes, word * h.element_size()) if D <= IN_SHARED else 0
         launch(
             gradient_rows, (programs,), *tensors, weight, rstd, dx, waiting, offset, N, inner, steps,
             *strides, **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP,

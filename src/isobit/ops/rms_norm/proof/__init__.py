@@ -45,7 +45,7 @@ def record(launch: Any, dtype: torch.dtype) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    many = [((1 << 18, 128), True), ((3, 7000, 2560), False)]
+    many = [((1 << 18, 128), True), ((3, 7000, 2560), False), ((1 << 15, 7000), False)]
     calls = [*many[:1], ((20, 128), True), *many[1:], ((3, 7, 2560), False), ((20, 17001), True)]
     for shape, full in calls if dtype != F32 else calls[:2]:
         D, lead = shape[-1], shape[:-1]
