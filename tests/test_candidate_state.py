@@ -59,6 +59,13 @@ def test_a_change_of_the_state_is_named_and_set_back(words: str) -> None:
     assert changed == []
 
 
+def test_the_precision_is_named_also_after_use_of_the_older_interface() -> None:
+    """Then that still answers, and says that nothing has changed."""
+    with kept():
+        torch.set_float32_matmul_precision("highest")
+        test_a_change_of_the_state_is_named_and_set_back("float32 precision from highest to tf32")
+
+
 def changing(change: Callable[[], Any], only_first: bool = False) -> Callable[..., Tensor]:
     done: list[int] = []
 

@@ -65,8 +65,12 @@ def _set_precision(before: list[str | None]) -> None:
 
 
 def _say_precision(found: list[str | None]) -> str:
-    older, *newer = found
-    return older or next((value for value in newer if value and value != "none"), "none")
+    """The general one if it is set. The older interface then refuses to answer, or says what it said before,
+    depending on what else the process has set."""
+    older, general, *others = found
+    if general not in (None, "none"):
+        return str(general)
+    return older or next((value for value in others if value and value != "none"), "none")
 
 
 _ATTENTION = {
