@@ -2,7 +2,9 @@
 
 import doctest
 import functools
+import runpy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,8 +179,16 @@ def test_a_head_with_an_adapter_is_refused() -> None:
     model = made("Llama")
     model.lm_head.__class__ = Adapted
     refused(
-        model, "LlamaForCausalLM.*its head is a Adapted, not an nn.Linear; what an adapter .* would be lost"
+        model,
+        r"LlamaForCausalLM.*its head is a test_hf\.Adapted, not a torch.nn.Linear; .* merge the adapter",
     )
+
+
+def test_a_head_of_a_class_that_is_also_called_linear_is_refused_by_its_full_name() -> None:
+    """That of PEFT is."""
+    model = made("Llama")
+    model.lm_head.__class__ = type("Linear", (Adapted,), {"__module__": "peft.tuners.lora.layer"})
+    refused(model, r"its head is a peft\.tuners\.lora\.layer\.Linear, not a torch\.nn\.Linear")
 
 
 def test_a_head_inside_of_an_adapter_is_refused() -> None:
@@ -195,7 +205,7 @@ def test_a_head_inside_of_an_adapter_is_refused() -> None:
 
     model = made("Llama")
     model.lm_head = LoraLinear(model.lm_head)
-    refused(model, "its head is a LoraLinear, not an nn.Linear; what an adapter .* would be lost")
+    refused(model, r"its head is a test_hf\.\S*LoraLinear, not a torch.nn.Linear; .* merge the adapter")
 
 
 def test_a_forward_that_was_replaced_on_the_model_is_used_and_stays() -> None:
@@ -296,3 +306,10 @@ def test_swapping_names_the_layers_of_gpt2_that_it_passes_over() -> None:
     assert list(swap.skipped) == [f"transformer.h.0.{name}" for name in layers]
     with pytest.raises(ContractError, match=r"cannot swap transformer\.h\.0\.mlp\.c_fc: it is a Conv1D"):
         swap_linear(model, where=["transformer.h.0.mlp.c_fc"])
+
+
+def test_the_example_gives_the_numbers_of_the_logits(capsys: pytest.CaptureFixture[str]) -> None:
+    """It compares both ways itself."""
+    path = Path(__file__).parent.parent / "examples" / "hf_linear_logp.py"
+    runpy.run_path(str(path), run_name="__main__")
+    assert "largest difference: logp" in capsys.readouterr().out

@@ -173,8 +173,11 @@ class _Head:
         if linear is None:
             return "it has no output layer"
         if class_of(linear) not in (nn.Linear, DetLinear):
-            kind = type(linear).__name__
-            return f"its head is a {kind}, not an nn.Linear; what an adapter or a wrapper adds would be lost"
+            kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+            return (
+                f"its head is a {kind}, not a torch.nn.Linear; what an adapter or a wrapper adds would be "
+                "lost: merge the adapter, or leave the head out of what it adapts"
+            )
         if "forward" in vars(linear):
             return "the forward of its head was replaced on the object"
         hooks = (*linear._forward_hooks.values(), *linear._forward_pre_hooks.values())
