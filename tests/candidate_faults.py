@@ -1,5 +1,6 @@
 """Checks of somebody's function on a CPU, and the report of one that fails."""
 
+import re
 from typing import Any
 
 import pytest
@@ -14,4 +15,6 @@ def check(function: Any, *laws: str, op: str = "logp", **more: Any) -> dict[str,
 def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
     with pytest.raises(AssertionError) as found:
         check(function, law, op=op, **more)
+    # pytest's summary shows the first line only.
+    assert re.match(rf"{op}: FAIL in \d+ of \d+ cells \({law}\)\n", str(found.value))
     return str(found.value)

@@ -153,6 +153,7 @@ def test_info_and_explanations_stay_readable(isobit: Isobit) -> None:
             ["--input-mode", "constant", "--constant-value", "1e30", "--dtype", "fp16"],
             "--constant-value 1e+30: fp16 holds 65504 at most",
         ),
+        (["--constant-value", "1e30", "--dtype", "fp16"], "give --input-mode constant with it"),
     ],
     ids=lambda value: "=".join(value).replace("²", "square") if isinstance(value, list) else "",
 )

@@ -198,6 +198,14 @@ def test_a_benchmark_is_worse_where_it_is_slower_or_takes_more_memory() -> None:
         compare(old, report_of_a_check(), 1.05)
 
 
+def test_a_candidate_is_compared_like_isobit() -> None:
+    old = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    next(row for row in old["rows"] if row["impl"] == "native")["impl"] = "candidate"
+    new = copy.deepcopy(old)
+    next(row for row in new["rows"] if row["impl"] == "candidate")["ms"] *= 1.2
+    assert [(c.worse, c.what.endswith(" candidate")) for c in compare(old, new, 1.05)] == [(True, True)]
+
+
 # The command
 
 

@@ -14,6 +14,7 @@ import torch
 from isobit.arch import default_device
 from isobit.check import report
 from isobit.check.candidate import candidate_of
+from isobit.check.cell import FAIL
 from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.proofs import proof_of
@@ -85,7 +86,10 @@ def check(
     cells = run(request)
     result = report.to_json(cells, device, command=None if found is None else request.command())
     if not result["passed"]:
-        raise AssertionError("\n".join(["", report.table(cells), "", *report.notes(cells)]))
+        failed = [cell.law for cell in cells if cell.status == FAIL]
+        laws_failed = ", ".join(dict.fromkeys(failed))
+        verdict = f"{op}: FAIL in {len(failed)} of {len(cells)} cells ({laws_failed})"
+        raise AssertionError("\n".join([verdict, "", report.table(cells), "", *report.notes(cells)]))
     return result
 
 

@@ -71,11 +71,11 @@ def _laws(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 
 def _times(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Change]:
-    """Times and memory of isobit only, not of rivals."""
+    """Times and memory of isobit and of a candidate, not of rivals."""
     before, now = (
         {
             f"{row['op']} {row['case']} {row['direction']} {row['impl']}": row
-            for row in report["rows"] if row["impl"].startswith("isobit")
+            for row in report["rows"] if row["impl"].startswith(("isobit", "candidate"))
         }
         for report in (old, new)
     )  # fmt: skip

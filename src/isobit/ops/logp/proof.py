@@ -30,9 +30,11 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         z, ids = alter.edge_rows(N, V, gen)
     else:
         ids = torch.randint(0, V, (N,), generator=gen)
-        z = torch.empty(N, V, dtype=case.dtype, device=device).fill_(options.constant)
+        z = torch.empty(N, V, dtype=case.dtype, device=device)
         if case.data == "random":  # drawn on the device: benchmark cases have a billion logits
             z.normal_(generator=torch.Generator(device).manual_seed(options.seed))
+        else:
+            z.fill_(options.constant)
     if options.token is not None:
         ids = torch.full((N,), options.token % V)
     ids = ids.to(case.options.get("ids", torch.int64))

@@ -86,9 +86,11 @@ def matrix(
     elements."""
     total = math.prod(lines)
     if case.data in ("random", "constant"):
-        x = torch.empty(total, K, dtype=case.dtype, device=device).fill_(options.constant)
+        x = torch.empty(total, K, dtype=case.dtype, device=device)
         if case.data == "random":
             x.normal_(generator=torch.Generator(device).manual_seed(options.seed + side))
+        else:
+            x.fill_(options.constant)
         return x.view(*lines, K)
     gen = torch.Generator().manual_seed(options.seed + side)
     return factors(total, K, case.data, case.dtype, gen, side).to(device).view(*lines, K)

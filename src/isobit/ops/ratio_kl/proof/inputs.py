@@ -41,11 +41,11 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
         ref[5::7] = z[5::7]  # the same policy: kl is 0
     else:
         ids = torch.randint(0, V, (N,), generator=gen)
-        z, ref = (torch.empty(N, V, dtype=case.dtype, device=device).fill_(options.constant) for _ in "zr")
-        if case.data in (
-            "random",
-            "sharp",
-        ):  # drawn on the device: benchmark cases have a billion logits
+        z, ref = (torch.empty(N, V, dtype=case.dtype, device=device) for _ in "zr")
+        if case.data == "constant":
+            z.fill_(options.constant)
+            ref.fill_(options.constant)
+        else:  # drawn on the device: benchmark cases have a billion logits
             drawn = torch.Generator(device).manual_seed(options.seed)
             z.normal_(generator=drawn)
             if case.data == "sharp":  # a few likely tokens; the likeliest has logp near 0
