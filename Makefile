@@ -24,7 +24,7 @@ SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 check: $(READY)
 	$(BIN)/isobit check --json check.json
 
-test: $(READY) $(PARITY) $(BROWSER)
+test: $(READY) $(PARITY) $(BROWSER) $(DOCS)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)

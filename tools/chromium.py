@@ -93,8 +93,7 @@ class Chromium:
         tab = self._tabs[session] = Tab(self, session, target)
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.ask(f"{domain}.enable")
-        screen = {"width": width, "height": height, "screenWidth": width, "screenHeight": height}
-        tab.ask("Emulation.setDeviceMetricsOverride", **screen, deviceScaleFactor=scale, mobile=width < 600)
+        tab.resize(width, height, scale)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.ask("Emulation.setEmulatedMedia", features=[scheme])
         tab.ask("Page.navigate", url=page.resolve().as_uri())
@@ -145,6 +144,11 @@ class Tab:
 
     def ask(self, method: str, **params: Any) -> Message:
         return self._browser.ask(method, self._session, **params)
+
+    def resize(self, width: int, height: int = 900, scale: float = 1.0) -> None:
+        """Narrow ones are phones."""
+        screen = {"width": width, "height": height, "screenWidth": width, "screenHeight": height}
+        self.ask("Emulation.setDeviceMetricsOverride", **screen, deviceScaleFactor=scale, mobile=width < 600)
 
     def hear(self, found: Message) -> None:
         method, params = found.get("method"), found.get("params", {})

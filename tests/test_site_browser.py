@@ -1,0 +1,89 @@
+"""Guards the site of the docs as people see it: no page is wider than its window, and code can be read. It is
+built here and opened in a real Chromium. Where there is no Chromium or no Sphinx the tests are skipped and
+say so; `make test` installs both where it may."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chromium import Chromium, executable
+
+ROOT = Path(__file__).parent.parent
+
+#: A phone; between the points where the sidebars go away; with one of them; with both, and little room.
+WIDTHS = (390, 1100, 1280, 1366)
+
+#: A phone shows a page that is too wide smaller, and calls that its window.
+SIZES = "[document.documentElement.scrollWidth, Math.min(innerWidth, screen.width)]"
+LOOK = Path(__file__).with_name("look.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    path = executable()
+    if path is None:
+        pytest.skip("UNSUPPORTED: there is no Chromium here (apt-get install chromium)")
+    with Chromium(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")):
+        pytest.skip("UNSUPPORTED: there is no Sphinx here (pip install 'isobit[docs]')")
+    place = tmp_path_factory.mktemp("site")
+    build = [
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        "tools/site",
+        "-d",
+        str(place / "doctrees"),
+        ".",
+        str(place / "html"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *build], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return place / "html"
+
+
+def wrong(browser: Chromium, page: Path, dark: bool = False) -> Iterator[str]:
+    """At which widths a page does not fit, and what is too faint on it."""
+    tab = browser.open(page, WIDTHS[0], dark)
+    for width in WIDTHS:
+        tab.resize(width)
+        wide, room = tab.run(SIZES)
+        assert room == width
+        if wide > room:
+            yield f"{page.stem}: {wide} wide in a window of {room}"
+    # Tables and blocks of code scroll, so their text may be beyond the edge.
+    yield from (f"{page.stem}: {said}" for said in tab.run(LOOK) if said.startswith("contrast "))
+    tab.close()
+
+
+def test_every_page_of_the_site_fits(browser: Chromium, site: Path) -> None:
+    pages = [*sorted(site.glob("*.html")), *sorted((site / "docs").glob("*.html"))]
+    assert {"README", "CONTRIBUTING", "linear_logp"} <= {page.stem for page in pages}
+    assert not [said for page in pages for said in wrong(browser, page)]
+
+
+def test_code_can_be_read_in_the_dark(browser: Chromium, site: Path) -> None:
+    assert not list(wrong(browser, site / "docs" / "linear_logp.html", dark=True))
+
+
+def test_a_page_that_does_not_fit_is_detected(browser: Chromium, site: Path) -> None:
+    page = site / "docs" / "linear_logp.html"
+    broken = page.with_name("broken.html")
+    style = "<style>.main, .content { min-width: auto; } .highlight .mi { color: #40a070; }</style></head>"
+    broken.write_text(page.read_text().replace("</head>", style))
+    found = list(wrong(browser, broken))
+    broken.unlink()
+    assert all(any(f"wide in a window of {width}" in said for said in found) for width in (1100, 1280)), found
+    assert any("of span.mi" in said for said in found), found
