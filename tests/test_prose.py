@@ -2,7 +2,9 @@
 
 Files that they name are looked up by tests/test_repo.py."""
 
+import ast
 import importlib.util
+import inspect
 import json
 import re
 import runpy
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+import isobit
 from isobit.bench import tables
 from isobit.bench.declared import render_declared
 from isobit.cli import app
@@ -32,6 +35,10 @@ def code(text: str) -> Iterator[str]:
     `spans`."""
     for block in re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.M | re.S):
         yield from re.sub(r"\\\n\s*", " ", block).splitlines()
+    yield from spans(text)
+
+
+def spans(text: str) -> Iterator[str]:
     rest = re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.M | re.S)
     yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", rest))
 
@@ -57,8 +64,20 @@ OTHER_FLAGS = {
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
+def own_flags(script: str) -> set[str] | None:
+    """Those of a script, or of a module of the package; None if it is neither."""
+    if script.startswith("isobit."):
+        spec = importlib.util.find_spec(script) if is_module(script) else None
+        path = Path(spec.origin) if spec and spec.origin else None
+    else:
+        path = ROOT / script
+    if path is None or not path.is_file():
+        return None
+    return {"--help", *re.findall(r'add_argument\(\s*(?:"-\w", )?"(--[a-z][\w-]+)"', path.read_text())}
+
+
 def bad_flags(text: str) -> Iterator[str]:
-    """Flags that their `isobit` command does not have; alone in a span, flags that no command has."""
+    """Flags that their `isobit` command or their script does not have; alone in a span, flags of none."""
     for line in code(text):
         line = line.split(" #")[0]
         called = re.match(r"\s*(?:\.venv/bin/|python -m )?isobit ([a-z]\w*)\b(.*)", line)
@@ -69,6 +88,10 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
+        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?(isobit\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+            flags = own_flags(ran[1])
+            given = ran[2].partition(" | ")[0]
+            yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)
         elif line.startswith("--"):
             known = OTHER_FLAGS.union(*COMMANDS.values())
             yield from (flag for flag in FLAG.findall(line) if flag not in known)
@@ -116,6 +139,92 @@ def bad_symbols(text: str) -> Iterator[str]:
 
 def test_symbols_exist() -> None:
     assert not wrong(bad_symbols, TODAY)
+
+
+# Names without `isobit.` before them
+
+#: What names may come from. Not this file: it has names that do not exist. Results have names of cases.
+NAMING = [
+    path
+    for folder in ("src", "tools", "examples", "tests", "results")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".js", ".css", ".json", ".c", ".txt", ".html"} and path != Path(__file__)
+]
+NAMING += [ROOT / name for name in ("Makefile", "pyproject.toml", ".ci/run")]
+FILE = re.compile(r"\.(py|json|html|md|js|css|svg|txt|toml)$")
+WORD = re.compile(r"[A-Za-z_]\w*")
+WORDS = {
+    word
+    for path in NAMING
+    for text in (str(path.relative_to(ROOT)), path.read_text())
+    for word in WORD.findall(text)
+}
+#: Modules of the package that pages call by their own name.
+MODULES = {"losses", "nn", "testing", "numerics", "integrations"}
+
+#: Names of others, and names that only an explanation uses.
+NOT_OURS = {
+    "nn.Linear": "of PyTorch, not of `isobit.nn`",
+    "main_grad": "a buffer of the reader's own training loop",
+}
+
+
+def bad_names(text: str) -> Iterator[str]:
+    """Words in spans that occur nowhere in the code, and `module.name` that the module does not have."""
+    for span in spans(text):
+        for name in re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", span):
+            head = name.partition(".")[0]
+            unknown = [word for word in name.split(".") if word not in WORDS]
+            if head in MODULES and head != name and not FILE.search(name):
+                unknown += [] if resolves(f"isobit.{name}") else [name]
+            if unknown and name not in NOT_OURS:
+                yield name
+
+
+def takes() -> dict[str, set[str]]:
+    """Parameters by function, and fields by class; of functions of one name, those of any."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                rest = ["**"] if node.args.kwarg else []
+                found.setdefault(node.name, set()).update([arg.arg for arg in given], rest)
+            elif isinstance(node, ast.ClassDef):
+                fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                inits = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+                names = [each.id for each in fields if isinstance(each, ast.Name)]
+                names += [arg.arg for each in inits if isinstance(each, ast.FunctionDef)
+                          for arg in (*each.args.args, *each.args.kwonlyargs)]  # fmt: skip
+                found.setdefault(node.name, set()).update(names or ["**"])
+    for name in public_ops():  # made from their declarations, with options that all ops have
+        found[name] = set(inspect.signature(getattr(isobit, name)).parameters)
+    return found
+
+
+TAKES = takes()
+
+
+def bad_keywords(text: str) -> Iterator[str]:
+    """Keyword arguments of calls in spans that the function of this package does not have."""
+    for span in spans(text):
+        try:
+            calls = [node for node in ast.walk(ast.parse(span.strip())) if isinstance(node, ast.Call)]
+        except SyntaxError:  # not Python; its words are looked up all the same
+            continue
+        for call in calls:
+            name = ast.unparse(call.func)
+            known = TAKES.get(name.rpartition(".")[2], {"**"})
+            if name.startswith("torch.") or "**" in known:
+                continue
+            yield from (f"{name}({k.arg}=)" for k in call.keywords if k.arg and k.arg not in known)
+
+
+def test_names_and_keywords_exist() -> None:
+    assert not wrong(bad_names, TODAY)
+    assert not wrong(bad_keywords, TODAY)
+    pages = " ".join(page.read_text() for page in TODAY)
+    assert [name for name in NOT_OURS if name not in pages] == []
 
 
 # Make targets
@@ -254,6 +363,20 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_symbols, "```\npython -m isobit.bench.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
          ["isobit.bench.no"]),
         (bad_symbols, "`isobit.html`", "`isobit.no_such_op`", ["isobit.no_such_op"]),
+        (bad_flags, "`python tools/compat.py --cheap`", "`python tools/compat.py --nope`",
+         ["tools/compat.py --nope"]),
+        (bad_flags, "```\n.venv/bin/python tools/compat.py --triton 3\n```\n",
+         "```\n.venv/bin/python tools/compat.py --resume\n```\n", ["tools/compat.py --resume"]),
+        (bad_flags, "`python -m isobit.bench.tables --check`", "`python -m isobit.bench.tables --op x`",
+         ["isobit.bench.tables --op"]),
+        (bad_names, "`token_logps`", "`token_logpz`", ["token_logpz"]),
+        (bad_names, "`token_logps(model, ids)`", "`token_logps(modelz, ids)`", ["modelz"]),
+        (bad_names, "`losses.truncated_weights(x)`", "`losses.nope(x)`", ["losses.nope"]),
+        (bad_names, "`losses.truncated_weights`", "`losses.swap_linear`", ["losses.swap_linear"]),
+        (bad_names, "`nn.swap_linear`, `docs/losses.md`", "`swap_linearz(x)`", ["swap_linearz"]),
+        (bad_keywords, "`swap_linear(model)`", "`swap_linear(nope=1)`", ["swap_linear(nope=)"]),
+        (bad_keywords, "`isobit.logp(..., backend=\"hopper\")`", "`isobit.logp(x, softcaps=f(1))`",
+         ["isobit.logp(softcaps=)"]),
         (bad_targets, "`make docs`", "```\nmake doc   what\n```\n", ["make doc"]),
     ],
 )  # fmt: skip
