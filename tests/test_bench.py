@@ -1,4 +1,4 @@
-"""The benchmark: cases, what a row holds, refusal of a red op, rivals that are missing, tables."""
+"""The benchmark: cases, what a row holds, refusal of an op that fails its check, missing rivals, tables."""
 
 import contextlib
 import dataclasses

@@ -75,7 +75,7 @@ def test_rows_of_another_run_are_not_mixed_with_these(tmp_path: Path, key: str) 
     found = json.loads(path.read_text())
     found["stamp"][key] = {"logp": "another"} if key == "kernels" else "another"
     path.write_text(json.dumps(found))
-    with pytest.raises(ContractError, match=rf"logp\.json is of another run \({key} differ\)"):
+    with pytest.raises(ContractError, match=rf"logp\.json is from a different run \(different {key}\)"):
         bench(tmp_path, resume=True)
     assert json.loads(path.read_text()) == found
     path.write_text("[]")

@@ -156,9 +156,10 @@ def test_enabling_twice_has_no_further_effect(module: types.ModuleType) -> None:
     first, second = fla.enable("reference"), fla.enable("reference")
     getattr(module, NAME)(**call())
     assert first.served == second.served == 1
-    with pytest.raises(
-        ContractError, match=r"enable\(backend='triton'\): it is on with 'reference'; disable"
-    ):
+    told = (
+        r"enable\(backend='triton'\): it is already enabled with backend='reference'; call disable\(\) first$"
+    )
+    with pytest.raises(ContractError, match=told):
         fla.enable("triton")
     fla.disable()
     assert by_fla(getattr(module, NAME)(**call()))
@@ -186,7 +187,7 @@ def test_a_block_restores_what_was_before_it(module: types.ModuleType) -> None:
         later = fla.enable("reference")
     assert is_on()  # the block that is left is not the one that turned this on
     fla.disable()
-    with pytest.raises(ContractError, match=r"it has been turned off; enable\(\) it again"), later:
+    with pytest.raises(ContractError, match=r"it has been disabled; call enable\(\) again"), later:
         pass
     with pytest.raises(RuntimeError, match="mine"), fla.enable("reference"):
         raise RuntimeError("mine")
@@ -246,7 +247,7 @@ def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.Modu
         "dv is fp16 and q is fp32": call(dv=torch.zeros(1, 100, 2, 16, dtype=torch.float16)),
         "g is bf16 and not fp32": call(g=torch.zeros(1, 100, 2, dtype=torch.bfloat16)),
         "gk is fp64 and not fp32": call(gk=torch.zeros(1, 100, 2, 16, dtype=torch.float64)),
-        "chunk_size=128 is none of 16, 32 and 64": call(chunk_size=128),
+        "chunk_size=128 is not 16, 32 or 64": call(chunk_size=128),
         "chunk_indices comes without cu_seqlens": call(chunk_indices=indices),
     }
     if not is_old():
@@ -306,7 +307,9 @@ def refused(match: str) -> None:
 def test_other_versions_are_refused(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("0.5.1", "0.6.1", "0.7.0"):
         monkeypatch.setattr(sys.modules["fla"], "__version__", other)
-        refused(rf"found version {other} \(it knows 0\.5\.2 and 0\.6\.0: pip install fla-core==0\.6\.0\)$")
+        refused(
+            rf"found version {other} \(isobit supports 0\.5\.2 and 0\.6\.0: pip install fla-core==0\.6\.0\)$"
+        )
     monkeypatch.setattr(sys.modules["fla"], "__version__", "0.6.0" if is_old() else "0.5.2")
     refused("backend registry|found " + NAME)
 
@@ -333,7 +336,8 @@ def test_another_signature_is_refused(
     other.__signature__ = given  # type: ignore[attr-defined]
     monkeypatch.setattr(module, NAME, other)
     refused(
-        rf"found {NAME}\(.*{found}.*\) in version .*, wants {NAME}\(q, k, w, do, dv, g=None, gk=None, h0=None"
+        rf"found {NAME}\(.*{found}.*\) in version .*, but isobit needs {NAME}"
+        r"\(q, k, w, do, dv, g=None, gk=None, h0=None"
     )
 
 
@@ -430,8 +434,8 @@ def test_a_run_of_tests_ends_with_the_counts(
     monkeypatch.setattr(pytest, "main", tests)
     assert fla_pytest.main(["tests/ops/test_gdn.py", "--backend", "reference", "-x"]) == status
     assert capsys.readouterr().out.splitlines() == [
-        f"isobit (reference) served 1 calls of {NAME}",
-        "FLA's own kernel served 1: chunk_size=128 is none of 16, 32 and 64",
+        f"isobit (reference) served 1 call of {NAME}",
+        "FLA's own kernel served 1: chunk_size=128 is not 16, 32 or 64",
     ]
     assert not is_on()
 

@@ -247,7 +247,7 @@ def test_a_model_that_does_something_else_to_its_logits_is_refused() -> None:
 
     model = made("Llama")
     model.__class__ = Shifted
-    refused(model, r"its logits are up to .* from what its head and its configuration say \(factor None")
+    refused(model, r"its logits differ by up to .* from those .* head and its configuration \(factor None")
 
 
 def test_a_model_that_does_something_to_its_states_is_refused() -> None:

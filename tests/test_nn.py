@@ -200,7 +200,7 @@ def test_an_undo_does_not_overwrite_what_came_after() -> None:
     model = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.Linear(4, 4, dtype=BF16))
     swap = swap_linear(model)
     torch.nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
-    with pytest.raises(ContractError, match=r"Swap.undo: 1 is a Parametrized\w+ by now; undo that first"):
+    with pytest.raises(ContractError, match=r"Swap.undo: 1 is now a Parametrized\w+; undo that change first"):
         swap.undo()
     assert type(model[0]) is DetLinear
     torch.nn.utils.parametrize.remove_parametrizations(model[1], "weight")

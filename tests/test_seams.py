@@ -44,7 +44,7 @@ def test_versions_that_are_here_and_how_to_get_others(installed: Path) -> None:
         "trl": "trl 1.99.0; off: isobit.integrations.trl.enable() turns it on",
         "verl": "not installed: pip install verl==0.9.1",
         "fla": "not installed: pip install fla-core==0.6.0",
-        "hf": f"transformers {transformers.__version__}; a model at a time: "
+        "hf": f"transformers {transformers.__version__}; for single models: "
         "token_logps and zero_drift of isobit.integrations.hf",
     }
     assert "trl" not in sys.modules  # versions are read, and nothing is imported
@@ -68,8 +68,8 @@ def test_where_it_is_on_it_says_so(installed: Path, monkeypatch: pytest.MonkeyPa
     assert seams(try_them=True)["trl"] == "trl 1.99.0; off, and can be turned on"
     with trl.enable() as on:
         on._session.count_served()
-        assert seams()["trl"] == "trl 1.99.0; on: 1 calls served, 0 passed on"
-        assert seams(try_them=True)["trl"] == "trl 1.99.0; on: 1 calls served, 0 passed on"
+        assert seams()["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
+        assert seams(try_them=True)["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
         assert trl.SWITCH.session is on._session
     assert seams(try_them=True)["trl"] == "trl 1.99.0; off, and can be turned on"
 

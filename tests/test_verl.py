@@ -60,7 +60,7 @@ def test_on_and_off_reach_every_name_of_the_functions(found: dict[str, Any]) -> 
     for when in ("on", "after the inner block", "on again"):
         assert not any(told[when]) and len(told[when]) == 4, when
     assert told["shared"] == [1, 1] and told["megatron"] <= 1e-5
-    assert told["another backend"].endswith("it is on with None; disable() it first")
+    assert told["another backend"].endswith("it is already enabled with backend=None; call disable() first")
 
 
 def test_these_modules_of_verl_import_the_functions() -> None:
@@ -88,14 +88,19 @@ def test_unserved_calls_are_passed_on_to_verl(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("class", r"has FusedLinearForPPO\(hidden, weight, labels\), and wanted is F\w+\(hidden_states, v"),
-        ("function", r"has LinearCrossEntropy\(hidden, weight, labels\), and wanted is L\w+\(hidden, w"),
+        (
+            "class",
+            r"has FusedLinearForPPO\(hidden, weight, labels\), but isobit needs F\w+\(hidden_states, v",
+        ),
+        ("function", r"has LinearCrossEntropy\(hidden, weight, labels\), but isobit needs L\w+\(hidden, w"),
         ("replaced", r"linear_cross_entropy in verl\S+ of verl 0\.9\.1 is not LinearCrossEntropy\.apply"),
         ("gone", r"verl 0\.9\.1 has no FusedLinearForPPO in verl\.utils\.experimental"),
     ],
 )
 def test_another_verl_is_refused(found: dict[str, Any], change: str, message: str) -> None:
-    assert re.search(rf"^VerlError: .*{message}.* \(it knows 0\.9\.1: pip install", found["refusals"][change])
+    assert re.search(
+        rf"^VerlError: .*{message}.* \(isobit supports verl 0\.9\.1: pip install", found["refusals"][change]
+    )
 
 
 def test_a_worker_turns_it_on_by_an_import(found: dict[str, Any]) -> None:

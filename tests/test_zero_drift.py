@@ -305,7 +305,7 @@ def test_a_norm_that_has_another_class_by_now_is_not_undone() -> None:
     model = made("Llama")
     on = zero_drift(model)
     model.model.norm.__class__ = nn.Identity
-    with pytest.raises(HFError, match=r"model\.norm is a Identity by now"):
+    with pytest.raises(HFError, match=r"model\.norm is now a Identity"):
         on.disable()
 
 

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 try:
     import typer
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"the isobit command needs {missing.name}: pip install 'isobit[cli]'") from None
+    raise SystemExit(
+        f"the isobit command needs {missing.name}: in a checkout of isobit, pip install '.[cli]'"
+    ) from None
 
 import isobit
 from isobit.arch import arch_key as arch_name
@@ -263,7 +265,10 @@ def bench(
         bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
     ] = False,
     check_report: Annotated[
-        Path | None, typer.Option(help="a report of `isobit check` from here and now, instead of a check")
+        Path | None,
+        typer.Option(
+            help="a report of `isobit check` of the same kernels on this device, instead of a check"
+        ),
     ] = None,
     core: Annotated[
         bool, typer.Option("--core", help="only representative cases: minutes, not an hour")
@@ -273,7 +278,8 @@ def bench(
         bool, typer.Option("--resume", help="keep what the file has for these kernels, and time the rest")
     ] = False,
     minutes: Annotated[
-        float | None, typer.Option(help="stop between two cases after so many, and say what is left")
+        float | None,
+        typer.Option(help="stop between two cases after this many minutes, and say what is left"),
     ] = None,
     candidate: Annotated[
         str | None,
@@ -285,7 +291,7 @@ def bench(
     html: Annotated[Path | None, typer.Option(help="write the results as an HTML page")] = None,
     commit: Annotated[str | None, typer.Option(help="commit for the stamp if there is no git")] = None,
 ) -> None:
-    """Time every op, or a suite, beside rivals and the floor, after checking it: a red op is not timed."""
+    """Time every op, or a suite, beside rivals and the floor. An op that fails its check is not timed."""
     if skip_check and check_report is not None:
         raise ContractError("--skip-check and --check-report exclude each other: use only one of them")
     if resume and results is None:
@@ -407,8 +413,8 @@ def demo(
         bool, typer.Option("--zero-drift", help="train with isobit's functions, too: slow on a CPU")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
-    steps: Annotated[int | None, typer.Option(help="of training")] = None,
-    seed: Annotated[int, typer.Option(help="of weights, prompts and samples")] = 0,
+    steps: Annotated[int | None, typer.Option(help="number of training steps")] = None,
+    seed: Annotated[int, typer.Option(help="random seed of weights, prompts and samples")] = 0,
     html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
 ) -> None:
     """GRPO from scratch with nothing downloaded: exit code 1 if the task was not learned."""

@@ -120,7 +120,9 @@ class Swap:
         first."""
         for name, layer in zip(self.swapped, self._layers, strict=False):
             if class_of(layer) is not DetLinear:
-                raise ContractError(f"Swap.undo: {name} is a {type(layer).__name__} by now; undo that first")
+                raise ContractError(
+                    f"Swap.undo: {name} is now a {type(layer).__name__}; undo that change first"
+                )
         for layer in self._layers:
             _set_class(layer, nn.Linear)
             for option in ("out_dtype", "numerics", "backend"):

@@ -29,7 +29,9 @@ def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
         raise ContractError(f"{path}: not a file of isobit bench ({type(error).__name__})") from None
     if differ:
         what = ", ".join(differ)
-        raise ContractError(f"--resume: {path} is of another run ({what} differ): time all without --resume")
+        raise ContractError(
+            f"--resume: {path} is from a different run (different {what}): time all cases without --resume"
+        )
     return found
 
 

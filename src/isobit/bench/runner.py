@@ -282,7 +282,8 @@ def _all_there(subject: Subject) -> None:
         reason = cannot_import(module)
         if reason is not None:
             raise ContractError(
-                f"bench {subject.name}: needs {module}: {reason} (pip install 'isobit[bench]' has it)"
+                f"bench {subject.name}: needs {module}: {reason} "
+                "(in a checkout of isobit: pip install '.[bench]')"
             )
 
 

@@ -99,7 +99,7 @@ def _check_signature(fla: _Fla) -> None:
     found = _text(inspect.signature(fla.function).parameters.values())
     wanted = _text(list(OURS.values())[: ARGUMENTS[fla.version]])
     if found != wanted:
-        raise _refusal(f"found {NAME}({found}) in version {fla.version}, wants {NAME}({wanted})")
+        raise _refusal(f"found {NAME}({found}) in version {fla.version}, but isobit needs {NAME}({wanted})")
 
 
 def _text(parameters: Iterable[inspect.Parameter]) -> str:
@@ -108,7 +108,8 @@ def _text(parameters: Iterable[inspect.Parameter]) -> str:
 
 
 def _refusal(what: str) -> FLAError:
-    return FLAError(f"isobit.integrations.fla: {what} (it knows {' and '.join(ARGUMENTS)}: {INSTALL})")
+    supported = f"isobit supports {' and '.join(ARGUMENTS)}: {INSTALL}"
+    return FLAError(f"isobit.integrations.fla: {what} ({supported})")
 
 
 # The backend that is registered
@@ -133,7 +134,7 @@ def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
             return f"{name} is {dtype_name(gate.dtype)} and not fp32"
     chunk_size = given.get("chunk_size", 64)
     if chunk_size not in (16, 32, 64):
-        return f"chunk_size={chunk_size} is none of 16, 32 and 64"
+        return f"chunk_size={chunk_size} is not 16, 32 or 64"
     return backend.when({**given, "chunk_size": chunk_size})
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from isobit.integrations import fla
+from isobit.integrations.session import calls
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = parser.parse_known_args(arguments)
     with fla.enable(own.backend) as on:
         status = int(pytest.main(rest))
-    print(f"isobit ({on.backend}) served {on.served} calls of {fla.NAME}")
+    print(f"isobit ({on.backend}) served {calls(on.served)} of {fla.NAME}")
     for reason, count in on.passed.most_common():
         print(f"FLA's own kernel served {count}: {reason}")
     if not on.served:

@@ -5,7 +5,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from isobit.integrations import fla, trl, verl
-from isobit.integrations.session import Enabled, Switch
+from isobit.integrations.session import Enabled, Switch, calls
 
 
 class _Library(NamedTuple):
@@ -44,10 +44,10 @@ def _state(name: str, library: _Library, try_it: bool) -> str:
     if found is None:
         return f"not installed: {library.install}"
     if library.switch is None or library.enable is None:
-        return f"{found}; a model at a time: token_logps and zero_drift of isobit.integrations.{name}"
+        return f"{found}; for single models: token_logps and zero_drift of isobit.integrations.{name}"
     session = library.switch.session
     if session is not None:
-        return f"{found}; on: {session.served} calls served, {sum(session.passed.values())} passed on"
+        return f"{found}; on: {calls(session.served)} served, {sum(session.passed.values())} passed on"
     if not try_it:
         return f"{found}; off: isobit.integrations.{name}.enable() turns it on"
     try:

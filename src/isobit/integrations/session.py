@@ -61,8 +61,8 @@ class Switch:
                 return self.session, True
             if self.session.backend != backend:
                 raise UnsupportedError(
-                    f"{self.name}.enable(backend={backend!r}): it is on with "
-                    f"{self.session.backend!r}; disable() it first"
+                    f"{self.name}.enable(backend={backend!r}): it is already enabled with "
+                    f"backend={self.session.backend!r}; call disable() first"
                 )
             return self.session, False
 
@@ -83,7 +83,7 @@ class Handle:
     def __enter__(self: H) -> H:
         with self._switch.lock:
             if self._session is not self._switch.session:
-                raise UnsupportedError(f"{self._switch.name}: it has been turned off; enable() it again")
+                raise UnsupportedError(f"{self._switch.name}: it has been disabled; call enable() again")
             self._session.blocks += 1
             if self._turned_on:
                 self._session.until_disabled = False
@@ -121,4 +121,9 @@ class Enabled(Handle):
     def __repr__(self) -> str:
         passed = sum(self.passed.values())
         by = f" by {self.backend}" if self.backend else ""
-        return f"<{self._switch.name}: {self.served} calls served{by}, {passed} passed on>"
+        return f"<{self._switch.name}: {calls(self.served)} served{by}, {passed} passed on>"
+
+
+def calls(count: int) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} call" + "s" * (count != 1)

@@ -100,17 +100,17 @@ def _installed() -> ModuleType:
         ) from error
     module = import_module(MODULE)
     function = vars(module).get(NAME)
-    wanted = f"it knows 1.16: {INSTALL}"
+    supported = f"isobit supports TRL 1.16: {INSTALL}"
     if function is None or not hasattr(module, "maybe_gather_lm_head_ctx"):
-        raise TRLError(f"isobit.integrations.trl: TRL {version} has no {NAME} in {MODULE} ({wanted})")
+        raise TRLError(f"isobit.integrations.trl: TRL {version} has no {NAME} in {MODULE} ({supported})")
     _, *parameters = inspect.signature(function.forward).parameters.values()  # the first is ctx
     found = [str(p.replace(annotation=p.empty)) for p in parameters]
     if found[-1:] == [f"outputs={OUTPUTS!r}"]:
         found[-1] = "outputs"
     if tuple(found) != ARGUMENTS:
         raise TRLError(
-            f"isobit.integrations.trl: TRL {version} has {NAME}({', '.join(found)}), and wanted is "
-            f"{NAME}({', '.join(ARGUMENTS)}) ({wanted})"
+            f"isobit.integrations.trl: TRL {version} has {NAME}({', '.join(found)}), but isobit needs "
+            f"{NAME}({', '.join(ARGUMENTS)}) ({supported})"
         )
     return module
 

@@ -90,7 +90,8 @@ def _installed() -> _Verl:
             raise _refusal(f"verl {version} has no {name} in {place}")
         given = _text(function)
         if given != ARGUMENTS[name]:
-            raise _refusal(f"verl {version} has {name}({given}), and wanted is {name}({ARGUMENTS[name]})")
+            needed = f"{name}({ARGUMENTS[name]})"
+            raise _refusal(f"verl {version} has {name}({given}), but isobit needs {needed}")
         found[name] = kind
     module = import_module(TRITON)
     if getattr(module, NAME, None) != found[FUNCTION].apply:
@@ -104,7 +105,7 @@ def _text(function: Callable[..., Any]) -> str:
 
 
 def _refusal(what: str) -> VerlError:
-    return VerlError(f"{SWITCH.name}: {what} (it knows 0.9.1: {INSTALL})")
+    return VerlError(f"{SWITCH.name}: {what} (isobit supports verl 0.9.1: {INSTALL})")
 
 
 def _that_have(function: Callable[..., Any]) -> Iterator[ModuleType]:

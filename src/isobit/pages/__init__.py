@@ -42,7 +42,7 @@ def _template() -> Any:
     try:
         import jinja2
     except ModuleNotFoundError:
-        raise ContractError("a page needs jinja2: pip install 'isobit[cli]'") from None
+        raise ContractError("a page needs jinja2: in a checkout of isobit, pip install '.[cli]'") from None
     loader = jinja2.PackageLoader("isobit.pages", ".")
     return jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True

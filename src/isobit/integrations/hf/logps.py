@@ -182,7 +182,7 @@ class _Head:
             return "the forward of its head was replaced on the object"
         hooks = (*linear._forward_hooks.values(), *linear._forward_pre_hooks.values())
         if not all(map(_is_of_fsdp, hooks)):
-            return "its head has hooks, which would not see what they expect"
+            return "its head has hooks, which would get other inputs and outputs than in a usual call"
         if not isinstance(self.factor, float | int | None):
             return f"its configuration has {self.factor!r} for a factor of logits"
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -245,8 +245,8 @@ class _Head:
         distance = float((logits.float() - expected).abs().max())
         if not distance <= 8 * unit * largest:
             raise _refusal(
-                self.model, f"its logits are up to {distance:.3g} from what its head and its configuration "
-                f"say (factor {self.factor}, softcap {self.softcap})",
+                self.model, f"its logits differ by up to {distance:.3g} from those computed from its "
+                f"head and its configuration (factor {self.factor}, softcap {self.softcap})",
             )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def undo_norms(model: nn.Module, was: dict[str, type]) -> None:
     modules = {name: model.get_submodule(name) for name in was}
     for name, module in modules.items():
         if type(module) is not DetRMSNorm:
-            raise HFError(f"{name} is a {type(module).__name__} by now; undo that first")
+            raise HFError(f"{name} is now a {type(module).__name__}; undo that change first")
     for name, module in modules.items():
         module.__class__ = was[name]
         del module.options
