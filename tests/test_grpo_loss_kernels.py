@@ -57,8 +57,8 @@ def test_another_order_changes_the_bits_of_these_losses() -> None:
     """Tokens the other way round are another order of the same sum, and it rounds differently."""
     (ratio, kl, _, _), args = LOSSES["two chunks, huge terms"]
     assert ratio is not None and kl is not None
-    turned = args | {n: args[n].flip(1) for n in ("token_ids", "mask")}
-    there = model.losses(turned, ratio.flip(1), kl.flip(1), args["advantages"].flip(1))
+    reversed_args = args | {n: args[n].flip(1) for n in ("token_ids", "mask")}
+    there = model.losses(reversed_args, ratio.flip(1), kl.flip(1), args["advantages"].flip(1))
     here = model.losses(args, ratio, kl, args["advantages"])
     assert torch.tensor(there).tolist() != torch.tensor(here).tolist()
 

@@ -194,8 +194,8 @@ def _figures(group: dict[str, Row], rivals: Sequence[str], limit: str) -> list[s
 
 
 def _grids(report: Report, series: Sequence[str]) -> str:
-    """A grid for each kind of call: one size down, the others across. If most of a grid would be empty, and
-    for whole steps, a line per case."""
+    """A grid for each kind of call: rows by one size, columns by the others. If most of a grid would be
+    empty, and for whole steps, a line per case."""
     against, found = report["against"], cells(report["rows"], report["against"])
     steps = {row["op"] for row in report["rows"] if row["method"] == "sync"}
     parts = []
@@ -231,15 +231,16 @@ def _by_options(found: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _fills_a_grid(found: Sequence[Cell]) -> bool:
     """Whether at least half of the grid is filled."""
-    down, *across = found[0].sizes
-    columns = {tuple(cell.sizes[name] for name in across) for cell in found}
-    return 2 * len(found) >= len({cell.sizes[down] for cell in found}) * len(columns)
+    row_size, *column_sizes = found[0].sizes
+    columns = {tuple(cell.sizes[name] for name in column_sizes) for cell in found}
+    return 2 * len(found) >= len({cell.sizes[row_size] for cell in found}) * len(columns)
 
 
 def _different(found: Sequence[Cell]) -> list[str]:
     """The first size, and those of the others that vary between cells; or all, if none varies."""
-    down, *across = found[0].sizes
-    return [down, *([name for name in across if len({cell.sizes[name] for cell in found}) > 1] or across)]
+    row_size, *column_sizes = found[0].sizes
+    varying = [name for name in column_sizes if len({cell.sizes[name] for cell in found}) > 1]
+    return [row_size, *(varying or column_sizes)]
 
 
 def _same_in_all(found: Sequence[Cell]) -> list[str]:
@@ -324,13 +325,15 @@ def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
 
 
 def _grid(found: Sequence[Cell]) -> str:
-    """The first size down, the rest across, each in ascending order; an asterisk if bits differ."""
-    down, *across = _different(found)
-    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in across) for cell in found))
-    known = {(cell.sizes[down], tuple(cell.sizes[name] for name in across)): cell for cell in found}
-    titles = (" ".join(f"{n}={size}" for n, size in zip(across, sizes, strict=True)) for sizes in columns)
-    lines = [[down, *titles]]
-    for size in sorted({cell.sizes[down] for cell in found}):
+    """Rows by the first size, columns by the rest, each in ascending order; an asterisk if bits differ."""
+    row_size, *column_sizes = _different(found)
+    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in found))
+    known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in found}
+    titles = (
+        " ".join(f"{n}={size}" for n, size in zip(column_sizes, sizes, strict=True)) for sizes in columns
+    )
+    lines = [[row_size, *titles]]
+    for size in sorted({cell.sizes[row_size] for cell in found}):
         line = [known.get((size, column)) for column in columns]
         shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
         lines.append([str(size), *shown])

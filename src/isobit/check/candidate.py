@@ -408,9 +408,9 @@ def _public(
         found = _by_number(returned, expected, passed, defaults)
         return tuple(found.get(i) for i in served)
 
-    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
     made: Any = call
-    made.__signature__ = inspect.Signature(kinds)
+    made.__signature__ = inspect.Signature(parameters)
     return call
 
 

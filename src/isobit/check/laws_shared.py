@@ -58,8 +58,8 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
     for name in (name for name in whole if name in rows.args):
         alone = replace(trial, only=(name,)).backward(args)[1]
         checks.append(same_bits(f"gradient:{name}", alone[name], whole[name], "asked for alone"))
-    turned = torch.cat(everyone.split(GROUP)[::-1])
-    changed = gradients(rows.select(args, turned), rows.of_outputs(cotangents, turned))
+    reversed_groups = torch.cat(everyone.split(GROUP)[::-1])
+    changed = gradients(rows.select(args, reversed_groups), rows.of_outputs(cotangents, reversed_groups))
     what = f"groups of {GROUP} rows in another order"
     return [*checks, trial.control(what, [whole[n] for n in names], changed)]
 

@@ -160,8 +160,8 @@ class _Law:
         }
         if self.bounds is None:
             groups = torch.arange(self.total).split(GROUP)
-            turned = self.rows.select(self.args, self._there(torch.cat(groups[::-1])))
-            found[f"groups of {GROUP} rows in another order"] = self.trial.forward(turned)
+            reversed_groups = self.rows.select(self.args, self._there(torch.cat(groups[::-1])))
+            found[f"groups of {GROUP} rows in another order"] = self.trial.forward(reversed_groups)
         return [self.trial.control(what, self.whole, outputs) for what, outputs in found.items()]
 
     # Moving rows

@@ -126,8 +126,8 @@ def progress(total: int, say: Callable[[str], None]) -> Callable[[Cell], None]:
 
 
 def table(cells: list[Cell], columns: int = COLUMNS) -> str:
-    """Ops and backends down, laws across: `12 ok`, `3 FAIL of 12`, `-` for unsupported. If that is too wide,
-    only counts under the first letters of the laws, and `3F` for three failures."""
+    """A row per op and backend, a column per law: `12 ok`, `3 FAIL of 12`, `-` for unsupported. If that
+    is too wide, only counts under the first letters of the laws, and `3F` for three failures."""
     seen = {c.law for c in cells}
     laws = [law for law in LAWS if law in seen]
     counts = {

@@ -46,7 +46,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _matrix(report: dict[str, Any]) -> dict[str, Any]:
-    """op and backend down, laws across."""
+    """A row per op and backend, a column per law."""
     laws = list(dict.fromkeys(case["law"] for one in report["candidates"] for case in one["cases"]))
     rows = []
     for one in report["candidates"]:
@@ -77,15 +77,15 @@ def _bits(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[
     """(comparisons, controls): a line for each op, backend, law and kind of change, with the first
     difference. Numbers in the message of a comparison are sizes, and do not make another kind."""
     names = ("op", "backend", "law", "what")
-    kinds: dict[tuple[tuple[str, ...], bool], list[dict[str, Any]]] = {}
+    by_change: dict[tuple[tuple[str, ...], bool], list[dict[str, Any]]] = {}
     for case in (case for case in cases if case["law"] in BITS):
         for output in case["outputs"]:
             control, said = output["output"] == "control", output["message"]
             what = re.split(CHANGED, said)[0] if control else said.partition(": ")[0]
-            kind = (case["op"], case["backend"], case["law"], _kind(what) or output["output"])
-            kinds.setdefault((kind, control), []).append(output)
+            change = (case["op"], case["backend"], case["law"], _kind(what) or output["output"])
+            by_change.setdefault((change, control), []).append(output)
     bits, controls = [], []
-    for (key, control), found in kinds.items():
+    for (key, control), found in by_change.items():
         line: dict[str, Any] = dict(zip(names, key, strict=True))
         failed = sum(not output["passed"] for output in found)
         if control:

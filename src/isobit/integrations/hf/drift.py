@@ -38,8 +38,8 @@ class Report:
 
     model: str
     changed: dict[str, list[str]]  # names of modules, by the function of isobit that computes them
-    left: dict[str, int]  # how many modules of each kind stay torch's; each kind was tested
-    untried: dict[str, int]  # kinds that were not called, so not tested
+    left: dict[str, int]  # how many modules of each class stay torch's; each class was tested
+    untried: dict[str, int]  # classes that were not called, so not tested
 
     def __str__(self) -> str:
         width = max(map(len, [*self.changed, *self.left, *self.untried]))
@@ -154,7 +154,7 @@ class ZeroDrift(Handle):
 
     @property
     def left(self) -> dict[str, int]:
-        """How many modules of each kind torch computes as before. All of them were tested."""
+        """How many modules of each class torch computes as before. All of them were tested."""
         return self.report.left
 
     def disable(self) -> None:
@@ -174,8 +174,8 @@ def zero_drift(model: Any) -> ZeroDrift:
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
     Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
-    `isobit.det_linear`, norms through `isobit.rms_norm`. All other modules stay torch's. Each kind of them is
-    tested on this machine, and so is the model as a whole: see `trial`. A static cache lets `generate`
+    `isobit.det_linear`, norms through `isobit.rms_norm`. All other modules stay torch's. Each class of them
+    is tested on this machine, and so is the model as a whole: see `trial`. A static cache lets `generate`
     compile its steps on a GPU; that is turned off, because compiled code rounds in other places.
 
     Args:
@@ -252,11 +252,11 @@ def _turned_on(model: Any, session: _Session) -> Report:
         raise _refusal(model, "no module in it uses transformers' AttentionInterface")
     changed = {"isobit.attention": layers, "isobit.det_linear": swap.swapped}
     changed |= {"isobit.rms_norm": list(session.norms)} if session.norms else {}
-    kinds = Counter(map(trial.kind_of, _leaves(model)))
-    tried = _tried(model, kinds)
+    counts = Counter(map(trial.class_of_module, _leaves(model)))
+    tried = _tried(model, counts)
     left, untried = Counter[str](), Counter[str]()
-    for kind, count in kinds.items():
-        (left if kind in tried else untried)[kind[0].__name__] += count
+    for each, count in counts.items():
+        (left if each in tried else untried)[each[0].__name__] += count
     return Report(type(model).__name__, changed, dict(left), dict(untried))
 
 
@@ -266,11 +266,11 @@ def _leaves(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if not [*m.children()] and not isinstance(m, ours)]
 
 
-def _tried(model: Any, left: Collection[trial.Kind]) -> set[trial.Kind]:
-    """The kinds of modules that were called and do not depend on the batch; raises an error if any does, or
+def _tried(model: Any, left: Collection[trial.ModuleClass]) -> set[trial.ModuleClass]:
+    """The classes of modules that were called and do not depend on the batch; raises an error if any does, or
     the model as a whole."""
     found, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
-    wrong = {kind[0].__name__: reason for kind, call in calls.items() if (reason := trial.of_module(call))}
+    wrong = {each[0].__name__: reason for each, call in calls.items() if (reason := trial.of_module(call))}
     if wrong:
         raise _refusal(model, f"these depend on the batch on this machine: {_listed(wrong)}")
     for what, count in found.items():

@@ -1,4 +1,4 @@
-"""Do the bits of a token depend on the rest of the batch? Tests a model, and each kind of module in it.
+"""Do the bits of a token depend on the rest of the batch? Tests a model, and each class of module in it.
 
 A batch of three sequences, padded on the left, goes through the model. Then each sequence alone, then the
 batch again in chunks with a cache, the last token by itself: the logits of a token must have the same bits in
@@ -63,23 +63,23 @@ class Call:
     kwargs: dict[str, Any]
 
 
-#: The class of a module, and the shapes of its parameters: a norm of heads is another kind than one of rows.
-Kind = tuple[type, tuple[torch.Size, ...]]
+#: The class of a module, and the shapes of its parameters: a norm of heads is tested apart from one of rows.
+ModuleClass = tuple[type, tuple[torch.Size, ...]]
 
 
-def kind_of(module: nn.Module) -> Kind:
+def class_of_module(module: nn.Module) -> ModuleClass:
     return type(module), tuple(p.shape for p in module.parameters())
 
 
 @contextmanager
-def calls_of(model: nn.Module, kinds: Collection[Kind]) -> Iterator[dict[Kind, Call]]:
-    """The first call of a module of each kind in this block."""
-    found: dict[Kind, Call] = {}
+def calls_of(model: nn.Module, classes: Collection[ModuleClass]) -> Iterator[dict[ModuleClass, Call]]:
+    """The first call of a module of each of these classes in this block."""
+    found: dict[ModuleClass, Call] = {}
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.setdefault(kind_of(module), Call(module, args, kwargs))
+        found.setdefault(class_of_module(module), Call(module, args, kwargs))
 
-    modules = [m for m in model.modules() if kind_of(m) in kinds]
+    modules = [m for m in model.modules() if class_of_module(m) in classes]
     hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in modules]
     try:
         yield found
@@ -101,13 +101,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def of_model(model: Any, vocab: int, kinds: Collection[Kind]) -> tuple[dict[str, int], dict[Kind, Call]]:
-    """({what was done: how many logits have different bits}, first calls of these kinds in the batch)."""
+def of_model(
+    model: Any, vocab: int, classes: Collection[ModuleClass]
+) -> tuple[dict[str, int], dict[ModuleClass, Call]]:
+    """({what was done: how many logits have different bits}, first calls of these classes in the batch)."""
     batch = Batch.of(vocab, model.get_input_embeddings().weight.device)
     T = batch.ids.shape[1]
     tokens = batch.mask.bool()
     with evaluating(model):
-        with calls_of(model, kinds) as calls:
+        with calls_of(model, classes) as calls:
             whole = model(**batch.inputs(), use_cache=False).logits
         alone = torch.zeros_like(whole)
         for b, length in enumerate(LENGTHS):

@@ -73,8 +73,8 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
 
     def place(v: int, y: float) -> tuple[float, float]:
         """Vocabularies are equally spaced: two of them differ by their alignment, not by their size."""
-        across = (sizes.index(v) + 0.5) / len(sizes)
-        return round(left + WIDTH * across, 1), round(TOP + HEIGHT * (1 - scaled(y) / top), 1)
+        fraction = (sizes.index(v) + 0.5) / len(sizes)
+        return round(left + WIDTH * fraction, 1), round(TOP + HEIGHT * (1 - scaled(y) / top), 1)
 
     ticks = [10.0**i for i in range(int(top) + 1)] if logarithmic else _round_steps(most)
     parts = []

@@ -111,9 +111,9 @@ def invariant(trial: Trial) -> list[OutputCheck]:
         laid = inputs.lay_out(args, layout)
         found = gradients(trial.in_class(laid), laid)
         checks += same_gradients(f"layout {layout}", found, as_given)
-    turned = torch.cat(torch.arange(N, device=trial.device).split(GROUP)[::-1])
+    reversed_groups = torch.cat(torch.arange(N, device=trial.device).split(GROUP)[::-1])
     sums = [name for name in whole if name != "hidden"]
-    moved = gradients(trial, selected(flat, turned))
+    moved = gradients(trial, selected(flat, reversed_groups))
     what = f"groups of {GROUP} rows in another order"
     checks.append(trial.control(what, [whole[n] for n in sums], [moved[n] for n in sums]))
     rolled = gradients(trial, {name: rolled_vocabulary(flat | PLAIN)[name] for name in flat})
