@@ -168,7 +168,7 @@ def test_as_many_sequences_as_rows_are_told_apart_or_refused() -> None:
     each = {"weights": torch.ones(3)}
     linear_policy_loss(hidden, weight, ids, loss_fn=weighed, inputs=each, cu_seqlens=[0, 1, 2, 3])
     with pytest.raises(
-        ContractError, match=r"inputs: \[3\] fp32\): 'weights' could be by rows or by sequences"
+        ContractError, match=r"inputs: \[3\] fp32\): 'weights' could be per row or per sequence"
     ):
         linear_policy_loss(hidden, weight, ids, loss_fn=weighed, inputs=each, cu_seqlens=[0, 0, 1, 3])
 

@@ -172,14 +172,14 @@ def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
 def _rewards_or_advantages(contract: Contract, args: dict[str, Any]) -> None:
     rewards, advantages = args["rewards"], args["advantages"]
     if rewards is None and advantages is None:
-        raise contract.error("rewards", None, "is required, or advantages are")
+        raise contract.error("rewards", None, "is required unless advantages are given")
     if rewards is not None and advantages is not None:
         raise contract.error("advantages", advantages, "is given beside rewards; one must be None")
     if rewards is not None:
         return groups.one_spec(contract, args)
     for name in ("samples_per_prompt", "group_boundaries"):
         if args[name] is not None:
-            raise contract.error(name, args[name], "groups are of rewards; advantages have none")
+            raise contract.error(name, args[name], "is for rewards only; leave it out if you pass advantages")
 
 
 def _of_ratio_kl(contract: Contract, args: dict[str, Any]) -> None:

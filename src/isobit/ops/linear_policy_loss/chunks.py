@@ -119,7 +119,8 @@ class Batch:
             elif shape == sequences and not unclear:
                 by_sequences[name] = value
             elif unclear:
-                raise error(name, value, "could be by rows or by sequences; leave out those without rows")
+                reason = "could be per row or per sequence; leave empty sequences out of cu_seqlens"
+                raise error(name, value, reason)
             else:
                 known = f"must be {list(self.shape)} as the rows"
                 known += f", or {list(sequences)} with one for every sequence" if sequences else ""

@@ -100,7 +100,7 @@ def _temperature(contract: Contract, args: dict[str, Any]) -> None:
 def _rows(contract: Contract, args: dict[str, Any]) -> None:
     ids, given = args["token_ids"], args["cu_seqlens"]
     if ids.ndim not in (1, 2):
-        raise contract.error("token_ids", ids, "rows must be [N] or [B, T], a sequence a line")
+        raise contract.error("token_ids", ids, "must be [N], or [B, T] with B sequences of T rows")
     if given is None:
         return
     if isinstance(given, Tensor):
