@@ -223,7 +223,7 @@ def test_a_forward_that_was_replaced_on_the_model_is_used_and_stays() -> None:
     assert vars(model)["forward"] is replaced
     model.config.logit_scale = 7.0
     logps._compared.discard(model)
-    refused(model, "its logits are up to")
+    refused(model, "its logits differ by up to")
     assert vars(model)["forward"] is replaced  # also after an error
 
 
