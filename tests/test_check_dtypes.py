@@ -11,6 +11,7 @@ from isobit.check.compare import OutputCheck
 from isobit.check.law import LAWS
 from isobit.check.proof import Case
 from isobit.check.proofs import proofs
+from isobit.check.runner import OK, UNSUPPORTED, Request, run
 from isobit.check.trial import Trial, Unsupported
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -65,3 +66,9 @@ def test_the_kernels_of_a_linear_layer_never_see_fp32() -> None:
         kernels.record(recorder, dtype)
     keys = [[source.hash() for _, source, _ in recorder.sources()] for recorder in recorded.values()]
     assert keys[0] and keys[0] == keys[1]
+
+
+def test_a_dtype_that_a_backend_refuses_is_no_failure_of_it() -> None:
+    request = Request(ops=("logp",), laws=("traceable",), dtypes=(F64,), device=torch.device("cpu"))
+    found = {(cell.backend, cell.status) for cell in run(request)}
+    assert ("reference", OK) in found and ("triton", UNSUPPORTED) in found and len(found) == 3

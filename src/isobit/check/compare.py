@@ -151,7 +151,7 @@ def same_bits(output: str, ours: Tensor, other: Tensor, what: str) -> OutputChec
     if bool(differ.any()):
         first = [int(i) for i in differ.nonzero()[0]]
         at = tuple(first)
-        gap = (ours.double() - other.double()).abs()
+        gap = (ours.detach().double() - other.detach().double()).abs()
         check.passed, check.worst_index = False, first
         check.max_abs, check.mean_abs = float(gap.nan_to_num(float("inf")).max()), float(gap.nanmean())
         check.message = (
