@@ -126,7 +126,7 @@ def divides(x: float, s: float = 1.0) -> bool:
     pieces, sums = array(np.ones((2, 64, 32), F32)), array(np.ones(64, F32))
     pieces[1, 50, 30], sums[50] = x, s
     with np.errstate(all="ignore"):
-        return bool(PARTS["divides"]((pieces[0], pieces[1]), sums))
+        return bool(PARTS["divides"]((pieces[0], pieces[1]), sums, None))
 
 
 def test_operands_out_of_range_are_detected() -> None:

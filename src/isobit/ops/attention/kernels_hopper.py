@@ -67,10 +67,8 @@ from isobit.ops.attention.kernels_hopper_io import (
 from isobit.ops.attention.kernels_hopper_parts import (
     BY_ROWS,
     LANES,
-    OF_PIECE,
-    PIECE,
-    STAGED,
     TOTALS,
+    by_rows,
     divided,
     divides,
     finite,
@@ -81,6 +79,7 @@ from isobit.ops.attention.kernels_hopper_parts import (
     per_column,
     per_lane,
     row_maxima,
+    staged,
     tanh,
     unpacked,
 )
@@ -88,6 +87,10 @@ from isobit.ops.attention.kernels_triton import block_keys, count_tiles
 
 #: Stages of keys and of values: what fits beside queries and totals, 227 KB together.
 STAGES = {64: 2, 128: 2, 256: 2}
+
+#: Columns of acc that are folded at once. All of them where registers allow it: the compiler puts a barrier
+#: of the warpgroup between two accesses of the same shared memory, so each further piece costs two.
+PIECE = {64: 64, 128: 128, 256: 32}
 
 #: A tile holds queries of one head. From this many queries of a sequence on it is full enough.
 MANY_QUERIES = 64
@@ -110,6 +113,10 @@ class Part:
     D: gl.constexpr
     OF_Z: gl.constexpr
     OF_ACC: gl.constexpr
+    PIECE: gl.constexpr  # columns that are folded at once, and layouts of 64 rows of them:
+    OF_PIECE: gl.constexpr  # as they lie in acc
+    STAGED: gl.constexpr  # in shared memory, on their way out
+    OF_ROWS: gl.constexpr  # as they are stored
     WHICH: gl.constexpr
     CAPPED: gl.constexpr
     CLEAR: gl.constexpr
@@ -160,20 +167,20 @@ class Part:
         """acc in pieces of some columns, as they lie in registers."""
         parts = (acc,)
         for _ in gl.static_range(3):
-            if parts[0].shape[1] > PIECE:
+            if parts[0].shape[1] > self.PIECE:
                 parts = halved(parts)
         found = ()
         for i in gl.static_range(len(parts)):
-            found = found + (gl.convert_layout(parts[i], OF_PIECE, assert_trivial=True),)
+            found = found + (gl.convert_layout(parts[i], self.OF_PIECE, assert_trivial=True),)
         return found
 
     @gluon.jit
     def total_at(self, WHERE: gl.constexpr):
         """Where a piece of the totals lies in memory."""
-        i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, OF_PIECE)), 1)
-        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, OF_PIECE)), 0)
-        rows = ((gl.program_id(0) * PARTS + self.WHICH) * (self.ring.D // PIECE) + WHERE) * ROWS
-        return self.scratch + rows.to(gl.int64) * PIECE + (i * PIECE + j)
+        i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_PIECE)), 1)
+        j = gl.expand_dims(gl.arange(0, self.PIECE, gl.SliceLayout(0, self.OF_PIECE)), 0)
+        rows = ((gl.program_id(0) * PARTS + self.WHICH) * (self.ring.D // self.PIECE) + WHERE) * ROWS
+        return self.scratch + rows.to(gl.int64) * self.PIECE + (i * self.PIECE + j)
 
     @gluon.jit
     def fold_sums(self, total_m, total_s, m, lanes):
@@ -192,14 +199,14 @@ class Part:
     @gluon.jit
     def fold_piece(self, piece, old, new, seen, folded, WHERE: gl.constexpr):
         """A piece of the totals, which are nothing unless `folded`, with that of a segment's acc."""
-        total = gl.zeros((ROWS, PIECE), gl.float32, OF_PIECE)
+        total = gl.zeros((ROWS, self.PIECE), gl.float32, self.OF_PIECE)
         if folded > 0:
             if self.IN_SHARED:
-                total = self.totals.index(self.WHICH * (self.ring.D // PIECE) + WHERE).load(OF_PIECE)
+                total = self.totals.index(self.WHICH).load(self.OF_PIECE)
             else:
                 total = gl.load(self.total_at(WHERE))
-        more = gl.fma(piece, per_column(new, OF_PIECE), total * per_column(old, OF_PIECE))
-        return gl.where(per_column(seen, OF_PIECE), more, total)
+        more = gl.fma(piece, per_column(new, self.OF_PIECE), total * per_column(old, self.OF_PIECE))
+        return gl.where(per_column(seen, self.OF_PIECE), more, total)
 
     @gluon.jit
     def fold(self, total_m, total_s, folded, m, lanes, acc):
@@ -209,7 +216,7 @@ class Part:
         for i in gl.static_range(len(pieces)):
             total = self.fold_piece(pieces[i], old, new, seen, folded, i)
             if self.IN_SHARED:
-                self.totals.index(self.WHICH * (self.ring.D // PIECE) + i).store(total)
+                self.totals.index(self.WHICH).store(total)
             else:
                 gl.store(self.total_at(i), total)
         return total_m, total_s
@@ -253,15 +260,13 @@ class Part:
 
     @gluon.jit
     def room(self, WHERE: gl.constexpr):
-        """Where a piece of the results waits to be stored: where its totals were, or else the queries."""
+        """Where a piece of the results waits to be stored: where the totals were, or else the queries."""
         ring = self.ring
-        PIECES: gl.constexpr = ring.D // PIECE
-        if self.IN_SHARED:
-            found = self.totals.index(self.WHICH * PIECES + WHERE)
-        else:
-            whole = reinterpreted(ring.q.index(self.WHICH), ring.q_desc.dtype, [PIECES, ROWS, PIECE], STAGED)
-            found = whole.index(WHERE)
-        return reinterpreted(found, ring.q_desc.dtype, [ROWS, PIECE], STAGED)
+        found = self.totals.index(self.WHICH)
+        if not self.IN_SHARED:
+            whole: gl.constexpr = [ring.D // self.PIECE, ROWS, self.PIECE]
+            found = reinterpreted(found, ring.q_desc.dtype, whole, self.STAGED).index(WHERE)
+        return reinterpreted(found, ring.q_desc.dtype, [ROWS, self.PIECE], self.STAGED)
 
     @gluon.jit
     def put(self, slot, folded, total_m, total_s, m, lanes, acc):
@@ -274,25 +279,25 @@ class Part:
         totals = ()
         for i in gl.static_range(len(pieces)):
             totals = totals + (self.fold_piece(pieces[i], old, new, seen, folded, i),)
-        if divides(totals, s):
-            found = divided(totals, s, True)
+        if divides(totals, s, self.OF_PIECE):
+            found = divided(totals, s, self.OF_PIECE, True)
         else:
-            found = divided(totals, s, False)
+            found = divided(totals, s, self.OF_PIECE, False)
         # Fields of the item that were not needed so far.
         live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
         batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
-        query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
-        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROWS)), 0)
+        query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_ROWS))
+        j = gl.expand_dims(gl.arange(0, self.PIECE, gl.SliceLayout(0, self.OF_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
         to = gl.multiple_of(self.out + to, (1, 16))  # the alignment of `out` is lost on the way here
         there = gl.expand_dims(query < live, 1)
         for i in gl.static_range(len(found)):
             room = self.room(i)
-            room.store(gl.where(per_column(any_key, OF_PIECE), found[i], 0.0).to(ring.q_desc.dtype))
+            room.store(gl.where(per_column(any_key, self.OF_PIECE), found[i], 0.0).to(ring.q_desc.dtype))
             inside = there
             if self.D < ring.D:
-                inside = there & (j + i * PIECE < self.D)
-            gl.store(to + i * PIECE, room.load(BY_ROWS), mask=inside)
+                inside = there & (j + i * self.PIECE < self.D)
+            gl.store(to + i * self.PIECE, room.load(self.OF_ROWS), mask=inside)
         if self.HAS_LSE:
             LN2: gl.constexpr = 0.6931471805599453
             own = gl.where(any_key, (m * self.c + gl.log2(s)) * LN2, float("-inf"))
@@ -398,9 +403,10 @@ def attention_kernel(
     out, lse, scratch, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap, slope,
     q_desc, k_desc, v_desc,
     D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr,
-    OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, TURNS: gl.constexpr,
-    IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr, SEGMENT: gl.constexpr,
+    OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PIECE: gl.constexpr, OF_PIECE: gl.constexpr,
+    STAGED: gl.constexpr, OF_ROWS: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr,
+    ENDS: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
+    TURNS: gl.constexpr, IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     work = Work(
         key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
@@ -410,17 +416,17 @@ def attention_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
         mbarrier.init(turns.index(i), count=1)
-    totals = ring.q  # not touched unless IN_SHARED
-    if IN_SHARED:
-        totals = gl.allocate_shared_memory(gl.float32, [PARTS * (DP // PIECE), ROWS, PIECE], TOTALS)
+    totals = ring.q  # unless IN_SHARED only results wait there
+    if IN_SHARED:  # then a piece has all columns
+        totals = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS, DP], TOTALS)
     CLEAR: gl.constexpr = PACKED or ENDS
     first = Part(
-        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE, SEGMENT,
+        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, PIECE, OF_PIECE, STAGED,
+        OF_ROWS, 0, CAPPED, CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
     second = Part(
-        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE, SEGMENT,
+        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, PIECE, OF_PIECE, STAGED,
+        OF_ROWS, 1, CAPPED, CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
     gl.warp_specialize(
         [(_attend, (first,)), (_attend, (second,)), (load_items, (work, ring))],
@@ -464,6 +470,7 @@ def attention(
     if out.numel() == 0:
         return out, lse
     DP, block = call.padded, block_keys(call.D)
+    piece = PIECE[DP]
     tiles = count_tiles(call, 128)
     programs = min(tiles * call.H, sm_count(q.device))
     in_shared = DP <= 128
@@ -480,8 +487,9 @@ def attention(
         call.T, call.S, call.sequences, args["window"] or 0, tiles, call.H, call.group, *factors[:3],
         descriptor(q, 64, DP), descriptor(k, block, DP), descriptor(v, block, DP),
         call.D, DP, block, STAGES[DP], flat_layout(DP, q.dtype), accumulator_layout(block),
-        accumulator_layout(DP), call.packed_q, args["key_start"] is not None, args["key_end"] is not None,
-        args["causal"], args["window"] is not None, args["softcap"] is not None, turns, in_shared,
-        lse is not None, segment, num_warps=4, maxnreg=AT_LAUNCH, enable_fp_fusion=False,
+        accumulator_layout(DP), piece, accumulator_layout(piece), staged(piece), by_rows(piece),
+        call.packed_q, args["key_start"] is not None, args["key_end"] is not None, args["causal"],
+        args["window"] is not None, args["softcap"] is not None, turns, in_shared, lse is not None, segment,
+        num_warps=4, maxnreg=AT_LAUNCH, enable_fp_fusion=False,
     )  # fmt: skip
     return out, lse

@@ -11,7 +11,9 @@ the two, and a / b, which for a, b from 1 to 2 is at least 2^-24 ulp / b from it
 steps, and the one pair of significands that is left, are in `tests/test_attention_division.py`.
 """
 
-from isobit.blocks.hopper_pipe import ROWS, accumulator_layout, gl, gluon
+from functools import cache
+
+from isobit.blocks.hopper_pipe import ROWS, gl, gluon
 
 
 def _lanes(block: int) -> gl.DistributedLinearLayout:
@@ -31,11 +33,21 @@ OF_128, OF_64 = gl.constexpr(_lanes(128)), gl.constexpr(_lanes(64))
 LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, _lanes(128))))
 #: Totals in shared memory: eight rows of one store lie in different banks.
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-#: Columns of acc that are folded at once: more would need registers that there are not.
-PIECE = gl.constexpr(32)
-OF_PIECE = gl.constexpr(accumulator_layout(32))
-STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+
+
+@cache
+def staged(columns: int) -> gl.SwizzledSharedLayout:
+    """16-bit results in shared memory: eight rows of one store lie in different banks, and so do the eight
+    vectors that threads of `by_rows` read at once."""
+    vectors = min(columns // 8, 8)  # of 16 bytes, in a row and in all banks
+    return gl.SwizzledSharedLayout(8, 8 // vectors, vectors, [1, 0])
+
+
+@cache
+def by_rows(columns: int) -> gl.BlockedLayout:
+    """Results on their way to memory: neighbouring threads have neighbouring vectors of a row."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -147,7 +159,7 @@ def per_column(x, OF_ACC: gl.constexpr):
 
 
 @gluon.jit
-def divides(pieces, s):
+def divides(pieces, s, OF_PIECE: gl.constexpr):
     """Whether `quotient` serves all of these by their rows' s: numbers from 2^-100 to 2^100, or zeros, by
     numbers from 2^-20 to 2^20. Then quotients are normal, and r is a whole number of smallest numbers."""
     MINUS_TWO: gl.constexpr = (1 << 32) - 2
@@ -158,12 +170,14 @@ def divides(pieces, s):
         largest = gl.maximum(largest, gl.abs(pieces[i]))
         least = gl.maximum(least, pieces[i].to(gl.uint32, bitcast=True) * MINUS_TWO)
     s = gl.convert_layout(s, gl.SliceLayout(1, OF_PIECE), assert_trivial=True)
-    usual = (s >= 2.0**-20) & (s <= 2.0**20) & (gl.max(largest, 1) <= 2.0**100) & (gl.max(least, 1) <= LEAST)
+    largest = gl.convert_layout(row_maxima(largest), gl.SliceLayout(1, OF_PIECE), assert_trivial=True)
+    least = gl.convert_layout(row_maxima(least), gl.SliceLayout(1, OF_PIECE), assert_trivial=True)
+    usual = (s >= 2.0**-20) & (s <= 2.0**20) & (largest <= 2.0**100) & (least <= LEAST)
     return gl.min(usual.to(gl.int32), 0) > 0
 
 
 @gluon.jit
-def divided(pieces, s, USUAL: gl.constexpr):
+def divided(pieces, s, OF_PIECE: gl.constexpr, USUAL: gl.constexpr):
     """Rows by their s, every quotient rounded to nearest. USUAL: `divides` says so."""
     y = s
     if USUAL:
