@@ -1,14 +1,17 @@
 """What tests of the attention kernels of Hopper share: the device that runs them on a CPU, and calls that
 forward and backward are both held to. Sizes are just beyond a tile, a block or a segment."""
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from attention_calls import BF16, F16, ints, made
-from gluon_on_a_cpu import Device
+from gluon_on_a_cpu import Barrier, Device
 from isobit.ops.attention import model
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -23,6 +26,45 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "fewer keys than queries that see all": partial(made, 1, 140, 60, 1, 1, 64, causal=False),
     "packed": partial(made, 1, 300, 300, 2, 1, 64, cu_seqlens_q=ints(0, 3, 3, 140, 300)),
 }
+
+
+#: What a program may find to do: (programs, call).
+SHARES: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
+    "one item, without rows for the second part": (1, partial(made, 1, 40, 40, 1, 1, 64)),
+    "two items": (1, partial(made, 1, 140, 140, 1, 1, 64)),
+    "many items": (1, partial(made, 2, 150, 170, 2, 1, 64)),
+    "items without keys": (1, partial(made, 4, 70, 140, 1, 1, 64, key_end=ints(0, 140, 0, 0))),
+    "ragged": (2, partial(made, 1, 300, 300, 1, 1, 64, cu_seqlens_q=ints(0, 0, 3, 200, 200, 265, 300))),
+    "nothing for some": (99, partial(made, 1, 20, 20, 2, 1, 64, cu_seqlens_q=ints(0, 3, 3, 3, 3, 20))),
+}
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, who: int) -> None:
+    """One partition of a kernel falls behind the others wherever it waits for something: 0 and 1 multiply, 2
+    loads."""
+    mine = threading.local()
+    specialize, wait, multiply_wait = Device.specialize, Barrier.wait, Device.multiply_wait
+
+    def marked(self: Device, work: Any, warps: Any, registers: Any) -> None:
+        def started(i: int, fn: Any, *args: Any) -> None:
+            mine.slow = i == who
+            fn(*args)
+
+        specialize(
+            self, [(partial(started, i, fn), args) for i, (fn, args) in enumerate(work)], warps, registers
+        )
+
+    def later(fn: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            if mine.slow:
+                time.sleep(0.002)
+            return fn(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(Device, "specialize", marked)
+    monkeypatch.setattr(Barrier, "wait", later(wait))
+    monkeypatch.setattr(Device, "multiply_wait", later(multiply_wait))
 
 
 def of_attention(device: Device) -> Device:

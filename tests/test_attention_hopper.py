@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_calls import BF16, ints, made, same
-from attention_on_a_cpu import CASES, nan_behind_the_keys, of_attention
+from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
 from gluon_on_a_cpu import Device
 from isobit.blocks import hopper_pipe
 from isobit.ops.attention import kernels_hopper, kernels_hopper_io, kernels_hopper_parts, model
@@ -51,6 +51,18 @@ def test_quotients_of_any_size_are_those_of_the_model(monkeypatch: pytest.Monkey
     args["v"][..., 1, 16:32] *= 2.0**126
     args["v"][:, 7, 0, 5] = torch.inf
     same("any size", on_a_cpu(monkeypatch, args), model.attention(segment=64, block=32, **args))
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("name", SHARES)
+def test_whatever_a_program_has_to_do_it_ends(name: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with the same bits, whoever is slow."""
+    programs, make = SHARES[name]
+    args = make()
+    nan_behind_the_keys(args)
+    wanted = model.attention(segment=64, block=32, **args)
+    slowed(monkeypatch, who)
+    same(name, on_a_cpu(monkeypatch, args, programs=programs), wanted)
 
 
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

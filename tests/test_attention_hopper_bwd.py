@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_calls import BF16, ints, made
-from attention_on_a_cpu import CASES, nan_behind_the_keys, of_attention
+from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
 from gluon_on_a_cpu import Device
 from isobit.blocks import hopper_pipe
 from isobit.ops.attention import (
@@ -86,6 +86,17 @@ def test_bits_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
     wanted = model.attention_bwd(**args)
     nan_behind_the_keys(args)
     same(name, on_a_cpu(monkeypatch, args), wanted)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+@pytest.mark.parametrize("name", SHARES)
+def test_whatever_a_program_has_to_do_it_ends(name: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with the same bits, whoever is slow."""
+    programs, make = SHARES[name]
+    args = backward(make())
+    wanted = model.attention_bwd(**args)
+    slowed(monkeypatch, who)
+    same(name, on_a_cpu(monkeypatch, args, programs=programs), wanted)
 
 
 def test_packed_neighbours_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,6 @@ from isobit.ops.attention.kernels_hopper_io import (
     flat_layout,
     load_items,
     reinterpreted,
-    told,
     why_not_paged,
     why_not_tma,
 )
@@ -284,8 +283,8 @@ class Part:
         else:
             found = divided(totals, s, self.OF_PIECE, False)
         # Fields of the item that were not needed so far.
-        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
-        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+        live, row = ring.told(slot, self.WHICH, 4), ring.told(slot, self.WHICH, 5)
+        batch, head = ring.told(slot, self.WHICH, 6).to(gl.int64), ring.told(slot, self.WHICH, 7)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_ROWS))
         j = gl.expand_dims(gl.arange(0, self.PIECE, gl.SliceLayout(0, self.OF_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
@@ -309,8 +308,8 @@ class Part:
     def attend(self, slot, blocks, stage, phase, turn):
         """One item's part, which has at least one block."""
         work, ring = self.work, self.ring
-        begin, keys = told(ring.items, slot, 1), told(ring.items, slot, 2)
-        here = told(ring.items, slot, 3) + self.WHICH * ROWS  # the position of the part's first query
+        begin, keys = ring.told(slot, self.WHICH, 1), ring.told(slot, self.WHICH, 2)
+        here = ring.told(slot, self.WHICH, 3) + self.WHICH * ROWS  # the position of the part's first query
         last = begin + blocks * ring.BLOCK
         i = gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_Z))
         newest = i * 0 + keys - 1
@@ -360,8 +359,8 @@ class Part:
     def put_nothing(self, slot):
         """The results of queries without a key."""
         work, ring = self.work, self.ring
-        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
-        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+        live, row = ring.told(slot, self.WHICH, 4), ring.told(slot, self.WHICH, 5)
+        batch, head = ring.told(slot, self.WHICH, 6).to(gl.int64), ring.told(slot, self.WHICH, 7)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
         j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
@@ -387,7 +386,7 @@ def _attend(part):
     slot = gl.to_tensor(0)  # of the item, and the phase of its queries
     turn = gl.to_tensor(1 - part.WHICH)  # the first part's first turn has come
     mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-    blocks = told(ring.items, slot, 0)
+    blocks = ring.told(slot, part.WHICH, 0)
     while blocks >= 0:
         if blocks > 0:
             stage, phase, turn = part.attend(slot, blocks, stage, phase, turn)
@@ -395,7 +394,7 @@ def _attend(part):
             part.put_nothing(slot)
         slot = slot ^ 1
         mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-        blocks = told(ring.items, slot, 0)
+        blocks = ring.told(slot, part.WHICH, 0)
 
 
 @kernel

@@ -38,7 +38,6 @@ from isobit.ops.attention.kernels_hopper_io import (
     Work,
     clear,
     load_box,
-    told,
 )
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, packed, unpacked
 
@@ -88,8 +87,8 @@ def load_queries(work, ring, given, counter, lse, delta):
             if item.blocks > 0:
                 ring.load_k(item, kv, at, stage, phase)
             numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
-            ring.announce(item, slot)
             for w in gl.static_range(PARTS):
+                ring.announce(item, slot, w)
                 bar = ring.q_ready.index(w)
                 if item.blocks > 0:
                     there = w * ROWS + i < item.live
@@ -205,8 +204,8 @@ class QueryPart:
     def sum_up(self, slot, blocks, stage, phase):
         """dq of an item's part."""
         work, ring = self.work, self.ring
-        begin, keys = told(ring.items, slot, 1), told(ring.items, slot, 2)
-        here = told(ring.items, slot, 3) + self.WHICH * ROWS  # the position of the part's first query
+        begin, keys = ring.told(slot, self.WHICH, 1), ring.told(slot, self.WHICH, 2)
+        here = ring.told(slot, self.WHICH, 3) + self.WHICH * ROWS  # the position of the part's first query
         end = begin + blocks * ring.BLOCK
         i = gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_Z))
         newest = i * 0 + keys - 1
@@ -248,8 +247,8 @@ class QueryPart:
     @gluon.jit
     def put(self, slot, tile):
         work, ring = self.work, self.ring
-        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
-        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+        live, row = ring.told(slot, self.WHICH, 4), ring.told(slot, self.WHICH, 5)
+        batch, head = ring.told(slot, self.WHICH, 6).to(gl.int64), ring.told(slot, self.WHICH, 7)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
         j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
         to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
@@ -265,7 +264,7 @@ def _sum_up(part):
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)  # of the item, and the phase of its queries
     mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-    blocks = told(ring.items, slot, 0)
+    blocks = ring.told(slot, part.WHICH, 0)
     while blocks >= 0:
         if blocks > 0:
             stage, phase = part.sum_up(slot, blocks, stage, phase)
@@ -274,7 +273,7 @@ def _sum_up(part):
             mbarrier.arrive(ring.q_empty.index(part.WHICH))
         slot = slot ^ 1
         mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-        blocks = told(ring.items, slot, 0)
+        blocks = ring.told(slot, part.WHICH, 0)
 
 
 @kernel

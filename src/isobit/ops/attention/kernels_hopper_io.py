@@ -208,8 +208,18 @@ class Work:
 @record
 class Ring:
     """Shared memory: an item's queries, and stages of blocks of keys and values. `ready`: bytes have arrived;
-    `empty`: whoever multiplies with them is done. What an item is comes with its queries, in one of two
-    slots: it is needed until the results are stored, when queries of the next may have come."""
+    `empty`: whoever multiplies with them is done.
+
+    Each part has its own queries, with barriers of their own, so that it need not wait until the other part
+    is done with an item. What an item is comes with a part's queries, in one of two slots: it is needed until
+    the results are stored, when queries of the next item may have come. A part releases its queries once per
+    item, and the loader brings the next only after that. So `q_ready` and `q_empty` of a part are never more
+    than one phase apart, and the number of the slot is the phase; and the loader writes a slot again after
+    the part has released the queries of the item in between, when it has stored the results of the slot's.
+
+    The loader serves one part after the other. It waits for a part only when all blocks of the items before
+    have been asked for, so that part needs nothing more from it to get there; nor from the other part, which
+    is at most a turn behind."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -237,7 +247,7 @@ class Ring:
         q = gl.allocate_shared_memory(q_desc.dtype, [PARTS, ROWS, D], FLAT)
         k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], FLAT)
         v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], FLAT)
-        items = gl.allocate_shared_memory(gl.int32, [16, 1], ONE)
+        items = gl.allocate_shared_memory(gl.int32, [2 * PARTS * 8, 1], ONE)
         bars: gl.constexpr = mbarrier.MBarrierLayout()
         q_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
         q_empty = gl.allocate_shared_memory(gl.int64, [PARTS, 1], bars)
@@ -276,21 +286,25 @@ class Ring:
         )  # fmt: skip
 
     @gluon.jit
-    def announce(self, item, slot):
-        """What an item is, as soon as both parts are done with the queries before its own."""
-        for w in gl.static_range(PARTS):
-            mbarrier.wait(self.q_empty.index(w), slot ^ 1)
+    def announce(self, item, slot, PART: gl.constexpr):
+        """What an item is, as soon as a part is done with the queries before its own."""
+        mbarrier.wait(self.q_empty.index(PART), slot ^ 1)
         values = (
             item.blocks, item.begin, item.keys, item.position, item.live, item.row, item.batch, item.head
         )  # fmt: skip
-        tell(self.items, slot, values)
+        tell(self.items, slot * PARTS + PART, values)
+
+    @gluon.jit
+    def told(self, slot, PART: gl.constexpr, WHICH: gl.constexpr):
+        """A field of the item in a part's slot, by its index."""
+        return told(self.items, slot * PARTS + PART, WHICH)
 
     @gluon.jit
     def end(self, slot):
         """There is no more work."""
         none = gl.to_tensor(-1)
-        self.announce(Item(none, none, none, none, none, none, none, none), slot)
         for w in gl.static_range(PARTS):
+            self.announce(Item(none, none, none, none, none, none, none, none), slot, w)
             for _ in gl.static_range(self.ARRIVALS):
                 mbarrier.arrive(self.q_ready.index(w))
 
@@ -311,15 +325,16 @@ def load_items(work, ring):
                 at = first + item.begin
                 if item.blocks > 0:
                     ring.load_k(item, kv, at, stage, phase)
-                ring.announce(item, slot)
                 for w in gl.static_range(PARTS):
+                    ring.announce(item, slot, w)
+                    bar = ring.q_ready.index(w)
                     if item.blocks > 0:
-                        load_when_free(
-                            ring.q_desc, item.batch, item.head, item.row + w * ROWS, ring.q.index(w),
-                            ring.q_ready.index(w), ring.q_empty.index(w), slot ^ 1,
-                        )  # fmt: skip
+                        mbarrier.expect(bar, ring.q_desc.block_type.nbytes)
+                        load_box(
+                            ring.q_desc, item.batch, item.head, item.row + w * ROWS, ring.q.index(w), bar
+                        )
                     else:
-                        mbarrier.arrive(ring.q_ready.index(w))
+                        mbarrier.arrive(bar)
                 slot = slot ^ 1
                 for block in range(item.blocks):
                     k_stage, k_phase = after(stage, phase, ring.STAGES)
