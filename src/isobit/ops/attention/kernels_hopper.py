@@ -66,6 +66,7 @@ from isobit.ops.attention.kernels_hopper_io import (
 from isobit.ops.attention.kernels_hopper_parts import (
     BY_ROWS,
     LANES,
+    PIECE,
     TOTALS,
     by_rows,
     divided,
@@ -86,10 +87,6 @@ from isobit.ops.attention.kernels_triton import block_keys, count_tiles
 
 #: Stages of keys and of values: what fits beside queries and totals, 227 KB together.
 STAGES = {64: 2, 128: 2, 256: 2}
-
-#: Columns of acc that are folded at once. All of them where registers allow it: the compiler puts a barrier
-#: of the warpgroup between two accesses of the same shared memory, so each further piece costs two.
-PIECE = {64: 64, 128: 128, 256: 32}
 
 #: A tile holds queries of one head. From this many queries of a sequence on it is full enough.
 MANY_QUERIES = 64
@@ -221,9 +218,18 @@ class Part:
         return total_m, total_s
 
     @gluon.jit
-    def blocks(self, state, begin, end, newest, oldest, MASKED: gl.constexpr):
+    def release(self, last):
+        """After scores. If they were the item's last its queries are not needed any more, and the next come
+        while the rest is computed; unless results wait in their room, then `attend` releases it later."""
+        if self.IN_SHARED:
+            if last:
+                mbarrier.arrive(self.ring.q_empty.index(self.WHICH))
+
+    @gluon.jit
+    def blocks(self, state, begin, end, last, newest, oldest, MASKED: gl.constexpr):
         """Take in the blocks from `begin` to `end`. On the way in and out p is of the block before, and has
-        not been multiplied with the values, which are those of the stage."""
+        not been multiplied with the values, which are those of the stage. The item's last block, which ends
+        at `last`, is among those that are MASKED."""
         m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn = state
         ring = self.ring
         for at in range(begin, end, ring.BLOCK):
@@ -237,6 +243,8 @@ class Part:
                 turn = turn ^ 1
             z = warpgroup_mma_wait(1, deps=(z,))
             mbarrier.arrive(ring.k_empty.index(k_stage))
+            if MASKED:
+                self.release(at + ring.BLOCK == last)
             fresh = at % self.SEGMENT == 0  # the first of a segment
             top, sums, a, e = self.exponentials(
                 z, gl.where(fresh, float("-inf"), m), gl.where(fresh, 0.0, lanes), at, newest, oldest, MASKED
@@ -323,30 +331,28 @@ class Part:
         if work.WINDOWED:
             youngest = gl.maximum(here + ROWS - work.window, 0)  # the oldest key of the last query
             inner = gl.minimum(gl.maximum(lo, gl.cdiv(youngest, ring.BLOCK) * ring.BLOCK), last)
-        outer = gl.maximum(inner, gl.minimum(last, whole // ring.BLOCK * ring.BLOCK))
+        outer = gl.maximum(inner, gl.minimum(last - ring.BLOCK, whole // ring.BLOCK * ring.BLOCK))
 
         total_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, self.OF_Z))
         total_s = gl.zeros_like(total_m)
         lanes = gl.zeros((ROWS, 4), gl.float32, LANES)
         z = warpgroup_mma_wait(0, deps=(self.scores(stage, phase),))
         mbarrier.arrive(ring.k_empty.index(stage))
+        self.release(blocks == 1)
         m, lanes, _, e = self.exponentials(z, total_m, lanes, begin, newest, oldest, True)
         p = packed(e, ring.v_desc.dtype)
         mbarrier.wait(ring.v_ready.index(stage), phase)
         acc = gl.zeros((ROWS, ring.D), gl.float32, self.OF_ACC)
         state = (m, lanes, acc, p, total_m, total_s, blocks * 0, stage, phase, turn)
         if work.WINDOWED:
-            state = self.blocks(state, lo, inner, newest, oldest, True)
-        state = self.blocks(state, inner, outer, newest, oldest, False)
-        state = self.blocks(state, outer, last, newest, oldest, True)
+            state = self.blocks(state, lo, inner, last, newest, oldest, True)
+        state = self.blocks(state, inner, outer, last, newest, oldest, False)
+        state = self.blocks(state, outer, last, last, newest, oldest, True)
         m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn = state
         if self.CLEAR:
             if keys < last:
                 clear(ring.v, stage, 0, keys - last + ring.BLOCK, ring.BLOCK)
-        acc = self.values(p, acc, stage)
-        if self.IN_SHARED:
-            mbarrier.arrive(ring.q_empty.index(self.WHICH))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(self.values(p, acc, stage),))
         mbarrier.arrive(ring.v_empty.index(stage))
         self.put(slot, folded, total_m, total_s, m, lanes, acc)
         if not self.IN_SHARED:
@@ -468,8 +474,7 @@ def attention(
         lse = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    DP, block = call.padded, block_keys(call.D)
-    piece = PIECE[DP]
+    DP, block, piece = call.padded, block_keys(call.D), PIECE[call.padded]
     tiles = count_tiles(call, 128)
     programs = min(tiles * call.H, sm_count(q.device))
     in_shared = DP <= 128

@@ -35,6 +35,10 @@ LANES = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(3, _lanes(128))))
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 
+#: Columns of acc that are folded at once. All of them where registers allow it: the compiler puts a barrier
+#: of the warpgroup between two accesses of the same shared memory, so each further piece costs two.
+PIECE = {64: 64, 128: 128, 256: 32}
+
 
 @cache
 def staged(columns: int) -> gl.SwizzledSharedLayout:
