@@ -56,18 +56,21 @@ _LOG2E = gl.constexpr(LOG2E)
 
 @record
 class Gradients:
-    """What comes with an item's queries: the gradients of their results, and two numbers of each."""
+    """What comes with an item's queries: the gradients of their results, and two numbers of each. The numbers
+    are in the item's slot, so that they can be written before the queries of the item before are released.
+    Item n + 2 has the slot of item n. The loader has announced item n + 1 by then, and so has waited until
+    the part released the queries of item n, whose numbers it had read."""
 
     do_desc: tma.tensor_descriptor
     do: gl.shared_memory_descriptor
-    base: gl.shared_memory_descriptor  # -lse log2(e)
+    base: gl.shared_memory_descriptor  # -lse log2(e); slot by slot, and part by part
     delta: gl.shared_memory_descriptor
 
     @gluon.jit
     def create(do_desc, D: gl.constexpr, FLAT: gl.constexpr):
         do = gl.allocate_shared_memory(do_desc.dtype, [PARTS, ROWS, D], FLAT)
-        base = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
-        delta = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], ONE)
+        base = gl.allocate_shared_memory(gl.float32, [2 * PARTS, ROWS], ONE)
+        delta = gl.allocate_shared_memory(gl.float32, [2 * PARTS, ROWS], ONE)
         return Gradients(do_desc, do, base, delta)
 
 
@@ -84,22 +87,27 @@ def load_queries(work, ring, given, counter, lse, delta):
         if item.live > 0:
             kv = item.head // work.G
             at = first + item.begin
+            # Both numbers are read before the loader waits for room, so that this takes no time of its own.
+            numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
+            bases = ()
+            deltas = ()
+            for w in gl.static_range(PARTS):
+                there = (w * ROWS + i < item.live) & (item.blocks > 0)
+                bases = bases + (gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0),)
+                deltas = deltas + (gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0),)
             if item.blocks > 0:
                 ring.load_k(item, kv, at, stage, phase)
-            numbers = (item.batch * work.H + item.head).to(gl.int64) * work.T + item.row
+            for w in gl.static_range(PARTS):
+                given.base.index(slot * PARTS + w).store(-(bases[w] * _LOG2E))
+                given.delta.index(slot * PARTS + w).store(deltas[w])
             for w in gl.static_range(PARTS):
                 ring.announce(item, slot, w)
                 bar = ring.q_ready.index(w)
                 if item.blocks > 0:
-                    there = w * ROWS + i < item.live
-                    base = -(gl.load(lse + numbers + w * ROWS + i, mask=there, other=0.0) * _LOG2E)
-                    own = gl.load(delta + numbers + w * ROWS + i, mask=there, other=0.0)
                     row = item.row + w * ROWS
                     mbarrier.expect(bar, ring.q_desc.block_type.nbytes + given.do_desc.block_type.nbytes)
                     load_box(ring.q_desc, item.batch, item.head, row, ring.q.index(w), bar)
                     load_box(given.do_desc, item.batch, item.head, row, given.do.index(w), bar)
-                    given.base.index(w).store(base)
-                    given.delta.index(w).store(own)
                 else:
                     mbarrier.arrive(bar)
                 mbarrier.arrive(bar)  # of the whole warp, which has written
@@ -228,8 +236,8 @@ class QueryPart:
         hi = gl.maximum(hi, lo)
         outer = gl.maximum(inner, gl.minimum(hi, outer // ring.BLOCK * ring.BLOCK))
 
-        base = self.given.base.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
-        delta = self.given.delta.index(self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        base = self.given.base.index(slot * PARTS + self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
+        delta = self.given.delta.index(slot * PARTS + self.WHICH).load(gl.SliceLayout(1, self.OF_Z))
         stage, phase = self.skip(begin, lo, stage, phase)
         dq = gl.zeros((ROWS, ring.D), gl.float32, self.OF_ACC)
         state = (dq, base, delta, stage, phase)
