@@ -100,12 +100,11 @@ class Shared:
             each = self.whole[0] // len(pieces[0])
             panels = [np.concatenate(pieces[i : i + each]) for i in range(0, len(pieces), each)]
             self.store(np.concatenate(panels, 1))
-            self.parts = {}
         return self.stored
 
     @value.setter
     def value(self, x: Any) -> None:
-        self.stored = x
+        self.stored, self.parts = x, {}  # what lay there in parts is overwritten
 
     def index(self, i: Any) -> Any:
         assert 0 <= int(i) < self.shape[0], f"part {i} of {self.shape[0]}"

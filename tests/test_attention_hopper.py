@@ -33,7 +33,8 @@ def on_a_cpu(
 
 
 # For D = 256 totals lie in memory; the backward does not know it.
-FORWARD = CASES | {"totals in memory": partial(made, 1, 70, 150, 1, 1, 256)}
+TOTALS_IN_MEMORY = partial(made, 1, 70, 150, 2, 1, 256)
+FORWARD = CASES | {"totals in memory": TOTALS_IN_MEMORY}
 
 
 @pytest.mark.parametrize("name", FORWARD)
@@ -54,10 +55,10 @@ def test_quotients_of_any_size_are_those_of_the_model(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", [*SHARES, "two items, totals in memory"])
 def test_whatever_a_program_has_to_do_it_ends(name: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And with the same bits, whoever is slow."""
-    programs, make = SHARES[name]
+    programs, make = SHARES.get(name, (1, TOTALS_IN_MEMORY))
     args = make()
     nan_behind_the_keys(args)
     wanted = model.attention(segment=64, block=32, **args)
