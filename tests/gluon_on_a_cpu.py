@@ -108,9 +108,8 @@ class Shared:
 
     def index(self, i: Any) -> Any:
         assert 0 <= int(i) < self.shape[0], f"part {i} of {self.shape[0]}"
-        if int(i) not in self.parts:
-            self.parts[int(i)] = Shared(self.dtype, self.shape[1:])
-        return self.parts[int(i)]
+        # In one step: two threads that look for a part at the same time must find the same.
+        return self.parts.setdefault(int(i), Shared(self.dtype, self.shape[1:]))
 
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Shared":
         self.shape = [int(n) for n in shape]
