@@ -111,7 +111,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
     for name in ("_initial", "_end", "_steps"):
         scope[name] = function_in(scope, getattr(hopper_product, name))
-    scope["_finish"] = function_in(scope, kernels_hopper._finish)
+    scope["_rounded"] = function_in(scope, kernels_hopper._rounded)
     return scope
 
 
@@ -142,7 +142,7 @@ def run(
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
     pipe = methods(
         hopper_pipe.Pipe, scope,
-        "items", "item", "issue", "before", "begin", "go_on", "multiply", "multiply_both", "rows", "load",
+        "items", "item", "issue", "before", "begin", "go_on", "multiply", "rows", "load",
         a_desc=a, b_desc=b, a_ring=ring(stages * multipliers, Buffer), b_ring=ring(stages, Buffer),
         rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
@@ -153,7 +153,7 @@ def run(
         methods(
             hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
             staging=ring(multipliers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
-            SWAPPED=swapped,
+            SWAPPED=swapped, out=SimpleNamespace(dtype=SimpleNamespace(element_ty=None)),
         )
         for offset in (0, 128 - rest)
     ]  # fmt: skip

@@ -297,8 +297,7 @@ def _end(pipe, output, total, times, m, n, WHICH: gl.constexpr, SCALED: gl.const
 @gluon.jit
 def _steps(pipe, blocks, s, HAS_BLOCKS: gl.constexpr):
     """How many steps segment s has."""
-    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
-    steps = gl.minimum(pipe.steps - s * FULL, FULL)
+    steps = gl.minimum(pipe.steps - s * (SEGMENT_ROWS // pipe.STEP), SEGMENT_ROWS // pipe.STEP)
     if HAS_BLOCKS:
         steps = gl.load(blocks + s)
     return steps
@@ -310,8 +309,7 @@ def _segments(
     HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
-    total is multiplied by a number. A tile is stored while the first step of the next one is in flight, so
-    that the tensor cores have work meanwhile."""
+    total is multiplied by a number. A tile is stored while the first step of the next one is in flight."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -330,19 +328,21 @@ def _segments(
     acc = output.zeros()
     total = output.zeros()
     for t in range(first, end, gl.num_programs(0)):
-        acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+        acc, _rest, stage, phase = pipe.begin(acc, acc, stage, phase, WHICH)
         if t > first:
             _end(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
         total = _initial(pipe, output, m, n, WHICH)
         if start.STAGED:
             start.ask(WHICH)
-        acc, stage, phase = pipe.go_on(acc, _steps(pipe, blocks, 0, HAS_BLOCKS) - 1, stage, phase, WHICH)
+        steps = _steps(pipe, blocks, 0, HAS_BLOCKS)
+        acc, _rest, stage, phase = pipe.go_on(acc, acc, steps - 1, stage, phase, WHICH)
         if start.STAGED:
             total = start.take(turn, output.LAYOUT, WHICH)
         total += acc
         for s in range(1, segments):
-            acc, stage, phase = pipe.multiply(acc, _steps(pipe, blocks, s, HAS_BLOCKS), stage, phase, WHICH)
+            steps = _steps(pipe, blocks, s, HAS_BLOCKS)
+            acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
             total += acc
         turn = turn ^ 1
     if first < end:

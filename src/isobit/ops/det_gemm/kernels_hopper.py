@@ -90,30 +90,46 @@ def _chosen(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, floa
 
 
 @gluon.jit
-def _finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
-    """Add the bias in fp32 and store."""
+def _rounded(output, acc, pipe, m, n, WHICH: gl.constexpr):
+    """Add the bias in fp32 and round once."""
     if output.HAS_EXTRA:
         i, j = output.place(pipe, m, n, WHICH)
         if output.SWAPPED:
             acc += gl.load(output.extra + i, mask=i < output.M, other=0).to(gl.float32)[:, None]
         else:
             acc += gl.load(output.extra + j, mask=j < output.N, other=0).to(gl.float32)[None, :]
-    output.store(pipe, acc, m, n, WHICH)
+    return acc.to(output.out.dtype.element_ty)
 
 
 @gluon.jit
 def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
-    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
+    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`.
+
+    A tile is stored while the first step of the next one is in flight, so that the tensor cores have work
+    meanwhile. Rounded to 16 bits it needs half of the registers of its sums."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    first = gl.program_id(0)
     acc = output.zeros()  # once: the first step of a tile overwrites what the one before has left
     rest = output_rest.zeros()
-    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+    out = acc.to(output.out.dtype.element_ty)
+    out_rest = rest.to(output.out.dtype.element_ty)
+    m, n, _, _ = pipe.item(first)
+    for t in range(first, pipe.items(), gl.num_programs(0)):
+        acc, rest, stage, phase = pipe.begin(acc, rest, stage, phase, WHICH)
+        if t > first:
+            output.store(pipe, out, m, n, WHICH)
+            if pipe.REST:
+                output_rest.store(pipe, out_rest, m, n, WHICH)
         m, n, _, _ = pipe.item(t)
-        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
-        _finish(output, acc, pipe, m, n, WHICH)
+        acc, rest, stage, phase = pipe.go_on(acc, rest, pipe.steps - 1, stage, phase, WHICH)
+        out = _rounded(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
-            _finish(output_rest, rest, pipe, m, n, WHICH)
+            out_rest = _rounded(output_rest, rest, pipe, m, n, WHICH)
+    if first < pipe.items():
+        output.store(pipe, out, m, n, WHICH)
+        if pipe.REST:
+            output_rest.store(pipe, out_rest, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
