@@ -19,7 +19,7 @@ from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
 from isobit.bench.series import NotHere, Pool
 from isobit.bench.vouch import CheckFailed, Vouch
-from isobit.blocks import hopper_product
+from isobit.blocks import hopper_tiles
 from isobit.check.proof import Case
 from isobit.op import known_op
 from isobit.ops.det_gemm import kernels_hopper, rivals
@@ -87,7 +87,7 @@ def test_the_predicted_time_of_hopper_is_that_of_its_model() -> None:
     _, forward = kernels_hopper.choose_tile(3, 24, 40, 1)
     assert rivals.FORWARD.predict("hopper", {"a": a, "b": b}) == 1e-3 * forward
     dw = rivals.SERIES[3]
-    _, sums = hopper_product.choose_sum_tile(24, 40, 3, 1)
+    _, sums = hopper_tiles.choose_sum_tile(24, 40, 3, 1)
     assert dw.name == "det_gemm_dw" and dw.predict("triton", {"x": a, "dy": a}) is None
     assert dw.predict("hopper", {"x": a, "dy": a[:, :24]}) == 1e-3 * sums
 

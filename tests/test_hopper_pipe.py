@@ -111,7 +111,8 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
     for name in ("_initial", "_end", "_steps"):
         scope[name] = function_in(scope, getattr(hopper_product, name))
-    scope["_rounded"] = function_in(scope, kernels_hopper._rounded)
+    for name in ("_rounded", "_halves", "_half"):
+        scope[name] = function_in(scope, getattr(kernels_hopper, name))
     return scope
 
 
@@ -130,33 +131,41 @@ def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> A
 
 
 def run(
-    tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool
-) -> Any:
+    tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool,
+    programs: int = 2,
+) -> Any:  # fmt: skip
     """What one program computes for a matrix of tiles of 128 columns, by their corner: sums in segments from
-    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator."""
+    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator, or
+    whose last tiles are halves, if the rest is 64."""
     out: dict[tuple[int, int], Terms] = {}
-    programs = 2
+    halves = rest == 64
     scope = kernel_language(out, programs)
     scope["gl"].program_id = lambda axis: program
     box = SimpleNamespace(nbytes=100)
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
-    pipe = methods(
-        hopper_pipe.Pipe, scope,
-        "items", "item", "issue", "before", "begin", "go_on", "multiply", "rows", "load",
-        a_desc=a, b_desc=b, a_ring=ring(stages * multipliers, Buffer), b_ring=ring(stages, Buffer),
-        rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
-        ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
-        spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, MULTIPLIERS=multipliers,
-        COLUMNS=128, STEP=64, STAGES=stages, GROUP=8,
-    )  # fmt: skip
-    outputs = [
-        methods(
-            hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
-            staging=ring(multipliers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
-            SWAPPED=swapped, out=SimpleNamespace(dtype=SimpleNamespace(element_ty=None)),
-        )
+    fields: dict[str, Any] = {
+        "a_desc": a, "a_ring": ring(stages * multipliers, Buffer),
+        "b_desc": b, "b_ring": ring(stages, Buffer), "REST": 0 if halves else rest,
+        "rest_desc": b, "rest_ring": ring(stages, Buffer),
+        "ready": ring(stages, Barrier), "empty": ring(stages, Barrier), "steps": steps, "SPANS": 0,
+        "tiles_m": tiles[0], "tiles_n": tiles[1], "spans": tiles[1], "A_BY_K": True, "B_BY_K": True,
+        "MULTIPLIERS": multipliers, "COLUMNS": 128, "STEP": 64, "STAGES": stages, "GROUP": 8, "HALVES": False,
+    }  # fmt: skip
+    names = ("items", "item", "issue", "before", "begin", "go_on", "multiply", "rows", "load", "b_stage")
+    pipe = methods(hopper_pipe.Pipe, scope, *names, **fields)
+    half = methods(
+        hopper_pipe.Pipe, scope, *names, **in_halves(fields | {"COLUMNS": 64, "HALVES": True}, "b_ring")
+    )
+    leaving = [
+        {
+            "desc": SimpleNamespace(dtype=None), "LAYOUT": None, "staging": ring(multipliers, Buffer),
+            "HAS_EXTRA": False, "STAGED": True, "OFFSET": offset, "COLUMNS": None, "SWAPPED": swapped,
+            "out": SimpleNamespace(dtype=SimpleNamespace(element_ty=None)),
+        }
         for offset in (0, 128 - rest)
     ]  # fmt: skip
+    outputs = [methods(hopper_product.Output, scope, "store", "zeros", **each) for each in leaving]
+    output_half = methods(hopper_product.Output, scope, "store", "zeros", **in_halves(leaving[0], "staging"))
     begin = methods(
         hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=outputs[0].staging,
         ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=steps > 0,
@@ -174,8 +183,9 @@ def run(
 
     work: list[tuple[Any, ...]]
     if rest:
-        work = [(kernels_hopper._chains, w, pipe, *outputs) for w in range(multipliers)]
-        work += [(hopper_pipe.load_tiles, pipe)]
+        work = [(kernels_hopper._chains, w, pipe, *outputs, half, output_half, halves)
+                for w in range(multipliers)]  # fmt: skip
+        work += [(kernels_hopper._load, pipe, half, halves)]
     else:
         rest_of_it = (None, None, None, False, False)
         work = [(hopper_product._segments, w, pipe, outputs[0], begin, *rest_of_it)
@@ -188,6 +198,16 @@ def run(
         thread.join(2 * PATIENCE_S)
     assert not errors and not any(thread.is_alive() for thread in threads), errors
     return out
+
+
+def in_halves(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """With these buffers in two, of which the first has the memory of the whole."""
+
+    def index(i: int) -> Any:
+        assert i % 2 == 0
+        return fields[name].index(i // 2)
+
+    return fields | {name: SimpleNamespace(index=index)}
 
 
 def every_tile(steps: int, multipliers: int, rest: int, swapped: bool = False) -> None:
@@ -223,6 +243,27 @@ def test_sums_without_terms_are_stored_too(multipliers: int) -> None:
 @pytest.mark.parametrize("steps", [1, 5, 6, 9])
 def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: int, swapped: bool) -> None:
     every_tile(steps, multipliers, 32, swapped)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("multipliers", [1, 2])
+@pytest.mark.parametrize("steps", [1, 5, 6, 9])
+def test_a_last_wave_is_computed_in_halves(steps: int, multipliers: int, swapped: bool) -> None:
+    """Of 12 tiles the first 10 are two waves of 5 programs."""
+    found: dict[tuple[int, int], Terms] = {}
+    for program in range(5):
+        found |= run((3, 4), steps, multipliers, 5, program, 64, swapped, 5)
+    corners = []
+    for m, n in itertools.product(range(3), range(4)):
+        rows = [(m * multipliers + w) * 64 for w in range(multipliers)]
+        columns = [n * 128, n * 128 + 64] if n == 3 and m > 0 else [n * 128]
+        corners += itertools.product(rows, columns)
+    assert found == {
+        (column, row) if swapped else (row, column): tuple(
+            ("a", row, 64 * step, "b", column, 64 * step) for step in range(steps)
+        )
+        for row, column in corners
+    }
 
 
 def _ask_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]

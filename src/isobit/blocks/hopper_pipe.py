@@ -60,6 +60,7 @@ __all__ = [
     "operand_descriptor",
     "put_tile",
     "record",
+    "reinterpreted",
     "tma",
     "tma_load",
     "tma_store",
@@ -71,6 +72,11 @@ __all__ = [
 # Triton 3.9 has other names for the two copies than 3.6 and 3.7.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Triton 3.6 marks it private.
+reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret
+)
 
 #: Rows of the output that one multiplier owns: the M of a `wgmma`.
 ROWS = gl.constexpr(64)
@@ -190,6 +196,7 @@ class Pipe:
     STAGES: gl.constexpr
     GROUP: gl.constexpr
     REST: gl.constexpr
+    HALVES: gl.constexpr  # tiles of this pipe are halves of tiles of another one, in the same memory
 
     @gluon.jit
     def create(
@@ -221,8 +228,24 @@ class Pipe:
         return Pipe(
             a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
             gl.cdiv(M, MULTIPLIERS * ROWS), tiles_n, spans, steps,
-            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP, REST,
+            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP, REST, False,
         )  # fmt: skip
+
+    @gluon.jit
+    def halved(self, b_desc):
+        """The same ring for tiles with half of the columns. A stage has the memory that it had before, of
+        which b takes the first half: stages of both kinds may follow each other."""
+        b_shape: gl.constexpr = [2 * self.STAGES] + b_desc.block_type.shape
+        b_ring = reinterpreted(self.b_ring, b_desc.dtype, b_shape, b_desc.layout)
+        return Pipe(
+            self.a_desc, b_desc, b_desc, self.a_ring, b_ring, b_ring, self.ready, self.empty,
+            self.tiles_m, self.tiles_n * 2, self.spans * 2, self.steps, 0, self.A_BY_K, self.B_BY_K,
+            self.MULTIPLIERS, self.COLUMNS // 2, self.STEP, self.STAGES, self.GROUP, 0, True,
+        )  # fmt: skip
+
+    @gluon.jit
+    def b_stage(self, stage):
+        return self.b_ring.index(stage * (2 if self.HALVES else 1))
 
     @gluon.jit
     def items(self):
@@ -256,7 +279,7 @@ class Pipe:
         if REST:
             b = self.rest_ring.index(stage)
         else:
-            b = self.b_ring.index(stage)
+            b = self.b_stage(stage)
             mbarrier.wait(self.ready.index(stage), phase)
         if not self.A_BY_K:
             a = a.permute((1, 0))
@@ -345,9 +368,9 @@ class Pipe:
             else:
                 tma_load(self.a_desc, [k, rows[w]], bar, a)
         if self.B_BY_K:
-            tma_load(self.b_desc, [column, k], bar, self.b_ring.index(stage))
+            tma_load(self.b_desc, [column, k], bar, self.b_stage(stage))
         else:
-            tma_load(self.b_desc, [k, column], bar, self.b_ring.index(stage))
+            tma_load(self.b_desc, [k, column], bar, self.b_stage(stage))
         if self.REST:
             column += self.COLUMNS - self.REST
             if self.B_BY_K:

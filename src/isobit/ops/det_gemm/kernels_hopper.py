@@ -3,12 +3,13 @@
 Every tile below gives the same bits, because no sum depends on the tile: output element (i, j) is one chain
 of `wgmma` steps over ascending k, whatever the tile, the orientation, the number of stages or the program.
 So `choose_tile` is free to choose, from the shape alone, by the time model in
-`isobit.blocks.hopper_product`.
+`isobit.blocks.hopper_tiles`.
 
 Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns, so that 16 tokens do not
 cost as much as 64. This is *swapped*: the kernel computes the transpose and stores it transposed.
 """
 
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
@@ -26,12 +27,13 @@ from isobit.blocks.hopper_pipe import (
     gl,
     gluon,
     kernel,
-    load_tiles,
     matrix,
     operand_descriptor,
+    reinterpreted,
     tma,
 )
-from isobit.blocks.hopper_product import Output, Tile, fitted, microseconds, pack, sum_into, tiles_of
+from isobit.blocks.hopper_product import Output, pack, sum_into
+from isobit.blocks.hopper_tiles import Tile, fitted, microseconds, tiles_of
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.stream import Stream
 from isobit.blocks.triton_tiles import ones_kernel
@@ -62,7 +64,9 @@ def product_tiles(itemsize: int) -> tuple[Tile, ...]:
         for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
         for multipliers, columns, rest in sizes
     ]
-    return tuple(tile for tile in found if tile.stages >= (4 if itemsize == 4 else 3))
+    found = [tile for tile in found if tile.stages >= (4 if itemsize == 4 else 3)]
+    halved = [replace(tile, halves=True) for tile in found if tile.columns in (128, 256)]
+    return (*found, *halved)
 
 
 def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
@@ -102,8 +106,58 @@ def _rounded(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
-    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`.
+def _halves(pipe, HALVES: gl.constexpr):
+    """(how many tiles are computed whole, how many halves the others are). Whole are those of full waves, in
+    which every program has a tile."""
+    whole = pipe.items()
+    if HALVES:
+        whole = whole // gl.num_programs(0) * gl.num_programs(0)
+    return whole, (pipe.items() - whole) * 2
+
+
+@gluon.jit
+def _half(pipe, whole, h):
+    """Half h as (row of tiles, column of halves)."""
+    m, n, _, _ = pipe.item(whole + h // 2)
+    return m, n * 2 + h % 2
+
+
+@gluon.jit
+def _output_of_halves(output, desc, LAYOUT: gl.constexpr):
+    """For tiles with half of the columns, through the first half of the same buffers."""
+    staging = output.staging
+    if output.STAGED:
+        shape: gl.constexpr = [2 * output.staging.shape[0]] + desc.block_type.shape
+        staging = reinterpreted(output.staging, desc.dtype, shape, desc.layout)
+    return Output(
+        output.out, output.ld, output.M, output.N, output.extra, desc, staging, 0, output.COLUMNS // 2,
+        LAYOUT, output.SWAPPED, output.HAS_EXTRA, output.STAGED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load(pipe, half, HALVES: gl.constexpr):
+    """The loader of `product`."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    whole, halves = _halves(pipe, HALVES)
+    for t in range(gl.program_id(0), whole, gl.num_programs(0)):
+        m, n, _, _ = pipe.item(t)
+        rows = pipe.rows(m, None, False)
+        for step in range(pipe.steps):
+            stage, phase = pipe.load(rows, n, step, stage, phase)
+    if HALVES:
+        for h in range(gl.program_id(0), halves, gl.num_programs(0)):
+            hm, hn = _half(pipe, whole, h)
+            half_rows = pipe.rows(hm, None, False)
+            for step in range(pipe.steps):
+                stage, phase = half.load(half_rows, hn, step, stage, phase)
+
+
+@gluon.jit
+def _chains(WHICH: gl.constexpr, pipe, output, output_rest, half, output_half, HALVES: gl.constexpr):
+    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`. If
+    HALVES, the tiles of the last wave, which would leave programs idle, are computed in two halves.
 
     A tile is stored while the first step of the next one is in flight, so that the tensor cores have work
     meanwhile. Rounded to 16 bits it needs half of the registers of its sums."""
@@ -115,7 +169,8 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
     out = acc.to(output.out.dtype.element_ty)
     out_rest = rest.to(output.out.dtype.element_ty)
     m, n, _, _ = pipe.item(first)
-    for t in range(first, pipe.items(), gl.num_programs(0)):
+    whole, halves = _halves(pipe, HALVES)
+    for t in range(first, whole, gl.num_programs(0)):
         acc, rest, stage, phase = pipe.begin(acc, rest, stage, phase, WHICH)
         if t > first:
             output.store(pipe, out, m, n, WHICH)
@@ -126,10 +181,16 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
         out = _rounded(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
             out_rest = _rounded(output_rest, rest, pipe, m, n, WHICH)
-    if first < pipe.items():
+    if first < whole:
         output.store(pipe, out, m, n, WHICH)
         if pipe.REST:
             output_rest.store(pipe, out_rest, m, n, WHICH)
+    if HALVES:
+        acc_half = output_half.zeros()
+        for h in range(first, halves, gl.num_programs(0)):
+            hm, hn = _half(pipe, whole, h)
+            acc_half, stage, phase = half.multiply(acc_half, pipe.steps, stage, phase, WHICH)
+            output_half.store(half, _rounded(output_half, acc_half, half, hm, hn, WHICH), hm, hn, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
@@ -140,9 +201,11 @@ def product_kernel(
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
-    SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, HALVES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight."""
+    """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight. HALVES: the descriptors of the rest are
+    those of halves."""
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
         b_rest_desc, REST,
@@ -154,20 +217,29 @@ def product_kernel(
         output_rest = Output.create(
             pipe, out, ld, M, N, bias, out_rest_desc, WIDE, REST, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
         )
+    half, output_half = pipe, output  # unused unless HALVES
+    if HALVES:
+        half = pipe.halved(b_rest_desc)
+        output_half = _output_of_halves(output, out_rest_desc, LAYOUT_REST)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [LOADER_REGISTERS]
-        )
+            [(_chains, (0, pipe, output, output_rest, half, output_half, HALVES)),
+             (_load, (pipe, half, HALVES))],
+            [1], [LOADER_REGISTERS],
+        )  # fmt: skip
     elif MULTIPLIERS == 2:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
-             (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest, half, output_half, HALVES)),
+             (_chains, (1, pipe, output, output_rest, half, output_half, HALVES)),
+             (_load, (pipe, half, HALVES))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
-             (_chains, (2, pipe, output, output_rest)), (load_tiles, (pipe,))],
+            [(_chains, (0, pipe, output, output_rest, half, output_half, HALVES)),
+             (_chains, (1, pipe, output, output_rest, half, output_half, HALVES)),
+             (_chains, (2, pipe, output, output_rest, half, output_half, HALVES)),
+             (_load, (pipe, half, HALVES))],
             [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -226,17 +298,18 @@ def _multiply(
     b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
     if staged:
         out_desc = leaving(wide)
-    if tile.rest:
-        b_rest, _ = operand_descriptor(b.transposed(), tile.rest, tile.step)
-        out_rest = leaving(tile.rest) if staged else a_desc
+    narrow = wide // 2 if tile.halves else tile.rest
+    if narrow:
+        b_rest, _ = operand_descriptor(b.transposed(), narrow, tile.step)
+        out_rest = leaving(narrow) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
         out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
         a_desc, b_desc, out_desc, b_rest, out_rest, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
-        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(tile.rest or wide),
-        tile.swapped, bias is not None, staged, registers,
+        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(narrow or wide),
+        tile.swapped, bias is not None, staged, tile.halves, registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
 

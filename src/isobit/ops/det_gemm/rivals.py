@@ -182,7 +182,7 @@ def _predict_product(backend: str | None, args: Args) -> float | None:
 def _predict_dw(backend: str | None, args: Args) -> float | None:
     if backend != "hopper":
         return None
-    from isobit.blocks.hopper_product import choose_sum_tile
+    from isobit.blocks.hopper_tiles import choose_sum_tile
 
     x, dy = args["x"], args["dy"]
     return 1e-3 * choose_sum_tile(dy.shape[1], x.shape[1], len(x), sm_count(x.device))[1]
