@@ -109,9 +109,9 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
     }  # fmt: skip
     for name in ("after", "_item", "put_tile"):
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
-    for name in ("_initial", "_end", "_steps"):
+    for name in ("_initial", "_end", "_steps", "_tile", "halves_of", "half_at"):
         scope[name] = function_in(scope, getattr(hopper_product, name))
-    for name in ("_rounded", "_halves", "_half"):
+    for name in ("_rounded",):
         scope[name] = function_in(scope, getattr(kernels_hopper, name))
     return scope
 
@@ -132,13 +132,12 @@ def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> A
 
 def run(
     tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool,
-    programs: int = 2,
+    programs: int = 2, halves: bool = False,
 ) -> Any:  # fmt: skip
     """What one program computes for a matrix of tiles of 128 columns, by their corner: sums in segments from
-    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator, or
-    whose last tiles are halves, if the rest is 64."""
+    an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator. If
+    there are `halves`, sums have no initial value, and a product no accumulator for the rest."""
     out: dict[tuple[int, int], Terms] = {}
-    halves = rest == 64
     scope = kernel_language(out, programs)
     scope["gl"].program_id = lambda axis: program
     box = SimpleNamespace(nbytes=100)
@@ -168,7 +167,7 @@ def run(
     output_half = methods(hopper_product.Output, scope, "store", "zeros", **in_halves(leaving[0], "staging"))
     begin = methods(
         hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=outputs[0].staging,
-        ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=steps > 0,
+        ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=steps > 0 and not halves,
     )  # fmt: skip
     for bars, count in ((pipe.ready, 1), (pipe.empty, multipliers), (begin.ready, 1), (begin.empty, 1)):
         for bar in bars.all:
@@ -187,10 +186,10 @@ def run(
                 for w in range(multipliers)]  # fmt: skip
         work += [(kernels_hopper._load, pipe, half, halves)]
     else:
-        rest_of_it = (None, None, None, False, False)
+        rest_of_it = (half, output_half, None, None, None, False, False, halves)
         work = [(hopper_product._segments, w, pipe, outputs[0], begin, *rest_of_it)
                 for w in range(multipliers)]  # fmt: skip
-        work += [(hopper_product._load_sums, pipe, begin)]
+        work += [(hopper_product._load_sums, pipe, begin, half, halves)]
     threads = [threading.Thread(target=guarded, args=args, daemon=True) for args in work]
     for thread in threads:
         thread.start()
@@ -245,14 +244,14 @@ def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: 
     every_tile(steps, multipliers, 32, swapped)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("rest, swapped", [(64, False), (64, True), (0, False)])
 @pytest.mark.parametrize("multipliers", [1, 2])
-@pytest.mark.parametrize("steps", [1, 5, 6, 9])
-def test_a_last_wave_is_computed_in_halves(steps: int, multipliers: int, swapped: bool) -> None:
+@pytest.mark.parametrize("steps", [1, 5, 6, 9, 21])
+def test_a_last_wave_is_computed_in_halves(steps: int, multipliers: int, rest: int, swapped: bool) -> None:
     """Of 12 tiles the first 10 are two waves of 5 programs."""
     found: dict[tuple[int, int], Terms] = {}
     for program in range(5):
-        found |= run((3, 4), steps, multipliers, 5, program, 64, swapped, 5)
+        found |= run((3, 4), steps, multipliers, 5, program, rest, swapped, 5, True)
     corners = []
     for m, n in itertools.product(range(3), range(4)):
         rows = [(m * multipliers + w) * 64 for w in range(multipliers)]

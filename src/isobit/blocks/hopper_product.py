@@ -21,6 +21,7 @@ from isobit.blocks.hopper_pipe import (
     operand_descriptor,
     put_tile,
     record,
+    reinterpreted,
     tma,
     tma_load,
     triton_kernel,
@@ -74,6 +75,18 @@ class Output:
         )
 
     @gluon.jit
+    def halved(self, desc, LAYOUT: gl.constexpr):
+        """For tiles with half of the columns, through the first half of the same buffers."""
+        staging = self.staging
+        if self.STAGED:
+            shape: gl.constexpr = [2 * self.staging.shape[0]] + desc.block_type.shape
+            staging = reinterpreted(self.staging, desc.dtype, shape, desc.layout)
+        return Output(
+            self.out, self.ld, self.M, self.N, self.extra, desc, staging, 0, self.COLUMNS // 2, LAYOUT,
+            self.SWAPPED, self.HAS_EXTRA, self.STAGED,
+        )  # fmt: skip
+
+    @gluon.jit
     def zeros(self):
         """An accumulator."""
         return gl.zeros((ROWS, self.COLUMNS), gl.float32, self.LAYOUT)
@@ -109,6 +122,23 @@ class Output:
             i, j = self.place(pipe, m, n, WHICH)
             values = acc.to(self.out.dtype.element_ty)
             gl.store(self.out + self.offsets(i, j), values, mask=self.inside(i, j))
+
+
+@gluon.jit
+def halves_of(pipe, HALVES: gl.constexpr):
+    """(how many tiles are computed whole, how many halves the others are). Whole are those of full waves, in
+    which every program has a tile."""
+    whole = pipe.items()
+    if HALVES:
+        whole = whole // gl.num_programs(0) * gl.num_programs(0)
+    return whole, (pipe.items() - whole) * 2
+
+
+@gluon.jit
+def half_at(pipe, whole, h):
+    """Half h as (row of tiles, column of halves)."""
+    m, n, _, _ = pipe.item(whole + h // 2)
+    return m, n * 2 + h % 2
 
 
 @record
@@ -190,12 +220,20 @@ def _steps(pipe, blocks, s, HAS_BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def _tile(pipe, t):
+    """(row, column) of tile t."""
+    m, n, _, _ = pipe.item(t)
+    return m, n
+
+
+@gluon.jit
 def _segments(
-    WHICH: gl.constexpr, pipe, output, start, blocks, count, times,
-    HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
+    WHICH: gl.constexpr, pipe, output, start, half, output_half, blocks, count, times,
+    HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
-    total is multiplied by a number. A tile is stored while the first step of the next one is in flight."""
+    total is multiplied by a number. A tile is stored while the first step of the next one is in flight.
+    HALVES: the tiles of the last wave, which would leave programs idle, are computed in two halves."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -203,26 +241,27 @@ def _segments(
     if HAS_BLOCKS:
         segments = gl.load(count)
     first = gl.program_id(0)
-    end = pipe.items()
-    m, n, _, _ = pipe.item(first)
+    end, halves = halves_of(pipe, HALVES)
+    whole = end
+    m, n = _tile(pipe, first)
     if segments == 0:
-        for t in range(first, end, gl.num_programs(0)):
-            m, n, _, _ = pipe.item(t)
+        for t in range(first, pipe.items(), gl.num_programs(0)):
+            m, n = _tile(pipe, t)
             _end(pipe, output, _initial(pipe, output, m, n, WHICH), times, m, n, WHICH, SCALED)
-        end = first
+        end, halves = first, 0
     # The first step of a segment overwrites what the one before has left, so this is never set to zero again.
     acc = output.zeros()
     total = output.zeros()
     for t in range(first, end, gl.num_programs(0)):
-        acc, _rest, stage, phase = pipe.begin(acc, acc, stage, phase, WHICH)
+        acc, _, stage, phase = pipe.begin(acc, acc, stage, phase, WHICH)
         if t > first:
             _end(pipe, output, total, times, m, n, WHICH, SCALED)
-        m, n, _, _ = pipe.item(t)
+        m, n = _tile(pipe, t)
         total = _initial(pipe, output, m, n, WHICH)
         if start.STAGED:
             start.ask(WHICH)
         steps = _steps(pipe, blocks, 0, HAS_BLOCKS)
-        acc, _rest, stage, phase = pipe.go_on(acc, acc, steps - 1, stage, phase, WHICH)
+        acc, _, stage, phase = pipe.go_on(acc, acc, steps - 1, stage, phase, WHICH)
         if start.STAGED:
             total = start.take(turn, output.LAYOUT, WHICH)
         total += acc
@@ -233,17 +272,28 @@ def _segments(
         turn = turn ^ 1
     if first < end:
         _end(pipe, output, total, times, m, n, WHICH, SCALED)
+    if HALVES:
+        half_acc = output_half.zeros()
+        for h in range(first, halves, gl.num_programs(0)):
+            hm, hn = half_at(pipe, whole, h)
+            half_total = _initial(half, output_half, hm, hn, WHICH)
+            for s in range(segments):
+                steps = _steps(pipe, blocks, s, HAS_BLOCKS)
+                half_acc, stage, phase = half.multiply(half_acc, steps, stage, phase, WHICH)
+                half_total += half_acc
+            _end(half, output_half, half_total, times, hm, hn, WHICH, SCALED)
     if output.STAGED:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _load_sums(pipe, start):
+def _load_sums(pipe, start, half, HALVES: gl.constexpr):
     """The loader of `token_product`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
-    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+    whole, halves = halves_of(pipe, HALVES)
+    for t in range(gl.program_id(0), whole, gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
         rows = pipe.rows(m, None, False)
         for step in range(pipe.steps):
@@ -251,15 +301,23 @@ def _load_sums(pipe, start):
             if start.STAGED:
                 start.load(pipe, rows, n, step, turn)
         turn = turn ^ 1
+    if HALVES:
+        for h in range(gl.program_id(0), halves, gl.num_programs(0)):
+            hm, hn = half_at(pipe, whole, h)
+            half_rows = pipe.rows(hm, None, False)
+            for step in range(pipe.steps):
+                stage, phase = half.load(half_rows, hn, step, stage, phase)
 
 
 @kernel
 def sum_kernel(
     out, ld, M, N, K, init, first, blocks, count, factor, a_desc, b_desc, out_desc, init_desc,
+    b_half_desc, out_half_desc,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
     HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
-    STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, HALVES: gl.constexpr,
+    LAYOUT_HALF: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = init + a b in segments of k. There are `count` segments; with HAS_BLOCKS segment s has
     `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
@@ -285,17 +343,24 @@ def sum_kernel(
     direct: gl.constexpr = HAS_INIT and not STAGED_INIT
     output = Output.create(pipe, out, ld, M, N, init, out_desc, 0, COLUMNS, LAYOUT, False, direct, STAGED)
     start = Start.create(pipe, output, init_desc, STAGED_INIT)
+    half, output_half = pipe, output  # unused unless HALVES
+    if HALVES:
+        half = pipe.halved(b_half_desc)
+        output_half = output.halved(out_half_desc, LAYOUT_HALF)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_load_sums, (pipe, start))],
+            [(_segments, (0, pipe, output, start, half, output_half, blocks, count, times,
+                          HAS_BLOCKS, SCALED, HALVES)),
+             (_load_sums, (pipe, start, half, HALVES))],
             [1], [LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
-             (_load_sums, (pipe, start))],
+            [(_segments, (0, pipe, output, start, half, output_half, blocks, count, times,
+                          HAS_BLOCKS, SCALED, HALVES)),
+             (_segments, (1, pipe, output, start, half, output_half, blocks, count, times,
+                          HAS_BLOCKS, SCALED, HALVES)),
+             (_load_sums, (pipe, start, half, HALVES))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -371,6 +436,11 @@ def sum_into(
         staged_init = init.dtype == out.dtype and init.data_ptr() % 16 == 0
         if staged_init and init is not out:
             init_desc = descriptor(matrix(init), 64, tile.columns)
+    halves = tile.halves and not staged_init
+    b_half, out_half = None, None
+    if halves:
+        b_half, _ = operand_descriptor(b.transposed(), tile.half.columns, tile.step)
+        out_half = descriptor(matrix(out), 64, tile.half.columns) if staged else a_desc
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     tables = (out,) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
@@ -378,9 +448,10 @@ def sum_into(
         sum_kernel, (min(tiles, sms),),
         out, out.stride(0), M if rows is None else rows, N, K if counted is None else counted,
         out if init is None else init, *tables, out if factor is None else factor,
-        a_desc, b_desc, out_desc, init_desc, a_by_k, b_by_k,
+        a_desc, b_desc, out_desc, init_desc, b_half, out_half, a_by_k, b_by_k,
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
-        rows is not None, staged, staged_init, factor is not None, registers,
+        rows is not None, staged, staged_init, factor is not None, halves,
+        accumulator_layout(tile.half.columns), registers,
         num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip

@@ -119,11 +119,12 @@ _SUMS = tuple(
     fitted(multipliers, columns, False, 4, step=64, group=8, accumulators=2)
     for multipliers, columns in ((2, 128), (1, 128), (1, 64))
 )
+_HALVED = tuple(replace(tile, halves=True) for tile in _SUMS if tile.columns == 128)
 
 
 @lru_cache(maxsize=4096)
 def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tuple[Tile, float]:
     """The tile for an M x N output of segmented sums over K rows, and the expected microseconds."""
     hbm_bytes = 2 * K * (M + N) + itemsize * M * N
-    times = {tile: microseconds(tile, M, N, K, sms, hbm_bytes) for tile in _SUMS}
+    times = {tile: microseconds(tile, M, N, K, sms, hbm_bytes) for tile in (*_SUMS, *_HALVED)}
     return min(times.items(), key=lambda item: item[1])

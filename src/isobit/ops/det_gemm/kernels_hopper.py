@@ -29,10 +29,9 @@ from isobit.blocks.hopper_pipe import (
     kernel,
     matrix,
     operand_descriptor,
-    reinterpreted,
     tma,
 )
-from isobit.blocks.hopper_product import Output, pack, sum_into
+from isobit.blocks.hopper_product import Output, half_at, halves_of, pack, sum_into
 from isobit.blocks.hopper_tiles import Tile, fitted, microseconds, tiles_of
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.stream import Stream
@@ -106,41 +105,11 @@ def _rounded(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _halves(pipe, HALVES: gl.constexpr):
-    """(how many tiles are computed whole, how many halves the others are). Whole are those of full waves, in
-    which every program has a tile."""
-    whole = pipe.items()
-    if HALVES:
-        whole = whole // gl.num_programs(0) * gl.num_programs(0)
-    return whole, (pipe.items() - whole) * 2
-
-
-@gluon.jit
-def _half(pipe, whole, h):
-    """Half h as (row of tiles, column of halves)."""
-    m, n, _, _ = pipe.item(whole + h // 2)
-    return m, n * 2 + h % 2
-
-
-@gluon.jit
-def _output_of_halves(output, desc, LAYOUT: gl.constexpr):
-    """For tiles with half of the columns, through the first half of the same buffers."""
-    staging = output.staging
-    if output.STAGED:
-        shape: gl.constexpr = [2 * output.staging.shape[0]] + desc.block_type.shape
-        staging = reinterpreted(output.staging, desc.dtype, shape, desc.layout)
-    return Output(
-        output.out, output.ld, output.M, output.N, output.extra, desc, staging, 0, output.COLUMNS // 2,
-        LAYOUT, output.SWAPPED, output.HAS_EXTRA, output.STAGED,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _load(pipe, half, HALVES: gl.constexpr):
     """The loader of `product`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
-    whole, halves = _halves(pipe, HALVES)
+    whole, halves = halves_of(pipe, HALVES)
     for t in range(gl.program_id(0), whole, gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
         rows = pipe.rows(m, None, False)
@@ -148,7 +117,7 @@ def _load(pipe, half, HALVES: gl.constexpr):
             stage, phase = pipe.load(rows, n, step, stage, phase)
     if HALVES:
         for h in range(gl.program_id(0), halves, gl.num_programs(0)):
-            hm, hn = _half(pipe, whole, h)
+            hm, hn = half_at(pipe, whole, h)
             half_rows = pipe.rows(hm, None, False)
             for step in range(pipe.steps):
                 stage, phase = half.load(half_rows, hn, step, stage, phase)
@@ -169,7 +138,7 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest, half, output_half, H
     out = acc.to(output.out.dtype.element_ty)
     out_rest = rest.to(output.out.dtype.element_ty)
     m, n, _, _ = pipe.item(first)
-    whole, halves = _halves(pipe, HALVES)
+    whole, halves = halves_of(pipe, HALVES)
     for t in range(first, whole, gl.num_programs(0)):
         acc, rest, stage, phase = pipe.begin(acc, rest, stage, phase, WHICH)
         if t > first:
@@ -188,7 +157,7 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest, half, output_half, H
     if HALVES:
         acc_half = output_half.zeros()
         for h in range(first, halves, gl.num_programs(0)):
-            hm, hn = _half(pipe, whole, h)
+            hm, hn = half_at(pipe, whole, h)
             acc_half, stage, phase = half.multiply(acc_half, pipe.steps, stage, phase, WHICH)
             output_half.store(half, _rounded(output_half, acc_half, half, hm, hn, WHICH), hm, hn, WHICH)
     if output.STAGED:
@@ -220,7 +189,7 @@ def product_kernel(
     half, output_half = pipe, output  # unused unless HALVES
     if HALVES:
         half = pipe.halved(b_rest_desc)
-        output_half = _output_of_halves(output, out_rest_desc, LAYOUT_REST)
+        output_half = output.halved(out_rest_desc, LAYOUT_REST)
     if MULTIPLIERS == 1:
         gl.warp_specialize(
             [(_chains, (0, pipe, output, output_rest, half, output_half, HALVES)),
