@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.cache_key import CacheKey, remember
 
@@ -51,6 +52,8 @@ __all__ = [
     "aligned_for_tma",
     "descriptor",
     "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gl",
     "gluon",
     "kernel",
@@ -69,14 +72,12 @@ __all__ = [
     "warpgroup_mma_wait",
 ]  # fmt: skip
 
-# Triton 3.9 has other names for the two copies than 3.6 and 3.7.
+# Triton 3.9 has other names for these than 3.6 and 3.7.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-# Triton 3.6 marks it private.
-reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
-    gl.shared_memory_descriptor._reinterpret
-)
+_Shared = gl.shared_memory_descriptor
+reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 #: Rows of the output that one multiplier owns: the M of a `wgmma`.
 ROWS = gl.constexpr(64)

@@ -13,6 +13,8 @@ from isobit.blocks.hopper_pipe import (
     accumulator_layout,
     descriptor,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -307,6 +309,7 @@ def _load_sums(pipe, start, half, HALVES: gl.constexpr):
             half_rows = pipe.rows(hm, None, False)
             for step in range(pipe.steps):
                 stage, phase = half.load(half_rows, hn, step, stage, phase)
+    gdc_launch_dependents()
 
 
 @kernel
@@ -323,6 +326,7 @@ def sum_kernel(
     `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
     is on the device. STAGED_*: through shared memory and TMA. A sum that may have no terms reads init
     directly, or writes nothing if init is out. SCALED: times the factor."""
+    gdc_wait()  # before anything is read or written: see `product_kernel`
     if HAS_BLOCKS:  # segments are contiguous, so the end of the last one is the end of all
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
@@ -453,5 +457,5 @@ def sum_into(
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
         rows is not None, staged, staged_init, factor is not None, halves,
         accumulator_layout(tile.half.columns), registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -24,6 +24,8 @@ from isobit.blocks.hopper_pipe import (
     accumulator_layout,
     aligned_for_tma,
     descriptor,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -121,6 +123,7 @@ def _load(pipe, half, HALVES: gl.constexpr):
             half_rows = pipe.rows(hm, None, False)
             for step in range(pipe.steps):
                 stage, phase = half.load(half_rows, hn, step, stage, phase)
+    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -190,6 +193,11 @@ def product_kernel(
     if HALVES:
         half = pipe.halved(b_rest_desc)
         output_half = output.halved(out_rest_desc, LAYOUT_REST)
+    # With launch_pdl a kernel may start when all programs of the one before it have loaded what they need. So
+    # nothing is read or written before that one is complete: not an input that it writes, and not the output,
+    # whose memory it may still be reading. Every program waits, so a kernel that is complete was preceded by
+    # complete ones only; and the kernel after this one cannot start before this wait has ended.
+    gdc_wait()
     if MULTIPLIERS == 1:
         gl.warp_specialize(
             [(_chains, (0, pipe, output, output_rest, half, output_half, HALVES)),
@@ -279,7 +287,7 @@ def _multiply(
         a_desc, b_desc, out_desc, b_rest, out_rest, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
         tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(narrow or wide),
         tile.swapped, bias is not None, staged, tile.halves, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
