@@ -16,5 +16,5 @@ def fault(function: Any, law: str, op: str = "logp", **more: Any) -> str:
     with pytest.raises(AssertionError) as found:
         check(function, law, op=op, **more)
     # pytest's summary shows the first line only.
-    assert re.match(rf"{op}: FAIL in \d+ of \d+ cells \({law}\)\n", str(found.value))
+    assert re.match(rf"{op}: \d+ cells? FAILS?\n", str(found.value))
     return str(found.value)

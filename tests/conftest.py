@@ -2,12 +2,14 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 import commands
 import whole_check
+from chromium import Chromium, executable
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +36,15 @@ def _settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    path = executable()
+    if path is None:
+        pytest.skip("UNSUPPORTED: there is no Chromium here (apt-get install chromium)")
+    with Chromium(path) as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """Guards pages as people see them: in a real Chromium, wide and on a phone, light and dark. Where there is no
 Chromium the tests are skipped and say so; `make test` installs one where it may."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chromium import Chromium, Tab, executable
+from chromium import Chromium, Tab
 from isobit.pages import page
 from isobit.pages.saved import read_report
 from test_pages import report_of_a_check
@@ -25,15 +24,6 @@ COPIED = """(async () => {
   }
   return false;
 })()"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    path = executable()
-    if path is None:
-        pytest.skip("UNSUPPORTED: there is no Chromium here (apt-get install chromium)")
-    with Chromium(path) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

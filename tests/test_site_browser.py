@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chromium import Chromium, executable
+from chromium import Chromium
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,32 +23,17 @@ LOOK = Path(__file__).with_name("look.js").read_text()
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    path = executable()
-    if path is None:
-        pytest.skip("UNSUPPORTED: there is no Chromium here (apt-get install chromium)")
-    with Chromium(path) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")):
-        pytest.skip("UNSUPPORTED: there is no Sphinx here (pip install 'isobit[docs]')")
+        pytest.skip("UNSUPPORTED: there is no Sphinx here (in a checkout of isobit: pip install '.[docs]')")
     place = tmp_path_factory.mktemp("site")
-    build = [
-        "-W",
-        "--keep-going",
-        "-q",
-        "-c",
-        "tools/site",
-        "-d",
-        str(place / "doctrees"),
-        ".",
-        str(place / "html"),
-    ]
+    build = ["-W", "--keep-going", "-q", "-c", "tools/site", "-d", str(place / "doctrees")]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", *build], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "sphinx", *build, ".", str(place / "html")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return place / "html"

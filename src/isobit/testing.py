@@ -14,7 +14,6 @@ import torch
 from isobit.arch import default_device
 from isobit.check import report
 from isobit.check.candidate import candidate_of
-from isobit.check.cell import FAIL
 from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.proofs import proof_of
@@ -86,10 +85,9 @@ def check(
     cells = run(request)
     result = report.to_json(cells, device, command=None if found is None else request.command())
     if not result["passed"]:
-        failed = [cell.law for cell in cells if cell.status == FAIL]
-        laws_failed = ", ".join(dict.fromkeys(failed))
-        verdict = f"{op}: FAIL in {len(failed)} of {len(cells)} cells ({laws_failed})"
-        raise AssertionError("\n".join([verdict, "", report.table(cells), "", *report.notes(cells)]))
+        raise AssertionError(
+            "\n".join([f"{op}: {report.verdict(result)}", "", report.table(cells), "", *report.notes(cells)])
+        )
     return result
 
 

@@ -37,7 +37,7 @@ def _fla(args: Args) -> Tensor:
 def forget_tuning() -> None:
     """FLA's autotuner keeps one choice for all B and T, whichever came first, in memory and on disk: let it
     choose again. It would run each configuration for a tenth of a second, up to thousands of calls, and clear
-    the cache before each; a fifth of that has the same median."""
+    the cache before each. A fifth of that are still dozens of calls of the longest kernel."""
     import fla.ops.common.chunk_delta_h as module
 
     trial = partial(triton.testing.do_bench, warmup=5, rep=20)

@@ -89,6 +89,25 @@ def load_weight(weight, offset, col, D: tl.constexpr):
 
 
 @triton.jit
+def weights_of(weight, offset, D: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr):
+    """The chunks of the weight."""
+    found = ()
+    for i in tl.static_range(CHUNKS):
+        found = found + (load_weight(weight, offset, (i << LOG_LANES) + tl.arange(0, 1 << LOG_LANES), D),)
+    return found
+
+
+@triton.jit
+def weight_of(ws, weight, offset, i: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
+    """Chunk i of the weight, from registers if it is there."""
+    if ws is None:
+        found = load_weight(weight, offset, i * LANES + tl.arange(0, LANES), D)
+    else:
+        found = ws[i]
+    return found
+
+
+@triton.jit
 def store_tile(ptr, start, col, value, mask):
     at = ptr + start[:, None] + col[None, :]
     if mask is None:
@@ -136,10 +155,9 @@ def norm_rows(
     x_start = row_offset(row, inner, x_so, x_si) * WORD
     residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
     own = row * D
-    ws = ()
+    ws = None
     if EARLY:  # before the sum, not behind it
-        for i in tl.static_range(CHUNKS):
-            ws = ws + (load_weight(weight, offset, i * LANES + lane, D),)
+        ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
         if FEW:
             tl.debug_barrier()  # or the compiler lets these loads wait for the row, a second trip to memory
     tiles = ()
@@ -156,7 +174,7 @@ def norm_rows(
     for i in tl.static_range(CHUNKS):
         col = i * LANES + lane
         mask = mask_of(row, col, N, D, i * LANES, LANES, ROWS)
-        w = ws[i] if EARLY else load_weight(weight, offset, col, D)
+        w = weight_of(ws, weight, offset, i, D, LANES)
         store_tile(out, own, col, narrow(normalised(tiles[i], scale, w, BEFORE), out), mask)
         if summed is not None:
             store_tile(summed, own, col, tiles[i], mask)

@@ -36,6 +36,8 @@ from isobit.ops.rms_norm.kernels_triton import (
     tile_of,
     tree_sums,
     walk,
+    weight_of,
+    weights_of,
 )
 from isobit.ops.rms_norm.order import GROUP, log_lanes
 
@@ -83,25 +85,6 @@ def over_rows(x, LOG_ROWS: tl.constexpr, LANES: tl.constexpr):
     for i in tl.static_range(LOG_ROWS):
         x = tl.sum(tl.reshape(x, [1 << (LOG_ROWS - 1 - i), 2, LANES]), axis=1)
     return x
-
-
-@triton.jit
-def weights_of(weight, offset, D: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr):
-    """The chunks of the weight."""
-    found = ()
-    for i in tl.static_range(CHUNKS):
-        found = found + (load_weight(weight, offset, (i << LOG_LANES) + tl.arange(0, 1 << LOG_LANES), D),)
-    return found
-
-
-@triton.jit
-def weight_of(ws, weight, offset, i: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
-    """Chunk i of the weight, from registers if it is there."""
-    if ws is None:
-        found = load_weight(weight, offset, i * LANES + tl.arange(0, LANES), D)
-    else:
-        found = ws[i]
-    return found
 
 
 @triton.jit
