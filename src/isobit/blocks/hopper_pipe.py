@@ -271,6 +271,26 @@ class Pipe:
         return acc, stage, phase
 
     @gluon.jit
+    def begin(self, acc, stage, phase, WHICH: gl.constexpr):
+        """The first step of a chain, in the registers of `acc`. It is in flight afterwards, see `go_on`."""
+        acc = self.issue(acc, False, stage, phase, WHICH)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        stage, phase = after(stage, phase, self.STAGES)
+        return acc, stage, phase
+
+    @gluon.jit
+    def go_on(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """The other steps of a chain that was begun, until it is complete."""
+        for _ in range(steps):
+            acc = self.issue(acc, True, stage, phase, WHICH)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(self.empty.index(self.before(stage)))
+            stage, phase = after(stage, phase, self.STAGES)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(self.empty.index(self.before(stage)))
+        return acc, stage, phase
+
+    @gluon.jit
     def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
         """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`.
 

@@ -270,13 +270,38 @@ class Start:
                 tma_load(self.desc, [rows[w], n * pipe.COLUMNS], self.ready.index(w), self.staging.index(w))
 
     @gluon.jit
-    def take(self, total, s, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
-        """The value to which a multiplier adds segment s: for the first one the initial value, once it has
-        arrived."""
-        if s == 0:
-            mbarrier.wait(self.ready.index(WHICH), turn)
-            total = self.staging.index(WHICH).load(LAYOUT)
-        return total
+    def take(self, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
+        """The value to which a multiplier adds the first segment, once it has arrived."""
+        mbarrier.wait(self.ready.index(WHICH), turn)
+        return self.staging.index(WHICH).load(LAYOUT)
+
+
+@gluon.jit
+def _initial(pipe, output, m, n, WHICH: gl.constexpr):
+    """The value to which a multiplier adds the segments of tile (m, n), unless it comes through `Start`."""
+    total = output.zeros()
+    if output.HAS_EXTRA:
+        i, j = output.place(pipe, m, n, WHICH)
+        total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
+    return total
+
+
+@gluon.jit
+def _end(pipe, output, total, times, m, n, WHICH: gl.constexpr, SCALED: gl.constexpr):
+    """Store the sums of tile (m, n)."""
+    if SCALED:
+        total = total * times
+    output.store(pipe, total, m, n, WHICH)
+
+
+@gluon.jit
+def _steps(pipe, blocks, s, HAS_BLOCKS: gl.constexpr):
+    """How many steps segment s has."""
+    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
+    steps = gl.minimum(pipe.steps - s * FULL, FULL)
+    if HAS_BLOCKS:
+        steps = gl.load(blocks + s)
+    return steps
 
 
 @gluon.jit
@@ -285,35 +310,43 @@ def _segments(
     HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
-    total is multiplied by a number."""
-    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
+    total is multiplied by a number. A tile is stored while the first step of the next one is in flight, so
+    that the tensor cores have work meanwhile."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    segments = gl.cdiv(pipe.steps, FULL)
+    segments = gl.cdiv(pipe.steps, SEGMENT_ROWS // pipe.STEP)
     if HAS_BLOCKS:
         segments = gl.load(count)
-    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+    first = gl.program_id(0)
+    end = pipe.items()
+    m, n, _, _ = pipe.item(first)
+    if segments == 0:
+        for t in range(first, end, gl.num_programs(0)):
+            m, n, _, _ = pipe.item(t)
+            _end(pipe, output, _initial(pipe, output, m, n, WHICH), times, m, n, WHICH, SCALED)
+        end = first
+    # The first step of a segment overwrites what the one before has left, so this is never set to zero again.
+    acc = output.zeros()
+    total = output.zeros()
+    for t in range(first, end, gl.num_programs(0)):
+        acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+        if t > first:
+            _end(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
-        total = output.zeros()
-        if output.HAS_EXTRA:
-            i, j = output.place(pipe, m, n, WHICH)
-            total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
+        total = _initial(pipe, output, m, n, WHICH)
         if start.STAGED:
             start.ask(WHICH)
-        for s in range(segments):
-            steps = gl.minimum(pipe.steps - s * FULL, FULL)
-            if HAS_BLOCKS:
-                steps = gl.load(blocks + s)
-            acc = output.zeros()
-            acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
-            if start.STAGED:
-                total = start.take(total, s, turn, output.LAYOUT, WHICH)
+        acc, stage, phase = pipe.go_on(acc, _steps(pipe, blocks, 0, HAS_BLOCKS) - 1, stage, phase, WHICH)
+        if start.STAGED:
+            total = start.take(turn, output.LAYOUT, WHICH)
+        total += acc
+        for s in range(1, segments):
+            acc, stage, phase = pipe.multiply(acc, _steps(pipe, blocks, s, HAS_BLOCKS), stage, phase, WHICH)
             total += acc
         turn = turn ^ 1
-        if SCALED:
-            total = total * times
-        output.store(pipe, total, m, n, WHICH)
+    if first < end:
+        _end(pipe, output, total, times, m, n, WHICH, SCALED)
     if output.STAGED:
         tma.store_wait(0)
 

@@ -106,11 +106,11 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
     """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    acc = output.zeros()  # once: the first step of a tile overwrites what the one before has left
+    rest = output_rest.zeros()
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        acc, rest, stage, phase = pipe.multiply_both(
-            output.zeros(), output_rest.zeros(), pipe.steps, stage, phase, WHICH
-        )
+        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
         _finish(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
             _finish(output_rest, rest, pipe, m, n, WHICH)
