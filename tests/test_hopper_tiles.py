@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from isobit.blocks import hopper_pipe, hopper_product
-from isobit.blocks.hopper_product import Tile
+from isobit.blocks import hopper_pipe, hopper_product, hopper_tiles
+from isobit.blocks.hopper_tiles import Tile
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 
@@ -135,10 +135,10 @@ def test_the_rule_is_asked_once_for_eight_numbers_of_rows() -> None:
 
 def test_a_time_model_without_waves_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model with waves that are not rounded up."""
-    real = hopper_product.microseconds
+    real = hopper_tiles.microseconds
 
     def without_waves(tile: Tile, rows: int, columns: int, K: int, sms: int, hbm_bytes: int) -> float:
-        tiles = hopper_product.tiles_of(tile, rows, columns)
+        tiles = hopper_tiles.tiles_of(tile, rows, columns)
         return real(tile, rows, columns, K, sms, hbm_bytes) * max(1, tiles / sms) / -(-tiles // sms)
 
     monkeypatch.setattr(products, "microseconds", without_waves)

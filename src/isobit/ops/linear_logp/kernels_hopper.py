@@ -47,7 +47,8 @@ from isobit.blocks.hopper_pipe import (
     record,
     tma,
 )
-from isobit.blocks.hopper_product import Tile, pack
+from isobit.blocks.hopper_product import pack
+from isobit.blocks.hopper_tiles import Tile
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.temperature import LOG2E
 
