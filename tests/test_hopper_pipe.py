@@ -100,6 +100,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
     )  # fmt: skip
     scope: dict[str, Any] = {
         "gl": language, "ROWS": 64, "SEGMENT_ROWS": 512, "fence_async_shared": lambda: None,
+        "gdc_launch_dependents": lambda: None,
         "tma": SimpleNamespace(store_wait=store_wait), "tma_load": tma_load, "tma_store": tma_store,
         "warpgroup_mma": multiply, "warpgroup_mma_wait": multiply_wait,
         "mbarrier": SimpleNamespace(

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.cache_key import CacheKey, remember
 
@@ -51,6 +52,8 @@ __all__ = [
     "aligned_for_tma",
     "descriptor",
     "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gl",
     "gluon",
     "kernel",
@@ -369,6 +372,7 @@ def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
         for n in range(first, end):
             for step in range(pipe.steps):
                 stage, phase = pipe.load(rows, n, step, stage, phase)
+    gdc_launch_dependents()  # a product that follows may take the place of this program: see `product_kernel`
 
 
 # Host side. Each layout is made once: Triton uses layouts as keys of compiled kernels, and finds one by

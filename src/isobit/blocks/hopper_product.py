@@ -14,6 +14,8 @@ from isobit.blocks.hopper_pipe import (
     accumulator_layout,
     descriptor,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -267,6 +269,7 @@ def _load_sums(pipe, start):
             if start.STAGED:
                 start.load(pipe, rows, n, step, turn)
         turn = turn ^ 1
+    gdc_launch_dependents()
 
 
 @kernel
@@ -281,6 +284,7 @@ def sum_kernel(
     `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
     is on the device. STAGED_*: through shared memory and TMA. A sum that may have no terms reads init
     directly, or writes nothing if init is out. SCALED: times the factor."""
+    gdc_wait()  # before anything is read or written: see `product_kernel`
     if HAS_BLOCKS:  # segments are contiguous, so the end of the last one is the end of all
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
@@ -398,5 +402,5 @@ def sum_into(
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
         rows is not None, staged, staged_init, factor is not None, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
