@@ -350,14 +350,14 @@ mask[4:8], mask[8:12] = False, True
 policy[~mask] = ref[~mask] = float("nan")
 plain = ratio_kl(policy, ref, ids, old_logp=-10 * torch.ones(15), mask=mask, backend="reference")
 bits = []
-# A row is a part; a split is; it would be, but there is no room for its sums.
-for sms, kernels.MOST_SUMS in ((1, 10**6), (7, 10**6), (7, 0)):
-    kernels.sm_count = lambda device: sms
+# Parts of several rows; that start and end inside rows; of one split; no room for the sums of splits.
+for kernels.PARTS_PER_SM, kernels.SPLITS_EACH, room in ((4, 8, 2), (12, 2, 2), (112, 1, 2), (12, 2, 0)):
+    kernels.MOST_SUMS = room << 20
     found = ratio_kl(policy, ref, ids, old_logp=-10 * torch.ones(15), mask=mask, backend="triton")
     for ours, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, theirs)
     bits.append(torch.stack(found))
-assert torch.equal(bits[0], bits[1]) and torch.equal(bits[0], bits[2])
+assert all(torch.equal(bits[0], other) for other in bits[1:])
 """
 
 

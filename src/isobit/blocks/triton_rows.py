@@ -23,6 +23,9 @@ are contracted to one rounding must not depend on the kernel into which they are
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from isobit.blocks.interpreter import INTERPRETED
 
 
 @triton.jit
@@ -155,14 +158,17 @@ def split_sums(
     lo = split * (STEP * STEPS)
     hi = tl.minimum(lo + STEP * STEPS, V)
     whole = lo + (hi - lo) // STEP * STEP
+    if WORD > 1:  # only steps that are followed by a whole word
+        filled = (V + shift) // WORD * WORD
+        whole = tl.minimum(whole, lo + tl.maximum(filled - WORD - lo, 0) // STEP * STEP)
     m = tl.full([BLOCK], float("-inf"), tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
     for first in range(lo, whole, STEP):
-        z = load_step(words, first, hi, shift, False, WORD, BLOCK, UNROLL)
+        z = load_tiles(words, first, shift, WORD, BLOCK, UNROLL)
         m, s, t = add_step(m, s, t, z, scale, ENTROPY, UNROLL)
-    if whole < hi:
-        z = load_step(words, whole, hi, shift, True, WORD, BLOCK, UNROLL)
+    for first in range(whole, hi, STEP):
+        z = load_last_tiles(words, first, V + shift, shift, WORD, BLOCK, UNROLL)
         m, s, t = add_step(m, s, t, z, scale, ENTROPY, UNROLL)
     top, s, t = at_top(m, s, t, scale)
     if WORD > 1:
@@ -174,60 +180,105 @@ def split_sums(
 
 
 @triton.jit
-def load_step(
-    words, first, hi, shift,
-    TAIL: tl.constexpr, WORD: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """UNROLL tiles of columns in fp32 from `first` on; TAIL: -inf from `hi` on, where the row ends.
+def in_pairs(x):
+    """Whether there are instructions for two numbers of x at once: NVIDIA has them for 16 bits. A step of a
+    sum that has few instructions and keeps its logits in 16 bits leaves registers for more programs."""
+    return not INTERPRETED and x.dtype.primitive_bitwidth == 16 and cuda_capability_geq(8, 0)
 
-    Masks are the same for all elements of a word, so that words are read whole. This includes the word that
-    the row shares with the row before it. Two words are read by element: the one after a whole step, and the
-    incomplete one at the end of a row. After the last row the memory may not belong to the tensor.
+
+@triton.jit
+def chosen(which, x, y, any_of_them=True):
+    """x where `which`, if there are `any_of_them`, otherwise y."""
+    if in_pairs(x):
+        bits = tl.where(which, -1, 0).to(tl.int16)
+        some = tl.where(any_of_them, -1, 0).to(tl.int16)
+        z = tl.inline_asm_elementwise(
+            "{ .reg .b32 c; and.b32 c, $3, $4; lop3.b32 $0, $1, $2, c, 0xD8; }", "=r,r,r,r,r",
+            [y, x, bits, some], dtype=x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        z = tl.where(which & any_of_them, x, y)
+    return z
+
+
+@triton.jit
+def largest(z, COUNT: tl.constexpr):
+    """The largest of COUNT tiles, lane by lane, in fp32. A maximum is exact in any dtype."""
+    if in_pairs(z[0]):
+        MAX: tl.constexpr = "max.bf16x2 $0, $1, $2;" if z[0].dtype == tl.bfloat16 else "max.f16x2 $0, $1, $2;"
+        top = z[0]
+        for i in tl.static_range(1, COUNT):
+            top = tl.inline_asm_elementwise(MAX, "=r,r,r", [top, z[i]], dtype=top.dtype, is_pure=True, pack=2)
+        top = top.to(tl.float32)
+    else:
+        top = z[0].to(tl.float32)
+        for i in tl.static_range(1, COUNT):
+            top = tl.maximum(top, z[i].to(tl.float32))
+    return top
+
+
+@triton.jit
+def in_lanes(tiles, shift, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles of one column per lane from one more: lanes before `shift` have theirs one tile later."""
+    lane = tl.arange(0, BLOCK)
+    z = ()
+    for i in tl.static_range(COUNT):
+        z = z + (chosen(lane < shift, tiles[i + 1], tiles[i]),)
+    return z
+
+
+@triton.jit
+def load_tiles(words, first, shift, WORD: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles of columns from `first` on. They and the word after them are inside the row. Words are read
+    whole, also the one that the row shares with the row before it."""
+    lane = tl.arange(0, BLOCK)
+    tiles = ()
+    for i in tl.static_range(COUNT):
+        tiles = tiles + (tl.load(words + first + i * BLOCK + lane),)
+    if WORD > 1:
+        behind = words + first + COUNT * BLOCK + lane
+        tiles = tiles + (tl.load(behind, mask=lane < WORD, other=float("-inf")),)
+        tiles = in_lanes(tiles, shift, BLOCK, COUNT)
+    return tiles
+
+
+@triton.jit
+def load_last_tiles(
+    words, first, end, shift, WORD: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """COUNT tiles of columns from `first` on; -inf from `end` on, where the row ends.
+
+    Masks are the same for all elements of a word, so that words are read whole. The incomplete word at the
+    end of a row is read by element: after the last row the memory may not belong to the tensor.
     """
     lane = tl.arange(0, BLOCK)
     low = float("-inf")
-    end = hi + shift
     filled = end // WORD * WORD
     tiles = ()
-    for i in tl.static_range(UNROLL):
+    for i in tl.static_range(COUNT):
         at = first + i * BLOCK + lane
-        if TAIL:
-            x = tl.load(words + at, mask=at < filled, other=low)
-        else:
-            x = tl.load(words + at)
-        tiles = tiles + (x.to(tl.float32),)
+        tiles = tiles + (tl.load(words + at, mask=at < filled, other=low),)
     if WORD > 1:
-        # Lanes before `shift` have their columns one tile later.
-        behind = first + UNROLL * BLOCK
-        if TAIL:
-            at = filled // BLOCK * BLOCK
-            some = tl.load(words + at + lane, mask=(at + lane >= filled) & (at + lane < end), other=low)
-            some = some.to(tl.float32)
-            incomplete = lane // WORD == filled % BLOCK // WORD
-            read = ()
-            for i in tl.static_range(UNROLL):
-                read = read + (tl.where(incomplete & (at == first + i * BLOCK), some, tiles[i]),)
-            tiles = read + (tl.where(at == behind, some, low),)
-        else:
-            x = tl.load(words + behind + lane, mask=lane < shift, other=low)
-            tiles = tiles + (x.to(tl.float32),)
-        z = ()
-        for i in tl.static_range(UNROLL):
-            z = z + (tl.where(lane < shift, tiles[i + 1], tiles[i]),)
-        tiles = z
+        at = first + COUNT * BLOCK + lane
+        tiles = tiles + (tl.load(words + at, mask=(at < filled) & (lane < WORD), other=low),)
+        at = filled // BLOCK * BLOCK
+        some = tl.load(words + at + lane, mask=(at + lane >= filled) & (at + lane < end), other=low)
+        incomplete = lane // WORD == filled % BLOCK // WORD
+        read = ()
+        for i in tl.static_range(COUNT + 1):
+            read = read + (chosen(incomplete, some, tiles[i], at == first + i * BLOCK),)
+        tiles = in_lanes(read, shift, BLOCK, COUNT)
     return tiles
 
 
 @triton.jit
 def add_step(m, s, t, z, scale, ENTROPY: tl.constexpr, UNROLL: tl.constexpr):
     """Add UNROLL tiles to the lanes' sums, with one rescaling for all of them."""
-    top = m
-    for i in tl.static_range(UNROLL):
-        top = tl.maximum(top, z[i])
+    top = tl.maximum(m, largest(z, UNROLL))
     ref = finite_or_zero(top)
     s, t = rescale(m, s, t, ref, scale)
     for i in tl.static_range(UNROLL):
-        u = (z[i] - ref) * scale
+        u = (z[i].to(tl.float32) - ref) * scale
         e = tl.exp2(u)
         s = s + e
         if ENTROPY:

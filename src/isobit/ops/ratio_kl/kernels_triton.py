@@ -2,15 +2,15 @@
 
 Forward, two kernels:
 
-    sum_parts      reads all logits once: one program takes a part of a row of the policy or of the reference
-    finish_rows    adds the parts of each row and computes its results
+    sum_parts      reads all logits once: one program takes a part of a segment of the policy or the reference
+    finish_rows    adds the splits of each row and computes its results
 
-Programs share segments of rows, and each finds the unmasked rows of its segment by itself. A part is a whole
-row, or some of its splits if few rows of the segment are unmasked, so that the GPU is as busy with a tenth of
-the rows as with all of them. Rows are summed in the order of `logp`, whatever the parts. So logp here has the
-bits of `logp`, and a policy that is compared with itself has a ratio of exactly 1. Where the hardware allows
-it `finish_rows` is started early: it reads everything but the sums while `sum_parts` is still running, and
-then waits for it.
+Programs share segments of rows, and each finds the unmasked rows of its segment by itself. The splits of all
+these rows (or the rows, if there are too many to store the sums of their splits) are shared evenly, so that
+the GPU is as busy with a tenth of the rows as with all of them. Rows are summed in the order of `logp`,
+whatever the parts. So logp here has the bits of `logp`, and a policy that is compared with itself has a ratio
+of exactly 1. Where the hardware allows it `finish_rows` is started early: it reads everything but the sums
+while `sum_parts` is still running, and then waits for it.
 
 The backward reads and writes the policy's logits once, with the sums and the derivatives of ratio and kl that
 the forward kept: `isobit.blocks.triton_logits`.
@@ -47,22 +47,20 @@ from isobit.blocks.triton_rows import (
 #: Rows per segment: a program looks at all of them to find its own. Affects the schedule only.
 SEGMENT = 64
 
-#: How many parts per SM (of policy or reference) to aim for if few rows count: 16 are summed at a time, and
-#: four times as many leave no SM idle for long at the end. Affects the schedule only. The interpreter has one
-#: SM, and this value makes it use both kinds of parts with few rows.
+#: The most programs per SM (of policy or reference): 16 run at a time, and four times as many leave no SM
+#: idle for long at the end. Affects the schedule only. The interpreter has one SM, and with this value its
+#: parts are shorter than a row if there are few rows, and longer if there are many.
 PARTS_PER_SM = 16 if INTERPRETED.value else 64
 
 #: Splits per program of `sum_parts` if many rows all count. A program that finds nothing to do still costs
 #: about a nanosecond: with a tenth of 8192 rows of 32768 fp16 logits an H200 took 35, 43 and 53 us with 8448,
-#: 16896 and 25344 programs. More parts and more splits each are better where a tenth of the rows count and
-#: worse where all do: 8192 rows of 50257 took 435, 243 and 63 us (all, half, a tenth) with 64 and 4, 470, 250
-#: and 62 with 128 and 8 (2026-11). Affects the schedule only.
+#: 16896 and 25344 programs (2026-11). Affects the schedule only.
 SPLITS_EACH = 4
 
-#: Sums of splits that a call may store, 0.75 MB of fp32. Affects the schedule only.
+#: Sums that a call may store, 0.75 MB of fp32. Affects the schedule only.
 MOST_SUMS = 3 << 16
 
-_BATCH = (*BATCH, "old_so", "given_so", "wanted", "room")
+_BATCH = (*BATCH, "old_so", "given_so", "room")
 
 
 @triton.jit
@@ -98,36 +96,30 @@ def which_count(ids, mask, row, inside, inner, ids_so, ids_si, mask_so, mask_si,
 
 
 @triton.jit
-def parts_of(count, wanted, most, splits, room):
-    """Into how many parts each of `count` rows is split, if `wanted` parts are needed in total. Into as many
-    as there can be if that gives at most half as many parts again, since parts of unequal length leave SMs
-    idle. Rows stay whole if there is no room for the sums of all their splits."""
-    parts = tl.maximum(tl.minimum(wanted // tl.maximum(count, 1), most), 1)
-    parts = tl.where(2 * count * most <= 3 * wanted, most, parts)
-    return tl.where(count * splits <= room, parts, 1)
+def units_of(count, most, splits, room):
+    """In how many units each of `count` rows is dealt to programs: its splits, or the row as a whole if there
+    is no room for the sums of all splits."""
+    return tl.where(count * splits <= room, most, 1)
 
 
 @triton.jit
-def sum_part(
-    logits, start, part, parts, most, splits, sums, place, room, V, scale, ENTROPY: tl.constexpr,
+def sum_splits(
+    logits, start, lo, hi, one, splits, sums, place, room, V, scale, ENTROPY: tl.constexpr,
     WORD: tl.constexpr, LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr,
     LOG_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(m, s, t) of a part of the row that starts at element `start`, into planes that are `room` numbers
-    apart: those of each split at [place, split], or those of the whole row at [place] if it is the only
-    part."""
+    """(m, s, t) of splits lo to hi of the row that starts at element `start`, into planes that are `room`
+    numbers apart: those of each split at [place, split], or `one` of them all at [place]."""
     index = tl.arange(0, 1 << LOG_SPLITS)
     m = tl.full([1 << LOG_SPLITS], float("-inf"), tl.float32)
     s = tl.zeros([1 << LOG_SPLITS], tl.float32)
     t = tl.zeros([1 << LOG_SPLITS], tl.float32)
-    lo = part * most // parts
-    hi = tl.where(part + 1 == parts, splits, (part + 1) * most // parts)
     for split in range(lo, hi):
         m1, s1, t1 = split_sums(logits, start, split, V, scale, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS)
         m = tl.where(index == split, m1, m)
         s = tl.where(index == split, s1, s)
         t = tl.where(index == split, t1, t)
-    if parts == 1:
+    if one:
         m1, s1, t1 = fold(m, s, t, scale, LOG_SPLITS)
         tl.store(sums + place, m1)
         tl.store(sums + room + place, s1)
@@ -143,15 +135,15 @@ def sum_part(
 
 @triton.jit(do_not_specialize=_BATCH)
 def sum_parts(
-    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, wanted, room, most,
+    policy, ref, ids, mask, sums, scales, scale, ignore_index, N, V, inner, room, most,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si,
     ENTROPY: tl.constexpr, WORD: tl.constexpr, REF_WORD: tl.constexpr, ALIKE: tl.constexpr,
     LOG_BLOCK: tl.constexpr, UNROLL: tl.constexpr, STEPS: tl.constexpr, LOG_SPLITS: tl.constexpr,
     SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Parts of rows that count; one half of the programs takes the policy, the other the reference. The parts
-    of a segment are dealt to its programs one after another. Neighbouring programs have different segments,
-    so that the first programs have work whichever rows count.
+    """Sums of the splits of rows that count; one half of the programs takes the policy, the other the
+    reference. If a segment has fewer splits than programs, its first programs take one each. Neighbouring
+    programs have different segments, so that the first programs have work whichever rows count.
 
     ALIKE: rows of both are summed by the same code, so that an SM needs one copy of it in its instruction
     cache and not two.
@@ -167,30 +159,34 @@ def sum_parts(
     found = tl.cumsum(live.to(tl.int32), 0)
     count = tl.max(found, 0)
     splits = tl.cdiv(V, (UNROLL << LOG_BLOCK) * STEPS)
-    parts = parts_of(count, wanted, most, splits, room)
+    units = units_of(count, most, splits, room)
+    # This program's part of all units, from the first to the last row.
+    each, more = count * units // programs, count * units % programs
+    lo = nth * each + tl.minimum(nth, more)
+    hi = lo + each + (nth < more).to(tl.int32)
     plane = segments.to(tl.int64) * room
     sums += segment.to(tl.int64) * room
-    for k in range(nth, count * parts, programs):
-        place = k // parts
-        part = k - place * parts
+    for place in range(lo // units, tl.cdiv(hi, units)):
         row = segment * SEGMENT + tl.max(tl.where(live & (found == place + 1), index, 0), 0)
         own = own_or(scale, scales, row, None)
+        first, last = tl.maximum(lo - place * units, 0), hi - place * units
+        last = tl.where(last < units, last, splits)
         if ALIKE:
             start = offset(row, inner, policy_so, policy_si)
             start = tl.where(of_ref == 0, start, offset(row, inner, ref_so, ref_si))
-            sum_part(
-                tl.where(of_ref == 0, policy, ref), start, part, parts, most, splits,
+            sum_splits(
+                tl.where(of_ref == 0, policy, ref), start, first, last, units == 1, splits,
                 sums + of_ref * 2 * plane, place, plane, V, own, False, WORD, LOG_BLOCK, UNROLL, STEPS,
                 LOG_SPLITS,
             )  # fmt: skip
         elif of_ref == 0:
-            sum_part(
-                policy, offset(row, inner, policy_so, policy_si), part, parts, most, splits, sums, place,
-                plane, V, own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
+            sum_splits(
+                policy, offset(row, inner, policy_so, policy_si), first, last, units == 1, splits, sums,
+                place, plane, V, own, ENTROPY, WORD, LOG_BLOCK, UNROLL, STEPS, LOG_SPLITS,
             )  # fmt: skip
         elif ref is not None:
-            sum_part(
-                ref, offset(row, inner, ref_so, ref_si), part, parts, most, splits,
+            sum_splits(
+                ref, offset(row, inner, ref_so, ref_si), first, last, units == 1, splits,
                 sums + (2 + ENTROPY) * plane, place, plane, V, own, False, REF_WORD, LOG_BLOCK, UNROLL,
                 STEPS, LOG_SPLITS,
             )  # fmt: skip
@@ -248,7 +244,7 @@ def store_rows(row, mask, N, ratio, kl, logp, entropy, stats, slopes, found):
 @triton.jit(do_not_specialize=_BATCH)
 def finish_rows(
     policy, ids, mask, ref, old_logp, ref_logp, ratio, kl, logp, entropy, stats, slopes, scales, inverses,
-    scale, inverse, ignore_index, N, V, inner, sums, wanted, room, most, splits,
+    scale, inverse, ignore_index, N, V, inner, sums, room, most, splits,
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
     given_si, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -262,8 +258,8 @@ def finish_rows(
         (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
     found = tl.cumsum(live.to(tl.int32), 0)
-    parts = parts_of(tl.max(found, 0), wanted, most, splits, room)
-    left = tl.where(parts == 1, 1, splits)  # number of sums per row
+    # The number of sums per row.
+    left = tl.where(units_of(tl.max(found, 0), most, splits, room) == 1, 1, splits)
     good = live & (token >= 0) & (token < V)
     scale, inverse = own_or(scale, scales, row, live), own_or(inverse, inverses, row, live)
     at = offset(row, inner, policy_so, policy_si) + token
@@ -324,11 +320,8 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     segments, rows, most = -(-N // SEGMENT), min(N, SEGMENT), plan.parts
     wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # per segment
     programs = min(rows * most, wanted, max(rows * most // SPLITS_EACH, wanted // 4, 1))
-    # Sums of single splits are stored only if rows have two parts or more, and for at most this many rows:
-    # see `parts_of`.
-    cut = min(rows, max(wanted // 2, 3 * wanted // (2 * most)))
     planes = (2 if ref is None else 4) + (entropy is not None)
-    room = max(rows, min(cut * plan.splits, MOST_SUMS // (planes * segments)))
+    room = max(rows, min(rows * plan.splits, MOST_SUMS // (planes * segments)))
     sums = empty(planes, segments, room)
     early = launches_early(device)
     word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
@@ -337,13 +330,13 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     alike = alike and (z.data_ptr() % 16 == 0) == (ref.data_ptr() % 16 == 0)
     launch(
         sum_parts, (segments * (1 if ref is None else 2), programs), z, ref, ids, mask, sums,
-        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, wanted, room, most, *strides[:8],
+        scaled.scales, scaled.scale, args["ignore_index"], N, V, inner, room, most, *strides[:8],
         ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike, LOG_SPLITS=plan.log_splits,
         SEGMENT=SEGMENT, EARLY=early, **plan.order, **plan.options,
     )  # fmt: skip
     launch(
         finish_rows, (segments,), *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
-        sums, wanted, room, most, plan.splits, *strides, LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT,
+        sums, room, most, plan.splits, *strides, LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT,
         EARLY=early, num_warps=4, enable_fp_fusion=False, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return results
