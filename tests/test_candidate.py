@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+import isobit as isobit_package
 import third_party
 from candidate_faults import check, fault
 from commands import Isobit
 from isobit import ContractError, testing
+from isobit.check.proof import InputOptions
+from isobit.check.proofs import proof_of
 from isobit.check.runner import UNSUPPORTED
+from isobit.op import OPS
 
 HERE, PACKAGE = Path(__file__).parent, Path(testing.__file__).parent
 
@@ -88,6 +92,37 @@ def test_a_wrong_gradient_of_one_input_is_named() -> None:
 def test_nan_out_of_a_masked_row_is_named() -> None:
     text = fault(third_party.leaks_masked_nan, "accuracy", case="N=20 V=130 fp32 mask=0.25")
     assert "0:logp: " in text and "ours nan" in text and "truth 0" in text
+
+
+OF_TOKENS = [name for name, op in OPS.items() if op.function and "ignore_index" in op.contract.names]
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_rows_that_only_their_id_excludes_are_judged(name: str) -> None:
+    """A function that takes ignore_index may take no mask."""
+    proof = proof_of(OPS[name])
+    (case,) = (c for c in proof.cases if c.options.get("mask") == "ids")
+    args = proof.make(case, torch.device("cpu"), InputOptions())
+    ignored = args["token_ids"] == args["ignore_index"]
+    states = args.get("policy_logits", args.get("logits", args.get("hidden")))
+    assert args["mask"] is None and 0 < ignored.sum() < ignored.numel() and not case.heavy
+    assert states[ignored].isnan().all() and not states[~ignored].isnan().any()
+    function = getattr(isobit_package, name)
+    text = fault(third_party.counting_ignored(function), "accuracy", op=name, case=case.name)
+    assert f"0:{proof.outputs[0]}: " in text
+
+
+@pytest.mark.parametrize(
+    ("function", "law", "case", "named"),
+    [
+        (third_party.answers_for_ignored, "accuracy", "N=7 V=130 fp32 mask=ids", "ours 123, torch 0"),
+        (third_party.answers_for_ignored, "invariant", "N=12 V=999 fp32 random", "123 against 0"),
+        (third_party.gradient_for_ignored, "gradient", "N=7 V=130 fp32 mask=ids", "ours 1, torch 0"),
+        (third_party.gradient_for_ignored, "invariant", "N=12 V=999 fp32 random", "1 against 0"),
+    ],
+)
+def test_what_ignored_rows_return_is_named(function: Any, law: str, case: str, named: str) -> None:
+    assert named in fault(function, law, case=case)
 
 
 def test_writing_into_an_input_is_named() -> None:

@@ -1,6 +1,7 @@
 """Elementwise comparison with the truth, within what plain PyTorch achieves; and comparison of bits."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,6 +128,17 @@ def _distance(x: Tensor, truth: Tensor) -> Tensor:
 
 def same_bits(output: str, ours: Tensor, other: Tensor, what: str) -> OutputCheck:
     """Raw bits equal (NaN payloads and signed zeros included)."""
+    return _same(output, ours, other, what, differing)
+
+
+def same_values(output: str, ours: Tensor, other: Tensor, what: str) -> OutputCheck:
+    """Equal numbers: a zero may have either sign, and NaN equals nothing."""
+    return _same(output, ours, other, what, torch.ne)
+
+
+def _same(
+    output: str, ours: Tensor, other: Tensor, what: str, unlike: Callable[[Tensor, Tensor], Tensor]
+) -> OutputCheck:
     check = OutputCheck(
         output,
         list(ours.shape),
@@ -147,7 +159,7 @@ def same_bits(output: str, ours: Tensor, other: Tensor, what: str) -> OutputChec
             f"{what}: {list(ours.shape)} {ours.dtype} against {list(other.shape)} {other.dtype}",
         )
         return check
-    differ = differing(ours, other)
+    differ = unlike(ours, other)
     if bool(differ.any()):
         first = [int(i) for i in differ.nonzero()[0]]
         at = tuple(first)

@@ -104,14 +104,29 @@ def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
     return found
 
 
-def mask_of(wanted: torch.dtype | float, N: int, ids: Tensor, ignore_index: int) -> Tensor:
+#: The option `mask` of a case without a mask, in which some rows are ignored by their id. A function may take
+#: `ignore_index` and no mask.
+BY_IDS = "ids"
+
+
+def mask_of(wanted: torch.dtype | float | str, N: int, ids: Tensor, ignore_index: int) -> Tensor | None:
     """A mask of this dtype in which every fourth row does not count; some of the others are then ignored by
-    their id, in place. Or a random mask with this fraction of rows that count."""
+    their id, in place. Or a random mask with this fraction of rows that count. Or no mask: every third row is
+    ignored by its id."""
     index = torch.arange(N)
+    if wanted == BY_IDS:
+        ids[index % 3 == 1] = ignore_index
+        return None
     if isinstance(wanted, torch.dtype):
         ids[index % 8 == 6] = ignore_index
         return (index % 4 != 3).to(wanted)
-    return torch.rand(N, generator=torch.Generator().manual_seed(17)) < wanted
+    assert not isinstance(wanted, str)
+    return random_mask(wanted, N)
+
+
+def random_mask(fraction: float, N: int) -> Tensor:
+    """A mask in which about this fraction of the rows counts."""
+    return torch.rand(N, generator=torch.Generator().manual_seed(17)) < fraction
 
 
 # The same sum in another order

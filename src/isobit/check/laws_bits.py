@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.backend import NONE, UnsupportedError
-from isobit.check.compare import OutputCheck, differing, same_bits
+from isobit.check.compare import OutputCheck, differing, same_bits, same_values
 from isobit.check.laws_shared import shared_gradients
 from isobit.check.laws_stream import sums_over_rows
 from isobit.check.proof import Args, Control, Sample
@@ -133,9 +133,9 @@ def poisoned_memory() -> Iterator[None]:
 def invariant(trial: Trial) -> list[OutputCheck]:
     """Bits do not depend on the batch. Laws F and V: a row's bits do not depend on the other rows, their
     number or order, padding, chunking, strides, alignment, or on which other outputs are requested; if rows
-    act in groups, not on other groups. Law W: the bits of a sum over rows do not depend on rows that do not
-    count, on layout, or on how the rows are split into two calls. Controls: another order of a sum changes
-    bits."""
+    act in groups, not on other groups. Rows that do not count return what the formula says, with a gradient
+    of 0. Law W: the bits of a sum over rows do not depend on rows that do not count, on layout, or on how the
+    rows are split into two calls. Controls: another order of a sum changes bits."""
     _promises_bits(trial)
     if trial.case.data == "constant":
         raise Unsupported("constant inputs: every order of a sum of equal terms is the same")
@@ -163,18 +163,24 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     N, unit = units.count, "rows" if units.groups is None else "groups"
     #: Outputs that are sums over the batch, and so depend on it.
     sums = [i for i, axis in enumerate(rows.outputs) if axis is None]
+    #: Whether padding rows are excluded; otherwise they are rows of NaN like any other.
+    excluded = "ignore_index" in trial.op.contract.names
 
     def compare(
         what: str, index: Tensor, changed: Args, take: Tensor | None = None, trial: Trial = trial,
         without: Container[int] = sums,
     ) -> None:  # fmt: skip
         """Rows `take` of the changed batch (all by default) must equal rows `index` of the whole one, with
-        the same cotangents."""
+        the same cotangents. All others are padding."""
         given = rows.of_outputs(cotangents, index)
         if take is not None:
-            given = tuple(rows.spread(given, take, rows.count(changed)))
+            given = tuple(rows.spread(given, take, rows.count(changed), fill=1.0 if excluded else 0.0))
         outputs, grads = replace(trial, given=given).backward(changed)
         if take is not None:
+            rest = _others(take, rows.count(changed))
+            if excluded and len(rest):
+                padded = rows.of_outputs(outputs, rest), rows.of_gradients(grads, rest)
+                checks.extend(_as_excluded(what, trial, rows, rows.select(changed, rest[:1]), padded))
             outputs, grads = rows.of_outputs(outputs, take), rows.of_gradients(grads, take)
         base = rows.of_outputs(whole[0], index), rows.of_gradients(whole[1], index)
         checks.extend(_compare_runs(trial, (outputs, grads), base, what, without))
@@ -227,6 +233,22 @@ def _replaced(rows: Rows, args: Args, extra: Args, keep: Tensor) -> Args:
     names = rows.present(args)
     kept = rows.select(args, keep)
     return args | {n: extra[n].index_copy(extra[n].ndim + rows.args[n], keep, kept[n]) for n in names}
+
+
+def _others(taken: Tensor, total: int) -> Tensor:
+    """The numbers of all other rows."""
+    left = torch.ones(total, dtype=torch.bool, device=taken.device).index_fill(0, taken, False)
+    return left.nonzero()[:, 0]
+
+
+def _as_excluded(what: str, trial: Trial, rows: Rows, one: Args, found: Run) -> list[OutputCheck]:
+    """What padding rows return: the values that the formula has for one of them, and a gradient of 0."""
+    by_rows = [i for i, axis in enumerate(rows.outputs) if axis is not None and found[0][i].numel()]
+    truth = trial.proof.formula(one) if by_rows else ()
+    names = trial.proof.outputs
+    pairs = [(f"{i}:{names[i]}", found[0][i], truth[i].expand_as(found[0][i])) for i in by_rows]
+    pairs += [(f"gradient:{name}", g, g.new_zeros(()).expand_as(g)) for name, g in found[1].items()]
+    return [same_values(name, ours, other, f"{what}: what these return") for name, ours, other in pairs]
 
 
 def _control(trial: Trial, control: Control, args: Args, whole: Run) -> OutputCheck:

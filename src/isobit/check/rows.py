@@ -60,8 +60,8 @@ class Rows:
     def of_gradients(self, grads: dict[str, Tensor], index: Tensor) -> dict[str, Tensor]:
         return {name: g.index_select(self.args[name], index) for name, g in grads.items()}
 
-    def spread(self, outputs: Sequence[Tensor], index: Tensor, total: int) -> list[Tensor]:
-        """Rows of outputs at other places among `total` rows, with zeros elsewhere."""
+    def spread(self, outputs: Sequence[Tensor], index: Tensor, total: int, fill: float = 0.0) -> list[Tensor]:
+        """Rows of outputs at other places among `total` rows, with `fill` elsewhere."""
         found = []
         for o, axis in zip(outputs, self.outputs, strict=True):
             if axis is None:
@@ -69,7 +69,7 @@ class Rows:
                 continue
             shape = list(o.shape)
             shape[axis] = total
-            found.append(o.new_zeros(shape).index_copy(o.ndim + axis, index, o))
+            found.append(o.new_full(shape, fill).index_copy(o.ndim + axis, index, o))
         return found
 
 

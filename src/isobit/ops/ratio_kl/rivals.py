@@ -20,7 +20,6 @@ from isobit.blocks.tokens import live_rows
 from isobit.check import inputs as alter
 from isobit.check.proof import Args, Case, Cost
 from isobit.ops.ratio_kl import reference
-from isobit.ops.ratio_kl.proof.inputs import IGNORE
 
 # Rivals
 
@@ -161,7 +160,7 @@ def live_count(N: int, density: float) -> int:
     """How many rows of a case count."""
     if density == 1:
         return N
-    return int(alter.mask_of(density, N, torch.zeros(N, dtype=torch.int64), IGNORE).sum())
+    return int(alter.random_mask(density, N).sum())
 
 
 def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:

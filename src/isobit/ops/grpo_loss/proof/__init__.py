@@ -62,6 +62,7 @@ _CASES = [
     Case({"B": 2, "T": 4200, "V": 33}, F32, heavy=True, options={
         "mask": 0.3, "by": "tokens", "weights": True}),
     Case({"B": 5, "T": 6, "V": 50257}, F16, heavy=True, options={"by": "bounds", "mask": torch.bool}),
+    Case({"B": 2, "T": 2, "V": 17}, F32, options={"mask": alter.BY_IDS}),
 ]  # fmt: skip
 
 # A fixed divisor, whatever the batch; otherwise the gradient of a row depends on the number of rows.

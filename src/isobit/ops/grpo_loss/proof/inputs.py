@@ -56,7 +56,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args["reduction"] = case.options.get("reduction", "token_mean")
     normalizer = case.options.get("normalizer")
     args["normalizer"] = torch.tensor(7, device=device) if normalizer == "tensor" else normalizer
-    if args["mask"] is not None:
+    if case.options.get("mask") is not None:
         dead = ~live_rows(args["token_ids"], args["mask"], args["ignore_index"])
         for name, t in args.items():
             if isinstance(t, Tensor) and t.is_floating_point() and t.shape[:2] == dead.shape:

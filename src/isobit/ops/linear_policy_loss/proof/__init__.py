@@ -127,6 +127,8 @@ _HEAVY = [
     _heavy({"N": 4000, "D": 64, "V": 3000}, BF16, 1024, sequences=4, bias=F32, temperature=0.7),
 ]
 
+_IGNORED = [Case({"B": 3, "T": 16, "D": 16, "V": 72}, BF16, options={"mask": alter.BY_IDS})]
+
 _BITS = [
     Case({"N": 1300, "D": 136, "V": 1000}, BF16, "random", options={"bias": "own", "mask": 0.9}),
     _heavy({"N": 4500, "D": 512, "V": 3000}, BF16, 1024, mask=torch.bool, bias="own"),
@@ -146,7 +148,7 @@ PROOF = Proof(
     layouts=inputs.LAYOUTS,
     lay_out=inputs.lay_out,
     memory=memory,
-    cases=_SMALL + _HEAVY,
+    cases=_SMALL + _HEAVY + _IGNORED,
     bit_cases=_BITS,
     memory_cases=[
         Case({"N": 64, "D": 64, "V": 120}, BF16, data="random", options={"workspace_bytes": _rows(16, 120)}),

@@ -66,7 +66,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args |= {"ref_logits": None} if case.options.get("ref") else {"ref_logp": None}
     args |= {"ref_logp": None, "return_kl": False} if case.options.get("ref") == "none" else {}
     args |= {"old_logp": None} if case.options.get("old") == "none" else {}
-    if args["mask"] is not None:
+    if wanted is not None:
         dead = ~live_rows(ids, args["mask"], IGNORE)
         for t in (t for t in args.values() if isinstance(t, Tensor) and t.is_floating_point()):
             t[dead.to(t.device)] = NAN
