@@ -4,6 +4,7 @@ run that could not be finished."""
 import json
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,23 @@ def test_stale_results_are_listed_with_the_command_that_renews_them(isobit: Isob
     assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0
     path.write_text(json.dumps(found))
     assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 1
+
+
+def test_declared_results_that_nobody_measured_are_missing(isobit: Isobit, tmp_path: Path) -> None:
+    isobit("check", *SMALL, "--law", "accuracy", "--results", str(tmp_path))
+    gpu = tmp_path / "h200"
+    (tmp_path / "cpu").rename(gpu)  # a CPU misses nothing
+    lines = isobit("report", "--stale", "--results", str(tmp_path)).out.splitlines()
+    after = dict(pairwise(lines))
+    assert f"missing  {gpu / 'check_logp.json'}" not in lines
+    for name, command in (
+        ("check_grpo_loss", "check --op grpo_loss --op group_advantages"),
+        ("memcheck_det_gemm", "memcheck --op det_gemm --op det_linear --op det_gemm_dw"),
+        ("ratio_kl", "bench --op ratio_kl"),
+        ("delta_rule", "bench --op chunk_gated_delta_rule_bwd_dhu"),
+        ("zero_drift", "bench --suite zero_drift"),
+    ):
+        assert after[f"missing  {gpu / name}.json"] == f"       isobit {command} --results {tmp_path}"
+    count = sum(line.startswith("missing  ") for line in lines)
+    assert lines[-1] == f"0 of 1 result files are stale, {count} more are missing"
+    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0

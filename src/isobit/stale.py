@@ -1,4 +1,5 @@
-"""Which result files are up to date: those that were measured with the current kernels."""
+"""Which result files are up to date: those that were measured with the current kernels. And which are
+missing: an op or a suite is declared, and nobody has measured it on this GPU."""
 
 import json
 import re
@@ -7,25 +8,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.suites import suite_names
+from isobit.check.proofs import proofs
 from isobit.contract import ContractError
-from isobit.op import OPS
+from isobit.op import OPS, public_ops
 from isobit.stamp import why_stale
 
 
 @dataclass(frozen=True)
 class Result:
-    """One result file: why it is stale, None if it is not, and the command that renews it."""
+    """One result file: why it is stale, None if it is not, and the command that renews it; or that makes it,
+    if it is missing."""
 
     path: Path
     stale: str | None
     command: str
+    missing: bool = False
 
 
 def results_in(folder: Path) -> list[Result]:
-    """Every result file under a folder, by name."""
+    """Every result file under a folder, by name, and for every GPU in it those that are missing."""
     if not folder.is_dir():
         raise ContractError(f"--results {folder}: no such folder")
-    return [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
+    found = [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
+    # A CPU has no results that are complete: it has no memcheck, and times there are of no interest.
+    gpus = {result.path.parent for result in found if result.path.parent.name != "cpu"}
+    there = {result.path for result in found}
+    absent = [
+        Result(gpu / name, None, f"{command} --results {folder}", missing=True)
+        for gpu in gpus for name, command in _declared().items() if gpu / name not in there
+    ]  # fmt: skip
+    return sorted([*found, *absent], key=lambda result: result.path)
+
+
+def _declared() -> dict[str, str]:
+    """The result files that a GPU can have, with the commands that make them: a check, a memcheck and a
+    benchmark of every folder of ops, and the suites."""
+    folders: dict[str, list[str]] = {}
+    for name, op in public_ops().items():
+        folders.setdefault(op.folder, []).append(name)
+    found = {f"{name}.json": f"isobit bench --suite {name}" for name in suite_names()}
+    for folder, names in folders.items():
+        found[f"check_{folder}.json"] = " ".join(["isobit check", *(f"--op {name}" for name in names)])
+        watched = [name for name in names if proofs()[name].kernels]
+        if watched:
+            every = (f"--op {name}" for name in watched)
+            found[f"memcheck_{folder}.json"] = " ".join(["isobit memcheck", *every])
+        found[f"{folder}.json"] = f"isobit bench --op {folder if folder in names else names[0]}"
+    return found
 
 
 def examine(path: Path, folder: Path) -> Result:
@@ -64,12 +94,16 @@ def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
 
 
 def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
-    """One line per file, and below a stale one the command that renews it."""
+    """One line per file, and below a stale or missing one the command that makes it."""
     found = []
     for result in results:
-        if result.stale is not None:
+        if result.missing:
+            found += [f"missing  {result.path}", f"       {result.command}"]
+        elif result.stale is not None:
             found += [f"stale  {result.path}: {result.stale}", f"       {result.command}"]
         elif not only_stale:
             found.append(f"fresh  {result.path}")
-    count = sum(result.stale is not None for result in results)
-    return [*found, f"{count} of {len(results)} result files are stale"]
+    stale = sum(result.stale is not None for result in results)
+    missing = sum(result.missing for result in results)
+    more = f", {missing} more are missing" if missing else ""
+    return [*found, f"{stale} of {len(results) - missing} result files are stale{more}"]
