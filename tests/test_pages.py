@@ -24,7 +24,6 @@ from isobit.pages.bench import section
 from isobit.pages.saved import compare, read_report, summary_line
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
-SHOWN = [path for path in RESULTS if not path.name.startswith("memcheck")]
 
 
 class Shape(HTMLParser):
@@ -73,7 +72,7 @@ def report_of_a_check(**changes: Any) -> dict[str, Any]:
     return head | {"ok": 2 - fails, "fail": fails, "unsupported": 1, "passed": not fails, "candidates": [one]}
 
 
-@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_every_committed_report_has_a_page_that_fetches_nothing(path: Path) -> None:
     report = read_report(path)
     text = page([report])
@@ -83,6 +82,8 @@ def test_every_committed_report_has_a_page_that_fetches_nothing(path: Path) -> N
     if "rows" in report:
         for row in report["rows"]:
             assert f"{row['op']} {row['case']} {row['direction']}" in text and f"{row['ms']:.4g}" in text
+    elif "runs" in report:
+        assert all(run["summary"] in text for run in report["runs"])
     else:
         assert all(one["op"] in text and one["candidate"] in text for one in report["candidates"])
 
@@ -151,7 +152,7 @@ def test_one_list_of_colours_shows_on_white_and_on_black() -> None:
 
 
 def test_times_stand_worst_first_beside_the_fastest_rival() -> None:
-    report = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    report = read_report(next(path for path in RESULTS if path.name == "logp.json"))
     (forward, *_) = section(report)["groups"]
     times = [case["times"] for case in forward["cases"]]
     assert times == sorted(times) and [case["open"] for case in forward["cases"]][:2] == [True, False]
@@ -182,7 +183,7 @@ def test_a_check_is_worse_if_a_law_fails_or_no_longer_runs() -> None:
 
 
 def test_a_benchmark_is_worse_where_it_is_slower_or_takes_more_memory() -> None:
-    old = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    old = read_report(next(path for path in RESULTS if path.name == "logp.json"))
     new = copy.deepcopy(old)
     ours = [row for row in new["rows"] if row["impl"].startswith("isobit")]
     rival = next(row for row in new["rows"] if not row["impl"].startswith("isobit"))
@@ -199,11 +200,36 @@ def test_a_benchmark_is_worse_where_it_is_slower_or_takes_more_memory() -> None:
 
 
 def test_a_candidate_is_compared_like_isobit() -> None:
-    old = read_report(next(path for path in SHOWN if path.name == "logp.json"))
+    old = read_report(next(path for path in RESULTS if path.name == "logp.json"))
     next(row for row in old["rows"] if row["impl"] == "native")["impl"] = "candidate"
     new = copy.deepcopy(old)
     next(row for row in new["rows"] if row["impl"] == "candidate")["ms"] *= 1.2
     assert [(c.worse, c.what.endswith(" candidate")) for c in compare(old, new, 1.05)] == [(True, True)]
+
+
+def report_of_a_memcheck(**changes: Any) -> dict[str, Any]:
+    run = {"errors": 0, "calls": 7, "unsupported": 1, "seconds": 3.2, "passed": True, "summary": "0 errors"}
+    control = run | {
+        "op": "--control",
+        "backend": "",
+        "calls": 0,
+        "summary": "3 errors: its wrong write is seen",
+    }
+    head = {"suite": "isobit memcheck", "stamp": report_of_a_check()["stamp"], "tool": "compute-sanitizer 1"}
+    mine = run | {"op": "logp", "backend": "triton"} | changes
+    return head | {"passed": mine["passed"], "runs": [control, mine]}
+
+
+def test_a_memcheck_is_shown_and_compared() -> None:
+    good = report_of_a_memcheck()
+    bad = report_of_a_memcheck(passed=False, summary="2 errors, exit code 99: Invalid write of size 4")
+    assert summary_line(good) == "memcheck of logp: 7 calls, 0 of 2 runs failed"
+    text = page([good, bad])
+    assert "no wrong access" in text and "1 of 2 runs FAIL" in text and "Invalid write of size 4" in text
+    assert "Control: 3 errors: its wrong write is seen." in text and "isobit memcheck --op logp" in text
+    assert [str(c) for c in compare(good, bad, 1.05)] == ["WORSE logp triton: ok -> FAIL"]
+    with pytest.raises(ContractError, match="a memcheck and a check cannot be compared"):
+        compare(report_of_a_check(), good, 1.05)
 
 
 # The command

@@ -14,6 +14,8 @@ from test_pages import report_of_a_check
 LOOK = Path(__file__).with_name("look.js").read_text()
 RESULTS = Path(__file__).parent.parent / "results" / "h200"
 
+FILES = ("check_linear_logp.json", "memcheck_linear_logp.json", "det_gemm.json", "logp.json")
+
 DESKTOP, PHONE = 1280, 390
 
 #: Whether the button says so within three seconds.
@@ -28,14 +30,14 @@ COPIED = """(async () => {
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of all there is: a check that fails, a run of nothing, a check that passes, two benchmarks, one
-    of them with goals and charts, and the curves of a demo."""
+    """A page of all there is: a check that fails, a run of nothing, a check that passes, a memcheck, two
+    benchmarks, one of them with goals and charts, and the curves of a demo."""
     reason = "0:logp: 3 of 4 beyond the bound; worst at [1, 0]: ours 2.25, torch 2.2500002, truth 2.25000019"
     broken = report_of_a_check(status="FAIL", reason=reason)
     broken["tolerances"] = {"file": "own.json", "looser": ["logprob forward bf16: 3 units, isobit allows 1"]}
     broken["candidates"][0]["serves"] = {"takes": ["logits", "token_ids"], "outputs": ["logp"]}
     nothing = report_of_a_check() | {"passed": False, "nothing_ran": "nothing was checked: no kernels here"}
-    saved = [read_report(RESULTS / name) for name in ("check_linear_logp.json", "det_gemm.json", "logp.json")]
+    saved = [read_report(RESULTS / name) for name in FILES]
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page([broken, nothing, *saved, demo()], "isobit report"))
     return path
@@ -66,7 +68,7 @@ def test_a_page_looks_well(browser: Chromium, shown: Path, width: int, dark: boo
     tab, wrong = looked_at(browser, shown, width, dark)
     assert wrong == []
     closed = tab.run("document.querySelectorAll('details:not([open])').length")
-    assert closed > 50 and tab.run("document.querySelectorAll('section').length") == 6
+    assert closed > 50 and tab.run("document.querySelectorAll('section').length") == 7
     tab.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert tab.run(LOOK) == []
     papers = tab.run("getComputedStyle(document.body).backgroundColor")

@@ -378,7 +378,7 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="JSON files of check and bench, shown together")
+        list[Path] | None, typer.Argument(help="JSON files of check, memcheck and bench, shown together")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[

@@ -1,9 +1,9 @@
-"""Reports of `isobit check`, `isobit bench` and `isobit demo` as one self-contained HTML page: no network,
-and no script but for the buttons that copy commands.
+"""Reports of `isobit check`, `memcheck`, `bench` and `demo` as one self-contained HTML page: no network, and
+no script but for the buttons that copy commands.
 
 A page shows any number of reports, one section each: what was proven, errors with their bounds, which bits
-were compared, times beside rivals, and what a demo learned. It is made from the JSON that check and bench
-write, so a saved file gives the same page as the run that made it.
+were compared, what compute-sanitizer found, times beside rivals, and what a demo learned. It is made from the
+JSON that these commands write, so a saved file gives the same page as the run that made it.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 from isobit.bench.report import format_stamp
 from isobit.contract import ContractError
-from isobit.pages import bench, check, demo
+from isobit.pages import bench, check, demo, memcheck
 
 
 def page(reports: Sequence[dict[str, Any]], title: str = "isobit") -> str:
@@ -31,11 +31,13 @@ def _section(report: dict[str, Any]) -> dict[str, Any]:
     }
     if "candidates" in report:
         return {"kind": "check", **head, **check.section(report)}
+    if "runs" in report:
+        return {"kind": "memcheck", **head, **memcheck.section(report)}
     if "rows" in report:
         return {"kind": "bench", **head, **bench.section(report)}
     if "steps" in report:
         return {"kind": "demo", **head, **demo.section(report)}
-    raise ContractError(f"a page shows reports of check and bench, not of {report.get('suite')!r}")
+    raise ContractError(f"a page shows reports of check, memcheck and bench, not of {report.get('suite')!r}")
 
 
 def _template() -> Any:

@@ -6,17 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from isobit.contract import ContractError
+from isobit.pages.memcheck import runs
+
+#: What a report holds, and the kind of report that this makes it.
+KINDS = {"candidates": "a check", "runs": "a memcheck", "rows": "a benchmark"}
+
+
+def kind_of(report: dict[str, Any]) -> str:
+    return next(kind for key, kind in KINDS.items() if key in report)
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of check or bench."""
+    """A report of check, memcheck or bench."""
     try:
         found = json.loads(path.read_text())
-        known = isinstance(found, dict) and "stamp" in found and ("candidates" in found or "rows" in found)
+        known = isinstance(found, dict) and "stamp" in found and any(kind in found for kind in KINDS)
     except (OSError, ValueError) as error:
         raise ContractError(f"{path}: cannot be read ({error})") from None
     if not known:
-        raise ContractError(f"{path}: not a report of isobit check or isobit bench")
+        raise ContractError(f"{path}: not a report of isobit check, memcheck or bench")
     return dict(found)
 
 
@@ -26,6 +34,11 @@ def summary_line(report: dict[str, Any]) -> str:
         counts = f"{report['ok']} ok, {report['fail']} failed, {report['unsupported']} unsupported"
         partly = f"; {report['interrupted']}" if report.get("interrupted") else ""
         return f"check of {ops or 'nothing'}: {counts}{partly}"
+    if "runs" in report:
+        mine = runs(report)
+        ops = ", ".join(dict.fromkeys(run["op"] for run in mine))
+        calls, failed = sum(run["calls"] for run in mine), sum(not run["passed"] for run in report["runs"])
+        return f"memcheck of {ops or 'nothing'}: {calls} calls, {failed} of {len(report['runs'])} runs failed"
     met = [entry["met"] for entry in report.get("summary", [])]
     goals = f", {sum(met)} of {len(met)} goals met" if met else ""
     ops = ", ".join(dict.fromkeys(row["op"] for row in report["rows"]))
@@ -47,21 +60,24 @@ class Change:
 
 def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Change]:
     """What changed between two reports of the same kind, what is worse first."""
-    if ("candidates" in old) != ("candidates" in new):
-        raise ContractError("a check and a benchmark cannot be compared")
-    found = _laws(old, new) if "candidates" in old else _times(old, new, slower)
+    kinds = {"older": kind_of(old), "newer": kind_of(new)}
+    if kinds["older"] != kinds["newer"]:
+        raise ContractError(f"{kinds['newer']} and {kinds['older']} cannot be compared")
+    found = _verdicts(old, new) if "rows" not in old else _times(old, new, slower)
     return sorted(found, key=lambda change: not change.worse)
 
 
-def _laws(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Cells whose verdict changed. One that passed and does not run any more is worse, too."""
-    before, now = (
-        {
-            f"{case['op']} {case['backend']} {case['law']} [{case['case']}]": case["status"]
-            for one in report["candidates"] for case in one["cases"]
-        }
-        for report in (old, new)
-    )  # fmt: skip
+def _statuses(report: dict[str, Any]) -> dict[str, str]:
+    """The verdict of every cell of a check, or of every op and backend of a memcheck."""
+    if "runs" in report:
+        return {f"{run['op']} {run['backend']}": "ok" if run["passed"] else "FAIL" for run in runs(report)}
+    cases = [case for one in report["candidates"] for case in one["cases"]]
+    return {f"{c['op']} {c['backend']} {c['law']} [{c['case']}]": c["status"] for c in cases}
+
+
+def _verdicts(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Verdicts that changed. What passed and does not run any more is worse, too."""
+    before, now = _statuses(old), _statuses(new)
     changes = []
     for name in dict.fromkeys((*before, *now)):
         was, is_now = before.get(name, "not there"), now.get(name, "not there")

@@ -22,7 +22,7 @@ def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, s
     if slower is not None:
         if against is None:
             raise ContractError("--slower is for a comparison: name the older file with --against")
-        if "candidates" in reports[0]:
+        if "rows" not in reports[0]:
             raise ContractError("--slower has no effect on checks: they have no times to compare")
         if slower < 1:
             raise ContractError(f"--slower {slower:g}: times an older time that count as worse, from 1 on")
