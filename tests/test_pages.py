@@ -26,6 +26,15 @@ from isobit.pages.saved import compare, read_report, summary_line
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
 
 
+#: Whether a page has a roofline of operations, and one of bytes.
+ROOFS = {
+    "logp": (False, True),
+    "rms_norm": (False, True),
+    "linear_logp": (True, False),
+    "attention": (True, False),
+}
+
+
 class Shape(HTMLParser):
     """Tags that are open at the end, and everything that would be fetched."""
 
@@ -161,6 +170,24 @@ def test_times_stand_worst_first_beside_the_fastest_rival() -> None:
     ours = next(row["ms"] for row in mine if row["impl"] == "isobit")
     rivals = [row["ms"] for row in mine if not row["impl"].startswith(("isobit", "copy"))]
     assert worst["times"] == min(rivals) / ours and worst["bar"].startswith("left:50%")
+
+
+def test_a_roofline_is_of_operations_or_of_bytes() -> None:
+    """An op that is bound by memory has no operations to count; a copy beside a product is no such op."""
+    found = {path.stem: section(read_report(path)) for path in RESULTS if path.stem in ROOFS}
+    for name, (operations, of_bytes) in ROOFS.items():
+        assert (bool(found[name]["roofline"]), bool(found[name]["bandwidth"])) == (operations, of_bytes), name
+    report = read_report(next(path for path in RESULTS if path.stem == "logp"))
+    drawn = found["logp"]["bandwidth"]
+    places = [float(cy) for cy in re.findall(r'<circle cx="[0-9.]+" cy="([0-9.]+)" r="3.5"', drawn)]
+    assert len(places) == len(report["rows"]) and f"{report['stamp']['copy_tbps']:.3g} TB/s" in drawn
+    fastest = max(report["rows"], key=lambda row: row["tbps"])
+    label = f"{fastest['impl']} {fastest['case']} {fastest['direction']}: {fastest['tbps']:.4g} TB/s"
+    (height,) = re.findall(r'cy="([0-9.]+)" r="3.5"[^>]*><title>' + re.escape(label), drawn)
+    assert float(height) == min(places)
+    (roof,) = re.findall(r'class="roof" d="M[0-9.]+ ([0-9.]+)H', drawn)
+    above = sum(row["tbps"] > report["stamp"]["copy_tbps"] for row in report["rows"])
+    assert sum(place < float(roof) for place in places) <= above  # equal where they are nearer than a pixel
 
 
 def test_other_reports_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark section of a page: times and memory beside rivals, goals, and the roofline."""
+"""The benchmark section of a page: times and memory beside rivals, goals, and the rooflines."""
 
 import math
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
         "notes": report["notes"],
         "groups": _groups(_cases(rows)),
         "roofline": _roofline(report),
+        "bandwidth": _bandwidth(report),
         "shares": chart(report, inline=True) if report.get("against") and lines else "",
     }
 
@@ -114,3 +115,19 @@ def _roofline(report: dict[str, Any]) -> str:
     if not points:
         return ""
     return svg.roofline(points, stamp["copy_tbps"], stamp["best_tflops"])
+
+
+def _bandwidth(report: dict[str, Any]) -> str:
+    """Points of all rows of cases without counted operations, in which the bytes decide; empty if there are
+    none. A copy beside a product is not one of them."""
+
+    def case_of(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["op"], row["case"], row["direction"]
+
+    counted = {case_of(row) for row in report["rows"] if row.get("tflops")}
+    points = [
+        (row["tbps"] * row["ms"] * 1e3, row["tbps"], row["impl"].split(":")[0],
+         f"{row['impl']} {row['case']} {row['direction']}")
+        for row in report["rows"] if row.get("tbps") and case_of(row) not in counted
+    ]  # fmt: skip
+    return svg.bandwidth(points, report["stamp"]["copy_tbps"]) if points else ""
