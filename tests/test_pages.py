@@ -21,6 +21,7 @@ from isobit.cli import app
 from isobit.contract import ContractError
 from isobit.pages import page
 from isobit.pages.bench import section
+from isobit.pages.check import section as check_section
 from isobit.pages.saved import compare, read_report, summary_line
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
@@ -128,6 +129,23 @@ def test_bits_are_counted_by_what_changed_and_not_by_its_sizes() -> None:
         "passed": False
     }
     assert differ.format("fail", 1) in page([other])
+
+
+def test_bits_are_counted_in_elements_too() -> None:
+    """A tensor with one other bit and one with nothing but other bits are not the same."""
+    report = report_of_a_check()
+    case = report["candidates"][0]["cases"][1]
+    like = case["outputs"][0] | {"shape": [300, 4], "passed": True, "message": "rows permuted"}
+    few = {"passed": False, "message": "rows permuted: 7 of 1200 differ, first at [0, 1]: 1 against 2"}
+    case["outputs"] = [
+        like,
+        like | few,
+        like | {"passed": False, "message": "rows permuted: [3] against [4]"},
+    ]
+    case["law"] = "invariant"
+    (line,) = check_section(report)["bits"]
+    assert (line["compared"], line["differ"], line["other"], line["elements"]) == (3, 2, 1207, 3600)
+    assert 'data-name="of their elements">1,207 of 3,600' in page([report])
 
 
 def test_controls_stand_apart_from_comparisons() -> None:

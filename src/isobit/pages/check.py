@@ -1,5 +1,6 @@
 """The check section of a page: laws that hold, errors with their bounds, bits that were compared."""
 
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -16,6 +17,9 @@ COUNTS = (("ok", "ok", "ok"), ("fail", "failed", "fail"), ("unsupported", "unsup
 
 #: Marks the end of what a control changed, in its message.
 CHANGED = r" changes? (?:bits|no bit)| changed no bit"
+
+#: How many elements of how many have other bits, in the message of a comparison.
+DIFFER = r": (\d+) of (\d+) differ, first at "
 
 #: Number of errors that are shown; the others are folded.
 SHOWN = 20
@@ -92,10 +96,22 @@ def _bits(cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[
             altered = sum(" changes bits" in output["message"] for output in found)
             controls.append(line | {"tried": len(found), "altered": altered, "failed": failed})
         else:
-            bits.append(line | {"compared": len(found), "differ": failed})
+            elements = [_elements(output) for output in found]
+            counts = {"elements": sum(all_ for _, all_ in elements), "other": sum(n for n, _ in elements)}
+            bits.append(line | {"compared": len(found), "differ": failed, **counts})
     bits.sort(key=lambda line: not line["differ"])
     controls.sort(key=lambda line: not line["failed"])
     return _named_once(bits), _named_once(controls)
+
+
+def _elements(output: dict[str, Any]) -> tuple[int, int]:
+    """(elements with other bits, all elements) of a comparison. Its message says how many differ; if shapes
+    do, all elements do."""
+    total = math.prod(output["shape"])
+    if output["passed"]:
+        return 0, total
+    said = re.search(DIFFER, output["message"])
+    return (int(said[1]), int(said[2])) if said else (total, total)
 
 
 def _named_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
