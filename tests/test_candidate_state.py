@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import third_party
-from candidate_faults import check, fault
+from candidate_faults import check, fault, unwrapped
 from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.candidate import candidate_of
@@ -109,7 +109,9 @@ def test_a_change_by_the_backward_is_seen() -> None:
     def logp(logits: Tensor, token_ids: Tensor) -> Tensor:
         return third_party.right(Seeds.apply(logits), token_ids)
 
-    assert fault(logp, "gradient").count("changed PyTorch's random generator") > 5  # not by the first alone
+    text = fault(logp, "gradient")
+    assert text.count("changed PyTorch's random generator") == 1  # one reason
+    assert text.count("FAIL logp ") > 5  # and not of the first alone
 
 
 MODULE = """
@@ -152,7 +154,7 @@ def test_a_compiled_candidate_is_compiled_for_every_case() -> None:
         return found + 1 if torch.compiler.is_compiling() else found
 
     compiled = torch.compile(wrong_if_compiled, backend="eager", dynamic=False)
-    failures = [fault(each, "accuracy").count("0:logp: ") for each in (wrong, compiled)]
+    failures = [fault(each, "accuracy").count("FAIL logp ") for each in (wrong, compiled)]
     assert failures[0] == failures[1] > 8
 
 
@@ -279,7 +281,8 @@ def test_the_call_that_repeats_a_failure_of_a_local_function_repeats_it(given: d
         return third_party.right(logits / temperature, token_ids) + 1
 
     def failures(text: str) -> list[list[str]]:
-        lines = text.splitlines()
+        """Reason and command of each; the reasons of these differ."""
+        lines = unwrapped(text).splitlines()
         return [lines[i : i + 3] for i, line in enumerate(lines) if line.startswith("FAIL")]
 
     first = failures(fault(wrong, "accuracy", **given))[0]

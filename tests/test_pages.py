@@ -338,6 +338,18 @@ def test_what_did_not_run_is_said_once_a_reason_and_last() -> None:
     ]  # fmt: skip
 
 
+def test_failures_fit_into_eighty_columns_and_equal_ones_are_one() -> None:
+    long = "0:logp: 15 of 20 beyond the bound; worst at [0, 1]: ours 12.5268669, torch -3.69e-06, truth 0"
+    cells = [cell("accuracy", "FAIL", reason=long), cell("memory", "FAIL", reason="too much")]
+    cells.append(cell("gradient", "FAIL", reason=long))
+    assert notes(cells) == [
+        "FAIL logp triton accuracy [N=4 V=33 fp32]", "FAIL logp triton gradient [N=4 V=33 fp32]",
+        "     0:logp: 15 of 20 beyond the bound; worst at [0, 1]: ours 12.5268669, torch",
+        "     -3.69e-06, truth 0", "     isobit check", "     isobit check",
+        "FAIL logp triton memory [N=4 V=33 fp32]", "     too much", "     isobit check",
+    ]  # fmt: skip
+
+
 def test_progress_counts_and_leaves_out_what_did_not_run() -> None:
     said: list[str] = []
     tell = progress(3, said.append)

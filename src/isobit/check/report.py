@@ -176,11 +176,16 @@ def worst(cells: list[Cell]) -> list[str]:
 
 
 def notes(cells: list[Cell]) -> list[str]:
-    """Every failure with the command that repeats it, then what did not run, by reason."""
-    lines = []
+    """Every failure with the command that repeats it, those with the same reason together; then what did not
+    run, by reason."""
+    lines: list[str] = []
+    failed: dict[str, list[Cell]] = {}
     for c in (c for c in cells if c.status == FAIL):
-        name = f"FAIL {c.op} {c.backend} {c.law} [{c.case}]"
-        lines += [name, f"     {brief(c.reason)}", f"     {c.command}"]
+        failed.setdefault(brief(c.reason), []).append(c)
+    for reason, mine in failed.items():
+        lines += [f"FAIL {c.op} {c.backend} {c.law} [{c.case}]" for c in mine]
+        lines += textwrap.wrap(reason, COLUMNS, initial_indent=_UNDER, subsequent_indent=_UNDER, **_WHOLE)
+        lines += [f"{_UNDER}{c.command}" for c in mine]
     why: dict[str, dict[str, dict[str, None]]] = {}
     for c in (c for c in cells if c.status == UNSUPPORTED):
         who = why.setdefault(_reason(c), {}).setdefault(f"{c.op} {c.backend}", {})
@@ -203,6 +208,8 @@ def brief(reason: str) -> str:
     text = " ".join(reason.split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 65]} ... {text[-60:]}"
 
+
+_UNDER = " " * len("FAIL ")
 
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
