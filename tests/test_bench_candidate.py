@@ -35,7 +35,7 @@ def test_a_candidate_is_timed_beside_ours(tmp_path: Path) -> None:
     rows = {(row["impl"], row["direction"]): row for row in report["rows"]}
     assert {impl for impl, _ in rows} == {"isobit", "candidate"}
     assert all(rows["candidate", way]["max_abs"] < 1e-5 for way in ("fwd", "bwd", "fwd_bwd"))
-    assert "--candidate third_party:right" in report["command"]
+    assert "--candidate third_party:right --device cpu" in report["command"]
 
 
 def test_the_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,4 +147,4 @@ def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"device": "cpu", "repetitions": 2, "skip_check": True, "say": lambda t: None}
     report = run("logp", core=True, impls=["isobit"], directions=["fwd"], **options)
     assert [case.split(" V=")[1] for case in cases(report)] == ["50257 fp16", "151936 bf16"]
-    assert report["command"] == "isobit bench --op logp --core --direction fwd --impl isobit"
+    assert report["command"] == "isobit bench --op logp --device cpu --core --direction fwd --impl isobit"

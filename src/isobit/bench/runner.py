@@ -74,7 +74,7 @@ def run(
     path = None if out_dir is None else out_dir / results_folder(device) / f"{subject.file}.json"
     if path is not None:
         check_writable(path, "--results")
-    command = _command(subject, cases, directions, backend, impls, options or {}, core)
+    command = _command(subject, device, cases, directions, backend, impls, options or {}, core)
     source = stamp(device, commit, subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
@@ -154,7 +154,7 @@ def not_timed(subject: Subject, device: torch.device, commit: str | None, why: s
     head: Report = {
         "schema": SCHEMA,
         "suite": "isobit bench",
-        "command": _start(subject),
+        "command": _start(subject, device),
     }
     return head | {"stamp": stamp(device, commit, subject.folders), "notes": [why], "rows": []}
 
@@ -234,6 +234,7 @@ def _taken(name: str, all_series: Sequence[Series], jobs: Sequence[Job], options
 
 def _command(
     subject: Subject,
+    device: torch.device,
     cases: Sequence[Case] | None,
     directions: Sequence[str] | None,
     backend: str | None,
@@ -242,7 +243,7 @@ def _command(
     core: bool,
 ) -> str:
     """The command that repeats a run, without its output flags."""
-    parts = [_start(subject), *(["--core"] if core else [])]
+    parts = [_start(subject, device), *(["--core"] if core else [])]
     for case in cases or ():
         sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
         parts.append(f"--case {sizes},dtype={dtype_name(case.dtype)}")
@@ -252,12 +253,12 @@ def _command(
     return " ".join([*parts, *([f"--backend {backend}"] if backend else [])])
 
 
-def _start(subject: Subject) -> str:
+def _start(subject: Subject, device: torch.device) -> str:
     """The command without what was chosen of the subject. Kernels of a candidate may be Triton's."""
     command = f"isobit bench {subject.flag} {subject.name}"
-    if not subject.candidate:
-        return command
-    return f"{'TRITON_INTERPRET=1 ' if triton_is_interpreted() else ''}{command} {subject.candidate}"
+    if subject.candidate:
+        command = f"{'TRITON_INTERPRET=1 ' if triton_is_interpreted() else ''}{command} {subject.candidate}"
+    return f"{command} --device {device}"
 
 
 def _figure(all_series: Sequence[Series]) -> Report:
