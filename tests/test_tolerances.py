@@ -32,6 +32,14 @@ def test_the_callers_figure_comes_first_and_the_architectures_before_it(tmp_path
     assert Tolerances().looser() == []
 
 
+@pytest.mark.parametrize("key", ["sm90", "sm_90"])
+def test_an_architecture_has_two_spellings_as_on_the_command_line(tmp_path: Path, key: str) -> None:
+    figures = {"logprob": {"forward": {"bf16": 0.25}}}
+    found = read_tolerances(written(tmp_path / "own.json", {"arch": {key: figures, "gfx90a": {}}}))
+    assert found.ulps("logprob", "forward", torch.bfloat16, "sm_90") == 0.25
+    assert found.has_on("sm_90", "logprob", "forward", torch.bfloat16)
+
+
 def test_a_check_applies_them_and_its_report_names_what_is_looser(tmp_path: Path) -> None:
     def outputs(factor: float) -> tuple[str, dict[str, Any]]:
         own = written(tmp_path / f"{factor}.json", {"classes": {"logprob": {"forward": {"fp32": factor}}}})
@@ -69,6 +77,8 @@ def test_a_figure_that_is_too_tight_fails(tmp_path: Path, monkeypatch: pytest.Mo
         ({"classes": {"logits": {}}}, "unknown 'logits' in classes; known: logprob"),
         ({"classes": {"logprob": {"backward": {}}}}, "unknown 'backward' in classes logprob"),
         ({"arch": {"sm_90": {"logprob": {"forward": {"int8": 1}}}}}, "unknown 'int8' in arch sm_90 logprob"),
+        ({"arch": {"h200": {}}}, "unknown 'h200' in arch; known: cpu, sm_90, gfx942, and others"),
+        ({"arch": {"sm_90": {}, "sm90": {}}}, "arch has sm_90 twice, once as 'sm90'"),
         ({"classes": {"logprob": {"forward": {"fp32": -1}}}}, "must be units from 0 on, not -1"),
         ({"classes": {"logprob": {"forward": {"fp32": "1"}}}}, "must be units from 0 on, not '1'"),
     ],

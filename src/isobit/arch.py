@@ -1,5 +1,6 @@
 """Properties of a device. Nothing is probed at import."""
 
+import re
 from functools import cache
 
 import torch
@@ -32,6 +33,20 @@ def arch_key(device: torch.device) -> str:
     if torch.version.hip:
         return str(props.gcnArchName).split(":")[0]
     return f"sm_{props.major}{props.minor}"
+
+
+#: The forms of such keys, as errors show them.
+FORMS = ("cpu", "sm_90", "gfx942", "and others of these forms")
+
+
+def arch_named(key: str) -> str:
+    """The key as `arch_key` writes it: `sm90` is `sm_90`."""
+    return re.sub(r"^sm(?=\d)", "sm_", key)
+
+
+def is_arch(key: str) -> bool:
+    """Whether some device may have this key."""
+    return bool(re.fullmatch(r"cpu|xpu|mps|sm_\d{2,3}|gfx[0-9a-f]{3,4}", arch_named(key)))
 
 
 def default_device() -> torch.device:

@@ -3,7 +3,6 @@
 import faulthandler
 import io
 import json
-import re
 import sys
 import time
 from dataclasses import replace
@@ -19,7 +18,7 @@ except ModuleNotFoundError as missing:
 
 import isobit
 from isobit.arch import arch_key as arch_name
-from isobit.arch import default_device
+from isobit.arch import arch_named, default_device
 from isobit.bench.candidate import NAME as CANDIDATE
 from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of, suite_of
@@ -160,7 +159,7 @@ def check(
         laws=("compile",) if compile else known("law", law or [], list(LAWS)),
         dtypes=dtypes_of(dtype or []),
         device=device_of(device),
-        arch=arch_key and re.sub(r"^sm(?=\d)", "sm_", arch_key),
+        arch=arch_key and arch_named(arch_key),
         dims=dims_of(dim or [], batch, seq, vocab),
         case=case,
         data=input_mode,

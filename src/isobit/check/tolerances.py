@@ -6,7 +6,7 @@ A file has the form of `tolerances.json`, with only the figures that differ:
      "arch": {"sm_90": {"logprob": {"gradient": {"fp32": 0.5}}}}}
 
 A figure is in units in the last place, of 2^-23 (2^-52 for fp64), of the scale of an element. Figures of an
-architecture take precedence over general ones, and the user's over isobit's.
+architecture take precedence over general ones, and the user's over isobit's. `sm90` is `sm_90`.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from isobit.arch import FORMS, arch_named, is_arch
 from isobit.contract import ContractError, dtype_name
 
 #: The keys of a figure, beside the op class: direction and dtype.
@@ -89,7 +90,14 @@ def read_tolerances(path: Path) -> Tolerances:
         return {key: value for key, value in found.items() if key != "about"}
 
     top = check(table, "the file", ("classes", "arch"))
-    by_arch = check(top.get("arch", {}), "arch", None)
+    by_arch: dict[str, Any] = {}
+    for key, classes in check(top.get("arch", {}), "arch", None).items():
+        if not is_arch(key):
+            raise ContractError(f"--tolerances {path}: unknown {key!r} in arch; known: {', '.join(FORMS)}")
+        if arch_named(key) in by_arch:
+            raise ContractError(f"--tolerances {path}: arch has {arch_named(key)} twice, once as {key!r}")
+        by_arch[arch_named(key)] = classes
+    top |= {"arch": by_arch} if "arch" in top else {}
     for at, classes in (("classes", top.get("classes", {})), *((f"arch {k}", v) for k, v in by_arch.items())):
         for op_class, by_direction in check(classes, at, known).items():
             for direction, by_dtype in check(by_direction, f"{at} {op_class}", DIRECTIONS).items():
