@@ -2,16 +2,19 @@
 leaves no report."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import third_party
 from isobit import testing
 from isobit.check.law import LAWS
 from isobit.check.request import BEHIND, Request
+from isobit.check.runner import run
 from isobit.cli import app
 from isobit.contract import ContractError
 
@@ -60,6 +63,7 @@ def test_a_law_gets_only_the_flags_it_reads() -> None:
         (("--law", "memory", "--grad-mode", "ones"), "--grad-mode has no effect on the law memory"),
         (("--law", "accuracy", "--no-gradient"), "--no-gradient has no effect on the law accuracy"),
         (("--law", "gradient", "--no-gradient", "--grad-seed", "7"), "no effect with --no-gradient"),
+        (("--no-gradient", "--grad-mode", "ones"), "--grad-mode has no effect with --no-gradient"),
         (("--constant-value", "3"), "--constant-value has no effect in --input-mode edge: give --input-mode"),
         (("--law", "accuracy", "--dim", "V=1", "--token-value", "3"), "--token-value has no effect on the"),
         (("--vocab", "7", "--dim", "V=8"), "--dim V=8: V is given twice"),
@@ -212,3 +216,26 @@ def test_a_memcheck_of_no_kernel_is_an_error() -> None:
     asked = ("memcheck", "--op", "logp", "--op", "group_advantages", "--backend", "hopper")
     assert "--op group_advantages: no kernels of hopper; it has triton" in error(*asked)
     assert "--commit abc has no effect" in error("memcheck", "--commit", "abc")
+
+
+@pytest.mark.parametrize(
+    ("op", "law", "case"),
+    [
+        ("det_linear", "invariant", "M=66 K=530 N=72 fp16 padded out=fp32"),
+        ("rms_norm", "agree", "N=20 D=1100 fp32 random"),
+    ],
+)
+def test_laws_of_bits_hold_without_gradients(op: str, law: str, case: str) -> None:
+    """Their controls of gradients changed nothing then, and models had more than there was to compare."""
+    request = Request(ops=(op,), backends=("model",), laws=(law,), case=case, gradient=False)
+    (cell,) = run(replace(request, device=torch.device("cpu")))
+    assert (cell.status, cell.reason) == ("ok", "")
+
+
+def test_without_gradients_no_law_computes_one() -> None:
+    """The laws traceable and memory compute them too."""
+    request = Request(ops=("logp",), backends=("reference",), laws=("traceable", "memory"), gradient=False)
+    cells = run(replace(request, device=torch.device("cpu")))
+    outputs = {(c.law, output["output"]) for c in cells for output in c.outputs}
+    assert {c.status for c in cells} == {"ok"} and ("memory", "fwd") in outputs
+    assert not any("gradient" in name or name in ("fwd_bwd", "second derivative") for _, name in outputs)

@@ -64,8 +64,8 @@ LAWS: dict[str, Law] = {
             reads=_BACKWARD),
         Law("contract", laws_system.contract, lambda proof: [small_case(proof)], once=True, reads=_BACKWARD),
         Law("traceable", laws_system.traceable, lambda proof: [small_case(proof)], once=True,
-            reads=_INPUTS | _COTANGENTS),
-        Law("memory", laws_system.memory, lambda proof: proof.memory_cases, reads=_SIZES),
+            reads=_BACKWARD),
+        Law("memory", laws_system.memory, lambda proof: proof.memory_cases, reads=_SIZES | {"--no-gradient"}),
         Law("compile", laws_system.compiles, _compile_cases, once=True, reads=frozenset({"--target"})),
     )
 }  # fmt: skip

@@ -93,9 +93,9 @@ class Trial:
         return self.op.refusal(args) if isinstance(self.op, Candidate) else None
 
     def leaves(self, args: Args) -> list[str]:
-        """Arguments that get a gradient in this call: optional ones may be missing, and some calls have
-        none."""
-        if self.case.options.keys() & set(self.proof.without_gradient):
+        """Arguments that get a gradient in this call: optional ones may be missing, some calls have none, and
+        gradients may be switched off."""
+        if not self.gradient or self.case.options.keys() & set(self.proof.without_gradient):
             return []
         wanted = [n for n in self.op.differentiable if args.get(n) is not None]
         return [n for n in wanted if self.only is None or n in self.only]
@@ -116,7 +116,7 @@ class Trial:
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """(outputs, gradients by argument name) with this trial's cotangents; no gradients if they are
         switched off, or if no argument has one."""
-        names = self.leaves(args) if self.gradient else []
+        names = self.leaves(args)
         if not names:
             return self.forward(args, validate), {}
         mine = cloned(args)

@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.check.compare import OutputCheck, same_bits
 from isobit.check.laws_stream import GROUP
 from isobit.check.proof import Args
-from isobit.check.trial import Trial
+from isobit.check.trial import Trial, Unsupported
 from isobit.ops.linear_logp import rooms
 from isobit.ops.linear_logp.op import linear_logp
 from isobit.ops.linear_logp.proof.inputs import rolled_vocabulary
@@ -55,7 +55,7 @@ def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
     checks = [same_bits("logp", seen[0], logp.detach(), "chunks against linear_logp")]
     if args["entropy"]:
         checks.append(same_bits("entropy", seen[1], entropy.detach(), "chunks against linear_logp"))
-    if len(kept) == 1:
+    if leaves and len(kept) == 1:
         loss, _ = args["loss_fn"](logp, entropy if args["entropy"] else None, **args["inputs"])
         found = torch.autograd.grad(loss, list(leaves.values()))
         theirs = dict(zip(names, found, strict=True))
@@ -87,6 +87,8 @@ def chunks_of(trial: Trial, args: Args) -> list[Any]:
 
 
 def invariant(trial: Trial) -> list[OutputCheck]:
+    if not trial.gradient:
+        raise Unsupported("it compares gradients, which are switched off on the command line")
     args = trial.args()
     as_given, flat = gradients(trial, args), flattened(args)
     checks, whole = list[OutputCheck](), as_given
