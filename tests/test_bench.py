@@ -62,6 +62,8 @@ def test_a_case_is_parsed_into_the_declared_order() -> None:
 
 def test_a_case_without_a_dtype_takes_the_declared_one() -> None:
     assert parse_case("N=8,V=9", LOGP).dtype == torch.bfloat16
+    assert parse_case("V=64", LOGP).dims == {"N": 8, "V": 64}  # the rest as in the declared case
+    assert parse_case("T=3,V=9,dtype=fp32", LOGP).dims == {"B": 32, "T": 3, "V": 9}
     assert parse_case("B=8,T=1,V=9", LOGP).dtype == torch.float16
 
 

@@ -119,6 +119,16 @@ def test_errors_stand_beside_their_bounds_the_worst_first() -> None:
     assert worst_first(overflown)[0].bound == 1e-6
 
 
+def test_an_empty_tensor_is_not_the_worst_error() -> None:
+    """A case without rows has no error; it was the worst where all others are 0."""
+    report = report_of_a_check()
+    case = report["candidates"][0]["cases"][0]
+    none = case["outputs"][0] | {"shape": [0, 7], "worst_abs": 0.0}
+    exact = case["outputs"][0] | {"worst_abs": 0.0}
+    empty, full = (case | {"case": f"N={n} V=7 fp32", "outputs": [o]} for n, o in ((0, none), (4, exact)))
+    assert [error.case for error in worst_first([empty, full])] == ["N=4 V=7 fp32"]
+
+
 def test_bits_are_counted_by_what_changed_and_not_by_its_sizes() -> None:
     text = re.sub(r"\s+", " ", page([report_of_a_check()]))
     counted = '<td class="what">some rows alone<td class="number" data-name="compared">{}'

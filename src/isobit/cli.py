@@ -247,7 +247,10 @@ def bench(
     op: Annotated[Names, typer.Option(help=f"op to time; repeatable: {', '.join(TIMED)}")] = None,
     suite: Annotated[Names, typer.Option(help=f"suite to time; repeatable: {', '.join(SUITES)}")] = None,
     case: Annotated[
-        Names, typer.Option(help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; repeatable")
+        Names,
+        typer.Option(
+            help="sizes of your own, e.g. N=4096,V=50257,dtype=bf16; the others are declared ones; repeatable"
+        ),
     ] = None,
     option: Annotated[
         Names, typer.Option(help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable")

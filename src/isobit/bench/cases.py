@@ -73,8 +73,8 @@ def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
 
 
 def parse_case(text: str, of: Op | Subject) -> Case:
-    """Parses `N=4096,V=50257,dtype=bf16` as a case of an op or a suite; it must have the dimensions of a
-    declared case."""
+    """Parses `N=4096,V=50257,dtype=bf16` as a case of an op or a suite. Sizes that are missing are those of
+    the declared case with the fewest dimensions that has these, as in a check."""
 
     def error(rule: str) -> ContractError:
         return ContractError(f"{of.name}(case: {text!r}): {rule}")
@@ -97,10 +97,11 @@ def parse_case(text: str, of: Op | Subject) -> Case:
             raise error(f"{name} must be a positive whole number, not {value!r}")
         else:
             sizes[name] = int(value)
-    like = declared.get(frozenset(sizes))
-    if like is None:
+    having = [case for dims, case in declared.items() if sizes.keys() <= dims]
+    if not having or not sizes:
         raise error(f"needs the dimensions {known}, has {','.join(sizes) or 'none'}")
-    dims = {name: sizes[name] for name in like.dims}
+    like = min(having, key=lambda case: len(case.dims))
+    dims = {name: sizes.get(name, size) for name, size in like.dims.items()}
     return Case(dims, dtype or like.dtype, data="random")
 
 
