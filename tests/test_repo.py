@@ -24,6 +24,7 @@ from isobit.check.law import LAWS
 from isobit.check.request import small_args
 from isobit.numerics import NUMERICS
 from isobit.op import OPS, public_ops
+from shots import SHOTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(isobit.__file__).parent
@@ -340,6 +341,12 @@ def test_documents_point_at_files_that_exist() -> None:
         if not exists(path, page)
     ]
     assert not missing
+
+
+def test_every_picture_is_taken_and_shown() -> None:
+    there = {path.name for path in (ROOT / "docs" / "img").iterdir()}
+    pages = "\n".join(page.read_text() for page in documents())
+    assert there == set(SHOTS) == set(re.findall(r"\]\((?:docs/)?img/([\w.]+)\)", pages))
 
 
 def test_references_are_found_and_looked_up() -> None:

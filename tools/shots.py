@@ -43,7 +43,7 @@ class Shot:
 
 SHOTS = {
     "check.png": Shot("check", 1000, 700),
-    "bench.png": Shot("bench", 1000, 760),
+    "bench.png": Shot("bench", 1000, 1300),
     "broken.png": Shot("broken", 1000, 640),
     "phone.png": Shot("broken", 390, 760, dark=True),
 }
