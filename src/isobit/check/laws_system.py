@@ -17,6 +17,7 @@ from isobit.check.candidate import Candidate
 from isobit.check.compare import OutputCheck, failure, passed, same_bits
 from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
+from isobit.check.sass import disassembled, unset_registers
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned, with_gradient
 from isobit.check.units import units_of
 from isobit.composed import Composed
@@ -390,7 +391,7 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     """Every kernel compiles for its targets, with or without a GPU in the machine. For the first target, and
     for all that were requested by name, in every recorded call. For the others only the call with the most
     shared memory, since they have less of it. In a check of all laws the second dtype is compiled for the
-    first target only, one call per kernel."""
+    first target only, one call per kernel. Code for NVIDIA is read for what its assembler may have lost."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -424,7 +425,11 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         except Exception as error:  # continue with the others; the row says which kernel failed
             checks.append(failure(what, f"{type(error).__name__}: {error}"))
             return -1
-        checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
+        lost = unset_registers(disassembled(done.asm["cubin"])) if "cubin" in done.asm else []
+        if lost:
+            checks.append(failure(what, f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"))
+        else:
+            checks.append(passed(what, f"{done.metadata.shared} bytes of shared memory"))
         return int(done.metadata.shared)
 
     taken = {key: shared_memory(first, *call) for key, call in calls.items()}

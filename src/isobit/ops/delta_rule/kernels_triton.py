@@ -18,9 +18,6 @@ from isobit.blocks.launch import Launch, run
 from isobit.blocks.temperature import LOG2E
 from isobit.blocks.triton_tiles import steps
 
-#: Columns of the state per program.
-COLUMNS = 32
-
 
 @triton.jit
 def bounds_of(cu_seqlens, n, T):
@@ -122,6 +119,13 @@ def dhu_kernel(
         tl.store(dh0 + state + at, D, mask=inside)
 
 
+def columns_of(rows: int) -> int:
+    """Columns of the state per program, for K filled up to `rows`. With 64 rows and 32 columns ptxas 12.8,
+    the one in Triton 3.6 and 3.7, loses the address of an operand if K is not a multiple of 16 (see
+    `isobit.check.sass`)."""
+    return 64 if rows == 64 else 32
+
+
 def why_not(args: dict[str, Any]) -> str | None:
     if args["q"].dtype == torch.float64:
         return "inputs are fp64; the kernels compute in fp32"
@@ -163,12 +167,14 @@ def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tenso
     T, H, K = q.shape[1:]
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)
+    rows = max(16, triton.next_power_of_2(K))
+    columns = columns_of(rows)
     names = ("q", "k", "w", "do", "dv", "g", "gk", "dht", "cu_seqlens")
     given = (None if args[name] is None else args[name].contiguous() for name in names)
     launch(
-        dhu_kernel, (-(-V // COLUMNS), S * HV), *given, chunk_offsets(args, launch), dh, dh0, dv2,
+        dhu_kernel, (-(-V // columns), S * HV), *given, chunk_offsets(args, launch), dh, dh0, dv2,
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, dh.shape[1], H, HV, K, V,
-        CHUNK=args["chunk_size"], BK=max(16, triton.next_power_of_2(K)), BV=COLUMNS,
+        CHUNK=args["chunk_size"], BK=rows, BV=columns,
         V_FIRST=args["state_v_first"], SPLIT=g is not None and q.dtype != torch.float32,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip

@@ -206,8 +206,9 @@ def record(module: str, launch: Any, dtype: torch.dtype) -> None:
         (128, "none", False, False), (128, "ght", False, False), (128, "kht", True, True),
         (64, "gk", True, False), (256, "gkht", False, True),
     ]  # fmt: skip
-    if module == "kernels_triton" and dtype != BF16:
-        calls = [(64, "ght", False, False), (64, "gk", True, True)]
+    if module == "kernels_triton":
+        odd = [(40, "none", False, False), (33, "gkht", True, True)]  # tiles of features that are not full
+        calls = [*calls, *odd] if dtype == BF16 else [(64, "ght", False, False), (64, "gk", True, True)]
     for K, mode, v_first, packed in calls:
         S = 3 if packed else 1
         # Few and many programs have other stages of the ring.
@@ -241,7 +242,7 @@ _SMALL = [
     _case(2, 66, 2, 2, 64, 64, BF16, mode="ght"),
     _case(2, 40, 1, 2, 16, 24, F32, mode="ght", chunk=16),
     _case(1, 70, 2, 2, 20, 16, F32, mode="kht", chunk=32, v_first=True),
-    _case(1, 65, 1, 1, 33, 40, BF16, mode="none"),
+    _case(1, 200, 1, 1, 33, 40, BF16, mode="none"),
     _case(1, 100, 1, 1, 64, 64, BF16, mode="gkht"),
     _case(2, 64, 1, 1, 64, 64, F16, mode="ht", layout="padded"),
     _case(1, 90, 1, 2, 64, 64, F16, mode="ght", v_first=True, lengths="30+0+59+1"),
