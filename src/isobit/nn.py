@@ -1,14 +1,15 @@
 """Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
 
-`swap_linear` replaces linear layers of a model with it, and can undo that. `in_forward` runs a function while
-the parameters of a module that FSDP2 has sharded are gathered.
+`swap_linear` replaces linear layers of a model with it, and can undo that. `zero_drift` replaces everything that
+decides the bits of a model of transformers. `in_forward` runs a function while the parameters of a module
+that FSDP2 has sharded are gathered.
 """
 
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from isobit.contract import ContractError, describe
 from isobit.numerics import CHAIN16, NO_CLASS, Numerics
 from isobit.op import known_op
 from isobit.ops.det_gemm import det_linear
+
+if TYPE_CHECKING:
+    from isobit.integrations.hf import ZeroDrift
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -291,6 +295,25 @@ def in_forward(module: nn.Module, function: Callable[..., T], *inputs: Any, **na
         return module(*inputs, **named)
     finally:
         restore()
+
+
+def zero_drift(model: nn.Module) -> "ZeroDrift":
+    """`isobit.integrations.hf.zero_drift` under a shorter name: a causal LM of transformers gives every token
+    the same bits in training, prefill and decoding, alone or in any batch. It needs transformers.
+
+    Example:
+        >>> import torch, transformers, isobit
+        >>> sizes = dict(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=1)
+        >>> model = transformers.LlamaForCausalLM(config).bfloat16()
+        >>> ids = torch.tensor([[7, 3, 11, 2], [5, 5, 8, 1]])
+        >>> with isobit.nn.zero_drift(model):
+        ...     torch.equal(model(ids).logits[1], model(ids[1:]).logits[0])
+        True
+    """
+    from isobit.integrations import hf
+
+    return hf.zero_drift(model)
 
 
 def class_of(module: nn.Module) -> type:
