@@ -1,6 +1,6 @@
 """Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
 
-`swap_linear` replaces linear layers of a model with it, and can undo that. `zero_drift` replaces everything that
+`swap_linear` replaces linear layers of a model with it, and can undo that. `zero_drift` replaces all that
 decides the bits of a model of transformers. `in_forward` runs a function while the parameters of a module
 that FSDP2 has sharded are gathered.
 """
