@@ -19,6 +19,7 @@ case "$*" in
   *--control*) echo "========= ERROR SUMMARY: {control} errors" > $log; exit {code};;
 esac
 printf '{said}' > $log
+echo '{prints}'
 [ -n "{ends}" ] && exit {ends}
 exec "$@"
 """
@@ -31,9 +32,9 @@ Sanitizer = Callable[..., None]
 
 @pytest.fixture
 def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sanitizer:
-    def make(control: int = 1, code: int = 99, said: str = CLEAN, ends: str = "") -> None:
+    def make(control: int = 1, code: int = 99, said: str = CLEAN, ends: str = "", prints: str = "") -> None:
         path = tmp_path / "compute-sanitizer"
-        path.write_text(SANITIZER.format(control=control, code=code, said=said, ends=ends))
+        path.write_text(SANITIZER.format(control=control, code=code, said=said, ends=ends, prints=prints))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
@@ -64,6 +65,15 @@ def test_anything_else_fails(sanitizer: Sanitizer, said: str, ends: str, message
     sanitizer(said=said, ends=ends)
     found = memcheck.memcheck([("logp", "reference")])
     assert not found["passed"] and message in found["runs"][1]["summary"]
+
+
+def test_the_call_that_ended_the_process_is_named(sanitizer: Sanitizer) -> None:
+    one, two = ("N=3 V=8 bf16, all gradients", "N=3 V=8 bf16, any integers")
+    done = [{"begins": one}, {"case": one, "status": "ok"}, {"begins": two}]
+    sanitizer(said=DIRTY, ends="99", prints="\n".join(map(json.dumps, done)))
+    run = memcheck.memcheck([("logp", "reference")])["runs"][1]
+    assert run["calls"] == 1
+    assert run["summary"].startswith(f"3 errors in the case {two}, exit code 99: Invalid __global__ write")
 
 
 @pytest.mark.parametrize("given", [{"control": 0, "code": 0}, {"control": 0}, {"control": 1, "code": 0}])

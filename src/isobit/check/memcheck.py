@@ -114,7 +114,9 @@ def _run(op: str, backend: str, timeout: float) -> Run:
     else:
         passed, summary = errors == 0 and code == "0" and "ok" in statuses, f"{errors} errors"
     if not passed:
-        summary += f", exit code {code}: {_first_error(said) or ' / '.join(lines[-3:])}"
+        begun = [json.loads(line)["begins"] for line in lines if line.startswith('{"begins"')]
+        where = f" in the case {begun[-1]}" if len(begun) > len(statuses) else ""
+        summary += f"{where}, exit code {code}: {_first_error(said) or ' / '.join(lines[-3:])}"
     calls, unsupported = statuses.count("ok"), statuses.count("UNSUPPORTED")
     return Run(op, backend, errors, calls, unsupported, time.perf_counter() - start, passed, summary)
 
@@ -136,7 +138,7 @@ def _version() -> str:
 
 
 def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
-    """Make the calls, and yield which were made."""
+    """Make the calls, and yield which one begins, and how it ended."""
     op, device = known_op(op_name), default_device()
     proof = proof_of(op)
     largest = 1 << 20 if device.type == "cpu" else LARGEST
@@ -148,6 +150,7 @@ def watched(op_name: str, backend: str) -> Iterator[dict[str, str]]:
             calls[f"gradient of {name}"] = (replace(trial, only=(name,)), trial.args())
         for what, (each, args) in calls.items():
             status = "ok"
+            yield {"begins": f"{case.name}, {what}"}
             try:
                 each.backward(args, validate=False)
                 if device.type == "cuda":
