@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.blocks import hopper_pipe, hopper_product, hopper_tiles
 from isobit.blocks.hopper_tiles import Tile
+from isobit.blocks.launch import Recorder
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 
@@ -154,3 +156,34 @@ def test_the_rule_holds_its_speed_beside_cublas() -> None:
         kind = "many" if c["M"] > 768 else "whole" if c["same_bits"] else "split"
         shares.setdefault(kind, []).append(c["torch.mm"] / time_of(c, chosen(c["M"], c["N"], c["K"])))
     assert geomean(shares["whole"]) > 0.95 and geomean(shares["split"]) > 1.0 and min(shares["split"]) > 0.85
+
+
+# Shared memory
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_operands_in_shared_memory_are_swizzled(
+    out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order of their elements in memory: ptxas 12.8 reads registers that it has not set for
+    operands that are not."""
+
+    def empty(rows: int, columns: int, transposed: bool) -> torch.Tensor:
+        if transposed:
+            return empty(columns, rows, False).t()
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+
+    monkeypatch.setattr(products, "sm_count", lambda device: SMS)
+    launch, few = Recorder(), 0
+    for M in (8, 16, 24, 64, 160, 320, 1024):
+        for order in range(4):
+            a, b = empty(M, 4096, order % 2 == 1), empty(4096, 4096, order > 1)
+            products.product(a, b, None, out_dtype, launch=launch)
+            products.token_product(a, empty(M, 4096, order > 1), None, None, launch=launch)
+    for kernel, args, _ in launch.launches:
+        names = dict(zip(kernel.arg_names, args, strict=True))
+        few += names["COLUMNS"] == 8
+        for name in ("a_desc", "b_desc", "b_rest_desc"):
+            if names.get(name) is not None:
+                assert names[name].layout.swizzle_byte_width >= 32, (name, names["COLUMNS"])
+    assert few > 0

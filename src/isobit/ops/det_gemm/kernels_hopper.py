@@ -86,6 +86,14 @@ def _chosen(M: int, N: int, K: int, sms: int, itemsize: int) -> tuple[Tile, floa
     return tiles[costs.index(least)], least[0]
 
 
+@cache
+def _sixteen_columns(itemsize: int) -> Tile:
+    """Instead of the tile with 8 columns where k is not contiguous in the tokens. A row of its stage would
+    have 16 bytes, too few to be swizzled. ptxas 12.8 computes the `wgmma` descriptors of such an operand from
+    registers that it has never set: the kernel then reads any shared memory, or none that exists."""
+    return next(tile for tile in product_tiles(itemsize) if (tile.multipliers, tile.columns) == (1, 16))
+
+
 # Kernels
 
 
@@ -186,6 +194,8 @@ def product(
     (*lead, M, _), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
     tile, _ = choose_tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
+    if tile.columns == 8 and not matrix(a).is_row_major():
+        tile = _sixteen_columns(out_dtype.itemsize)
     for z in range(lead[0] if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
