@@ -17,7 +17,7 @@ from isobit.check.candidate import Candidate
 from isobit.check.compare import OutputCheck, failure, passed, same_bits
 from isobit.check.proof import Args, Mutant
 from isobit.check.rows import rows_of
-from isobit.check.sass import disassembled, unset_registers
+from isobit.check.sass import FAULTY_TARGET, disassembled, faulty, unset_registers
 from isobit.check.trial import LawBroken, Trial, Unsupported, cloned, with_gradient
 from isobit.check.units import units_of
 from isobit.composed import Composed
@@ -425,7 +425,9 @@ def compiles(trial: Trial) -> list[OutputCheck]:
         except Exception as error:  # continue with the others; the row says which kernel failed
             checks.append(failure(what, f"{type(error).__name__}: {error}"))
             return -1
-        lost = unset_registers(disassembled(done.asm["cubin"])) if "cubin" in done.asm else []
+        lost = (
+            unset_registers(disassembled(done.asm["cubin"])) if target == FAULTY_TARGET and faulty() else []
+        )
         if lost:
             checks.append(failure(what, f"{lost[0]} ({len(lost)} of them; see isobit.check.sass)"))
         else:

@@ -29,6 +29,10 @@ _WRITERS = {"R2UR", "S2UR", "VOTEU", "REDUX", "CREDUX", "LDCU"}
 _BRANCHES = {"BRA", "BRX", "BRXU", "JMX", "EXIT", "RET"}
 
 
+#: Where it was seen: `wgmma` is Hopper's.
+FAULTY_TARGET = "cuda:90"
+
+
 class Instruction(NamedTuple):
     address: str
     conditional: bool
@@ -74,6 +78,13 @@ def unset_registers(code: str) -> list[str]:
         for name, lines in _functions(code)
         for register, by in sorted(_unset(lines).items())
     ]
+
+
+def faulty() -> bool:
+    """Whether this Triton's assembler is the one with the fault."""
+    from triton import knobs
+
+    return bool(knobs.nvidia.ptxas.version == "12.8")
 
 
 def disassembled(cubin: bytes) -> str:
