@@ -3,7 +3,8 @@
 ptxas 12.8, the one in Triton 3.6 and 3.7, can lose the instruction that sets a uniform register. With such a
 register as the address of an operand, `wgmma` multiplies whatever is in shared memory there: the result
 depends on what ran before, and may even be right. Tests of the result are not enough, so this looks for it in
-the code: on every path to a read of a uniform register there must be a write.
+the code: on every path to a read of a uniform register there must be a write. A write under a predicate
+counts, so a register that only such a write has set is not found.
 """
 
 import re
