@@ -100,6 +100,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
     )  # fmt: skip
     scope: dict[str, Any] = {
         "gl": language, "ROWS": 64, "SEGMENT_ROWS": 512, "fence_async_shared": lambda: None,
+        "gdc_launch_dependents": lambda: None,
         "tma": SimpleNamespace(store_wait=store_wait), "tma_load": tma_load, "tma_store": tma_store,
         "warpgroup_mma": multiply, "warpgroup_mma_wait": multiply_wait,
         "mbarrier": SimpleNamespace(
@@ -109,6 +110,8 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
     }  # fmt: skip
     for name in ("after", "_item", "put_tile"):
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
+    for name in ("_initial", "_end", "_steps"):
+        scope[name] = function_in(scope, getattr(hopper_product, name))
     scope["_finish"] = function_in(scope, kernels_hopper._finish)
     return scope
 
@@ -140,7 +143,7 @@ def run(
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
     pipe = methods(
         hopper_pipe.Pipe, scope,
-        "items", "item", "issue", "before", "multiply", "multiply_both", "rows", "load",
+        "items", "item", "issue", "before", "begin", "go_on", "multiply", "multiply_both", "rows", "load",
         a_desc=a, b_desc=b, a_ring=ring(stages * multipliers, Buffer), b_ring=ring(stages, Buffer),
         rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
@@ -157,7 +160,7 @@ def run(
     ]  # fmt: skip
     begin = methods(
         hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=outputs[0].staging,
-        ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=True,
+        ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=steps > 0,
     )  # fmt: skip
     for bars, count in ((pipe.ready, 1), (pipe.empty, multipliers), (begin.ready, 1), (begin.empty, 1)):
         for bar in bars.all:
@@ -198,7 +201,7 @@ def every_tile(steps: int, multipliers: int, rest: int, swapped: bool = False) -
     columns = [n * 128 + offset for n in range(tiles[1]) for offset in parts]
     corners = itertools.product(range(0, tiles[0] * rows, 64), columns)
     assert found == {
-        (column, row) if swapped else (row, column): (*(() if rest else ("start", row, column)),
+        (column, row) if swapped else (row, column): (*(() if rest or steps == 0 else ("start", row, column)),
                         *(("a", row, 64 * step, "b", column, 64 * step) for step in range(steps)))
         for row, column in corners
     }  # fmt: skip
@@ -209,6 +212,11 @@ def every_tile(steps: int, multipliers: int, rest: int, swapped: bool = False) -
 def test_sums_go_on_from_the_start_value(steps: int, multipliers: int) -> None:
     """Also where a tile has fewer steps of k than the ring has stages, or one more."""
     every_tile(steps, multipliers, 0)
+
+
+@pytest.mark.parametrize("multipliers", [1, 2])
+def test_sums_without_terms_are_stored_too(multipliers: int) -> None:
+    every_tile(0, multipliers, 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.cache_key import CacheKey, remember
 
@@ -51,6 +52,8 @@ __all__ = [
     "aligned_for_tma",
     "descriptor",
     "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "gl",
     "gluon",
     "kernel",
@@ -271,6 +274,26 @@ class Pipe:
         return acc, stage, phase
 
     @gluon.jit
+    def begin(self, acc, stage, phase, WHICH: gl.constexpr):
+        """The first step of a chain, in the registers of `acc`. It is in flight afterwards, see `go_on`."""
+        acc = self.issue(acc, False, stage, phase, WHICH)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        stage, phase = after(stage, phase, self.STAGES)
+        return acc, stage, phase
+
+    @gluon.jit
+    def go_on(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """The other steps of a chain that was begun, until it is complete."""
+        for _ in range(steps):
+            acc = self.issue(acc, True, stage, phase, WHICH)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(self.empty.index(self.before(stage)))
+            stage, phase = after(stage, phase, self.STAGES)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(self.empty.index(self.before(stage)))
+        return acc, stage, phase
+
+    @gluon.jit
     def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
         """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`.
 
@@ -349,6 +372,7 @@ def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
         for n in range(first, end):
             for step in range(pipe.steps):
                 stage, phase = pipe.load(rows, n, step, stage, phase)
+    gdc_launch_dependents()  # a product that follows may take the place of this program: see `product_kernel`
 
 
 # Host side. Each layout is made once: Triton uses layouts as keys of compiled kernels, and finds one by

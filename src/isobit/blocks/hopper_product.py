@@ -14,6 +14,8 @@ from isobit.blocks.hopper_pipe import (
     accumulator_layout,
     descriptor,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -172,13 +174,38 @@ class Start:
                 tma_load(self.desc, [rows[w], n * pipe.COLUMNS], self.ready.index(w), self.staging.index(w))
 
     @gluon.jit
-    def take(self, total, s, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
-        """The value to which a multiplier adds segment s: for the first one the initial value, once it has
-        arrived."""
-        if s == 0:
-            mbarrier.wait(self.ready.index(WHICH), turn)
-            total = self.staging.index(WHICH).load(LAYOUT)
-        return total
+    def take(self, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
+        """The value to which a multiplier adds the first segment, once it has arrived."""
+        mbarrier.wait(self.ready.index(WHICH), turn)
+        return self.staging.index(WHICH).load(LAYOUT)
+
+
+@gluon.jit
+def _initial(pipe, output, m, n, WHICH: gl.constexpr):
+    """The value to which a multiplier adds the segments of tile (m, n), unless it comes through `Start`."""
+    total = output.zeros()
+    if output.HAS_EXTRA:
+        i, j = output.place(pipe, m, n, WHICH)
+        total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
+    return total
+
+
+@gluon.jit
+def _end(pipe, output, total, times, m, n, WHICH: gl.constexpr, SCALED: gl.constexpr):
+    """Store the sums of tile (m, n)."""
+    if SCALED:
+        total = total * times
+    output.store(pipe, total, m, n, WHICH)
+
+
+@gluon.jit
+def _steps(pipe, blocks, s, HAS_BLOCKS: gl.constexpr):
+    """How many steps segment s has."""
+    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
+    steps = gl.minimum(pipe.steps - s * FULL, FULL)
+    if HAS_BLOCKS:
+        steps = gl.load(blocks + s)
+    return steps
 
 
 @gluon.jit
@@ -187,35 +214,43 @@ def _segments(
     HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
-    total is multiplied by a number."""
-    FULL: gl.constexpr = SEGMENT_ROWS // pipe.STEP
+    total is multiplied by a number. A tile is stored while the first step of the next one is in flight, so
+    that the tensor cores have work meanwhile."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    segments = gl.cdiv(pipe.steps, FULL)
+    segments = gl.cdiv(pipe.steps, SEGMENT_ROWS // pipe.STEP)
     if HAS_BLOCKS:
         segments = gl.load(count)
-    for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
+    first = gl.program_id(0)
+    end = pipe.items()
+    m, n, _, _ = pipe.item(first)
+    if segments == 0:
+        for t in range(first, end, gl.num_programs(0)):
+            m, n, _, _ = pipe.item(t)
+            _end(pipe, output, _initial(pipe, output, m, n, WHICH), times, m, n, WHICH, SCALED)
+        end = first
+    # The first step of a segment overwrites what the one before has left, so this is never set to zero again.
+    acc = output.zeros()
+    total = output.zeros()
+    for t in range(first, end, gl.num_programs(0)):
+        acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+        if t > first:
+            _end(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
-        total = output.zeros()
-        if output.HAS_EXTRA:
-            i, j = output.place(pipe, m, n, WHICH)
-            total = gl.load(output.extra + output.offsets(i, j), mask=output.inside(i, j), other=0.0)
+        total = _initial(pipe, output, m, n, WHICH)
         if start.STAGED:
             start.ask(WHICH)
-        for s in range(segments):
-            steps = gl.minimum(pipe.steps - s * FULL, FULL)
-            if HAS_BLOCKS:
-                steps = gl.load(blocks + s)
-            acc = output.zeros()
-            acc, stage, phase = pipe.multiply(acc, steps, stage, phase, WHICH)
-            if start.STAGED:
-                total = start.take(total, s, turn, output.LAYOUT, WHICH)
+        acc, stage, phase = pipe.go_on(acc, _steps(pipe, blocks, 0, HAS_BLOCKS) - 1, stage, phase, WHICH)
+        if start.STAGED:
+            total = start.take(turn, output.LAYOUT, WHICH)
+        total += acc
+        for s in range(1, segments):
+            acc, stage, phase = pipe.multiply(acc, _steps(pipe, blocks, s, HAS_BLOCKS), stage, phase, WHICH)
             total += acc
         turn = turn ^ 1
-        if SCALED:
-            total = total * times
-        output.store(pipe, total, m, n, WHICH)
+    if first < end:
+        _end(pipe, output, total, times, m, n, WHICH, SCALED)
     if output.STAGED:
         tma.store_wait(0)
 
@@ -234,6 +269,7 @@ def _load_sums(pipe, start):
             if start.STAGED:
                 start.load(pipe, rows, n, step, turn)
         turn = turn ^ 1
+    gdc_launch_dependents()
 
 
 @kernel
@@ -248,6 +284,7 @@ def sum_kernel(
     `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
     is on the device. STAGED_*: through shared memory and TMA. A sum that may have no terms reads init
     directly, or writes nothing if init is out. SCALED: times the factor."""
+    gdc_wait()  # before anything is read or written: see `product_kernel`
     if HAS_BLOCKS:  # segments are contiguous, so the end of the last one is the end of all
         last = gl.load(count) - 1
         K = gl.load(first + last, mask=last >= 0, other=0)
@@ -365,5 +402,5 @@ def sum_into(
         tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
         accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
         rows is not None, staged, staged_init, factor is not None, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from isobit.blocks.hopper_pipe import (
     accumulator_layout,
     aligned_for_tma,
     descriptor,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -114,11 +115,11 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
     """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    acc = output.zeros()  # once: the first step of a tile overwrites what the one before has left
+    rest = output_rest.zeros()
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
-        acc, rest, stage, phase = pipe.multiply_both(
-            output.zeros(), output_rest.zeros(), pipe.steps, stage, phase, WHICH
-        )
+        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
         _finish(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
             _finish(output_rest, rest, pipe, m, n, WHICH)
@@ -146,6 +147,11 @@ def product_kernel(
         output_rest = Output.create(
             pipe, out, ld, M, N, bias, out_rest_desc, WIDE, REST, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
         )
+    # With launch_pdl a kernel may start when all programs of the one before it have loaded what they need. So
+    # nothing is read or written before that one is complete: not an input that it writes, and not the output,
+    # whose memory it may still be reading. Every program waits, so a kernel that is complete was preceded by
+    # complete ones only; and the kernel after this one cannot start before this wait has ended.
+    gdc_wait()
     if MULTIPLIERS == 1:
         gl.warp_specialize(
             [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [LOADER_REGISTERS]
@@ -231,7 +237,7 @@ def _multiply(
         a_desc, b_desc, out_desc, b_rest, out_rest, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
         tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(tile.rest or wide),
         tile.swapped, bias is not None, staged, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
     )  # fmt: skip
 
 
