@@ -112,9 +112,59 @@ def results() -> dict[str, Any]:
         args = {"rewards": some, "samples_per_prompt": None, "group_boundaries": torch.tensor(bounds)}
         wrong[name] = kernels.group_advantages(**args, eps=1e-6, scale=True)
     losses = {name: kernels.token_loss(*given, **args) for name, (given, args) in loss_calls().items()}
-    dloss = torch.tensor(-1.75)
-    slopes = {name: kernels.token_loss_bwd(*found[-2:], dloss) for name, found in losses.items()}
-    return {"groups": groups, "wrong": wrong, "losses": losses, "slopes": slopes}
+    folded = {name: token_advantages(args) for name, args in group_calls().items() if args["scale"]}
+    for name, bounds in WRONG_BOUNDS.items():
+        args = {"rewards": some, "samples_per_prompt": None, "group_boundaries": torch.tensor(bounds)}
+        folded[name] = token_advantages(args | {"eps": 1e-6}, every=37)
+    gradients = {name: kernels.grpo_loss_bwd(**args) for name, args in gradient_calls().items()}
+    of_rows = {name: of_row_gradients(args) for name, args in gradient_calls().items()}
+    found = {"groups": groups, "wrong": wrong, "losses": losses, "folded": folded}
+    return found | {"gradients": gradients, "of_rows": of_rows}
+
+
+def token_advantages(args: Args, every: int = 1) -> Tensor:
+    """The advantages that `sum_chunks` finds by itself: with ratios of 1, and a loss that is their negative
+    sum, the slope of a token is that of its term. Of every so many sequences one token counts."""
+    from isobit.ops.grpo_loss import kernels_triton as kernels
+
+    B = len(args["rewards"])
+    ids = torch.full((B, 1), 3)
+    ids[::every] = 0
+    args = {n: args[n] for n in ("rewards", "samples_per_prompt", "group_boundaries", "eps")}
+    args |= {"token_ids": ids, "mask": None, "advantages": None, "ignore_index": 3, "reduction": "sum"}
+    args |= {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.0, "normalizer": None, "rollout_weights": None}
+    slope = kernels.token_loss(torch.ones(B, 1), None, None, None, **args, return_kept=True)[8]
+    assert slope is not None
+    return -slope[::every, 0]
+
+
+def gradient_calls() -> dict[str, Args]:
+    """Of `grpo_loss_bwd`. A scale of 0 and an infinite one meet slopes of 0."""
+    gen, F16 = torch.Generator().manual_seed(3), torch.float16
+
+    def call(B: int, T: int, V: int, dtype: torch.dtype, dloss: float) -> Args:
+        args: Args = {"policy_logits": torch.randn(B, T, V, generator=gen).to(dtype), "ignore_index": 3}
+        args |= {"token_ids": torch.randint(0, V, (B, T), generator=gen), "temperature": 0.7}
+        args |= {"mask": torch.rand(B, T, generator=gen) < 0.8, "dloss": torch.tensor(dloss)}
+        args |= {"stats": 1 + torch.rand(2, B, T, generator=gen), "slope": torch.randn(B, T, generator=gen)}
+        args["slope"][:, ::3] = 0.0
+        return args | {"scale": torch.rand(B, generator=gen) / 3}
+
+    found = {"fp16": call(3, 5, 33, F16, -1.75), "fp32": call(2, 4, 20, F32, 1 / 3)}
+    found["none"], found["infinite"] = call(0, 3, 9, F32, 1.0), call(2, 4, 9, F32, float("inf"))
+    other = call(4, 3, 17, F32, 0.1)  # as hooks may restore what was saved
+    other["slope"], other["scale"] = other["slope"].T.contiguous().T, other["scale"].repeat(2, 1).T[:, 0]
+    return found | {"other strides": other}
+
+
+def of_row_gradients(args: Args) -> Tensor:
+    """The same from the backward of `ratio_kl`, with the gradient of the log-probabilities."""
+    from isobit.ops.grpo_loss import reference
+    from isobit.ops.ratio_kl import kernels_triton
+
+    given = {n: t for n, t in args.items() if n not in ("slope", "scale", "dloss")}
+    dlogp = reference.token_loss_bwd(args["slope"], args["scale"], args["dloss"])
+    return kernels_triton.ratio_kl_bwd(**given, dlogp=dlogp)
 
 
 if __name__ == "__main__":

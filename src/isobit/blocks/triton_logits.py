@@ -81,7 +81,7 @@ BATCH = ("N", "inner", "ids_so", "mask_so")
 
 #: The same for gradients of rows, which may be one number for all.
 _GRADIENTS = tuple(
-    f"{name}_{s}" for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl") for s in ("so", "si")
+    f"{name}_{s}" for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl", "shares") for s in ("so", "si")
 )
 
 
@@ -188,11 +188,11 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 @triton.jit(do_not_specialize=(*BATCH, *_GRADIENTS))
 def logits_gradient(
-    logits, ids, mask, stats, slopes, entropy, dlogp, dentropy, dlse, dratio, dkl, dlogits, scales, inverses,
-    scale, inverse, ignore_index, N, V, inner, parts, logits_so, logits_si, ids_so, ids_si, mask_so, mask_si,
-    dlogp_so, dlogp_si, dentropy_so, dentropy_si, dlse_so, dlse_si, dratio_so, dratio_si, dkl_so, dkl_si,
-    CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr, UNROLL: tl.constexpr,
-    STEPS: tl.constexpr,
+    logits, ids, mask, stats, slopes, entropy, dlogp, dentropy, dlse, dratio, dkl, shares, dloss, dlogits, scales,
+    inverses, scale, inverse, ignore_index, N, V, inner, parts, logits_so, logits_si, ids_so, ids_si,
+    mask_so, mask_si, dlogp_so, dlogp_si, dentropy_so, dentropy_si, dlse_so, dlse_si, dratio_so, dratio_si,
+    dkl_so, dkl_si, shares_so, shares_si, CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr,
+    UNROLL: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One program takes STEPS x UNROLL x WORDS words of 16 bytes of a row, one of its `parts`. dlogits is
     contiguous [N, V], and consecutive programs write consecutive memory.
@@ -228,6 +228,8 @@ def logits_gradient(
     scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     m, s = tl.load(stats + row), tl.load(stats + N + row)
     on_logp = given_at(dlogp, row_offset(row, inner, dlogp_so, dlogp_si), None)
+    if dloss is not None:
+        on_logp = of_loss(on_logp, tl.load(shares + row_offset(row, inner, shares_so, shares_si)), dloss)
     if dratio is not None:
         part = through(tl.load(dratio + row_offset(row, inner, dratio_so, dratio_si)), slopes + row)
         on_logp = part if on_logp is None else on_logp + part
@@ -267,6 +269,15 @@ def through(gradient, slope):
 
 
 @triton.jit
+def of_loss(slope, share, dloss):
+    """The gradient of logp from its derivative of a loss before that is divided, and the row's share in the
+    loss: the exact product of share and gradient, times the derivative, in fp64. A derivative of 0 stays 0
+    even if the loss is not finite."""
+    factor = tl.load(dloss).to(tl.float64) * share.to(tl.float64)
+    return tl.where(slope == 0.0, 0.0, (slope.to(tl.float64) * factor).to(tl.float32))
+
+
+@triton.jit
 def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
     """dz of some columns of a row, from the row's `weights`."""
     m, inv_s, log2_s, on_target, on_p, on_plogp = weights
@@ -282,14 +293,16 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
 
 def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     """dlogits, contiguous, in the dtype of the logits. `args` are those of a backward; `dratio` and `dkl`
-    need `slopes`, the derivatives of ratio and kl by logp."""
+    need `slopes`, the derivatives of ratio and kl by logp. With `dloss`, a number, `dlogp` is the derivative
+    of a loss, to be multiplied by that number and by the row's own in `shares`."""
     ids, mask = args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if dlogits.numel() == 0:
         return dlogits
     # The gradient of a sum arrives as one number with stride 0, and is read without a copy.
-    grads = [walkable(lead, args.get(name)) for name in ("dlogp", "dentropy", "dlse", "dratio", "dkl")]
+    names = ("dlogp", "dentropy", "dlse", "dratio", "dkl", "shares")
+    grads = [walkable(lead, args.get(name)) for name in names]
     inner, (z, ids, mask, *grads), strides = row_strides(lead, (logits, ids, mask, *grads))
     N = dlogits.numel() // V
     line, word = 128 // logits.element_size(), 16 // logits.element_size()
@@ -303,7 +316,7 @@ def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     saved = (args.get(name) for name in ("stats", "slopes", "entropy"))
     kept = [x if x is None else x.contiguous() for x in saved]
     launch(
-        logits_gradient, (N * parts,), z, ids, mask, *kept, *grads, dlogits,
+        logits_gradient, (N * parts,), z, ids, mask, *kept, *grads, args.get("dloss"), dlogits,
         *scaling(args["temperature"], N), args["ignore_index"], N, V, inner, parts, *strides,
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,

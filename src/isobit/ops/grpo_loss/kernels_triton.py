@@ -11,6 +11,9 @@ j, j + L, j + 2 L, ... in ascending order, and then the lanes are added by a tre
     batch       its sequences, in 128 lanes
 
 So the sums of a group or of a sequence depend on nothing else in the batch, and not on padding at its end.
+
+Two kernels follow those of `ratio_kl`: `sum_chunks` and `reduce_batch`. Where the hardware allows it both are
+started early: which tokens count and the advantages are known while `ratio_kl` is still reading logits.
 """
 
 import struct
@@ -23,6 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.blocks.launch import Launch, run
+from isobit.blocks.triton_early import early_options, start_next_launch, wait_for_last_launch
+from isobit.blocks.triton_logits import as_bytes, gradient_of
 from isobit.blocks.triton_rows import tree_sum
 
 #: log2 of the lanes of sums over rewards or sequences, log2 of those of sums over tokens, and the number of
@@ -32,6 +37,13 @@ CHUNK = STEPS << LOG_TOKENS
 
 #: Programs that share the groups. Each reads all boundaries, so their number is limited.
 PROGRAMS = 1024
+
+#: Rewards, or boundaries, that all sequences together may read to find their own advantages. Where they would
+#: read more, a kernel of its own computes advantages group by group. Affects the schedule only.
+MOST_READ = 1 << 20
+
+#: Steps of a chunk that are read together: memory latency is longer than a step. Affects the schedule only.
+TOGETHER = 2
 
 #: A chunk writes a line of eight numbers: sums of surrogate, kl, ratio and entropy; how many tokens count,
 #: are clipped from below, and from above; and 0.
@@ -85,6 +97,28 @@ def deviation(rewards, reward_s, i, inside, origin):
     return tl.where(inside, own - origin, 0.0)
 
 
+@triton.jit
+def moments(rewards, reward_s, lo, hi, eps, SCALE: tl.constexpr, LOG_LANES: tl.constexpr):
+    """(first reward, mean relative to it, divisor) of the group of sequences lo to hi."""
+    lane = tl.arange(0, 1 << LOG_LANES)
+    count = (hi - lo).to(tl.float64)
+    origin = tl.load(rewards + lo * reward_s).to(tl.float64)
+    total = tl.zeros([1 << LOG_LANES], tl.float64)
+    for first in range(lo, hi, 1 << LOG_LANES):
+        i = first + lane
+        total += deviation(rewards, reward_s, i, i < hi, origin)
+    mean = tree_sum(total, LOG_LANES) / count
+    divisor = tl.full([], 1.0, tl.float64)
+    if SCALE:
+        total = tl.zeros([1 << LOG_LANES], tl.float64)
+        for first in range(lo, hi, 1 << LOG_LANES):
+            i = first + lane
+            from_mean = deviation(rewards, reward_s, i, i < hi, origin) - mean
+            total += tl.where(i < hi, from_mean * from_mean, 0.0)
+        divisor = tl.maximum(tl.sqrt(tree_sum(total, LOG_LANES) / count), double(eps))
+    return origin, mean, divisor
+
+
 @triton.jit(do_not_specialize=FREE)
 def normalize_groups(
     rewards, bounds, out, B, G, size, eps, reward_s, bound_s, SCALE: tl.constexpr, LOG_LANES: tl.constexpr,
@@ -106,25 +140,44 @@ def normalize_groups(
         if bounds is not None:
             at = bounds + nth * bound_s
             lo, hi = tl.load(at).to(tl.int64), tl.load(at + bound_s).to(tl.int64)
-        count = (hi - lo).to(tl.float64)
-        origin = tl.load(rewards + lo * reward_s).to(tl.float64)
-        total = tl.zeros([1 << LOG_LANES], tl.float64)
-        for first in range(lo, hi, 1 << LOG_LANES):
-            i = first + lane
-            total += deviation(rewards, reward_s, i, i < hi, origin)
-        mean = tree_sum(total, LOG_LANES) / count
-        divisor = tl.full([], 1.0, tl.float64)
-        if SCALE:
-            total = tl.zeros([1 << LOG_LANES], tl.float64)
-            for first in range(lo, hi, 1 << LOG_LANES):
-                i = first + lane
-                from_mean = deviation(rewards, reward_s, i, i < hi, origin) - mean
-                total += tl.where(i < hi, from_mean * from_mean, 0.0)
-            divisor = tl.maximum(tl.sqrt(tree_sum(total, LOG_LANES) / count), double(eps))
+        origin, mean, divisor = moments(rewards, reward_s, lo, hi, eps, SCALE, LOG_LANES)
         for first in range(lo, hi, 1 << LOG_LANES):
             i = first + lane
             from_mean = deviation(rewards, reward_s, i, i < hi, origin) - mean
             tl.store(out + i, (from_mean / divisor).to(out.dtype.element_ty), mask=i < hi)
+
+
+@triton.jit
+def advantage_of(
+    b, rewards, bounds, B, G, size, eps, reward_s, bound_s, LOG_LANES: tl.constexpr,
+):  # fmt: skip
+    """What `normalize_groups` would write for sequence b."""
+    found = tl.full([], float("nan"), tl.float64)
+    lo = b // tl.maximum(size, 1) * size
+    hi = lo + size
+    valid = tl.full([], 1, tl.int1)
+    if bounds is not None:
+        valid = partition(bounds, bound_s, G, B, LOG_LANES)
+        lane = tl.arange(0, 1 << LOG_LANES)
+        begins = tl.zeros([1 << LOG_LANES], tl.int64)  # the last boundary up to b, among those of a lane
+        for first in range(0, G, 1 << LOG_LANES):
+            k = (first + lane).to(tl.int64)
+            here = tl.load(bounds + k * bound_s, mask=k < G, other=0).to(tl.int64)
+            begins = tl.maximum(begins, tl.where(here <= b, here, 0))
+        lo = tl.max(begins, axis=0)
+        ends = tl.zeros([1 << LOG_LANES], tl.int64) + B
+        for first in range(0, G, 1 << LOG_LANES):
+            k = (first + lane + 1).to(tl.int64)
+            here = tl.load(bounds + k * bound_s, mask=k <= G, other=0).to(tl.int64)
+            ends = tl.minimum(ends, tl.where(here > b, here, B))
+        hi = tl.min(ends, axis=0)
+    if valid:
+        origin, mean, divisor = moments(rewards, reward_s, lo, hi, eps, True, LOG_LANES)
+        own = tl.load(rewards + b * reward_s).to(tl.float64)
+        found = ((own - origin) - mean) / divisor
+        if rewards.dtype.element_ty != tl.float64:
+            found = found.to(tl.float32).to(tl.float64)
+    return found
 
 
 # The loss
@@ -142,12 +195,16 @@ def live_tokens(ids, mask, b, t, T, ids_so, ids_si, mask_so, mask_si, ignore_ind
 
 @triton.jit(do_not_specialize=FREE)
 def sum_chunks(
-    ratio, kl, entropy, slopes, ids, mask, advantages, weights, sums, slope,
-    B, T, low, high, beta, ignore_index, ids_so, ids_si, mask_so, mask_si, adv_so, adv_si, w_so, w_si,
-    LOG_TOKENS: tl.constexpr, STEPS: tl.constexpr, LINE: tl.constexpr,
+    ratio, kl, entropy, slopes, ids, mask, advantages, weights, rewards, bounds, sums, slope,
+    B, T, G, size, eps, low, high, beta, ignore_index, ids_so, ids_si, mask_so, mask_si, adv_so, adv_si,
+    w_so, w_si, reward_s, bound_s, LOG_LANES: tl.constexpr, LOG_TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    TOGETHER: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of a sequence. Writes its line of sums [B, chunks, LINE], and what the backward
-    scales: the derivative of each token's term by its log-probability."""
+    scales: the derivative of each token's term by its log-probability. Without advantages of tokens it finds
+    that of its sequence from the rewards."""
+    if EARLY:
+        start_next_launch()
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, 1 << LOG_TOKENS)
     low, high, beta = double(low), double(high), double(beta)
@@ -159,41 +216,72 @@ def sum_chunks(
     below = tl.zeros([1 << LOG_TOKENS], tl.int32)
     above = tl.zeros([1 << LOG_TOKENS], tl.int32)
     begin = chunk * (STEPS << LOG_TOKENS)
-    for first in range(begin, tl.minimum(begin + (STEPS << LOG_TOKENS), T), 1 << LOG_TOKENS):
-        t = (first + lane).to(tl.int64)
+    steps = tl.cdiv(tl.minimum(T - begin, STEPS << LOG_TOKENS), 1 << LOG_TOKENS)
+    which = tl.zeros([1 << LOG_TOKENS], tl.int32)  # bit i: whether the lane's token in step i counts
+    for step in range(steps):
+        t = (begin + (step << LOG_TOKENS) + lane).to(tl.int64)
         live = live_tokens(ids, mask, b, t, T, ids_so, ids_si, mask_so, mask_si, ignore_index)
-        at = b * T + t
-        r = tl.load(ratio + at, mask=live, other=1.0).to(tl.float64)
-        advantage = tl.load(advantages + b * adv_so + t * adv_si, mask=live, other=0.0).to(tl.float64)
-        weight = tl.full([1 << LOG_TOKENS], 1.0, tl.float64)
-        if weights is not None:
-            weight = tl.load(weights + b * w_so + t * w_si, mask=live, other=1.0).to(tl.float64)
-        is_below = (advantage < 0) & (r < low)
-        is_above = (advantage > 0) & (r > high)
-        clipped = tl.where(is_above, high, tl.where(is_below, low, r))
-        # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
-        term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage)) * weight
-        of_policy += tl.where(live, term, 0.0)
-        of_ratio += tl.where(live, r, 0.0)
-        counted += live.to(tl.int32)
-        below += is_below.to(tl.int32)
-        above += is_above.to(tl.int32)
-        if kl is not None:
-            of_kl += tl.load(kl + at, mask=live, other=0.0).to(tl.float64)
-        if entropy is not None:
-            of_entropy += tl.load(entropy + at, mask=live, other=0.0).to(tl.float64)
-        if slope is not None:
-            own = tl.where(is_below | is_above, 0.0, term)  # the derivative of ratio is ratio
+        which = which | (live.to(tl.int32) << step)
+    if advantages is None:
+        of_sequence = advantage_of(b, rewards, bounds, B, G, size, eps, reward_s, bound_s, LOG_LANES)
+
+    if EARLY:
+        wait_for_last_launch()  # everything else that is read may come from the previous kernel
+    for step in range(0, steps, TOGETHER):
+        lives, rs, As, ws, kls, entropies, kl_slopes = (), (), (), (), (), (), ()
+        for i in tl.static_range(TOGETHER):
+            t = (begin + (step + i << LOG_TOKENS) + lane).to(tl.int64)
+            at, live = b * T + t, ((which >> (step + i)) & 1) != 0
+            lives = lives + (live,)
+            rs = rs + (tl.load(ratio + at, mask=live, other=1.0).to(tl.float64),)
+            if advantages is None:
+                As = As + (tl.where(live, of_sequence, 0.0),)
+            else:
+                own = tl.load(advantages + b * adv_so + t * adv_si, mask=live, other=0.0)
+                As = As + (own.to(tl.float64),)
+            if weights is not None:
+                own = tl.load(weights + b * w_so + t * w_si, mask=live, other=1.0)
+                ws = ws + (own.to(tl.float64),)
             if kl is not None:
-                own += beta * tl.load(slopes + B.to(tl.int64) * T + at, mask=live, other=0.0).to(tl.float64)
-            tl.store(slope + at, tl.where(live, own, 0.0).to(tl.float32), mask=t < T)
+                kls = kls + (tl.load(kl + at, mask=live, other=0.0).to(tl.float64),)
+                if slope is not None:
+                    own = tl.load(slopes + B.to(tl.int64) * T + at, mask=live, other=0.0)
+                    kl_slopes = kl_slopes + (own.to(tl.float64),)
+            if entropy is not None:
+                entropies = entropies + (tl.load(entropy + at, mask=live, other=0.0).to(tl.float64),)
+        for i in tl.static_range(TOGETHER):
+            t = (begin + (step + i << LOG_TOKENS) + lane).to(tl.int64)
+            live, r, advantage = lives[i], rs[i], As[i]
+            is_below = (advantage < 0) & (r < low)
+            is_above = (advantage > 0) & (r > high)
+            clipped = tl.where(is_above, high, tl.where(is_below, low, r))
+            # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
+            term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage))
+            if weights is not None:
+                term = term * ws[i]
+            of_policy += tl.where(live, term, 0.0)
+            of_ratio += tl.where(live, r, 0.0)
+            counted += live.to(tl.int32)
+            below += is_below.to(tl.int32)
+            above += is_above.to(tl.int32)
+            if kl is not None:
+                of_kl += kls[i]
+            if entropy is not None:
+                of_entropy += entropies[i]
+            if slope is not None:
+                found = tl.where(is_below | is_above, 0.0, term)  # the derivative of ratio is ratio
+                if kl is not None:
+                    found += beta * kl_slopes[i]
+                tl.store(slope + b * T + t, tl.where(live, found, 0.0).to(tl.float32), mask=t < T)
     # tl.join stacks its operands in a new last dimension, so what is joined last alternates in a line.
-    evens = tl.join(tl.join(of_policy, counted.to(tl.float64)), tl.join(of_ratio, above.to(tl.float64)))
-    odds = tl.join(tl.join(of_kl, below.to(tl.float64)), tl.join(of_entropy, tl.zeros_like(of_kl)))
-    lines = tl.reshape(tl.join(evens, odds), [1 << LOG_TOKENS, LINE])
-    column = tl.arange(0, LINE)[None, :]
-    to = sums + (b * tl.num_programs(1) + chunk) * LINE
-    tl.store(to + column, tree_of_lines(lines, LOG_TOKENS, LINE))
+    lines = tl.join(tl.join(of_policy, of_ratio), tl.join(of_kl, of_entropy))
+    lines = tl.reshape(lines, [1 << LOG_TOKENS, LINE // 2])
+    to = sums + (b * tl.num_programs(1) + chunk) * LINE + tl.arange(0, LINE // 2)[None, :]
+    tl.store(to, tree_of_lines(lines, LOG_TOKENS, LINE // 2))
+    # Counts are exact in any order. At most a chunk, so three of them fit in one number.
+    counts = tl.sum(counted.to(tl.int64) + (below.to(tl.int64) << 16) + (above.to(tl.int64) << 32), axis=0)
+    nth = tl.arange(0, LINE // 2)[None, :]
+    tl.store(to + LINE // 2, ((counts >> (16 * nth)) & 0xFFFF).to(tl.float64))
 
 
 @triton.jit
@@ -217,25 +305,27 @@ def one_of(line, k, axis: tl.constexpr):
 def reduce_batch(
     sums, loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, scale, normalizer,
     B, chunks, beta, number, NORMALIZED: tl.constexpr, REDUCTION: tl.constexpr, LOG_LANES: tl.constexpr,
-    LINE: tl.constexpr,
+    LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program: the loss, the statistics, and the factor by which the backward scales each sequence."""
     lane = tl.arange(0, 1 << LOG_LANES).to(tl.int64)
     column = tl.arange(0, LINE)[None, :]
+    if EARLY:
+        wait_for_last_launch()  # the previous kernel writes the sums
     total = tl.zeros([1 << LOG_LANES, LINE], tl.float64)
     for first in range(0, B, 1 << LOG_LANES):
         own = of_sequences(sums, first + lane, B, chunks, LINE)
-        length = one_of(own, 4, 1)[:, None]
         if REDUCTION == 1:
+            length = one_of(own, 4, 1)[:, None]
             own = tl.where(column < 2, own / tl.maximum(length, 1.0), own)
-        total += tl.where(column == 7, (length > 0).to(tl.float64), own)
+            own = tl.where(column == 7, (length > 0).to(tl.float64), own)
+        total += own
     total = tree_of_lines(total, LOG_LANES, LINE)
     active = tl.max(one_of(total, 4, 1), axis=0)
-    sequences = tl.max(one_of(total, 7, 1), axis=0)
     tokens = tl.maximum(active, 1.0)
     divisor = tokens
     if REDUCTION == 1:
-        divisor = tl.maximum(sequences, 1.0)
+        divisor = tl.maximum(tl.max(one_of(total, 7, 1), axis=0), 1.0)
     elif REDUCTION == 2:
         divisor = tl.full([], 1.0, tl.float64)
     if NORMALIZED:
@@ -244,36 +334,32 @@ def reduce_batch(
             divisor = tl.load(normalizer).to(tl.float64)
     # If no token counts the loss is 0, whatever the divisor.
     divisor = tl.where(active == 0, 1.0, divisor)
-    one = tl.arange(0, 1)
-    of_policy, of_kl = one_of(total, 0, 1), one_of(total, 1, 1)
-    tl.store(loss + one, ((of_policy + double(beta) * of_kl) / divisor).to(tl.float32))
-    tl.store(policy_loss + one, (of_policy / divisor).to(tl.float32))
-    tl.store(kl + one, (of_kl / divisor).to(tl.float32))
-    tl.store(ratio + one, (one_of(total, 2, 1) / tokens).to(tl.float32))
-    tl.store(clip_low + one, (one_of(total, 5, 1) / tokens).to(tl.float32))
-    tl.store(clip_high + one, (one_of(total, 6, 1) / tokens).to(tl.float32))
+    # All quotients at once, because a division in fp64 takes long: 1 / divisor in place of the number of
+    # tokens, and the loss in the last column.
+    of_loss = (one_of(total, 0, 1) + double(beta) * one_of(total, 1, 1))[:, None]
+    above = tl.where(column == 7, of_loss, tl.where(column == 4, 1.0, total))
+    quotient = above / tl.where((column < 2) | (column == 4) | (column == 7), divisor, tokens)
+    rounded, here = quotient.to(tl.float32), column * 0
+    tl.store(loss + here, rounded, mask=column == 7)
+    tl.store(policy_loss + here, rounded, mask=column == 0)
+    tl.store(kl + here, rounded, mask=column == 1)
+    tl.store(ratio + here, rounded, mask=column == 2)
+    tl.store(clip_low + here, rounded, mask=column == 5)
+    tl.store(clip_high + here, rounded, mask=column == 6)
     tl.store(active_tokens, active.to(tl.int32))
     if entropy is not None:
-        tl.store(entropy + one, (one_of(total, 3, 1) / tokens).to(tl.float32))
+        tl.store(entropy + here, rounded, mask=column == 3)
     if scale is not None:
+        # Its bits, because the sum with zeros would lose the sign of a zero.
+        bits = tl.where(column == 4, quotient.to(tl.int64, bitcast=True), 0)
+        share = tl.max(tl.sum(bits, axis=1), axis=0).to(tl.float64, bitcast=True)
         for first in range(0, B, 1 << LOG_LANES):
             b = first + lane
-            own_scale = tl.full([1 << LOG_LANES], 1.0, tl.float64) / divisor
+            own_scale = tl.broadcast_to(share, [1 << LOG_LANES])
             if REDUCTION == 1:
                 length = one_of(of_sequences(sums, b, B, chunks, LINE), 4, 1)
-                own_scale = own_scale / tl.maximum(length, 1.0)
+                own_scale = share / tl.maximum(length, 1.0)
             tl.store(scale + b, own_scale.to(tl.float32), mask=b < B)
-
-
-@triton.jit(do_not_specialize=FREE)
-def scale_slopes(slope, scale, dloss, dlogp, T, TILE: tl.constexpr):
-    """Backward, one program per tile of a sequence. A slope of 0 stays 0 even if the loss is not finite:
-    tokens that do not count, and those that were clipped."""
-    b = tl.program_id(0).to(tl.int64)
-    t = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    factor = tl.load(dloss).to(tl.float64) * tl.load(scale + b).to(tl.float64)
-    own = tl.load(slope + b * T + t, mask=t < T, other=0.0).to(tl.float64)
-    tl.store(dlogp + b * T + t, tl.where(own == 0, 0.0, own * factor).to(tl.float32), mask=t < T)
 
 
 # Launchers
@@ -288,21 +374,26 @@ def strides_of(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if t is None else t.stride()
 
 
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+def stride_of(t: Tensor | None) -> tuple[int, ...]:
+    return (0,) if t is None else t.stride()
+
+
+def groups_of(args: dict[str, Any]) -> tuple[int, int]:
+    """(number of groups, sequences per group or 0 if boundaries tell)."""
+    bounds, size = args["group_boundaries"], args["samples_per_prompt"]
+    return (len(args["rewards"]) // size, size) if bounds is None else (len(bounds) - 1, 0)
 
 
 def group_advantages(launch: Launch = run, **args: Any) -> Tensor:
-    rewards, bounds, size = args["rewards"], args["group_boundaries"], args["samples_per_prompt"]
-    (B,) = rewards.shape
+    rewards, bounds = args["rewards"], args["group_boundaries"]
+    (B,), (G, size) = rewards.shape, groups_of(args)
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     out = torch.empty(B, dtype=dtype, device=rewards.device)
-    G = B // size if bounds is None else len(bounds) - 1
     programs = min(max(G, 1), PROGRAMS) if B else 0  # at least one, to report invalid boundaries
     launch(
-        normalize_groups, (programs,), rewards, bounds, out, B, G, size or 0, bits_of(args["eps"]),
-        rewards.stride(0), 0 if bounds is None else bounds.stride(0), SCALE=args["scale"],
-        LOG_LANES=LOG_LANES, num_warps=1, enable_fp_fusion=False,
+        normalize_groups, (programs,), rewards, bounds, out, B, G, size, bits_of(args["eps"]),
+        *stride_of(rewards), *stride_of(bounds), SCALE=args["scale"], LOG_LANES=LOG_LANES, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -315,22 +406,28 @@ def token_loss(
     from the results of `ratio_kl` per token; None for what does not exist or was not requested."""
     ids, mask, weights = args["token_ids"], as_bytes(args["mask"]), args["rollout_weights"]
     (B, T), keep = ids.shape, args["return_kept"]
-    advantages = args["advantages"]
+    advantages, rewards, bounds, G, size = args["advantages"], None, None, 0, 0
     if advantages is None:
-        groups = {name: args[name] for name in ("rewards", "samples_per_prompt", "group_boundaries", "eps")}
-        advantages = group_advantages(launch, **groups, scale=True)[:, None].expand(B, T)
+        G, size = groups_of(args)
+        if B * (size or B) <= MOST_READ:
+            rewards, bounds = args["rewards"], args["group_boundaries"]
+        else:
+            groups = ("rewards", "samples_per_prompt", "group_boundaries", "eps")
+            found = group_advantages(launch, **{name: args[name] for name in groups}, scale=True)
+            advantages = found[:, None].expand(B, T)
     empty = partial(torch.empty, dtype=torch.float32, device=ids.device)
     chunks = -(-T // CHUNK)
     sums = empty((B, chunks, LINE), dtype=torch.float64)
     slope, scale = (empty((B, T)), empty(B)) if keep else (None, None)
     low, high, beta = (bits_of(x) for x in (1 - args["clip_low"], 1 + args["clip_high"], args["beta"]))
     # No contraction to fused multiply-adds: the class fixes where roundings are.
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **early_options(ids.device)}
     launch(
-        sum_chunks, (B, chunks), ratio, kl, entropy, slopes, ids, mask, advantages, weights, sums, slope,
-        B, T, low, high, beta, args["ignore_index"], *strides_of(ids), *strides_of(mask),
-        *strides_of(advantages), *strides_of(weights), LOG_TOKENS=LOG_TOKENS, STEPS=STEPS, LINE=LINE,
-        **options,
+        sum_chunks, (B, chunks), ratio, kl, entropy, slopes, ids, mask, advantages, weights, rewards, bounds,
+        sums, slope, B, T, G, size, bits_of(args["eps"]), low, high, beta, args["ignore_index"],
+        *strides_of(ids), *strides_of(mask), *strides_of(advantages), *strides_of(weights),
+        *stride_of(rewards), *stride_of(bounds), LOG_LANES=LOG_LANES, LOG_TOKENS=LOG_TOKENS, STEPS=STEPS,
+        TOGETHER=TOGETHER, LINE=LINE, **options,
     )  # fmt: skip
     normalizer = args["normalizer"]
     by_tensor = isinstance(normalizer, Tensor)
@@ -345,15 +442,9 @@ def token_loss(
     return (*results, mean_entropy, slope, scale)
 
 
-#: Tokens per program of the backward. It adds nothing up, so this affects the schedule only.
-TILE = 512
-
-
-def token_loss_bwd(slope: Tensor, scale: Tensor, dloss: Tensor, launch: Launch = run) -> Tensor:
-    """dlogp [B, T], for the backward of `ratio_kl`."""
-    B, T = slope.shape
-    dlogp = torch.empty((B, T), dtype=torch.float32, device=slope.device)
-    # Saved-tensor hooks may restore tensors with any strides.
-    given = slope.contiguous(), scale.contiguous()
-    launch(scale_slopes, (B, -(-T // TILE)), *given, dloss, dlogp, T, TILE=TILE, num_warps=4)
-    return dlogp
+def grpo_loss_bwd(launch: Launch = run, **args: Any) -> Tensor:
+    """The gradient of the policy's logits: that of `ratio_kl`, where the gradient of a token's
+    log-probability is its slope times the factor of its sequence and the gradient of the loss."""
+    slope, scale = args["slope"], args["scale"]
+    given = {"dlogp": slope, "shares": scale[:, None].expand(slope.shape)}
+    return gradient_of(args["policy_logits"], launch, args | given)

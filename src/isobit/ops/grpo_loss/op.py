@@ -230,9 +230,10 @@ def _add_backends(rows: Backend, rows_bwd: Backend) -> None:
         return (*results, stats, slope, scale)
 
     def run_backward(**args: Any) -> Any:
-        recorded = {"launch": args.pop("launch")} if "launch" in args else {}
-        dlogp = terms.token_loss_bwd(args["slope"], args["scale"], args["dloss"], **recorded)
-        return rows_bwd.run(**of_rows_backward(args, dlogp), **recorded)
+        if terms is _triton:  # one kernel, which is that of `ratio_kl`
+            return _triton.grpo_loss_bwd(**args)
+        dlogp = _reference.token_loss_bwd(args["slope"], args["scale"], args["dloss"])
+        return rows_bwd.run(**of_rows_backward(args, dlogp))
 
     forward.backend(
         rows.name, numerics=rows.numerics, when=lambda args: rows.when(of_rows(args)),

@@ -33,6 +33,7 @@ from isobit.blocks.interpreter import INTERPRETED
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.rows import row_strides, walkable
 from isobit.blocks.temperature import scaling
+from isobit.blocks.triton_early import start_next_launch, wait_for_last_launch
 from isobit.blocks.triton_exp import exp, k3_and_expm1
 from isobit.blocks.triton_logits import BATCH, as_bytes, gradient_of, plan_of, word_of
 from isobit.blocks.triton_rows import (
@@ -61,21 +62,6 @@ SPLITS_EACH = 4
 MOST_SUMS = 3 << 16
 
 _BATCH = (*BATCH, "old_so", "given_so", "room")
-
-
-@triton.jit
-def start_next_launch():
-    """Let the next kernel start, if it was launched to start early. It starts when all programs of this one
-    have come here or are done."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def wait_for_last_launch():
-    """Wait until the previous kernel is done and all its writes are visible."""
-    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -248,7 +234,9 @@ def finish_rows(
     policy_so, policy_si, ids_so, ids_si, mask_so, mask_si, ref_so, ref_si, old_so, old_si, given_so,
     given_si, LOG_SPLITS: tl.constexpr, SEGMENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per segment of rows."""
+    """One program per segment of rows. What is launched behind it, as in `grpo_loss`, may start early too."""
+    if EARLY:
+        start_next_launch()
     ENTROPY: tl.constexpr = entropy is not None
     segment = tl.program_id(0)
     row = segment * SEGMENT + tl.arange(0, SEGMENT)

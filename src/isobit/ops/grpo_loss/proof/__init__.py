@@ -44,7 +44,10 @@ def record(launch: Any, dtype: torch.dtype) -> None:
         args |= {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.1 if full else 0.0}
         kl, entropy, slopes = (empty(*lead, B, T) if full else None for lead in ((), (), (2,)))
         kernels.token_loss(empty(B, T), kl, entropy, slopes, launch, **args)
-    kernels.token_loss_bwd(empty(B, T), empty(B), empty(), launch)
+    kernels.group_advantages(launch, **args, scale=True)  # where the groups are too large to be found often
+    args = {"policy_logits": empty(B, T, 1000, dtype=dtype), "token_ids": args["token_ids"], "mask": None}
+    args |= {"stats": empty(2, B, T), "slope": empty(B, T), "scale": empty(B), "dloss": empty()}
+    kernels.grpo_loss_bwd(launch, **args, ignore_index=-100, temperature=1.0)
 
 
 _GROUPS = {"by": "samples", "mask": torch.bool, "reduction": "sequence_mean"}
