@@ -49,7 +49,7 @@ def exp2(x: np.ndarray) -> np.ndarray:
 _FLOAT: dict[str, Callable[..., np.ndarray]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": fma,
     "div": lambda a, b: a / b, "neg": lambda a: -a, "abs": np.abs, "max": np.fmax, "min": np.fmin,
-    "ex2": exp2, "lg2": lambda x: np.log2(x.astype(f64)).astype(f32),
+    "sqrt": np.sqrt, "ex2": exp2, "lg2": lambda x: np.log2(x.astype(f64)).astype(f32),
 }  # fmt: skip
 
 _COMPARE: dict[str, Callable[..., np.ndarray]] = {
@@ -125,7 +125,7 @@ class Block:
             return self.registers[operand]
         if "_param_" in operand:
             return np.full(self.threads, _index(operand), u64)
-        if operand.startswith("0f"):
+        if operand.startswith(("0f", "0d")):
             return np.full(self.threads, int(operand[2:], 16), u64)
         if operand.startswith("%"):
             assert not operand[1].isdigit(), operand
@@ -147,6 +147,8 @@ class Block:
             return bits
         if kind == "f32":
             return bits.astype(u32).view(f32)
+        if kind == "f64":
+            return bits.view(f64)
         assert kind[0] in "bus", kind
         if kind[0] == "s":
             return (bits << u64(64 - size)).view(np.int64) >> np.int64(64 - size)
@@ -158,6 +160,8 @@ class Block:
             return value.astype(bool)
         if value.dtype == f32:
             return value.view(u32).astype(u64)
+        if value.dtype == f64:
+            return value.view(u64)
         return value.astype(np.int64).view(u64) & u64(2 ** int(re.sub(r"\D", "", kind)) - 1)
 
     def _address(self, operand: str) -> np.ndarray:
@@ -209,6 +213,9 @@ class Block:
             if "ftz" in suffix:
                 return flushed(_FLOAT[name](*map(flushed, values)))
             return _FLOAT[name](*values)
+        if kind == "f64":
+            assert name != "fma"  # which is one rounding, and numpy has none
+            return _FLOAT[name](*(self._number(o, kind) for o in operands))
         if name == "bfe":
             a, at, size = (self._number(o, k) for o, k in zip(operands, (kind, "u8", "u8"), strict=True))
             field = (a.astype(np.int64) >> at.astype(np.int64)) & ((1 << size.astype(np.int64)) - 1)
@@ -245,9 +252,9 @@ class Block:
             value = self._number(operands[1], kind)
         if "rmi" in suffix:
             value = np.floor(value)
-        if into == "f32":
-            bits = self._bits(value.astype(f32), into)
-        elif value.dtype == f32:
+        if into in ("f32", "f64"):
+            bits = self._bits(value.astype({"f32": f32, "f64": f64}[into]), into)
+        elif value.dtype in (f32, f64):
             assert into == "s32" and "rzi" in suffix, "other roundings are not modelled"
             bits = self._bits(np.trunc(value).astype(np.int64), into)
         else:

@@ -188,8 +188,8 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 @triton.jit(do_not_specialize=(*BATCH, *_GRADIENTS))
 def logits_gradient(
-    logits, ids, mask, stats, slopes, entropy, dlogp, dentropy, dlse, dratio, dkl, shares, dloss, dlogits, scales,
-    inverses, scale, inverse, ignore_index, N, V, inner, parts, logits_so, logits_si, ids_so, ids_si,
+    logits, ids, mask, stats, slopes, entropy, dlogp, dentropy, dlse, dratio, dkl, shares, dloss, dlogits,
+    scales, inverses, scale, inverse, ignore_index, N, V, inner, parts, logits_so, logits_si, ids_so, ids_si,
     mask_so, mask_si, dlogp_so, dlogp_si, dentropy_so, dentropy_si, dlse_so, dlse_si, dratio_so, dratio_si,
     dkl_so, dkl_si, shares_so, shares_si, CONGRUENT: tl.constexpr, LINE: tl.constexpr, WORDS: tl.constexpr,
     UNROLL: tl.constexpr, STEPS: tl.constexpr,

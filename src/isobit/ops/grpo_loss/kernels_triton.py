@@ -193,6 +193,17 @@ def live_tokens(ids, mask, b, t, T, ids_so, ids_si, mask_so, mask_si, ignore_ind
     return live
 
 
+@triton.jit
+def clipped_term(r, advantage, low, high):
+    """(surrogates before weights, which ratios are clipped from below, which from above)."""
+    is_below = (advantage < 0) & (r < low)
+    is_above = (advantage > 0) & (r > high)
+    clipped = tl.where(is_above, high, tl.where(is_below, low, r))
+    # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
+    term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage))
+    return term, is_below, is_above
+
+
 @triton.jit(do_not_specialize=FREE)
 def sum_chunks(
     ratio, kl, entropy, slopes, ids, mask, advantages, weights, rewards, bounds, sums, slope,
@@ -228,17 +239,17 @@ def sum_chunks(
     if EARLY:
         wait_for_last_launch()  # everything else that is read may come from the previous kernel
     for step in range(0, steps, TOGETHER):
-        lives, rs, As, ws, kls, entropies, kl_slopes = (), (), (), (), (), (), ()
+        lives, rs, own_advantages, ws, kls, kl_slopes, entropies = (), (), (), (), (), (), ()
         for i in tl.static_range(TOGETHER):
             t = (begin + (step + i << LOG_TOKENS) + lane).to(tl.int64)
             at, live = b * T + t, ((which >> (step + i)) & 1) != 0
             lives = lives + (live,)
             rs = rs + (tl.load(ratio + at, mask=live, other=1.0).to(tl.float64),)
             if advantages is None:
-                As = As + (tl.where(live, of_sequence, 0.0),)
+                own_advantages = own_advantages + (tl.where(live, of_sequence, 0.0),)
             else:
                 own = tl.load(advantages + b * adv_so + t * adv_si, mask=live, other=0.0)
-                As = As + (own.to(tl.float64),)
+                own_advantages = own_advantages + (own.to(tl.float64),)
             if weights is not None:
                 own = tl.load(weights + b * w_so + t * w_si, mask=live, other=1.0)
                 ws = ws + (own.to(tl.float64),)
@@ -251,17 +262,12 @@ def sum_chunks(
                 entropies = entropies + (tl.load(entropy + at, mask=live, other=0.0).to(tl.float64),)
         for i in tl.static_range(TOGETHER):
             t = (begin + (step + i << LOG_TOKENS) + lane).to(tl.int64)
-            live, r, advantage = lives[i], rs[i], As[i]
-            is_below = (advantage < 0) & (r < low)
-            is_above = (advantage > 0) & (r > high)
-            clipped = tl.where(is_above, high, tl.where(is_below, low, r))
-            # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
-            term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage))
+            term, is_below, is_above = clipped_term(rs[i], own_advantages[i], low, high)
             if weights is not None:
                 term = term * ws[i]
-            of_policy += tl.where(live, term, 0.0)
-            of_ratio += tl.where(live, r, 0.0)
-            counted += live.to(tl.int32)
+            of_policy += tl.where(lives[i], term, 0.0)
+            of_ratio += tl.where(lives[i], rs[i], 0.0)
+            counted += lives[i].to(tl.int32)
             below += is_below.to(tl.int32)
             above += is_above.to(tl.int32)
             if kl is not None:
@@ -272,7 +278,7 @@ def sum_chunks(
                 found = tl.where(is_below | is_above, 0.0, term)  # the derivative of ratio is ratio
                 if kl is not None:
                     found += beta * kl_slopes[i]
-                tl.store(slope + b * T + t, tl.where(live, found, 0.0).to(tl.float32), mask=t < T)
+                tl.store(slope + b * T + t, tl.where(lives[i], found, 0.0).to(tl.float32), mask=t < T)
     # tl.join stacks its operands in a new last dimension, so what is joined last alternates in a line.
     lines = tl.join(tl.join(of_policy, of_ratio), tl.join(of_kl, of_entropy))
     lines = tl.reshape(lines, [1 << LOG_TOKENS, LINE // 2])

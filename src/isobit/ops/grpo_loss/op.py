@@ -23,7 +23,7 @@ the token's log-probability is
     [not clipped] (-ratio A w) + beta (-expm1(ref_logp - logp))
 
 The forward keeps it, one number per token, because its factor is known only after all terms have been summed.
-So the backward is a multiplication, followed by the backward of `ratio_kl`.
+So the backward is that of `ratio_kl`, with a multiplication before it.
 """
 
 from typing import Any
