@@ -316,6 +316,8 @@ def reduce_batch(
     """One program: the loss, the statistics, and the factor by which the backward scales each sequence."""
     lane = tl.arange(0, 1 << LOG_LANES).to(tl.int64)
     column = tl.arange(0, LINE)[None, :]
+    if normalizer is not None:
+        given = tl.load(normalizer).to(tl.float64)
     if EARLY:
         wait_for_last_launch()  # the previous kernel writes the sums
     total = tl.zeros([1 << LOG_LANES, LINE], tl.float64)
@@ -337,7 +339,7 @@ def reduce_batch(
     if NORMALIZED:
         divisor = double(number)
         if normalizer is not None:
-            divisor = tl.load(normalizer).to(tl.float64)
+            divisor = given
     # If no token counts the loss is 0, whatever the divisor.
     divisor = tl.where(active == 0, 1.0, divisor)
     # All quotients at once, because a division in fp64 takes long: 1 / divisor in place of the number of
