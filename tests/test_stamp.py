@@ -13,7 +13,7 @@ from isobit import ContractError, stale
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
 from isobit.op import known_op
-from isobit.sources import _Text, decisive_code, kernel_sha
+from isobit.sources import _Text, compiled_backends, decisive_code, kernel_sha
 from isobit.stamp import source_sha
 
 PACKAGE = Path(isobit.__file__).parent
@@ -176,6 +176,30 @@ def test_a_result_is_stale_when_its_kernels_have_changed(tmp_path: Path) -> None
     )
     old = stale.examine(a_file(tmp_path, "logp.json", {}, rows=[]), tmp_path).stale
     assert old == "it was measured at commit abc, before results had kernel hashes"
+
+
+def test_a_benchmark_is_not_stale_when_other_backends_have_changed(tmp_path: Path, package: Path) -> None:
+    append(package / "ops/logp/kernels_triton.py", "\nMORE = 1\n")
+    assert kernel_sha("logp", package, "hopper") == kernel_sha("logp", backend="hopper")
+    assert kernel_sha("logp", package, "triton") != kernel_sha("logp", backend="triton")
+    append(package / "ops/logp/op.py", "\nMORE = 1\n")  # of all backends
+    assert kernel_sha("logp", package, "hopper") != kernel_sha("logp", backend="hopper")
+    assert compiled_backends("logp") == ["hopper", "triton"]
+
+    def why(hashes: dict[str, str | None], *backends: str | None) -> str | None:
+        rows = [{"impl": "isobit", "backend": backend} for backend in backends]
+        rival = {"impl": "native", "backend": None}
+        path = a_file(tmp_path, "logp.json", {"kernels": {"logp": "0"}, "backends": {"logp": hashes}},
+                      rows=[*rows, rival])  # fmt: skip
+        return stale.examine(path, tmp_path).stale
+
+    hopper = kernel_sha("logp", backend="hopper")
+    assert why({"hopper": hopper, "triton": "0"}, "hopper") is None
+    assert why({"hopper": hopper, "triton": "0"}, "hopper", "triton") is not None
+    assert why({"hopper": hopper}, "hopper", "reference") is not None  # nothing is known of it
+    assert why({"hopper": "0"}, "hopper") is not None
+    assert why({"hopper": hopper}) is not None and why({}, "hopper") is not None
+    assert why({"hopper": hopper}, None) is not None  # rows of earlier versions
 
 
 def test_the_command_that_renews_a_result(tmp_path: Path) -> None:

@@ -29,10 +29,11 @@ _DECIDES_NOTHING = ("proof", "rivals", "chart")
 Used = dict[Path, set[int]]
 
 
-def kernel_sha(folder: str, package: Path = PACKAGE) -> str | None:
+def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None) -> str | None:
     """SHA-256 over the code that determines the numbers of the ops in a folder, without comments, docstrings,
-    layout and the names of what is defined there. None if there is no such folder."""
-    used = sorted(decisive_code(folder, package).items())
+    layout and the names of what is defined there; with `backend`, without the kernels of other backends. None
+    if there is no such folder."""
+    used = sorted(decisive_code(folder, package, backend).items())
     files = [(path.relative_to(package).as_posix(), path.read_text(), tuple(sorted(i))) for path, i in used]
     return _digest(tuple(files)) if files else None
 
@@ -52,12 +53,18 @@ def _digest(files: tuple[tuple[str, str, tuple[int, ...]], ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
+def compiled_backends(folder: str, package: Path = PACKAGE) -> list[str]:
+    """The backends that have kernels in a folder: hopper for kernels_hopper.py and kernels_hopper_bwd.py."""
+    return sorted({path.stem.split("_")[1] for path in (package / "ops" / folder).glob("kernels_*.py")})
+
+
+def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = None) -> Used:
     """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
     op imports its kernels only when they are called."""
+    own = package / "ops" / folder
     found: Used = {}
     parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
-    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(package / "ops" / folder)]
+    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend)]
     seen = set(pending)
     while pending:
         path, name = pending.pop()
@@ -65,7 +72,8 @@ def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
         if path not in parts_of:
             parts_of[path] = _parts_of(path.read_text())
             if path.name == "op.py" and path.parent.parent == package / "ops":
-                new += [(each, None) for each in _deciding(path.parent)]
+                only = backend if path.parent == own else None
+                new += [(each, None) for each in _deciding(path.parent, only)]
         parts, mine = parts_of[path], found.setdefault(path, set())
         wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
         for i in wanted - mine:
@@ -80,8 +88,11 @@ def decisive_code(folder: str, package: Path = PACKAGE) -> Used:
     return {path: chosen for path, chosen in found.items() if chosen}
 
 
-def _deciding(folder: Path) -> list[Path]:
-    return [path for name in _DECIDES for path in folder.glob(name)]
+def _deciding(folder: Path, backend: str | None) -> list[Path]:
+    names = (
+        f"kernels_{backend}*.py" if backend and name.startswith("kernels_") else name for name in _DECIDES
+    )
+    return [path for name in names for path in folder.glob(name)]
 
 
 def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:

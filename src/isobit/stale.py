@@ -62,7 +62,11 @@ def examine(path: Path, folder: Path) -> Result:
     try:
         report = json.loads(path.read_text())
         stamp = report["stamp"]
-        return Result(path, why_stale(stamp), f"{_command(path, report)} {_into(path, folder, report)}")
+        return Result(
+            path,
+            why_stale(stamp, report.get("rows", ())),
+            f"{_command(path, report)} {_into(path, folder, report)}",
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a result file of isobit ({type(error).__name__})") from None
 

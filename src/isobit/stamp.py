@@ -4,20 +4,26 @@ import datetime
 import hashlib
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import triton
 
-from isobit.sources import PACKAGE, kernel_sha
+from isobit.sources import PACKAGE, compiled_backends, kernel_sha
 
 
 def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = ()) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
     matched to its source even without git; `commit` names it there. `kernels` hashes the code that determines
-    the numbers of each of these folders of ops, so that other changes do not make a result stale."""
+    the numbers of each of these folders of ops, so that other changes do not make a result stale; `backends`
+    does it for each backend alone."""
     folders = sorted(set(ops))
+    kernels = {folder: kernel_sha(folder) for folder in folders}
+    backends = {
+        folder: {name: kernel_sha(folder, backend=name) for name in compiled_backends(folder)}
+        for folder in folders
+    }
     return {
         "gpu": gpu_name(device),
         "driver": _driver(device),
@@ -27,18 +33,32 @@ def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = 
         "commit": commit or _commit(),
         "source_sha": source_sha(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        **({"kernels": {folder: kernel_sha(folder) for folder in folders}} if folders else {}),
+        **({"kernels": kernels, "backends": backends} if folders else {}),
     }
 
 
-def why_stale(stamp: dict[str, Any]) -> str | None:
-    """Why a result with this stamp is not valid for the current kernels; None if it is."""
+def why_stale(stamp: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = ()) -> str | None:
+    """Why a result with this stamp is not valid for the current kernels; None if it is. With the `rows` of a
+    benchmark only the backends count that it timed: other portable kernels do not change Hopper's times."""
     if "kernels" not in stamp:
         if stamp["source_sha"] == source_sha():
             return None
         return f"it was measured at commit {stamp['commit']}, before results had kernel hashes"
-    changed = [name for name, sha in stamp["kernels"].items() if kernel_sha(name) != sha]
+    timed = {row.get("backend") for row in rows if row["impl"].startswith("isobit")}
+    changed = [
+        folder for folder, sha in stamp["kernels"].items()
+        if kernel_sha(folder) != sha and not _unchanged(folder, timed, stamp.get("backends", {}))
+    ]  # fmt: skip
     return f"the kernels of {', '.join(changed)} have changed since {stamp['commit']}" if changed else None
+
+
+def _unchanged(folder: str, backends: set[str | None], known: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether all of these backends have the hash that is known of them. False if nothing was timed."""
+    hashes = known.get(folder, {})
+    return bool(backends) and all(
+        name is not None and name in hashes and hashes[name] == kernel_sha(folder, backend=name)
+        for name in backends
+    )
 
 
 def gpu_name(device: torch.device) -> str:

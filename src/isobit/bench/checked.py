@@ -1,5 +1,5 @@
-"""The published checks of a folder of ops. They may be in several files, with some of the backends in each:
-`check_linear_logp.json` and `check_linear_logp_triton.json`."""
+"""The published checks of a folder of ops. They may be in several files, with some of the backends in each,
+such as `check_linear_logp.json` and a `check_linear_logp_triton.json`."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def _of_file(report: Report) -> list[list[str]]:
         return []
     rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
     found: list[list[str]] = []
-    age = OLDER if why_stale(report["stamp"]) else ""
+    age = OLDER if why_stale(report["stamp"], report["rows"]) else ""
     for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
         if direction not in shown_of(row["direction"] for row in rows if row["op"] == op):
             continue

@@ -60,4 +60,4 @@ def _timed(report: dict[str, Any]) -> str:
 
 
 def _age(report: dict[str, Any]) -> str:
-    return OLDER if why_stale(report["stamp"]) else ""
+    return OLDER if why_stale(report["stamp"], report.get("rows", ())) else ""

@@ -55,7 +55,7 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
     stamp = format_stamp(report["stamp"])
     if any(row["method"] == "wall" for row in report["rows"]):
         stamp += f". {CPU_WARNING}"
-    if why_stale(report["stamp"]):
+    if why_stale(report["stamp"], report["rows"]):
         stamp += ". The kernels have changed since"
     for note in report.get("notes", ()):
         if note.startswith(UNFINISHED):
