@@ -20,6 +20,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from isobit.blocks.context import attach
+
 #: Number of tensor maps that are cached, of all forms together. Each takes some 700 bytes, and a step of a
 #: large model needs a thousand or more for every number of rows that occurs.
 MAPS = 1 << 16
@@ -68,6 +70,7 @@ class Maps(dict[int, Any]):
                 if form is not None:
                     form.clear()
         Maps._made += 1
+        attach()
         self[address] = found = _encode()(made, self._meta)
         return found
 

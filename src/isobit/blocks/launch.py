@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isobit.blocks.context import attach
 from isobit.blocks.entry import Entry, entry_of, on_nvidia, stream_function, unhooked
 from isobit.contract import dtype_name
 
@@ -81,9 +82,11 @@ def _launched(
     whole = (x, y, z)
     known = _compiled.get(key)
     if known is None:
+        attach()
         compiled = kernel[grid](*args, **options)
         known = _compiled[key] = compiled, entry_of(compiled, whole, bound)
     elif known[1] is None or not unhooked():
+        attach()
         known[0][whole](*bound)
     else:
         known[1](whole, stream_function()(index), bound)

@@ -2,6 +2,7 @@
 controls in every run: changes that must alter bits."""
 
 from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -25,17 +26,23 @@ Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 def repeatable(trial: Trial) -> list[OutputCheck]:
     """The same call gives the same bits, forward and backward: also from the third call on, when recorded
     launches may be repeated, and in other memory, since the results of earlier calls are still alive. And a
-    call reads what its tensors hold now: it does not return the results of what they held before."""
+    call reads what its tensors hold now: it does not return the results of what they held before. It may also
+    be the first call of its thread, in which no context of the GPU is current yet."""
     args = trial.args()
     first, *others = (trial.backward(args) for _ in range(4))
     _of_these_contents(trial, args)
     _apart(trial, [first, *others])
     runs = zip(("second", "third", "fourth"), others, strict=True)
-    return [
+    checks = [
         check
         for which, run in runs
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
+    with ThreadPoolExecutor(1) as thread:  # copied before: that would set a context
+        outputs = thread.submit(trial.call, cloned(args)).result()
+    return checks + _compare_runs(
+        trial, (outputs, {}), (first[0], {}), "in a thread of its own against first"
+    )
 
 
 def _apart(trial: Trial, runs: Sequence[Run]) -> None:
