@@ -178,6 +178,31 @@ def test_a_result_is_stale_when_its_kernels_have_changed(tmp_path: Path) -> None
     assert old == "it was measured at commit abc, before results had kernel hashes"
 
 
+def test_an_unfinished_benchmark_is_not_up_to_date(tmp_path: Path) -> None:
+    mine = {"kernels": {"logp": kernel_sha("logp")}}
+    left = {
+        "rows": [],
+        "notes": ["unfinished: 2 of 3 cases are not timed"],
+        "command": "isobit bench --op logp",
+    }
+    found = stale.examine(a_file(tmp_path, "logp.json", mine, **left), tmp_path)
+    assert (found.stale, found.lacks) == (None, "2 of 3 cases are not timed")
+    resume = f"       isobit bench --op logp --results {tmp_path} --resume"
+    assert stale.lines([found], only_stale=True) == [
+        f"unfinished  {found.path}: 2 of 3 cases are not timed", resume,
+        "0 of 1 result files are stale, 1 unfinished",
+    ]  # fmt: skip
+    old = stale.examine(a_file(tmp_path, "logp.json", {"kernels": {"logp": "0"}}, **left), tmp_path)
+    assert old.stale is not None and "--resume" not in old.command  # it would refuse
+
+
+def test_the_path_to_the_driver_decides_no_number(package: Path) -> None:
+    for name in ("launch", "entry", "context", "replay"):
+        path = package / "blocks" / f"{name}.py"
+        path.write_text(path.read_text().replace("return", "return None and"))
+    assert kernel_sha("det_gemm", package) == kernel_sha("det_gemm")
+
+
 def test_a_benchmark_is_not_stale_when_other_backends_have_changed(tmp_path: Path, package: Path) -> None:
     append(package / "ops/logp/kernels_triton.py", "\nMORE = 1\n")
     assert kernel_sha("logp", package, "hopper") == kernel_sha("logp", backend="hopper")

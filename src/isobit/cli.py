@@ -391,7 +391,9 @@ def report_on(
     ] = None,
     results: Annotated[Path | None, typer.Option(help="folder of result files; default: results")] = None,
     stale: Annotated[bool, typer.Option("--stale", help="list files of changed kernels")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="exit with 1 if one is stale")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="exit with 1 if one is stale or unfinished")
+    ] = False,
 ) -> None:
     """Show saved reports together, or compare one with an older one (exit code 1 if something is worse).
     Without files: which result files are of today's kernels, and the command that renews each that is not."""
@@ -406,7 +408,7 @@ def report_on(
     found = results_in(results or Path("results"))
     for line in lines(found, stale):
         print(line)
-    raise typer.Exit(int(strict and any(result.stale for result in found)))
+    raise typer.Exit(int(strict and any(result.stale or result.lacks for result in found)))
 
 
 @app.command()

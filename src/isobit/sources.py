@@ -20,10 +20,11 @@ from typing import Any
 PACKAGE = Path(__file__).parent
 
 #: Files of an op's folder that determine its numbers, and parts of the package that they may use. Proofs and
-#: rivals do not; the frame (op.py, contract.py) affects host times but no number.
+#: rivals do not; the frame (op.py, contract.py) and the path from a launcher to the driver (blocks/launch.py
+#: and what it uses) affect host times but no number.
 _DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
 _FOLLOWED = ("blocks", "numerics", "ops")
-_DECIDES_NOTHING = ("proof", "rivals", "chart")
+_DECIDES_NOTHING = ("proof", "rivals", "chart", "launch", "entry", "context", "replay")
 
 #: A file, and which of its statements.
 Used = dict[Path, set[int]]

@@ -1,5 +1,6 @@
-"""Which result files are up to date: those that were measured with the current kernels. And which are
-missing: an op or a suite is declared, and nobody has measured it on this GPU."""
+"""Which result files are up to date: those that were measured with the current kernels. Which are unfinished:
+benchmarks that stopped before their last case. And which are missing: an op or a suite is declared, and
+nobody has measured it on this GPU."""
 
 import json
 import re
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
 from isobit.check.proofs import proofs
 from isobit.contract import ContractError
@@ -17,13 +19,14 @@ from isobit.stamp import why_stale
 
 @dataclass(frozen=True)
 class Result:
-    """One result file: why it is stale, None if it is not, and the command that renews it; or that makes it,
-    if it is missing."""
+    """One result file: why it is stale, None if it is not; what an unfinished one lacks; and the command that
+    renews, completes or, if it is missing, makes it."""
 
     path: Path
     stale: str | None
     command: str
     missing: bool = False
+    lacks: str | None = None
 
 
 def results_in(folder: Path) -> list[Result]:
@@ -61,12 +64,13 @@ def _declared() -> dict[str, str]:
 def examine(path: Path, folder: Path) -> Result:
     try:
         report = json.loads(path.read_text())
-        stamp = report["stamp"]
-        return Result(
-            path,
-            why_stale(stamp, report.get("rows", ())),
-            f"{_command(path, report)} {_into(path, folder, report)}",
-        )
+        old = why_stale(report["stamp"], report.get("rows", ()))
+        noted = (note for note in report.get("notes", ()) if note.startswith(UNFINISHED))
+        lacks = next((note.removeprefix(UNFINISHED) for note in noted), None)
+        command = f"{_command(path, report)} {_into(path, folder, report)}"
+        if lacks is not None and old is None:
+            command += " --resume"
+        return Result(path, old, command, lacks=lacks)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a result file of isobit ({type(error).__name__})") from None
 
@@ -98,16 +102,20 @@ def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
 
 
 def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
-    """One line per file, and below a stale or missing one the command that makes it."""
+    """One line per file, and below one that is not up to date the command that makes it so."""
     found = []
     for result in results:
         if result.missing:
             found += [f"missing  {result.path}", f"       {result.command}"]
         elif result.stale is not None:
             found += [f"stale  {result.path}: {result.stale}", f"       {result.command}"]
+        elif result.lacks is not None:
+            found += [f"unfinished  {result.path}: {result.lacks}", f"       {result.command}"]
         elif not only_stale:
             found.append(f"fresh  {result.path}")
     stale = sum(result.stale is not None for result in results)
     missing = sum(result.missing for result in results)
-    more = f", {missing} more are missing" if missing else ""
+    unfinished = sum(result.stale is None and result.lacks is not None for result in results)
+    more = f", {unfinished} unfinished" if unfinished else ""
+    more += f", {missing} more are missing" if missing else ""
     return [*found, f"{stale} of {len(results) - missing} result files are stale{more}"]
