@@ -69,6 +69,41 @@ def test_a_write_counts_if_it_is_on_every_path() -> None:
     assert unset_registers(code("UMOV UR4, URZ", *loop)) == []
 
 
+#: A left operand in registers: the descriptor is UR10 and UR11.
+HALF = "HGMMA.64x8x16.F32 R24, R4, gdesc[UR8], R24"
+MADE = ("UIADD3 UR10, UP0, UR16, 0x80, URZ", "UMOV UR11, UR17")
+
+
+def test_an_address_is_made_of_what_is_set_whatever_the_predicates_are() -> None:
+    """As ptxas left it in a product: UR16 and UR17 are set under a predicate, for a barrier."""
+    barrier = ("@!UP5 UMOV UR16, 0x1", "@!UP5 UMOV UR17, 0x1")
+    (first, second) = unset_registers(code(*barrier, *MADE, HALF, "EXIT"))
+    assert "reads UR10 at" in first and "reads UR11 at" in second and "HGMMA" in first
+    whole = ("UMOV UR16, 0x1", "UMOV UR17, 0x1")
+    assert unset_registers(code(*whole, *MADE, HALF, "EXIT")) == []
+    assert unset_registers(code(*whole, *barrier, *MADE, HALF, "EXIT")) == []  # one or the other
+    assert unset_registers(code(*barrier, "MOV R2, UR16", "EXIT")) == []  # not an address
+    other = ("@UP5 UMOV UR16, 0x2", "@UP5 UMOV UR17, 0x2")
+    assert unset_registers(code(*barrier, *other, *MADE, HALF, "EXIT")) == []  # both cases are covered
+
+
+def test_a_predicate_counts_until_it_is_decided_again() -> None:
+    some = ("@P0 UMOV UR16, 0x1", "@P0 UMOV UR17, 0x1")
+    skip = ("@!P0 BRA `(.L_x_1)", *MADE, HALF, ".L_x_1:", "EXIT")
+    assert unset_registers(code(*some, *skip)) == []  # where P0 does not hold there is no product
+    again = "ISETP.GE.AND P0, PT, R2, R3, PT"
+    assert unset_registers(code(*some, again, *skip))
+    assert unset_registers(code(*some, "@P0 BRA `(.L_x_1)", *skip[1:]))
+    uniform = ("@UP0 UMOV UR16, 0x1", "@UP0 UMOV UR17, 0x1", "BRA.U !UP0, `(.L_x_1)", "UMOV UR10, UR16")
+    assert unset_registers(code(*uniform, "UMOV UR11, UR17", HALF, ".L_x_1:", "EXIT")) == []
+
+
+def test_doubt_goes_through_a_loop() -> None:
+    loop = (".L_x_0:", HALF, "UIADD3 UR10, UP1, UR10, 0x2, URZ", "@P0 BRA `(.L_x_0)", "EXIT")
+    assert unset_registers(code("UMOV UR10, 0x1", "UMOV UR11, 0x1", *loop)) == []
+    assert unset_registers(code("@P1 UMOV UR10, 0x1", "UMOV UR11, 0x1", *loop))
+
+
 def test_tables_of_branches_and_calls_are_understood() -> None:
     table = 'BRX R2 -0x1b0 (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)'
     both = (".L_x_1:", "UMOV UR5, UR4", "EXIT", ".L_x_2:", "UMOV UR6, UR4", "EXIT")

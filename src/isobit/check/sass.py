@@ -3,47 +3,58 @@
 ptxas 12.8, the one in Triton 3.6 and 3.7, can lose the instruction that sets a uniform register. With such a
 register as the address of an operand, `wgmma` multiplies whatever is in shared memory there: the result
 depends on what ran before, and may even be right. Tests of the result are not enough, so this looks for it in
-the code: on every path to a read of a uniform register there must be a write. A write under a predicate
-counts, so a register that only such a write has set is not found.
+the code: on every path to a read of a uniform register there must be a write. That write may be under a
+predicate. But what `wgmma` takes as an address must be made of registers that were written whatever the
+predicates were: where ptxas lost a write, what another purpose left in the register under a predicate is
+added to an offset.
 """
 
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 _FUNCTION = re.compile(r"\.text\.(\S+):")
 _LABEL = re.compile(r"(\.L_\w+):")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@\S+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _REGISTER = re.compile(r"\bUR(\d+)\b")
 _MATRIX = re.compile(r"gdesc\[UR(\d+)\]")
 _TARGET = re.compile(r"\.L_\w+")
+_PREDICATE = re.compile(r"!?UP\d")
 
 #: On Hopper.
 _ALL = frozenset(range(64))
 
 #: Instructions that write a uniform register, beside those whose names begin with U.
-_WRITERS = {"R2UR", "S2UR", "VOTEU", "REDUX", "CREDUX", "LDCU"}
+_WRITERS = {"R2UR", "S2UR", "VOTEU", "ELECT", "REDUX", "CREDUX", "LDCU"}
 
 _BRANCHES = {"BRA", "BRX", "BRXU", "JMX", "EXIT", "RET"}
 
+
+#: What is known of a uniform register: it and the predicate under which it was written. Under ALWAYS it holds
+#: a value whatever the predicates were; under SOMETIMES it was written, but may hold something else.
+Fact = tuple[int, str]
+ALWAYS, SOMETIMES = "", "?"
 
 #: Where it was seen: `wgmma` is Hopper's.
 FAULTY_TARGET = "cuda:90"
 
 
-class Instruction(NamedTuple):
+@dataclass(frozen=True)
+class Instruction:
     address: str
-    conditional: bool
+    predicate: str  # P0, !P0, UP0, or ALWAYS
     name: str
     operands: str
 
-    @property
+    @cached_property
     def parts(self) -> list[str]:
         return self.name.split(".")
 
+    @cached_property
     def written(self) -> Set[int]:
         """Uniform registers: the first operand that is not a predicate. A call may write any."""
         name = self.parts[0]
@@ -58,17 +69,23 @@ class Instruction(NamedTuple):
         count = 4 if "128" in self.parts else 2 if {"64", "WIDE"} & set(self.parts) else 1
         return set(range(int(found[1]), int(found[1]) + count))
 
-    def read(self) -> set[int]:
+    @cached_property
+    def read(self) -> Set[int]:
         """Uniform registers. Those of a `wgmma` are the descriptors of both operands, two each; if the left
         one is in other registers, its two are unused."""
         operands = self.operands
-        if 0 < len(self.written()) < len(_ALL):
+        if 0 < len(self.written) < len(_ALL):
             operands = operands[_REGISTER.search(operands).end() :]  # type: ignore[union-attr]
         found = {int(r) for r in _REGISTER.findall(_MATRIX.sub("", operands))}
         for first in map(int, _MATRIX.findall(operands)):
             both = re.match(r"R\d+, gdesc", operands) is not None
             found |= set(range(first if both else first + 2, first + 4))
         return found
+
+    @cached_property
+    def decided(self) -> Set[str]:
+        """Predicates that it writes. They come first, or after the register that it writes."""
+        return {o.strip() for o in self.operands.split(",")[:2] if re.fullmatch(r"\s*U?P\d", o)}
 
 
 def unset_registers(code: str) -> list[str]:
@@ -77,7 +94,7 @@ def unset_registers(code: str) -> list[str]:
     return [
         f"{name} reads UR{register} at 0x{by.address}, which is not set there: {by.name} {by.operands}"
         for name, lines in _functions(code)
-        for register, by in sorted(_unset(lines).items())
+        for register, by in sorted(_unset(_blocks(lines)).items())
     ]
 
 
@@ -120,43 +137,79 @@ def _blocks(lines: list[str]) -> dict[str, list[Instruction]]:
         if label is not None:
             here = blocks[label[1]] = []
         elif found is not None:
-            here.append(Instruction(found[1], found[2] is not None, found[3], found[4]))
+            here.append(Instruction(found[1], found[2] or ALWAYS, found[3], found[4]))
             if here[-1].parts[0] in _BRANCHES:
                 here = blocks[str(len(blocks))] = []
     return blocks
 
 
-def _successors(blocks: dict[str, list[Instruction]]) -> dict[str, list[str]]:
+def _successors(blocks: dict[str, list[Instruction]]) -> dict[str, list[tuple[str, str]]]:
+    """The blocks that follow each one, with the predicate that holds there because of the branch."""
     found, names = {}, list(blocks)
     for i, name in enumerate(names):
-        found[name] = names[i + 1 : i + 2]
+        below = names[i + 1 : i + 2]
         last = blocks[name][-1] if blocks[name] else None
-        if last is not None and last.parts[0] in _BRANCHES:
-            goes_on = last.conditional or "UP" in last.operands or ".DIV" in last.name
-            targets = [target for target in _TARGET.findall(last.operands) if target in blocks]
-            found[name] = targets + (found[name] if goes_on else [])
+        if last is None or last.parts[0] not in _BRANCHES:
+            found[name] = [(after, ALWAYS) for after in below]
+            continue
+        uniform = _PREDICATE.search(last.operands)
+        taken = last.predicate or (uniform[0] if uniform else ALWAYS)
+        there = [(target, taken) for target in _TARGET.findall(last.operands) if target in blocks]
+        goes_on = taken or ".DIV" in last.name
+        found[name] = there + ([(after, _opposite(taken)) for after in below] if goes_on else [])
     return found
 
 
-def _unset(lines: list[str]) -> dict[int, Instruction]:
-    """The first read of each uniform register that a path without a write leads to."""
-    blocks = _blocks(lines)
+def _opposite(predicate: str) -> str:
+    return predicate and (predicate[1:] if predicate.startswith("!") else f"!{predicate}")
+
+
+def _unset(blocks: dict[str, list[Instruction]]) -> dict[int, Instruction]:
+    """The first read of each uniform register that a path without a write leads to; for `wgmma` one without a
+    write whatever the predicates are."""
     successors = _successors(blocks)
-    own = {name: set[int]().union(*(each.written() for each in block)) for name, block in blocks.items()}
-    written: dict[str, set[int]] = {"": set()}  # before each block, on every path to it
+    known: dict[str, set[Fact]] = {"": set()}  # before each block, on every path to it
     waiting = [""]
     while waiting:
         name = waiting.pop()
-        for after in successors[name]:
-            before = (written[name] | own[name]) & written.get(after, _ALL)
-            if after not in written or before != written[after]:
-                written[after] = before
+        facts = set(known[name])
+        for each in blocks[name]:
+            _step(facts, each)
+        for after, holds in successors[name]:
+            there = _with_weaker(facts | {(r, ALWAYS) for r, under in facts if holds and under == holds})
+            before = there & known.get(after, there)
+            if after not in known or before != known[after]:
+                known[after] = before
                 waiting.append(after)
     found: dict[int, Instruction] = {}
-    for name, before in written.items():
-        have = set(before)
+    for name, before in known.items():
+        facts = set(before)
         for each in blocks[name]:
-            for register in each.read() - have:
-                found.setdefault(register, each)
-            have |= each.written()
+            enough = ALWAYS if each.parts[0].endswith("GMMA") else SOMETIMES
+            for register in each.read:
+                if not {(register, enough), (register, each.predicate)} & facts:
+                    found.setdefault(register, each)
+            _step(facts, each)
     return found
+
+
+def _with_weaker(facts: set[Fact]) -> set[Fact]:
+    """What was written under some predicate was written sometimes."""
+    return facts | {(register, SOMETIMES) for register, _ in facts}
+
+
+def _step(facts: set[Fact], by: Instruction) -> None:
+    """Change the facts before an instruction to those after it. A value made of doubtful ones is doubtful."""
+    under = by.predicate
+    sound = all({(register, ALWAYS), (register, under)} & facts for register in by.read)
+    for register in by.written:
+        always = (register, ALWAYS) in facts or (register, _opposite(under)) in facts
+        if not under or not sound:
+            facts -= {fact for fact in facts if fact[0] == register}
+        facts.add((register, SOMETIMES))
+        if sound:
+            facts.add((register, under))
+            if under and always:
+                facts.add((register, ALWAYS))
+    for predicate in by.decided:
+        facts -= {fact for fact in facts if fact[1].removeprefix("!") == predicate}
