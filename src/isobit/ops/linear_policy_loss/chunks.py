@@ -29,6 +29,10 @@ class Chunk:
     def rows(self) -> int:
         return self.end - self.first
 
+    def joined(self, other: "Chunk") -> "Chunk":
+        """Both as one, where the other begins at the end of this one."""
+        return Chunk(self.first, other.end, self.begin, other.stop, False)
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -260,10 +260,10 @@ def linear_policy_loss(
         rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
         chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than 1024
         fit. That changes bits of gradients; where chunks end does not. validate: check ids and temperatures
-        on a GPU too, and also run loss_fn on both halves of the first chunk, to see whether shares add up
-        (host syncs). None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the
-        numerics class that the result must have, as in `linear_logp`. backend: force "hopper", "triton" or
-        "reference"; None takes the first that can serve.
+        on a GPU too, and also run loss_fn on both halves of a chunk, or on two chunks as one, to see whether
+        shares add up (host syncs). None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1.
+        numerics: the numerics class that the result must have, as in `linear_logp`. backend: force "hopper",
+        "triton" or "reference"; None takes the first that can serve.
 
     Returns:
         (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn

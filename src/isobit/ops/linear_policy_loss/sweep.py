@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that satisfies the contract. `check`: also run the loss on both halves of a chunk."""
+    """A call that satisfies the contract. `check`: also see whether shares of the loss add up."""
 
     args: Mapping[str, Any]
     backend: str
@@ -105,6 +105,15 @@ def _forward(
     return logp, entropy if call.args["entropy"] else None, found
 
 
+class Computed(NamedTuple):
+    """A chunk with its results and its share."""
+
+    chunk: Chunk
+    logp: Tensor
+    entropy: Tensor | None
+    share: Share
+
+
 class Sums:
     """Accumulates over chunks, in their order: the loss and its sums."""
 
@@ -115,16 +124,14 @@ class Sums:
         self.stats: dict[str, Any] = {}
         self._call, self._gradients, self._chunks = call, gradients, 0
         self._unchecked = call.check and not torch.is_inference_mode_enabled()
+        self._last: Computed | None = None  # the last chunk, while nothing has been checked
 
     def add(self, chunk: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None) -> Share:
         """Run the loss on a chunk of the rows that have these log-probabilities."""
         call = self._call
         found = self._share(chunk, of, logp, entropy, self._gradients)
-        if self._unchecked and (halves := call.batch.halves(chunk)):
-            whole = found if self._gradients else self._share(chunk, of, logp, entropy, None)
-            parts = [self._share(half, of, logp, entropy, None) for half in halves]
-            call.loss.together(whole, parts, call.batch.part(logp, chunk, of))
-            self._unchecked = False
+        if self._unchecked:
+            self._check(Computed(chunk, *self._part(chunk, of, logp, entropy), found))
         if self._chunks == 0:
             self.loss, self.stats = found.loss, found.sums
         elif found.sums.keys() != self.stats.keys():
@@ -138,15 +145,40 @@ class Sums:
         self._chunks += 1
         return found
 
+    def _check(self, now: Computed) -> None:
+        """See whether shares add up: those of the halves of a chunk, or, where every chunk is a single unit,
+        those of two chunks."""
+        before, self._last = self._last, now
+        whole, logp, entropy, known = now.chunk, now.logp, now.entropy, {now.chunk: now.share}
+        parts = self._call.batch.halves(whole)
+        if not parts and before is None:
+            return
+        if not parts and before is not None:
+            parts, known[before.chunk] = [before.chunk, whole], before.share
+            whole, logp = before.chunk.joined(whole), torch.cat((before.logp, logp))
+            if before.entropy is not None and entropy is not None:
+                entropy = torch.cat((before.entropy, entropy))
+        if not self._gradients:  # the check compares gradients too
+            known = {}
+        shares = [known.get(p) or self._share(p, whole, logp, entropy, None) for p in (whole, *parts)]
+        self._call.loss.together(shares[0], shares[1:], logp)
+        self._unchecked, self._last = False, None
+
     def _share(
         self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None, gradients: bool | None
     ) -> Share:
         """The share of a part of the rows that have these log-probabilities."""
         call = self._call
         where = f"rows {part.first} to {part.end} of {call.batch.rows}"
-        logp, inputs = call.batch.part(logp, part, of), call.inputs.of(part)
-        entropy = None if entropy is None else call.batch.part(entropy, part, of)
-        return call.loss.share(logp, entropy, inputs, gradients, where)
+        results = self._part(part, of, logp, entropy)
+        return call.loss.share(*results, call.inputs.of(part), gradients, where)
+
+    def _part(
+        self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logp, entropy) of a part of the rows that have these."""
+        cut = self._call.batch.part
+        return cut(logp, part, of), None if entropy is None else cut(entropy, part, of)
 
 
 def evaluate(call: Call) -> Sums:
