@@ -99,6 +99,28 @@ def test_sums_of_all_chunks_come_back_detached() -> None:
     assert not stats["logp"].requires_grad and stats["logp"] == loss.detach()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_shares_and_sums_are_added_in_fp32_at_least(dtype: torch.dtype, gradients: bool) -> None:
+    """2049 needs more bits than bf16 and fp16 have: 2048 + 1 would be 2048 again."""
+    tensors = make(17)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, which: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        share = (0 * logp).sum().to(dtype) + (2048 if which[0] == 0 else 1)
+        return share, {"half": share, "whole": torch.ones((), dtype=torch.int16)}
+
+    inputs = {"which": torch.arange(17)}
+    options = {"inputs": inputs, "workspace_bytes": room(1), "validate": False}
+    with torch.set_grad_enabled(gradients):
+        loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, **options)
+    wide = F64 if dtype == F64 else F32
+    assert loss.dtype == stats["half"].dtype == wide and loss == stats["half"] == 2048 + 16
+    assert stats["whole"].dtype == torch.int16 and stats["whole"] == 17
+    if gradients:
+        loss.backward()
+        assert tensors[1].grad is not None and not tensors[1].grad.any()
+
+
 def test_log_probabilities_are_those_of_linear_logp() -> None:
     hidden, weight, ids = make(30)
     seen: list[Tensor] = []

@@ -106,6 +106,15 @@ def test_terms_that_cancel_are_no_mean() -> None:
         linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, inputs={"gains": gains})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_that_is_rounded_to_16_bits_is_no_mean(dtype: torch.dtype) -> None:
+    for seed in range(8):
+        tensors = make(20, seed=seed)
+        linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.sum().to(dtype))
+        with pytest.raises(ContractError, match="not the sum of the shares of two parts"):
+            linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.mean().to(dtype))
+
+
 def test_the_first_chunk_is_also_run_as_two_halves() -> None:
     calls = []
 

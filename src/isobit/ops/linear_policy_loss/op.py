@@ -60,7 +60,7 @@ def declared(
     cu_seqlens: object | None = None,
     workspace_bytes: int | None = None,
 ) -> F32[Tensor, ""]:
-    """(loss, sums): the loss, and the sums that loss_fn returns with it."""
+    """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
 
 
 # Rules that annotations cannot express
@@ -267,7 +267,8 @@ def linear_policy_loss(
 
     Returns:
         (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
-        returned, detached.
+        returned, detached. The loss is fp32, or fp64 if loss_fn returns fp64; shares and sums in 16 bits are
+        added in fp32.
 
     Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
     only those that are needed are computed, and without any there is one product. They equal those of

@@ -97,7 +97,9 @@ class Loss:
         # Terms of a loss may cancel, so the tolerance is relative to the gradients, not to the loss.
         losses = torch.stack([share.loss.double() for share in (whole, *parts)])
         terms = 0.0 if whole.dlogp is None else (whole.dlogp.abs() * (1 + logp.abs())).nansum()
-        pairs = [(losses[:1], losses[1:].sum()[None], losses.abs().nan_to_num().max() + terms)]
+        size = losses.abs().nan_to_num().max() + terms
+        rounding = torch.finfo(whole.loss.dtype).eps  # of a share in 16 bits
+        pairs = [(losses[:1], losses[1:].sum()[None], size * max(1.0, 1e3 * rounding))]
         for name in ("dlogp", "dentropy"):
             ours, theirs = getattr(whole, name), [getattr(part, name) for part in parts]
             if ours is not None and all(g is not None for g in theirs):
@@ -120,6 +122,12 @@ def _own_graph() -> AbstractContextManager[Any]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+
+
+def widened(value: Any) -> Any:
+    """A share or one of its sums. 16 bits become fp32: they have too few digits to add chunks in."""
+    narrow = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4
+    return value.float() if narrow else value
 
 
 def _variables(loss: Tensor) -> Iterator[Tensor]:

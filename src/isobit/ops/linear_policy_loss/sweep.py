@@ -19,7 +19,7 @@ from isobit.ops.linear_logp import chunk as chunk_ops
 from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_logp.rooms import WORKSPACE_BYTES, Memory, capacity
 from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
-from isobit.ops.linear_policy_loss.shares import Loss, Share
+from isobit.ops.linear_policy_loss.shares import Loss, Share, widened
 
 #: Options of `linear_logp` that this op does not have.
 PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size"))
@@ -132,16 +132,17 @@ class Sums:
         found = self._share(chunk, of, logp, entropy, self._gradients)
         if self._unchecked:
             self._check(Computed(chunk, *self._part(chunk, of, logp, entropy), found))
+        share, sums = widened(found.loss), {name: widened(value) for name, value in found.sums.items()}
         if self._chunks == 0:
-            self.loss, self.stats = found.loss, found.sums
-        elif found.sums.keys() != self.stats.keys():
-            names = [sorted(sums) for sums in (self.stats, found.sums)]
+            self.loss, self.stats = share, sums
+        elif sums.keys() != self.stats.keys():
+            names = [sorted(keys) for keys in (self.stats, sums)]
             raise call.loss.error(
                 f"must return the same sums for all chunks; got {names[0]}, then {names[1]}"
             )
         else:
-            self.loss = self.loss + found.loss
-            self.stats = {name: value + found.sums[name] for name, value in self.stats.items()}
+            self.loss = self.loss + share
+            self.stats = {name: value + sums[name] for name, value in self.stats.items()}
         self._chunks += 1
         return found
 
