@@ -326,6 +326,30 @@ def test_without_rows_the_loss_is_zero(lead: tuple[int, ...]) -> None:
     assert hidden.grad is not None and hidden.grad.shape == (*lead, D)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "dual_clip_ppo", "gspo", "cispo"])
+@pytest.mark.parametrize(("lead", "bounds"), [((0,), [0]), ((0, 4), None), ((3, 0), None)])
+def test_without_rows_losses_of_isobit_have_their_sums(
+    name: str, lead: tuple[int, ...], bounds: list[int] | None
+) -> None:
+    tensors = make(*lead)
+    inputs = {"advantages": torch.zeros(lead[0]), "old_logp": torch.zeros(lead), "normalizer": 0}
+    if bounds is not None and name in ("grpo", "gspo"):
+        inputs["sequence_ids"] = torch.zeros(lead, dtype=torch.int64)
+    options = {"loss_fn": getattr(isobit.losses, name), "inputs": inputs, "cu_seqlens": bounds}
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            loss, stats = linear_policy_loss(*tensors, **options, entropy=True)
+        assert loss == 0 and loss.requires_grad == (context is torch.enable_grad)
+        assert {"tokens", "ratio", "entropy", "policy_loss"} < stats.keys() and not any(stats.values())
+
+
+def test_a_loss_is_refused_without_rows_too() -> None:
+    with pytest.raises(ContractError, match="must return a scalar tensor"):
+        linear_policy_loss(*make(0), loss_fn=lambda logp, entropy: None)
+    with pytest.raises(ContractError, match="raised IndexError on rows 0 to 0 of 0"):
+        linear_policy_loss(*make(0), loss_fn=lambda logp, entropy: logp[0])
+
+
 def test_one_row() -> None:
     tensors = make(1)
     loss, _ = linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.mean())  # has no halves

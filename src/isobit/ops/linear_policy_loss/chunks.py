@@ -6,7 +6,7 @@ workspace. A sequence that does not fit is a chunk of its own, and none of its p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -49,13 +49,18 @@ class Batch:
             N *= size
         return N
 
+    @property
+    def everything(self) -> Chunk:
+        """All rows, with nothing kept."""
+        return Chunk(0, self.rows, 0, self.rows if self.bounds is None else len(self.bounds) - 1, False)
+
     def chunks(self, capacity: int | None) -> list[Chunk]:
         """All rows in chunks of at most `capacity` rows; None: one chunk, with nothing kept."""
         N, bounds = self.rows, self.bounds
         if N == 0:
             return []
         if capacity is None or capacity >= N:
-            return [Chunk(0, N, 0, N if bounds is None else len(bounds) - 1, capacity is not None)]
+            return [replace(self.everything, kept=capacity is not None)]
         if bounds is None:
             # A multiple of a segment, so that no row has to be queued if all rows count.
             step = capacity // SEGMENT * SEGMENT or capacity

@@ -118,13 +118,20 @@ class Sums:
     """Accumulates over chunks, in their order: the loss and its sums."""
 
     def __init__(self, call: Call, gradients: bool) -> None:
-        hidden = call.args["hidden"]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.loss = torch.zeros((), dtype=wide, device=hidden.device)
-        self.stats: dict[str, Any] = {}
+        self.loss: Tensor
+        self.stats: dict[str, Any]
         self._call, self._gradients, self._chunks = call, gradients, 0
         self._unchecked = call.check and not torch.is_inference_mode_enabled()
         self._last: Computed | None = None  # the last chunk, while nothing has been checked
+
+    def add_no_rows(self) -> None:
+        """Run the loss where the batch has no rows, so that its sums have their names there too."""
+        args, batch = self._call.args, self._call.batch
+        wide = torch.promote_types(args["hidden"].dtype, torch.float32)
+        logp = torch.zeros(batch.shape, dtype=wide, device=args["hidden"].device)
+        self.add(
+            batch.everything, batch.everything, logp, torch.zeros_like(logp) if args["entropy"] else None
+        )
 
     def add(self, chunk: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None) -> Share:
         """Run the loss on a chunk of the rows that have these log-probabilities."""
@@ -190,6 +197,8 @@ def evaluate(call: Call) -> Sums:
         logp, entropy, _ = _forward(call, whole)
         for chunk in call.chunks:
             sums.add(chunk, whole, logp, entropy)
+    if not call.chunks:
+        sums.add_no_rows()
     return sums
 
 
@@ -234,6 +243,8 @@ def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
             **{f"d{name}": g for name, g in gradients._asdict().items()}, first_row=chunk.first,
             kept=chunk.kept, first=i == 0, last=i == len(chunks) - 1, postpone=postpone, **call.controls,
         )  # fmt: skip
+    if not chunks:
+        sums.add_no_rows()
     if not postpone:
         return Found(sums, gradients)
     assert memory.queue is not None
