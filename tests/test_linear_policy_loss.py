@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -170,8 +171,28 @@ def test_packed_sequences_stay_whole(form: Callable[[list[int]], Any]) -> None:
 
     options = {"workspace_bytes": room(12), "validate": False, "cu_seqlens": bounds}
     loss, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, inputs={"ids": torch.arange(5)}, **options)
-    assert seen == [(11, [0, 1, 2]), (9, [3]), (10, [4])]
+    assert seen == [(11, [0, 2]), (9, [3]), (10, [4])]  # the second has no rows
     loss.backward()
+
+
+@pytest.mark.parametrize("rows", [1, 12, 1000])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "dual_clip_ppo", "gspo", "cispo"])
+def test_losses_of_isobit_take_one_advantage_per_packed_sequence(name: str, rows: int) -> None:
+    """Some sequences have no rows, and a chunk may have as many sequences as rows."""
+    lengths = torch.tensor([0, 1, 2, 0, 0, 8, 9, 0, 10, 0])
+    tensors, gen = make(30), torch.Generator().manual_seed(4)
+    each = {"advantages": torch.randn(10, generator=gen), "rollout_weights": torch.rand(10, generator=gen)}
+    inputs = {"old_logp": torch.randn(30, generator=gen) - 3, "normalizer": 6}
+    inputs["sequence_ids"] = torch.arange(10).repeat_interleave(lengths)
+    loss_fn, bounds = getattr(isobit.losses, name), [0, *lengths.cumsum(0).tolist()]
+    loss, _ = linear_policy_loss(
+        *tensors, loss_fn=loss_fn, inputs=inputs | each, cu_seqlens=bounds, workspace_bytes=room(rows)
+    )
+    repeated = {name: values.repeat_interleave(lengths) for name, values in each.items()}
+    expected, gradients = on_all_rows(loss_fn, tensors, inputs | repeated)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_sequence_that_has_no_room_is_computed_all_the_same() -> None:
@@ -204,7 +225,9 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
-    batch = Batch((bounds[-1],), bounds)
+    batch = Batch.packed(bounds)
+    bounds, lengths = list(batch.bounds or ()), [length for length in lengths if length]
+    assert [b - a for a, b in pairwise(bounds)] == lengths
     chunks = batch.chunks(capacity)
     assert [c.first for c in chunks] == [0, *(c.end for c in chunks[:-1])][: len(chunks)]
     assert (chunks[-1].end if chunks else 0) == bounds[-1]
@@ -212,7 +235,7 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
         assert (chunk.first, chunk.end) == (bounds[chunk.begin], bounds[chunk.stop]) and chunk.rows > 0
         longest = max(lengths[chunk.begin : chunk.stop])
         assert chunk.kept == (chunk.rows <= capacity)
-        assert chunk.kept or chunk.rows == longest > capacity  # alone, but for sequences without rows
+        assert chunk.kept or chunk.rows == longest > capacity  # alone
         halves = batch.halves(chunk)
         assert not halves or (halves[0].end, halves[0].stop) == (halves[1].first, halves[1].begin)
         assert not halves or all(h.rows > 0 for h in halves)
