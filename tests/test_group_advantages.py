@@ -163,6 +163,8 @@ def test_a_wrong_call_names_the_argument(arg: str, args: dict[str, Any]) -> None
 def test_rewards_are_one_line_of_floating_point_numbers(rewards: Any) -> None:
     with pytest.raises(ContractError, match=r"^group_advantages\(rewards: "):
         group_advantages(rewards, samples_per_prompt=2)
+    with pytest.raises(ContractError, match=r"^group_advantages\(rewards: "):
+        group_advantages(rewards, group_boundaries=[0, 4] if len(rewards) == 4 else [0, 2])
 
 
 def test_explain_takes_what_the_function_takes() -> None:

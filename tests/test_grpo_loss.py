@@ -396,6 +396,24 @@ def test_a_wrong_call_names_the_argument(arg: str, changes: dict[str, Any]) -> N
         grpo_loss(**args)
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"advantages": torch.ones(4), "group_boundaries": [0, 4]}, r"group_boundaries: \[2\] int64\): is for"),
+    ({"group_boundaries": (0, 4)}, r"rewards: None\): is required unless advantages are given"),
+    ({"rewards": torch.ones(4, 1), "group_boundaries": [0, 4]}, r"rewards: \[4, 1\] fp32\): needs 1 dim"),
+])  # fmt: skip
+def test_a_list_of_boundaries_is_not_blamed_for_other_mistakes(changes: Any, message: str) -> None:
+    with pytest.raises(ContractError, match=rf"^grpo_loss\({message}"):
+        grpo_loss(**batch(dtype=F32) | changes)
+
+
+def test_the_number_0_is_no_normalizer() -> None:
+    """A tensor that contains 0 is one if no token counts."""
+    masked = {"advantages": torch.ones(4), "mask": torch.zeros(4, 5, dtype=torch.bool)}
+    with pytest.raises(ContractError, match=r"^grpo_loss\(normalizer: 0.*must be a positive number"):
+        grpo_loss(**batch(dtype=F32) | masked, normalizer=0)
+    assert grpo_loss(**batch(dtype=F32) | masked, normalizer=torch.tensor(0))[0] == 0
+
+
 def test_an_unknown_reduction_lists_the_known() -> None:
     with pytest.raises(ContractError, match="known: token_mean, sequence_mean, sum"):
         grpo_loss(**batch(), advantages=torch.ones(4), reduction="mean")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,6 +100,28 @@ def test_sums_of_all_chunks_come_back_detached() -> None:
     assert not stats["logp"].requires_grad and stats["logp"] == loss.detach()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_shares_and_sums_are_added_in_fp32_at_least(dtype: torch.dtype, gradients: bool) -> None:
+    """2049 needs more bits than bf16 and fp16 have: 2048 + 1 would be 2048 again."""
+    tensors = make(17)
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None, which: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        share = (0 * logp).sum().to(dtype) + (2048 if which[0] == 0 else 1)
+        return share, {"half": share, "whole": torch.ones((), dtype=torch.int16)}
+
+    inputs = {"which": torch.arange(17)}
+    options = {"inputs": inputs, "workspace_bytes": room(1), "validate": False}
+    with torch.set_grad_enabled(gradients):
+        loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, **options)
+    wide = F64 if dtype == F64 else F32
+    assert loss.dtype == stats["half"].dtype == wide and loss == stats["half"] == 2048 + 16
+    assert stats["whole"].dtype == torch.int16 and stats["whole"] == 17
+    if gradients:
+        loss.backward()
+        assert tensors[1].grad is not None and not tensors[1].grad.any()
+
+
 def test_log_probabilities_are_those_of_linear_logp() -> None:
     hidden, weight, ids = make(30)
     seen: list[Tensor] = []
@@ -148,8 +171,28 @@ def test_packed_sequences_stay_whole(form: Callable[[list[int]], Any]) -> None:
 
     options = {"workspace_bytes": room(12), "validate": False, "cu_seqlens": bounds}
     loss, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, inputs={"ids": torch.arange(5)}, **options)
-    assert seen == [(11, [0, 1, 2]), (9, [3]), (10, [4])]
+    assert seen == [(11, [0, 2]), (9, [3]), (10, [4])]  # the second has no rows
     loss.backward()
+
+
+@pytest.mark.parametrize("rows", [1, 12, 1000])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "dual_clip_ppo", "gspo", "cispo"])
+def test_losses_of_isobit_take_one_advantage_per_packed_sequence(name: str, rows: int) -> None:
+    """Some sequences have no rows, and a chunk may have as many sequences as rows."""
+    lengths = torch.tensor([0, 1, 2, 0, 0, 8, 9, 0, 10, 0])
+    tensors, gen = make(30), torch.Generator().manual_seed(4)
+    each = {"advantages": torch.randn(10, generator=gen), "rollout_weights": torch.rand(10, generator=gen)}
+    inputs = {"old_logp": torch.randn(30, generator=gen) - 3, "normalizer": 6}
+    inputs["sequence_ids"] = torch.arange(10).repeat_interleave(lengths)
+    loss_fn, bounds = getattr(isobit.losses, name), [0, *lengths.cumsum(0).tolist()]
+    loss, _ = linear_policy_loss(
+        *tensors, loss_fn=loss_fn, inputs=inputs | each, cu_seqlens=bounds, workspace_bytes=room(rows)
+    )
+    repeated = {name: values.repeat_interleave(lengths) for name, values in each.items()}
+    expected, gradients = on_all_rows(loss_fn, tensors, inputs | repeated)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_sequence_that_has_no_room_is_computed_all_the_same() -> None:
@@ -182,7 +225,9 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
-    batch = Batch((bounds[-1],), bounds)
+    batch = Batch.packed(bounds)
+    bounds, lengths = list(batch.bounds or ()), [length for length in lengths if length]
+    assert [b - a for a, b in pairwise(bounds)] == lengths
     chunks = batch.chunks(capacity)
     assert [c.first for c in chunks] == [0, *(c.end for c in chunks[:-1])][: len(chunks)]
     assert (chunks[-1].end if chunks else 0) == bounds[-1]
@@ -190,7 +235,7 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
         assert (chunk.first, chunk.end) == (bounds[chunk.begin], bounds[chunk.stop]) and chunk.rows > 0
         longest = max(lengths[chunk.begin : chunk.stop])
         assert chunk.kept == (chunk.rows <= capacity)
-        assert chunk.kept or chunk.rows == longest > capacity  # alone, but for sequences without rows
+        assert chunk.kept or chunk.rows == longest > capacity  # alone
         halves = batch.halves(chunk)
         assert not halves or (halves[0].end, halves[0].stop) == (halves[1].first, halves[1].begin)
         assert not halves or all(h.rows > 0 for h in halves)
@@ -302,6 +347,30 @@ def test_without_rows_the_loss_is_zero(lead: tuple[int, ...]) -> None:
     loss.backward()
     assert loss == 0 and stats == {} and weight.grad is not None and not weight.grad.any()
     assert hidden.grad is not None and hidden.grad.shape == (*lead, D)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "dual_clip_ppo", "gspo", "cispo"])
+@pytest.mark.parametrize(("lead", "bounds"), [((0,), [0]), ((0, 4), None), ((3, 0), None)])
+def test_without_rows_losses_of_isobit_have_their_sums(
+    name: str, lead: tuple[int, ...], bounds: list[int] | None
+) -> None:
+    tensors = make(*lead)
+    inputs = {"advantages": torch.zeros(lead[0]), "old_logp": torch.zeros(lead), "normalizer": 0}
+    if bounds is not None and name in ("grpo", "gspo"):
+        inputs["sequence_ids"] = torch.zeros(lead, dtype=torch.int64)
+    options = {"loss_fn": getattr(isobit.losses, name), "inputs": inputs, "cu_seqlens": bounds}
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            loss, stats = linear_policy_loss(*tensors, **options, entropy=True)
+        assert loss == 0 and loss.requires_grad == (context is torch.enable_grad)
+        assert {"tokens", "ratio", "entropy", "policy_loss"} < stats.keys() and not any(stats.values())
+
+
+def test_a_loss_is_refused_without_rows_too() -> None:
+    with pytest.raises(ContractError, match="must return a scalar tensor"):
+        linear_policy_loss(*make(0), loss_fn=lambda logp, entropy: None)
+    with pytest.raises(ContractError, match="raised IndexError on rows 0 to 0 of 0"):
+        linear_policy_loss(*make(0), loss_fn=lambda logp, entropy: logp[0])
 
 
 def test_one_row() -> None:

@@ -48,9 +48,48 @@ def test_a_mean_is_detected() -> None:
         "with an offset": lambda logp, entropy: logp.sum() + 1e3,
     }
     for loss_fn in means.values():
-        with pytest.raises(ContractError, match=r"loss_fn: .*not the sum of the shares of their halves"):
+        with pytest.raises(ContractError, match=r"loss_fn: .*not the sum of the shares of two parts"):
             linear_policy_loss(*tensors, loss_fn=loss_fn)
     linear_policy_loss(*tensors, loss_fn=means["mean"], validate=False)
+
+
+@pytest.mark.parametrize(("lead", "rows", "bounds"), [
+    ((4, 6), 6, None),  # one line per chunk
+    ((24,), 1, None),  # one row per chunk
+    ((24,), 6, [0, 2, 2, 20, 24]),  # one sequence per chunk, one of them too long to be kept
+])  # fmt: skip
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_mean_is_detected_where_every_chunk_is_a_single_unit(
+    lead: tuple[int, ...], rows: int, bounds: list[int] | None, entropy: bool
+) -> None:
+    tensors = make(*lead)
+    options = {"workspace_bytes": room(rows), "cu_seqlens": bounds, "entropy": entropy}
+
+    def values(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        return logp if entropy is None else logp + entropy
+
+    for context in (torch.enable_grad, torch.no_grad):
+        with context(), pytest.raises(ContractError, match="not the sum of the shares of two parts"):
+            linear_policy_loss(*tensors, loss_fn=lambda *of: values(*of).mean(), **options)
+        with context():
+            linear_policy_loss(*tensors, loss_fn=lambda *of: values(*of).sum(), **options)
+    assert all(t.grad is None for t in tensors[:2])
+
+
+def test_two_chunks_that_are_single_units_are_run_joined() -> None:
+    calls = []
+
+    def loss_fn(logp: Tensor, entropy: Tensor | None) -> Tensor:
+        calls.append(tuple(logp.shape))
+        return logp.sum()
+
+    tensors = make(4, 6)
+    linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(6))
+    assert calls == [(1, 6), (1, 6), (2, 6), (1, 6), (1, 6)]
+    calls.clear()
+    with torch.no_grad():  # gradients are needed to judge, so both are run again
+        linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(6))
+    assert calls == [(1, 6), (1, 6), (2, 6), (1, 6), (1, 6), (1, 6), (1, 6)]
 
 
 def test_terms_that_cancel_are_no_mean() -> None:
@@ -65,6 +104,15 @@ def test_terms_that_cancel_are_no_mean() -> None:
     assert loss.abs() < 1e-5
     with torch.no_grad():
         linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, inputs={"gains": gains})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_that_is_rounded_to_16_bits_is_no_mean(dtype: torch.dtype) -> None:
+    for seed in range(8):
+        tensors = make(20, seed=seed)
+        linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.sum().to(dtype))
+        with pytest.raises(ContractError, match="not the sum of the shares of two parts"):
+            linear_policy_loss(*tensors, loss_fn=lambda logp, entropy: logp.mean().to(dtype))
 
 
 def test_the_first_chunk_is_also_run_as_two_halves() -> None:

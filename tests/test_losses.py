@@ -248,6 +248,7 @@ def test_signatures_are_one() -> None:
     assert shared == {
         "logp", "entropy", "advantages", "normalizer", "old_logp", "mask", "clip_low", "clip_high",
         "rollout_weights", "beta", "ref_logp", "kl_estimator", "unbiased_kl", "entropy_coef",
+        "sequence_ids",
     }  # fmt: skip
 
 
@@ -295,6 +296,21 @@ FLAT = {"logp": THREE, "advantages": THREE}
         ),
         (losses.cispo, {"clip_low": -0.1}, "clip_low: -0.1): must be a number from 0 to 1"),
         (losses.grpo, {"sequence_ids": ROWS}, "sequence_ids: [2, 3] fp32): must be an integer tensor [2, 3]"),
+        (
+            losses.dapo,
+            {"logp": THREE, "advantages": torch.ones(2)},
+            "advantages: [2] fp32): must be a tensor [3], or one per sequence with sequence_ids, as the rows",
+        ),
+        (
+            losses.dapo,
+            {"logp": THREE, "advantages": torch.ones(4), "sequence_ids": torch.zeros(3).long()},
+            "advantages: [4] fp32): must be a tensor [3], or one per sequence with sequence_ids, as the rows",
+        ),
+        (
+            losses.dapo,
+            FLAT | {"old_logp": torch.ones(2), "sequence_ids": torch.zeros(3).long()},
+            "old_logp: [2] fp32): must be a tensor [3], as the rows are [3]",
+        ),
         (losses.grpo, FLAT, "logp: [3] fp32): whole sequences are needed: rows [B, T], or sequence_ids"),
         (losses.gspo, FLAT, "logp: [3] fp32): whole sequences are needed: rows [B, T], or sequence_ids"),
         (losses.grpo, {"logp": THREE.long()}, "logp: [3] int64): must be a floating point tensor [n] or"),

@@ -104,6 +104,28 @@ def test_packed_sequences_have_the_loss_of_padded_ones(loss: Callable[..., Any])
     torch.testing.assert_close(flat_stats, stats)
 
 
+@each_policy_loss
+def test_packed_sequences_take_one_advantage_each(loss: Callable[..., Any]) -> None:
+    rows = packed(batch())
+    each = {"advantages": torch.randn(5, dtype=F64), "rollout_weights": torch.rand(5, dtype=F64)}
+    order = torch.tensor([7, 3, 4, 0, 9])
+    at = (rows["sequence_ids"][:, None] == order).int().argmax(-1)
+    repeated = {name: values[at] for name, values in each.items()}
+    torch.testing.assert_close(
+        outcome(loss, rows | each), outcome(loss, rows | repeated), rtol=0, atol=0, equal_nan=False
+    )
+
+
+@each_policy_loss
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_another_number_of_advantages_than_of_sequences_makes_the_loss_nan(
+    loss: Callable[..., Any], count: int
+) -> None:
+    rows = packed(batch())
+    value, *_ = outcome(loss, rows | {"advantages": torch.ones(count, dtype=F64)})
+    assert value.isnan()
+
+
 def test_packed_sequences_have_the_weights_of_padded_ones() -> None:
     given = {name: tensor for name, tensor in batch().items() if name in ("logp", "old_logp", "mask")}
     padded = losses.truncated_weights(given["logp"], given["old_logp"], mask=given["mask"], level="sequence")
@@ -285,5 +307,8 @@ def test_nothing_is_read_back_from_the_device(loss: Callable[..., Any]) -> None:
         fake = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
         value, dlogp, _, _ = outcome(loss, fake, normalizer=fake["mask"].sum())
         assert value.shape == () and dlogp.shape == (5, 7)
+        flat = {name: tensor.flatten() for name, tensor in fake.items()}
+        flat |= {"advantages": torch.ones(5), "sequence_ids": torch.zeros(35, dtype=torch.int64)}
+        assert outcome(loss, flat)[1].shape == (35,)
         with pytest.raises(DataDependentOutputException):
             bool(fake["mask"].any())

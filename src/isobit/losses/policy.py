@@ -39,7 +39,8 @@ def grpo(
     Args:
         logp: [n] or [B, T], log-probabilities of the tokens under the policy. 16 bits become fp32.
         entropy: of that shape, the entropies of the distributions; needed only for entropy_coef.
-        advantages: of that shape, or [B] with one per sequence.
+        advantages: of that shape, or one per sequence: [B], or, with sequence_ids, [s] in the order of the
+            sequences. If they are not as many as the sequences of sequence_ids, the loss is NaN.
         normalizer: divisor of the sum, a number or a tensor without dimensions, for the whole batch and not
             for these rows. If it is 0, no row should count, and the loss is 0.
         old_logp: log-probabilities under the policy before the update; None is on-policy: ratios are 1, with
@@ -101,6 +102,7 @@ def dapo(
     kl_estimator: Estimator = "k3",
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """DAPO: clipped terms, all tokens weighted equally, with a wider clip range above than below.
 
@@ -116,6 +118,7 @@ def dapo(
         advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
         clip_low, clip_high, dual_clip: as for `grpo`.
         rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
+        sequence_ids: as for `grpo`; needed only for inputs of packed rows with one entry per sequence.
 
     Returns:
         (loss, stats), as for `grpo`.
@@ -128,7 +131,7 @@ def dapo(
         >>> print(f"{loss:.4f}", stats["clip_high"])  # ratios are 1.25 and 2.5, which is clipped to 1.28
         -1.2650 tensor(1.)
     """
-    rows = Rows("dapo", logp, mask)
+    rows = Rows("dapo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
     return summed(
@@ -155,6 +158,7 @@ def dr_grpo(
     kl_estimator: Estimator = "k3",
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """Dr. GRPO: clipped terms over a constant, so that the weight of a token does not depend on lengths.
 
@@ -171,6 +175,7 @@ def dr_grpo(
         advantages, normalizer, old_logp, mask: as for `grpo`, but rows need not be whole sequences.
         clip_low, clip_high, dual_clip: as for `grpo`.
         rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
+        sequence_ids: as for `grpo`; needed only for inputs of packed rows with one entry per sequence.
 
     Returns:
         (loss, stats), as for `grpo`.
@@ -186,7 +191,7 @@ def dr_grpo(
         tensor([[-0.1250, -0.1250],
                 [ 0.1250,  0.0000]])
     """
-    rows = Rows("dr_grpo", logp, mask)
+    rows = Rows("dr_grpo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
     return summed(
@@ -213,6 +218,7 @@ def dual_clip_ppo(
     kl_estimator: Estimator = "k3",
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """PPO with a second bound: a token with a negative advantage and a large ratio has a bounded loss.
 
@@ -230,6 +236,7 @@ def dual_clip_ppo(
         clip_low, clip_high: as for `grpo`.
         dual_clip: the largest ratio with a negative advantage, at least 1.
         rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
+        sequence_ids: as for `grpo`; needed only for inputs of packed rows with one entry per sequence.
 
     Returns:
         (loss, stats), as for `grpo`.
@@ -243,7 +250,7 @@ def dual_clip_ppo(
         >>> print(f"{loss:.4f}", stats["clip_dual"])  # ratios are 1.25 and 5, which is clipped to 3
         2.1250 tensor(1.)
     """
-    rows = Rows("dual_clip_ppo", logp, mask)
+    rows = Rows("dual_clip_ppo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
     return summed(
@@ -335,6 +342,7 @@ def cispo(
     kl_estimator: Estimator = "k3",
     unbiased_kl: bool = False,
     entropy_coef: float = 0.0,
+    sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """CISPO: REINFORCE with a clipped importance weight, so that every token keeps a gradient.
 
@@ -352,6 +360,7 @@ def cispo(
         clip_low, clip_high: weights are clipped below 1 - clip_low and above 1 + clip_high, whatever the sign
             of the advantage.
         rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy_coef: as for `grpo`.
+        sequence_ids: as for `grpo`; needed only for inputs of packed rows with one entry per sequence.
 
     Returns:
         (loss, stats), as for `grpo`; "clip_low" and "clip_high" count clipped weights.
@@ -366,7 +375,7 @@ def cispo(
         >>> logp.grad
         tensor([-0.5000, -2.5000])
     """
-    rows = Rows("cispo", logp, mask)
+    rows = Rows("cispo", logp, mask, sequence_ids)
     low, high = 1 - rows.number("clip_low", clip_low, 0, 1), 1 + rows.number("clip_high", clip_high, 0)
     log_ratio = rows.log_ratio(old_logp)
     ratio = log_ratio.detach().exp()

@@ -42,12 +42,29 @@ class Rows:
     def differentiable(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
         """An input in the shape and dtype of the rows, 0 where they do not count; some may be one per
         sequence."""
-        shapes = [self.shape] + ([self.shape[:-1]] if per_sequence and len(self.shape) > 1 else [])
-        if not isinstance(value, Tensor) or value.shape not in shapes:
-            rule = " or ".join(str(list(shape)) for shape in shapes)
-            raise self.error(name, value, f"must be a tensor {rule}, as the rows are {list(self.shape)}")
-        wide = value.to(self.dtype)
-        return self.cleaned(wide if value.shape == self.shape else wide.unsqueeze(-1).expand(self.shape))
+        if isinstance(value, Tensor):
+            found: Tensor | None = value.to(self.dtype)
+            if value.shape != self.shape:
+                found = self._repeated(value.to(self.dtype)) if per_sequence else None
+            if found is not None:
+                return self.cleaned(found)
+        rule = f"must be a tensor {list(self.shape)}"
+        if per_sequence and len(self.shape) > 1:
+            rule += f" or {list(self.shape[:-1])}"
+        elif per_sequence:
+            rule += ", or one per sequence with sequence_ids"
+        raise self.error(name, value, f"{rule}, as the rows are {list(self.shape)}")
+
+    def _repeated(self, value: Tensor) -> Tensor | None:
+        """The entry of its sequence at every row; None for a shape that cannot be one per sequence. How many
+        packed sequences there are is not read back: entries that are too many or too few become NaN."""
+        if len(self.shape) > 1:
+            return value.unsqueeze(-1).expand(self.shape) if value.shape == self.shape[:-1] else None
+        if self.sequence_ids is None or value.ndim != 1 or not 1 <= len(value) <= self.shape[0]:
+            return None
+        first, number = self._sequences()
+        entries = value[number.clamp(max=len(value) - 1)]
+        return torch.where(first.sum() == len(value), entries, float("nan"))
 
     def constant(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
         return self.differentiable(name, value.detach() if isinstance(value, Tensor) else value, per_sequence)
@@ -76,6 +93,15 @@ class Rows:
         """x, with 0 where a row does not count; no gradient goes there."""
         return x if self.counts is None else torch.where(self.counts, x, 0.0)
 
+    def _sequences(self) -> tuple[Tensor, Tensor]:
+        """(which of the rows begin a sequence, the index of the sequence of each among those of these rows),
+        of flattened rows."""
+        assert self.sequence_ids is not None
+        ids = self.sequence_ids.flatten()
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[1:] = ids[1:] != ids[:-1]
+        return first, first.cumsum(0) - 1
+
     def sequence_sum(self, x: Tensor) -> Tensor:
         """The sum of x over the sequence of each row, at every row."""
         if self.sequence_ids is None:
@@ -83,13 +109,10 @@ class Rows:
                 rule = "whole sequences are needed: rows [B, T], or sequence_ids"
                 raise self.error("logp", self.logp, rule)
             return x.sum(-1, keepdim=True).expand(self.shape)
-        ids = self.sequence_ids.flatten()
-        first = torch.ones_like(ids, dtype=torch.bool)
-        first[1:] = ids[1:] != ids[:-1]
-        number = first.cumsum(0) - 1  # index of the sequence among these rows
+        _, number = self._sequences()
         # There are at most as many sequences as rows, so nothing has to be read back to know their number.
         # Segment sums, and not index_add, whose order varies on a GPU.
-        begin = torch.searchsorted(number, torch.arange(len(ids) + 1, device=ids.device))
+        begin = torch.searchsorted(number, torch.arange(len(number) + 1, device=number.device))
         sums = torch.segment_reduce(x.flatten(), "sum", offsets=begin, unsafe=True)
         return sums[number].view(self.shape)
 

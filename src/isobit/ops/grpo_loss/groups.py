@@ -54,20 +54,23 @@ def check(contract: Contract, given: Boundaries, found: Sequence[int], B: int) -
 
 
 def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with boundaries as a tensor on the device of the rewards. A list, or a tensor on the
-    CPU, can be read without waiting for a device, so it is always checked."""
+    """The same arguments with boundaries as a tensor on the device of the others. A list, or a tensor on the
+    CPU, can be read without waiting for a device, so it is always checked, if there are rewards to check it
+    against. A call without them is a mistake that the contract reports."""
     given, rewards = args.get("group_boundaries"), args.get("rewards")
-    if given is None or not isinstance(rewards, Tensor) or rewards.ndim != 1:
-        return args
-    found = given
     if isinstance(given, list | tuple):
         if not all(type(b) is int for b in given):
             raise contract.error("group_boundaries", given, "must be whole numbers")
-        check(contract, given, given, rewards.shape[0])
         found = torch.tensor(given, dtype=torch.int64, device="cpu")
-    elif not isinstance(given, Tensor) or given.device.type != "cpu" or given.ndim != 1:
-        return args  # on a GPU, or a mistake that the contract will report
-    elif given.dtype in INTS and not torch.compiler.is_compiling():  # a graph is checked when it runs
-        check(contract, given, given.tolist(), rewards.shape[0])
+    elif isinstance(given, Tensor) and given.device.type == "cpu" and given.ndim == 1:
+        found = given
+    else:
+        return args  # None, on a GPU, or a mistake too
+    if isinstance(rewards, Tensor) and rewards.ndim == 1:
+        if found is not given:
+            check(contract, given, list(given), rewards.shape[0])
+        elif found.dtype in INTS and not torch.compiler.is_compiling():  # a graph is checked when it runs
+            check(contract, given, found.tolist(), rewards.shape[0])
+    device = next((t.device for t in args.values() if isinstance(t, Tensor) and t is not given), found.device)
     # A copy that does not wait for the device.
-    return args | {"group_boundaries": found.to(rewards.device, non_blocking=True)}
+    return args | {"group_boundaries": found.to(device, non_blocking=True)}

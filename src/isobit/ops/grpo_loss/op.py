@@ -357,9 +357,10 @@ def grpo_loss(
         clip_low, clip_high: ratios are clipped to [1 - clip_low, 1 + clip_high].
         beta: weight of the KL penalty (the estimator k3). With 0 no reference is read.
         reduction: "token_mean", "sequence_mean" (tokens of a sequence first, then sequences) or "sum".
-        normalizer: a number, or a 0-d tensor that is not read by the host, to divide by instead of the number
-            of tokens (of sequences for "sequence_mean", of 1 for "sum"). With several micro-batches give that
-            of the whole batch: their losses and gradients then add up to those of the batch.
+        normalizer: a positive number, or a 0-d tensor that is not read by the host, to divide by instead of
+            the number of tokens (of sequences for "sequence_mean", of 1 for "sum"). With several
+            micro-batches give that of the whole batch: their losses and gradients then add up to those of
+            the batch. A tensor may contain 0 if no token counts.
         rollout_weights: [B, T], multiply the clipped terms and not the KL penalty, as in TRL and verl:
             truncated importance sampling.
         ref_logp: [B, T] fp32, log-probabilities under the reference, instead of `ref_logits`.

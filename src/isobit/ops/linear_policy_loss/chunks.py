@@ -6,9 +6,11 @@ workspace. A sequence that does not fit is a chunk of its own, and none of its p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.blocks.stream import SEGMENT
@@ -29,14 +31,26 @@ class Chunk:
     def rows(self) -> int:
         return self.end - self.first
 
+    def joined(self, other: "Chunk") -> "Chunk":
+        """Both as one, where the other begins at the end of this one."""
+        return Chunk(self.first, other.end, self.begin, other.stop, False)
+
 
 @dataclass(frozen=True)
 class Batch:
     """Rows of a leading shape. `bounds` are the first row of each sequence and the end of the last; None:
-    rows are flat."""
+    rows are flat. `given` are bounds as the caller has them, where some packed sequences have no rows: those
+    are in no chunk, so no loss can depend on where chunks end."""
 
     shape: tuple[int, ...]
     bounds: Sequence[int] | None
+    given: Sequence[int] | None = None
+
+    @classmethod
+    def packed(cls, given: Sequence[int]) -> "Batch":
+        """Sequences one after another, from bounds that may repeat."""
+        bounds = [0, *(end for first, end in pairwise(given) if first < end)]
+        return cls((given[-1],), bounds, given if len(bounds) < len(given) else None)
 
     @property
     def rows(self) -> int:
@@ -45,27 +59,29 @@ class Batch:
             N *= size
         return N
 
+    @property
+    def everything(self) -> Chunk:
+        """All rows, with nothing kept."""
+        return Chunk(0, self.rows, 0, self.rows if self.bounds is None else len(self.bounds) - 1, False)
+
     def chunks(self, capacity: int | None) -> list[Chunk]:
         """All rows in chunks of at most `capacity` rows; None: one chunk, with nothing kept."""
         N, bounds = self.rows, self.bounds
         if N == 0:
             return []
         if capacity is None or capacity >= N:
-            return [Chunk(0, N, 0, N if bounds is None else len(bounds) - 1, capacity is not None)]
+            return [replace(self.everything, kept=capacity is not None)]
         if bounds is None:
             # A multiple of a segment, so that no row has to be queued if all rows count.
             step = capacity // SEGMENT * SEGMENT or capacity
             return [Chunk(a, b, a, b, True) for a in range(0, N, step) for b in (min(a + step, N),)]
         made, begin, last = list[Chunk](), 0, len(bounds) - 1
-        while begin < last and bounds[begin] < N:
+        while begin < last:
             stop = begin + 1
             while stop < last and bounds[stop + 1] - bounds[begin] <= capacity:
                 stop += 1
-            if bounds[stop] == N:
-                stop = last  # include empty sequences at the end
             rows = bounds[stop] - bounds[begin]
-            if rows:
-                made.append(Chunk(bounds[begin], bounds[stop], begin, stop, rows <= capacity))
+            made.append(Chunk(bounds[begin], bounds[stop], begin, stop, rows <= capacity))
             begin = stop
         return made
 
@@ -100,9 +116,10 @@ class Batch:
     def sort(self, inputs: Mapping[str, Any], error: Callable[[str, Any, str], Exception]) -> "Inputs":
         """Sorts inputs into those by row and those by sequence; raises an error for one that is neither."""
         by_rows, by_sequences, same = dict[str, Tensor](), dict[str, Tensor](), dict[str, Any]()
-        sequences = () if self.bounds is None else (len(self.bounds) - 1,)
+        given = self.bounds if self.given is None else self.given
+        sequences = () if given is None else (len(given) - 1,)
         # As many sequences as rows, some of them empty: a tensor of this shape could be either.
-        unclear = self.shape == sequences and list(self.bounds or ()) != list(range(self.rows + 1))
+        unclear = self.shape == sequences and self.given is not None
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
                 if getattr(value, "shape", ()):  # of numpy, say: every chunk would be given all of it
@@ -117,7 +134,7 @@ class Batch:
             elif shape == self.shape and not unclear:
                 by_rows[name] = value
             elif shape == sequences and not unclear:
-                by_sequences[name] = value
+                by_sequences[name] = self._with_rows(value)
             elif unclear:
                 reason = "could be per row or per sequence; leave empty sequences out of cu_seqlens"
                 raise error(name, value, reason)
@@ -127,10 +144,17 @@ class Batch:
                 raise error(name, value, f"{known}, or without dimensions")
         return Inputs(self, by_rows, by_sequences, same)
 
+    def _with_rows(self, value: Tensor) -> Tensor:
+        """The entries of the sequences that have rows."""
+        if self.given is None:
+            return value
+        found = [i for i, (first, end) in enumerate(pairwise(self.given)) if first < end]
+        return value[torch.tensor(found, dtype=torch.int64, device=value.device)]
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a loss: one entry per row, one per sequence, or the same for all."""
+    """Inputs of a loss: one entry per row, one per sequence that has rows, or the same for all."""
 
     batch: Batch
     by_rows: Mapping[str, Tensor]

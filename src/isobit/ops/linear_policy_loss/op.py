@@ -60,7 +60,7 @@ def declared(
     cu_seqlens: object | None = None,
     workspace_bytes: int | None = None,
 ) -> F32[Tensor, ""]:
-    """(loss, sums): the loss, and the sums that loss_fn returns with it."""
+    """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
 
 
 # Rules that annotations cannot express
@@ -119,19 +119,15 @@ declared.differentiable = ("hidden", "weight", "bias")
 
 
 def batch_of(args: dict[str, Any]) -> Batch:
-    """The rows of a call, and where its sequences begin."""
-    return Batch(tuple(args["token_ids"].shape), _bounds(args))
-
-
-def _bounds(args: dict[str, Any]) -> Sequence[int] | None:
-    """Where sequences begin; None if rows are flat. Reads cu_seqlens, which waits for the GPU if it is
+    """The rows of a call, and where its sequences begin. Reads cu_seqlens, which waits for the GPU if it is
     there."""
     given, shape = args["cu_seqlens"], args["token_ids"].shape
     if given is None:
-        return None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
+        lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
+        return Batch(tuple(shape), lines)
     found = given.tolist() if isinstance(given, Tensor) else list(given)
     bounds.check(declared.contract, "cu_seqlens", given, found, shape.numel(), of="rows")
-    return found
+    return Batch.packed(found)
 
 
 # Autograd
@@ -245,29 +241,31 @@ def linear_policy_loss(
         [b, T] with whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or
         (loss, sums), where sums is a dict of other values to be summed over chunks. Shares must add up:
         return a sum over rows divided by a fixed number, not a mean over the rows of the chunk.
-        `isobit.losses` has some. inputs: other arguments of loss_fn, by name. Tensors with the shape of
-        token_ids are split like the rows; tensors [B] (with cu_seqlens: one element per sequence) like the
-        sequences; values without dimensions are passed unchanged. They get no gradient. bias: [V], of the
-        same dtype as the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts
-        where it is nonzero. Rows that do not count have log-probability 0 and get no gradient, and their
-        values, NaN included, reach no result. loss_fn does not receive the mask, unless it is among the
-        inputs too. ignore_index: rows with this token id do not count. temperature: a positive number that
-        divides the logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn
-        too; otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens:
-        where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a
-        tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
-        workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
-        rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
-        chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than 1024
-        fit. That changes bits of gradients; where chunks end does not. validate: check ids and temperatures
-        on a GPU too, and also run loss_fn on both halves of the first chunk, to see whether shares add up
-        (host syncs). None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the
-        numerics class that the result must have, as in `linear_logp`. backend: force "hopper", "triton" or
-        "reference"; None takes the first that can serve.
+        `isobit.losses` has some. Without rows it is called once, with empty tensors. inputs: other arguments
+        of loss_fn, by name. Tensors with the shape of token_ids are split like the rows; tensors [B] (with
+        cu_seqlens: one element per sequence, and sequences without rows are left out) like the sequences;
+        values without dimensions are passed unchanged. They get no gradient. bias: [V], of the same dtype as
+        the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts where it is
+        nonzero. Rows that do not count have log-probability 0 and get no gradient, and their values, NaN
+        included, reach no result. loss_fn does not receive the mask, unless it is among the inputs too.
+        ignore_index: rows with this token id do not count. temperature: a positive number that divides the
+        logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn too;
+        otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens: where
+        packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a tensor; one
+        on a GPU is read by the host, which waits once. Not needed for rows [B, T]. workspace_bytes: memory
+        for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer rows take less. Larger
+        chunks are faster, since fp32 sums of dweight are read and written once per chunk. Logits are computed
+        twice for a sequence that does not fit, and for all rows if fewer than 1024 fit. That changes bits of
+        gradients; where chunks end does not. validate: check ids and temperatures on a GPU too, and also run
+        loss_fn on both halves of a chunk, or on two chunks as one, to see whether shares add up (host syncs).
+        None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the numerics class that
+        the result must have, as in `linear_logp`. backend: force "hopper", "triton" or "reference"; None
+        takes the first that can serve.
 
     Returns:
         (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
-        returned, detached.
+        returned, detached. The loss is fp32, or fp64 if loss_fn returns fp64; shares and sums in 16 bits are
+        added in fp32.
 
     Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
     only those that are needed are computed, and without any there is one product. They equal those of

@@ -10,9 +10,14 @@ The baseline is G, one bare matrix product of that size, as for `linear_logp`. T
 products, or four if logits are computed twice.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -79,13 +84,46 @@ def _native(args: Args) -> Tensor:
     return native(args | {"logit_scale": None, "softcap": None})
 
 
+@cache
+def _trl_kernels() -> Any:
+    """TRL's file of chunked log-probabilities, loaded without TRL: its backward imports a file of the
+    trainers, which need packages that the kernels do not. It takes one function from there, which gathers the
+    weight if DeepSpeed has distributed it, and otherwise does nothing."""
+    found = find_spec("trl")
+    places = [] if found is None else found.submodule_search_locations or []
+    path = Path(*places[:1], "kernels", "chunked_logprob.py")
+    if not path.is_file():
+        raise ModuleNotFoundError(f"this TRL has no {path}")
+    package = "isobit_without_trl"
+    modules = {name: ModuleType(name) for name in (package, f"{package}.kernels", f"{package}.trainer")}
+    utils = modules[f"{package}.trainer.utils"] = ModuleType(f"{package}.trainer.utils")
+    utils.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()  # type: ignore[attr-defined]
+    spec = spec_from_file_location(f"{package}.kernels.chunked_logprob", path)
+    assert spec is not None and spec.loader is not None
+    loaded = modules[spec.name] = module_from_spec(spec)
+    sys.modules.update(modules)  # its backward looks for them there
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
 def _trl(args: Args) -> Tensor:
     """Computes tiles of 4096 x 32768 logits, and again in the backward."""
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
     hidden, weight, ids = (args[name] for name in ("hidden", "weight", "token_ids"))
-    out: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
+    function = _trl_kernels().ChunkedLogProbFunction
+    out: Tensor = function.apply(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
     return out
+
+
+def _needs_trl(case: Case, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "its kernels need a GPU"
+    if find_spec("trl") is None:
+        return "not installed"
+    try:
+        _trl_kernels()
+    except Exception as error:  # as for `cannot_import`
+        return f"trl.kernels.chunked_logprob cannot be loaded: {error}"
+    return None
 
 
 def _liger(args: Args) -> Tensor:
@@ -118,8 +156,7 @@ _OTHERS = (
     Rival("native", partial(_of_logp, _native), jit=False, **_FREE),
     Rival("torch.compile", partial(_of_logp, _native), compiled=True, **_FREE),
     Rival("liger", _liger, available=partial(_needs, "liger_kernel.chunked_loss"), graph=False, **_FREE),
-    Rival("trl", partial(_of_logp, _trl), available=partial(_needs, "trl.kernels.chunked_logprob"),
-          graph=False, **_FREE),
+    Rival("trl", partial(_of_logp, _trl), available=_needs_trl, graph=False, **_FREE),
 )  # fmt: skip
 
 

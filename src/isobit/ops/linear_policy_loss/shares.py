@@ -90,16 +90,18 @@ class Loss:
             raise self.error(detached)
         return [*found, None][:2]
 
-    def together(self, whole: Share, halves: Sequence[Share], logp: Tensor) -> None:
-        """Raise unless the shares of two halves add up to the share of the whole, which has these
+    def together(self, whole: Share, parts: Sequence[Share], logp: Tensor) -> None:
+        """Raise unless the shares of two parts add up to the share of the whole, which has these
         log-probabilities. Otherwise the loss mixes rows (a mean, for example) and would depend on where
         chunks end."""
         # Terms of a loss may cancel, so the tolerance is relative to the gradients, not to the loss.
-        losses = torch.stack([share.loss.double() for share in (whole, *halves)])
+        losses = torch.stack([share.loss.double() for share in (whole, *parts)])
         terms = 0.0 if whole.dlogp is None else (whole.dlogp.abs() * (1 + logp.abs())).nansum()
-        pairs = [(losses[:1], losses[1:].sum()[None], losses.abs().nan_to_num().max() + terms)]
+        size = losses.abs().nan_to_num().max() + terms
+        rounding = torch.finfo(whole.loss.dtype).eps  # of a share in 16 bits
+        pairs = [(losses[:1], losses[1:].sum()[None], size * max(1.0, 1e3 * rounding))]
         for name in ("dlogp", "dentropy"):
-            ours, theirs = getattr(whole, name), [getattr(half, name) for half in halves]
+            ours, theirs = getattr(whole, name), [getattr(part, name) for part in parts]
             if ours is not None and all(g is not None for g in theirs):
                 both = ours.flatten(), torch.cat([g.flatten() for g in theirs])
                 pairs.append((*both, torch.stack(both).abs().nan_to_num().max()))
@@ -107,7 +109,7 @@ class Loss:
             near = ((one - other).abs() <= 1e-3 * size) | (one == other) | (one.isnan() & other.isnan())
             if not bool(near.all()):
                 raise self.error(
-                    f"its share of {logp.numel()} rows is not the sum of the shares of their halves, so the "
+                    f"its share of {logp.numel()} rows is not the sum of the shares of two parts, so the "
                     "loss would depend on where chunks end: return a sum over rows, divided by a number that "
                     "is fixed, not a mean over the rows of the chunk"
                 )
@@ -120,6 +122,12 @@ def _own_graph() -> AbstractContextManager[Any]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+
+
+def widened(value: Any) -> Any:
+    """A share or one of its sums. 16 bits become fp32: they have too few digits to add chunks in."""
+    narrow = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4
+    return value.float() if narrow else value
 
 
 def _variables(loss: Tensor) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from isobit.ops.linear_logp import chunk as chunk_ops
 from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_logp.rooms import WORKSPACE_BYTES, Memory, capacity
 from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
-from isobit.ops.linear_policy_loss.shares import Loss, Share
+from isobit.ops.linear_policy_loss.shares import Loss, Share, widened
 
 #: Options of `linear_logp` that this op does not have.
 PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype", "vocab_size"))
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that satisfies the contract. `check`: also run the loss on both halves of a chunk."""
+    """A call that satisfies the contract. `check`: also see whether shares of the loss add up."""
 
     args: Mapping[str, Any]
     backend: str
@@ -105,38 +105,72 @@ def _forward(
     return logp, entropy if call.args["entropy"] else None, found
 
 
+class Computed(NamedTuple):
+    """A chunk with its results and its share."""
+
+    chunk: Chunk
+    logp: Tensor
+    entropy: Tensor | None
+    share: Share
+
+
 class Sums:
     """Accumulates over chunks, in their order: the loss and its sums."""
 
     def __init__(self, call: Call, gradients: bool) -> None:
-        hidden = call.args["hidden"]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.loss = torch.zeros((), dtype=wide, device=hidden.device)
-        self.stats: dict[str, Any] = {}
+        self.loss: Tensor
+        self.stats: dict[str, Any]
         self._call, self._gradients, self._chunks = call, gradients, 0
         self._unchecked = call.check and not torch.is_inference_mode_enabled()
+        self._last: Computed | None = None  # the last chunk, while nothing has been checked
+
+    def add_no_rows(self) -> None:
+        """Run the loss where the batch has no rows, so that its sums have their names there too."""
+        args, batch = self._call.args, self._call.batch
+        wide = torch.promote_types(args["hidden"].dtype, torch.float32)
+        logp = torch.zeros(batch.shape, dtype=wide, device=args["hidden"].device)
+        self.add(
+            batch.everything, batch.everything, logp, torch.zeros_like(logp) if args["entropy"] else None
+        )
 
     def add(self, chunk: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None) -> Share:
         """Run the loss on a chunk of the rows that have these log-probabilities."""
         call = self._call
         found = self._share(chunk, of, logp, entropy, self._gradients)
-        if self._unchecked and (halves := call.batch.halves(chunk)):
-            whole = found if self._gradients else self._share(chunk, of, logp, entropy, None)
-            parts = [self._share(half, of, logp, entropy, None) for half in halves]
-            call.loss.together(whole, parts, call.batch.part(logp, chunk, of))
-            self._unchecked = False
+        if self._unchecked:
+            self._check(Computed(chunk, *self._part(chunk, of, logp, entropy), found))
+        share, sums = widened(found.loss), {name: widened(value) for name, value in found.sums.items()}
         if self._chunks == 0:
-            self.loss, self.stats = found.loss, found.sums
-        elif found.sums.keys() != self.stats.keys():
-            names = [sorted(sums) for sums in (self.stats, found.sums)]
+            self.loss, self.stats = share, sums
+        elif sums.keys() != self.stats.keys():
+            names = [sorted(keys) for keys in (self.stats, sums)]
             raise call.loss.error(
                 f"must return the same sums for all chunks; got {names[0]}, then {names[1]}"
             )
         else:
-            self.loss = self.loss + found.loss
-            self.stats = {name: value + found.sums[name] for name, value in self.stats.items()}
+            self.loss = self.loss + share
+            self.stats = {name: value + sums[name] for name, value in self.stats.items()}
         self._chunks += 1
         return found
+
+    def _check(self, now: Computed) -> None:
+        """See whether shares add up: those of the halves of a chunk, or, where every chunk is a single unit,
+        those of two chunks."""
+        before, self._last = self._last, now
+        whole, logp, entropy, known = now.chunk, now.logp, now.entropy, {now.chunk: now.share}
+        parts = self._call.batch.halves(whole)
+        if not parts and before is None:
+            return
+        if not parts and before is not None:
+            parts, known[before.chunk] = [before.chunk, whole], before.share
+            whole, logp = before.chunk.joined(whole), torch.cat((before.logp, logp))
+            if before.entropy is not None and entropy is not None:
+                entropy = torch.cat((before.entropy, entropy))
+        if not self._gradients:  # the check compares gradients too
+            known = {}
+        shares = [known.get(p) or self._share(p, whole, logp, entropy, None) for p in (whole, *parts)]
+        self._call.loss.together(shares[0], shares[1:], logp)
+        self._unchecked, self._last = False, None
 
     def _share(
         self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None, gradients: bool | None
@@ -144,9 +178,15 @@ class Sums:
         """The share of a part of the rows that have these log-probabilities."""
         call = self._call
         where = f"rows {part.first} to {part.end} of {call.batch.rows}"
-        logp, inputs = call.batch.part(logp, part, of), call.inputs.of(part)
-        entropy = None if entropy is None else call.batch.part(entropy, part, of)
-        return call.loss.share(logp, entropy, inputs, gradients, where)
+        results = self._part(part, of, logp, entropy)
+        return call.loss.share(*results, call.inputs.of(part), gradients, where)
+
+    def _part(
+        self, part: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logp, entropy) of a part of the rows that have these."""
+        cut = self._call.batch.part
+        return cut(logp, part, of), None if entropy is None else cut(entropy, part, of)
 
 
 def evaluate(call: Call) -> Sums:
@@ -157,6 +197,8 @@ def evaluate(call: Call) -> Sums:
         logp, entropy, _ = _forward(call, whole)
         for chunk in call.chunks:
             sums.add(chunk, whole, logp, entropy)
+    if not call.chunks:
+        sums.add_no_rows()
     return sums
 
 
@@ -201,6 +243,8 @@ def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
             **{f"d{name}": g for name, g in gradients._asdict().items()}, first_row=chunk.first,
             kept=chunk.kept, first=i == 0, last=i == len(chunks) - 1, postpone=postpone, **call.controls,
         )  # fmt: skip
+    if not chunks:
+        sums.add_no_rows()
     if not postpone:
         return Found(sums, gradients)
     assert memory.queue is not None
