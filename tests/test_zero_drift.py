@@ -391,6 +391,20 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
     refused(made("Mixtral", num_local_experts=2), r"experts: MixtralExperts multiplies by its gate_up_proj")
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused(rope: str) -> None:
+    """Beyond 32 positions, which no sequence of the trial reaches."""
+    parameters = {"rope_type": rope, "factor": 2.0, "rope_theta": 1e4}
+    if rope == "longrope":
+        factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+        parameters |= {**factors, "original_max_position_embeddings": 32}
+    model = made("Llama", max_position_embeddings=32, rope_parameters=parameters)
+    refused(model, rf"model\.rotary_emb: its rope_type '{rope}' makes frequencies from the longest position")
+    by_layer = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": parameters}
+    model = made("Gemma3", max_position_embeddings=32, rope_parameters=by_layer)
+    refused(model, rf"model\.rotary_emb: its rope_type '{rope}'")
+
+
 def test_models_that_are_no_causal_language_models_are_refused() -> None:
     with pytest.raises(HFError, match=r"\(model: Linear\): it is not a transformers.PreTrainedModel"):
         zero_drift(nn.Linear(2, 2))

@@ -83,8 +83,14 @@ def _refused(model: nn.Module) -> dict[str, str]:
     """Modules that cannot be served, and why."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
+        moving = _moving_frequencies(module)
         if isinstance(module, nn.Dropout) and module.p > 0:
             found[name] = f"Dropout(p={module.p}) is random in training"
+        elif moving is not None:
+            found[name] = (
+                f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once that "
+                "exceeds a limit of the config"
+            )
         elif not isinstance(module, nn.Linear | nn.Embedding):
             own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
             if own:
@@ -99,6 +105,14 @@ def _refused(model: nn.Module) -> dict[str, str]:
                     "torch.autocast, as the model will be called"
                 )
     return found
+
+
+def _moving_frequencies(module: nn.Module) -> str | None:
+    """The type of a rotary embedding whose frequencies are functions of the batch. Not left to the trial,
+    whose sequences are short: they change beyond thousands of positions."""
+    given = getattr(module, "rope_type", None)
+    kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
+    return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
 
 
 def _head_size(config: Any) -> int:
