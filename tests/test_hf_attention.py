@@ -175,6 +175,7 @@ def test_calls_that_cannot_be_served_are_refused() -> None:
     refused(r"attention_mask \[1, 1, 4, 4\]", given=torch.ones(1, 1, 4, 4))
     refused("window of 3, and its mask None", sliding_window=3)
     refused("has 3 keys, and its mask is for 4", tensors=(q, k[:, :, 1:], k[:, :, 1:]))
+    refused("Layer of layer 3 has heads of 64 elements for queries and 32", tensors=(q, k, k[..., :32]))
     refused("torch.float32", tensors=(q.float(), k.float(), k.float()))
     refused("Linear is not causal", layer=nn.Linear(1, 1), given=None)
     gone = mask(batch_size=1, q_length=1, kv_length=4, q_offset=5, kv_offset=2, mask_function=CAUSAL)

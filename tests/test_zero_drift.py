@@ -400,9 +400,35 @@ def test_frequencies_that_depend_on_the_longest_sequence_are_refused(rope: str) 
         parameters |= {**factors, "original_max_position_embeddings": 32}
     model = made("Llama", max_position_embeddings=32, rope_parameters=parameters)
     refused(model, rf"model\.rotary_emb: its rope_type '{rope}' makes frequencies from the longest position")
-    by_layer = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": parameters}
+    by_layer = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": parameters,
+    }
     model = made("Gemma3", max_position_embeddings=32, rope_parameters=by_layer)
     refused(model, rf"model\.rotary_emb: its rope_type '{rope}'")
+
+
+def test_heads_of_latent_attention_are_refused_by_name() -> None:
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": None, "first_k_dense_replace": 2}
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).bfloat16()
+    refused(model, r"layers\.0\.self_attn: DeepseekV3Attention has heads of 192 elements for queries and 128")
+
+
+def test_the_advice_for_a_model_of_text_and_images_works() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=SIZES | {"sliding_window": 6}, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    both = transformers.Gemma3ForConditionalGeneration(config).bfloat16().eval()
+    with pytest.raises(
+        HFError, match=r"make one that has its text_config, its layers and its LM head, as in"
+    ):
+        zero_drift(both)
+    text = transformers.Gemma3ForCausalLM(both.config.text_config).eval()
+    text.model, text.lm_head = both.model.language_model, both.lm_head
+    ids, _ = prompts([9, 9])
+    with torch.no_grad(), zero_drift(text):
+        assert differing(text(ids).logits[1], text(ids[1:]).logits[0]) == 0
 
 
 def test_models_that_are_no_causal_language_models_are_refused() -> None:

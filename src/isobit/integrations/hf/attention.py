@@ -202,6 +202,9 @@ def attend(
     _check_more(module, more, attention_mask)
     if more.get("is_causal") is False:
         raise _refusal(f"is_causal=False for {_layer(module)}")
+    if query.shape[-1] != value.shape[-1]:
+        sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"
+        raise _refusal(f"{_layer(module)} has heads of {sizes}; isobit.attention takes equal ones")
     q, k, v = (t.transpose(1, 2) for t in _in_one_dtype(query, key, value))
     if attention_mask is None:
         if not more.get("is_causal") and not getattr(module, "is_causal", False):

@@ -63,7 +63,10 @@ def _why_not(model: Any) -> str | None:
     if config.is_encoder_decoder:
         return "it has an encoder beside its decoder"
     if config.get_text_config(decoder=True) is not config:
-        return "it contains more than a language model; pass its language model"
+        return (
+            "it contains more than a language model; make one that has its text_config, its layers and "
+            "its LM head, as in docs/zero_drift.md, and pass that"
+        )
     if not model.can_generate() or model.get_output_embeddings() is None:
         return "it is not a causal language model: it has no LM head"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
@@ -88,8 +91,13 @@ def _refused(model: nn.Module) -> dict[str, str]:
             found[name] = f"Dropout(p={module.p}) is random in training"
         elif moving is not None:
             found[name] = (
-                f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once that "
-                "exceeds a limit of the config"
+                f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once "
+                "that exceeds a limit of the config"
+            )
+        elif (sizes := _unequal_heads(module)) is not None:
+            found[name] = (
+                f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
+                "values; isobit.attention takes equal ones"
             )
         elif not isinstance(module, nn.Linear | nn.Embedding):
             own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
@@ -113,6 +121,12 @@ def _moving_frequencies(module: nn.Module) -> str | None:
     given = getattr(module, "rope_type", None)
     kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
     return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
+
+
+def _unequal_heads(module: nn.Module) -> tuple[int, int] | None:
+    """Elements of a query and of a value in multi-head latent attention, if they differ."""
+    sizes = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+    return sizes if None not in sizes and sizes[0] != sizes[1] else None  # type: ignore[return-value]
 
 
 def _head_size(config: Any) -> int:
