@@ -225,7 +225,7 @@ def parts(model: Any) -> dict[str, Any]:
     """What `zero_drift` may change."""
     return {
         "attention": model.config._attn_implementation,
-        "compile": model.generation_config.disable_compile,
+        "compile": model.generation_config.to_diff_dict(),
         "kinds": {name: type(m) for name, m in model.named_modules()},
         "training": {name: m.training for name, m in model.named_modules()},
         "attributes": {name: sorted(vars(m)) for name, m in model.named_modules()},
@@ -240,7 +240,7 @@ def test_it_says_what_it_did_and_a_model_is_restored() -> None:
     before = parts(model)
     with zero_drift(model) as on:
         assert type(model.lm_head) is DetLinear and model.config._attn_implementation == "isobit"
-        assert model.generation_config.disable_compile and parts(model)["training"] == before["training"]
+        assert parts(model)["training"] == before["training"]
         assert on.changed["isobit.attention"] == [f"model.layers.{i}.self_attn" for i in range(2)]
         assert len(on.changed["isobit.det_linear"]) == 15 and "lm_head" in on.changed["isobit.det_linear"]
         assert len(on.changed["isobit.rms_norm"]) == 5 and "model.norm" in on.changed["isobit.rms_norm"]
@@ -259,19 +259,66 @@ def test_it_says_what_it_did_and_a_model_is_restored() -> None:
     assert parts(model) == before
 
 
-def test_a_model_that_is_on_can_be_copied_and_forgotten() -> None:
-    model = made("Qwen3")
+def test_a_copy_of_a_model_that_is_on_is_on_and_can_be_restored() -> None:
+    model, (ids, _) = made("Qwen3"), prompts([6])
+    before, plain = parts(model), forward_logits(model, ids[0])
+    on = zero_drift(model)
+    ours = forward_logits(model, ids[0])
+    twin, kept = copy.deepcopy(model), copy.deepcopy(model)
+    with zero_drift(twin) as again:  # on already: it stays on when this block ends
+        assert again.changed == on.changed and again.left == on.left
+    assert torch.equal(forward_logits(twin, ids[0]), ours)
+    again.disable()
+    assert parts(twin) | {"parameters": None} == before | {"parameters": None}
+    assert torch.equal(forward_logits(twin, ids[0]), plain)
+    on.disable()  # of the other model: the copy that was not touched stays on
+    assert parts(model) == before and torch.equal(forward_logits(kept, ids[0]), ours)
+    with zero_drift(twin):  # off before: it is off again after this block
+        assert torch.equal(forward_logits(twin, ids[0]), ours)
+    assert torch.equal(forward_logits(twin, ids[0]), plain)
+
+
+def test_a_copy_that_is_refused_stays_as_it_was() -> None:
+    model, (ids, _) = made("Llama", tie_word_embeddings=False), prompts([6])
     zero_drift(model)
     twin = copy.deepcopy(model)
-    ids, _ = prompts([6])
-    assert torch.equal(forward_logits(twin, ids[0]), forward_logits(model, ids[0]))
-    with zero_drift(twin) as on:
-        assert on.changed["isobit.det_linear"] == []  # they are DetLinear already, and stay so
-    assert type(twin.lm_head) is DetLinear
+    twin.lm_head = nn.Linear(64, SIZES["vocab_size"], bias=False).bfloat16()
+    twin.model.layers[0].mlp.act_fn = Leaky()
+    before, ours = parts(twin), forward_logits(twin, ids[0])
+    refused(twin, "this machine: Leaky")
+    assert parts(twin) == before and torch.equal(forward_logits(twin, ids[0]), ours)
+    twin.model.layers[0].mlp.act_fn = nn.SiLU()
+    on = zero_drift(twin)
+    assert len(on.changed["isobit.det_linear"]) == 15
+    forward_logits(twin, ids[0])
+    on.disable()
+    assert type(twin.lm_head) is type(twin.model.layers[0].mlp.up_proj) is nn.Linear
+    forward_logits(twin, ids[0])
+
+
+def test_a_model_that_is_on_can_be_forgotten() -> None:
+    model = made("Qwen3")
+    zero_drift(model)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_steps_are_not_compiled_and_a_checkpoint_does_not_say_so(tmp_path: Path) -> None:
+    model, (ids, mask) = made("Llama"), prompts([4, 2])
+    settings: Any = transformers.generation.CompileConfig(backend="eager")
+    settings._compile_all_devices = True  # else a CPU does not compile
+    asked = {"cache_implementation": "static", "compile_config": settings, "max_new_tokens": 3}
+    with zero_drift(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *args, **options: pytest.fail("compiled"))
+        model.generate(ids, attention_mask=mask, **asked)
+        # Another config of generation, as trainers set it, changes nothing.
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        model.generate(ids, attention_mask=mask, **asked)
+        model.save_pretrained(tmp_path)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).disable_compile is None
+    assert "isobit" not in (tmp_path / "config.json").read_text()
 
 
 # Norms
@@ -301,12 +348,24 @@ def test_norms_that_compute_something_else_are_left(monkeypatch: pytest.MonkeyPa
     assert options_of(nn.RMSNorm(64, eps=1e-5)) is None  # in fp32: classes differ in what they give for bf16
 
 
-def test_a_norm_that_has_another_class_by_now_is_not_undone() -> None:
-    model = made("Llama")
+@pytest.mark.parametrize("name", ["model.norm", "model.layers.1.mlp.up_proj", "lm_head"])
+def test_nothing_is_restored_while_a_module_has_another_class(name: str) -> None:
+    model, (ids, _) = made("Llama"), prompts([6])
+    before, plain = parts(model), forward_logits(model, ids[0])
     on = zero_drift(model)
-    model.model.norm.__class__ = nn.Identity
-    with pytest.raises(HFError, match=r"model\.norm is now a Identity"):
-        on.disable()
+    module = model.get_submodule(name)
+    own = type(module)
+    during, ours = parts(model), forward_logits(model, ids[0])
+    module.__class__ = nn.Identity
+    for _ in range(2):
+        with pytest.raises(
+            HFError, match=rf"zero_drift\(model: LlamaFor.*{name} is now a Identity; undo that"
+        ):
+            on.disable()
+    module.__class__ = own
+    assert parts(model) == during and torch.equal(forward_logits(model, ids[0]), ours)
+    on.disable()
+    assert parts(model) == before and torch.equal(forward_logits(model, ids[0]), plain)
 
 
 class Leaky(nn.Module):
