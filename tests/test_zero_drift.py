@@ -24,7 +24,7 @@ from isobit.integrations.hf.trial import differing
 from isobit.nn import DetLinear
 from isobit.ops.attention import model as attention_model
 
-LENGTHS = [10, 3, 7, 1, 9, 5, 2, 8]
+LENGTHS = (10, 3, 7, 1, 9, 5, 2, 8)
 NEW = 5
 
 pytestmark = [
@@ -40,6 +40,7 @@ class Run(NamedTuple):
     sample: bool
     cache: str
     chunk: int | None
+    lengths: tuple[int, ...] = LENGTHS
 
     def __str__(self) -> str:
         return f"{self.rows}-{'sampled' if self.sample else 'greedy'}-{self.cache}-{self.chunk}"
@@ -54,11 +55,14 @@ RUNS = {
     for i, family in enumerate(FAMILIES)
 }
 SHORT = Run(3, False, "dynamic", None)
+#: A sequence and its cache go beyond a segment while it decodes.
+LONG = Run(2, False, "dynamic", None, (1021, 3))
 
 
 def decoded(model: Any, run: Run) -> Iterator[tuple[Tensor, int, Tensor]]:
     """(tokens without padding, how many are the prompt, logits [NEW, V] that chose the rest) of each row."""
-    ids, mask = prompts(LENGTHS[: run.rows])
+    lengths = run.lengths[: run.rows]
+    ids, mask = prompts(list(lengths))
     torch.manual_seed(7)
     found = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=run.sample,
@@ -66,7 +70,7 @@ def decoded(model: Any, run: Run) -> Iterator[tuple[Tensor, int, Tensor]]:
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     logits = torch.stack(found.logits, 1)
-    for row, length in enumerate(LENGTHS[: run.rows]):
+    for row, length in enumerate(lengths):
         yield found.sequences[row, -NEW - length :], length, logits[row]
 
 
@@ -111,6 +115,13 @@ def test_no_token_is_decoded_with_other_bits(models: dict[str, Any], family: str
     drift = Drift(models[family])
     found = {str(run): drift.of(run) for run in RUNS[family]}
     assert found == dict.fromkeys(found, (0, 0))
+
+
+def test_no_token_is_decoded_with_other_bits_beyond_a_segment_of_keys() -> None:
+    assert LONG.lengths[0] < attention_model.SEGMENT < LONG.lengths[0] + NEW - 1
+    model = made("Llama", num_hidden_layers=1)
+    with zero_drift(model):
+        assert Drift(model).of(LONG) == (0, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
