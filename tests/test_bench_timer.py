@@ -214,6 +214,9 @@ def test_steps_are_timed_in_turns_from_an_idle_device_to_an_idle_device(
     assert (ours.host_us, theirs.host_us) == pytest.approx((3000.0, 2000.0))
     assert (ours.method, ours.peak_mb, ours.extra_mb) == ("sync", 4.0, 3.0)
     assert order[-2 * timing.STEPS :] == ["ours", "theirs"] * timing.STEPS
+    order.clear()
+    measure_steps([contender("long", 100.0, 400.0)], torch.device("cuda", 0))
+    assert order == ["long"] * (timing.WARM_CALLS + 2 + timing.MIN_STEPS)
 
 
 def test_steps_of_new_sizes_are_averaged_over_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,24 @@
 """The suite of models without drift, on a CPU with tiny models of the same kinds."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from isobit.bench import drift
 from isobit.bench.cases import suite_of
 from isobit.bench.goals import summary
 from isobit.bench.report import ROW, format_report
-from isobit.bench.runner import run
+from isobit.bench.runner import run, to_json
 from isobit.bench.series import Pool
 from isobit.bench.suites import zero_drift as suite
+from isobit.bench.tables import render_op
 from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
+from isobit.ops.attention.calls import Call, decodes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -43,15 +47,22 @@ def test_steps_of_both_kinds_are_timed(tmp_path: Path) -> None:
     ]
     assert all(tuple(row)[: len(ROW)] == ROW for row in rows.values())
     ours, theirs = rows["decode", "isobit"], rows["decode", "sdpa"]
-    assert (ours["tokens"], ours["tokens_differ"], ours["max_abs"]) == (9, 0, 0.0)
-    assert theirs["tokens"] == 9 and 0 <= theirs["tokens_differ"] <= 9
+    assert (ours["tokens"], ours["tokens_differ"], ours["max_abs"]) == (15, 0, 0.0)
+    assert theirs["tokens"] == 15 and 0 <= theirs["tokens_differ"] <= 15
     assert rows["fwd_bwd", "isobit"]["max_abs"] < 5e-3 and "that differ" in format_report(report)
     # Goals are for a GPU; as if these had been timed on one, both are there.
     timed = [row | {"method": "sync"} for row in report["rows"]]
     goals = [goal for series in subject.series for goal in series.goals]
-    assert [e["what"] for e in summary(timed, "sdpa", goals)] == [
-        f"{suite.LLAMA_NAME}, a {kind} step" for kind in ("decoding", "training")
-    ]
+    found = summary(timed, "sdpa", goals)
+    wanted = ("a decoding step", "tokens with other bits", "a training step")
+    assert [e["what"] for e in found] == [f"{suite.LLAMA_NAME}, {what}" for what in wanted]
+    assert found[1]["met"] and found[1]["goal_most"] == 0 and found[1]["against"] == "1 token"
+    (tmp_path / "one.json").write_text(to_json(report | {"rows": timed, "summary": found}))
+    table = render_op(tmp_path / "one.json")
+    assert "tokens with other bits | tokens_differ | 1 token | 1 | 0.00 (goal 0) |" in table
+    assert f"| 0 / {theirs['tokens_differ']} of 15 |" in table
+    timed[0]["tokens_differ"] = 1
+    assert [e["met"] for e in summary(timed, "sdpa", goals) if e["figure"] == "tokens_differ"] == [False]
 
 
 def test_the_models_share_their_parameters_and_a_step_leaves_its_cache(args: dict[str, Any]) -> None:
@@ -64,14 +75,70 @@ def test_the_models_share_their_parameters_and_a_step_leaves_its_cache(args: dic
     assert first.shape == (2, 1, 256) and torch.equal(first, again) and step.cache.get_seq_length() == 12
 
 
-def test_a_model_that_drifts_or_computes_something_else_is_not_timed(args: dict[str, Any]) -> None:
-    known = suite.judge(args)
-    right = known.drift(True)
-    assert known.error("decode", (torch.zeros(1), suite.OURS)).more["tokens_differ"] == 0
-    known.known[True] = replace(right, decoded=right.decoded.nextafter(torch.tensor(0.0)))
-    assert known.error("decode", (torch.zeros(1), suite.THEIRS)).max_abs is not None
-    with pytest.raises(CheckFailed, match="9 of 9 tokens have other bits"):
-        known.error("decode", (torch.zeros(1), suite.OURS))
-    known.known[True] = suite.Drift(right.decoded * 1.1, right.trained * 1.1)
+def test_a_model_that_drifts_or_computes_something_else_is_not_timed(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = replace(suite.judge(args), known={}, passed=False)
+    right = known.decoded(True)
+
+    def judged() -> Any:
+        return known.error("decode", (torch.zeros(1), suite.OURS))
+
+    drifted = [replace(one, decoded=one.decoded.nextafter(torch.tensor(0.0))) for one in right]
+    known.known[True] = drifted
+    with pytest.raises(CheckFailed, match="15 of 15 tokens have other bits"):
+        judged()
+    known.known = {True: right, False: drifted}
+    assert known.error("decode", (torch.zeros(1), suite.THEIRS)).more["tokens_differ"] == 15
+    with monkeypatch.context() as patch:
+        patch.setattr(suite, "gradients_that_differ", lambda model, lengths: (2, 9))
+        with pytest.raises(CheckFailed, match="2 of 9 elements of gradients have other bits in a batch"):
+            judged()
+    known.known[True] = [replace(one, decoded=one.trained * 1.1, trained=one.trained * 1.1) for one in right]
     with pytest.raises(CheckFailed, match="the mean log-probability is"):
-        known.error("decode", (torch.zeros(1), suite.OURS))
+        judged()
+    known.known[True] = right
+    assert judged().more == {"tokens": 15, "tokens_differ": 0}
+
+
+def test_gradients_that_depend_on_the_batch_are_counted(args: dict[str, Any]) -> None:
+    models = args["models"]
+    count, total = drift.gradients_that_differ(models.swapped, drift.FEW_TRAINED)
+    assert (count, total) == (0, 3 * sum(drift.FEW_TRAINED) * 64)
+    hook = models.swapped.model.layers[1].register_forward_hook(
+        lambda module, given, output: output * (1.0 + 0.5 * (len(output) - 1))
+    )
+    assert drift.gradients_that_differ(models.swapped, drift.FEW_TRAINED)[0] > 0
+    hook.remove()
+    assert all(parameter.grad is None for parameter in models.parameters)
+
+
+def test_both_models_are_judged_once_for_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    series, pool, calls = suite_of("zero_drift").series[0], Pool(torch.device("cpu")), []
+    monkeypatch.setattr(suite, "decoded_by", lambda model, runs, compiles: calls.append(compiles) or [])
+    pool.keep(series.shared(suite.DECODE_SMALL[0]))
+    first, second = (series.judge(series.make(suite.DECODE_SMALL[0], pool)[0]) for _ in range(2))
+    assert isinstance(first, suite.Judge) and first is second
+    for _ in range(2):
+        first.decoded(True), first.decoded(False)
+    assert calls == [True, False]
+
+
+def test_on_a_gpu_every_way_to_decode_is_judged_and_keys_are_split() -> None:
+    ways = {(len(run.lengths), run.sample, run.static) for run in drift.SHORT}
+    assert ways == set(product((1, 3, 8), (False, True), (False, True))) and len(drift.SHORT) == 12
+    assert {(run.static, run.chunk is None) for run in drift.SHORT} == set(product((False, True), repeat=2))
+    assert all(len(set(run.lengths)) == len(run.lengths) for run in drift.RUNS)
+
+    def splits(config: Any, keys: int) -> bool:
+        H, KV = config.num_attention_heads, config.num_key_value_heads
+        return decodes(Call(1, 1, 1, H, KV, 128, keys, 1, 0, False, False))
+
+    for config in (suite.LLAMA, suite.QWEN):
+        assert not any(splits(config, max(run.lengths) + run.new) for run in drift.SHORT)
+        assert all(splits(config, max(run.lengths) + run.new) for run in drift.LONG)
+        assert not splits(config, drift.LONG[0].lengths[0] + 1)  # it begins with one segment
+    ends = [(n, n + run.new) for run in drift.LONG for n in run.lengths]
+    for boundary in (1024, 2048):
+        assert sum(first < boundary < last for first, last in ends) >= 2
+    assert {run.static for run in drift.LONG} == {run.sample for run in drift.LONG} == {False, True}

@@ -175,6 +175,7 @@ def test_calls_that_cannot_be_served_are_refused() -> None:
     refused(r"attention_mask \[1, 1, 4, 4\]", given=torch.ones(1, 1, 4, 4))
     refused("window of 3, and its mask None", sliding_window=3)
     refused("has 3 keys, and its mask is for 4", tensors=(q, k[:, :, 1:], k[:, :, 1:]))
+    refused("Layer of layer 3 has heads of 64 elements for queries and 32", tensors=(q, k, k[..., :32]))
     refused("torch.float32", tensors=(q.float(), k.float(), k.float()))
     refused("Linear is not causal", layer=nn.Linear(1, 1), given=None)
     gone = mask(batch_size=1, q_length=1, kv_length=4, q_offset=5, kv_offset=2, mask_function=CAUSAL)
@@ -233,6 +234,40 @@ def test_packed_sequences_have_the_bits_that_they_have_alone() -> None:
         model(part, use_cache=False)
     hook.remove()
     assert torch.equal(outputs[0], torch.cat(outputs[1:], 1))
+
+
+def test_packed_sequences_that_the_mask_does_not_separate_are_refused() -> None:
+    """transformers looks for packing only without a mask and without a cache."""
+    register_attention()
+    model = made("Mistral")
+    model.set_attn_implementation("isobit")
+    ids, given = prompts([9, 9])
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+    model(ids, position_ids=packed.expand(2, -1), use_cache=False)
+    for options in ({"use_cache": True}, {"use_cache": False, "attention_mask": given}):
+        for positions in (packed, packed.expand(2, -1)):
+            with pytest.raises(HFError, match=r"begin anew inside of a row.*pack with use_cache=False and"):
+                model(ids, position_ids=positions, **options)
+    # Packed behind padding.
+    given[1, :3] = 0
+    positions = torch.stack((torch.arange(9), torch.tensor([1, 1, 1, 0, 1, 2, 0, 1, 2])))
+    with pytest.raises(HFError, match="begin anew"):
+        model(ids, attention_mask=given, position_ids=positions)
+
+
+@pytest.mark.parametrize("fill", [0, 1, -1])
+def test_positions_of_padding_do_not_matter(fill: int) -> None:
+    register_attention()
+    model = made("Mistral")
+    model.set_attn_implementation("isobit")
+    ids, left = prompts([9, 4, 1])
+    for given in (left, left.flip(1)):
+        positions = (given.cumsum(1) - 1).masked_fill(given == 0, fill)
+        cache = model(ids, attention_mask=given, position_ids=positions, use_cache=True).past_key_values
+        more = torch.cat((given, torch.ones(3, 4).long()), 1)
+        if given is left:  # a second chunk
+            model(ids[:, :4], attention_mask=more, position_ids=positions[:, -1:] + 1 + torch.arange(4),
+                  past_key_values=cache)  # fmt: skip
 
 
 def test_dropout_is_refused_in_training() -> None:

@@ -24,7 +24,7 @@ from isobit.integrations.hf.trial import differing
 from isobit.nn import DetLinear
 from isobit.ops.attention import model as attention_model
 
-LENGTHS = [10, 3, 7, 1, 9, 5, 2, 8]
+LENGTHS = (10, 3, 7, 1, 9, 5, 2, 8)
 NEW = 5
 
 pytestmark = [
@@ -40,6 +40,7 @@ class Run(NamedTuple):
     sample: bool
     cache: str
     chunk: int | None
+    lengths: tuple[int, ...] = LENGTHS
 
     def __str__(self) -> str:
         return f"{self.rows}-{'sampled' if self.sample else 'greedy'}-{self.cache}-{self.chunk}"
@@ -54,11 +55,14 @@ RUNS = {
     for i, family in enumerate(FAMILIES)
 }
 SHORT = Run(3, False, "dynamic", None)
+#: A sequence and its cache go beyond a segment while it decodes.
+LONG = Run(2, False, "dynamic", None, (1021, 3))
 
 
 def decoded(model: Any, run: Run) -> Iterator[tuple[Tensor, int, Tensor]]:
     """(tokens without padding, how many are the prompt, logits [NEW, V] that chose the rest) of each row."""
-    ids, mask = prompts(LENGTHS[: run.rows])
+    lengths = run.lengths[: run.rows]
+    ids, mask = prompts(list(lengths))
     torch.manual_seed(7)
     found = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=run.sample,
@@ -66,7 +70,7 @@ def decoded(model: Any, run: Run) -> Iterator[tuple[Tensor, int, Tensor]]:
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     logits = torch.stack(found.logits, 1)
-    for row, length in enumerate(LENGTHS[: run.rows]):
+    for row, length in enumerate(lengths):
         yield found.sequences[row, -NEW - length :], length, logits[row]
 
 
@@ -111,6 +115,13 @@ def test_no_token_is_decoded_with_other_bits(models: dict[str, Any], family: str
     drift = Drift(models[family])
     found = {str(run): drift.of(run) for run in RUNS[family]}
     assert found == dict.fromkeys(found, (0, 0))
+
+
+def test_no_token_is_decoded_with_other_bits_beyond_a_segment_of_keys() -> None:
+    assert LONG.lengths[0] < attention_model.SEGMENT < LONG.lengths[0] + NEW - 1
+    model = made("Llama", num_hidden_layers=1)
+    with zero_drift(model):
+        assert Drift(model).of(LONG) == (0, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -225,7 +236,7 @@ def parts(model: Any) -> dict[str, Any]:
     """What `zero_drift` may change."""
     return {
         "attention": model.config._attn_implementation,
-        "compile": model.generation_config.disable_compile,
+        "compile": model.generation_config.to_diff_dict(),
         "kinds": {name: type(m) for name, m in model.named_modules()},
         "training": {name: m.training for name, m in model.named_modules()},
         "attributes": {name: sorted(vars(m)) for name, m in model.named_modules()},
@@ -240,7 +251,7 @@ def test_it_says_what_it_did_and_a_model_is_restored() -> None:
     before = parts(model)
     with zero_drift(model) as on:
         assert type(model.lm_head) is DetLinear and model.config._attn_implementation == "isobit"
-        assert model.generation_config.disable_compile and parts(model)["training"] == before["training"]
+        assert parts(model)["training"] == before["training"]
         assert on.changed["isobit.attention"] == [f"model.layers.{i}.self_attn" for i in range(2)]
         assert len(on.changed["isobit.det_linear"]) == 15 and "lm_head" in on.changed["isobit.det_linear"]
         assert len(on.changed["isobit.rms_norm"]) == 5 and "model.norm" in on.changed["isobit.rms_norm"]
@@ -259,19 +270,66 @@ def test_it_says_what_it_did_and_a_model_is_restored() -> None:
     assert parts(model) == before
 
 
-def test_a_model_that_is_on_can_be_copied_and_forgotten() -> None:
-    model = made("Qwen3")
+def test_a_copy_of_a_model_that_is_on_is_on_and_can_be_restored() -> None:
+    model, (ids, _) = made("Qwen3"), prompts([6])
+    before, plain = parts(model), forward_logits(model, ids[0])
+    on = zero_drift(model)
+    ours = forward_logits(model, ids[0])
+    twin, kept = copy.deepcopy(model), copy.deepcopy(model)
+    with zero_drift(twin) as again:  # on already: it stays on when this block ends
+        assert again.changed == on.changed and again.left == on.left
+    assert torch.equal(forward_logits(twin, ids[0]), ours)
+    again.disable()
+    assert parts(twin) | {"parameters": None} == before | {"parameters": None}
+    assert torch.equal(forward_logits(twin, ids[0]), plain)
+    on.disable()  # of the other model: the copy that was not touched stays on
+    assert parts(model) == before and torch.equal(forward_logits(kept, ids[0]), ours)
+    with zero_drift(twin):  # off before: it is off again after this block
+        assert torch.equal(forward_logits(twin, ids[0]), ours)
+    assert torch.equal(forward_logits(twin, ids[0]), plain)
+
+
+def test_a_copy_that_is_refused_stays_as_it_was() -> None:
+    model, (ids, _) = made("Llama", tie_word_embeddings=False), prompts([6])
     zero_drift(model)
     twin = copy.deepcopy(model)
-    ids, _ = prompts([6])
-    assert torch.equal(forward_logits(twin, ids[0]), forward_logits(model, ids[0]))
-    with zero_drift(twin) as on:
-        assert on.changed["isobit.det_linear"] == []  # they are DetLinear already, and stay so
-    assert type(twin.lm_head) is DetLinear
+    twin.lm_head = nn.Linear(64, SIZES["vocab_size"], bias=False).bfloat16()
+    twin.model.layers[0].mlp.act_fn = Leaky()
+    before, ours = parts(twin), forward_logits(twin, ids[0])
+    refused(twin, "this machine: Leaky")
+    assert parts(twin) == before and torch.equal(forward_logits(twin, ids[0]), ours)
+    twin.model.layers[0].mlp.act_fn = nn.SiLU()
+    on = zero_drift(twin)
+    assert len(on.changed["isobit.det_linear"]) == 15
+    forward_logits(twin, ids[0])
+    on.disable()
+    assert type(twin.lm_head) is type(twin.model.layers[0].mlp.up_proj) is nn.Linear
+    forward_logits(twin, ids[0])
+
+
+def test_a_model_that_is_on_can_be_forgotten() -> None:
+    model = made("Qwen3")
+    zero_drift(model)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_steps_are_not_compiled_and_a_checkpoint_does_not_say_so(tmp_path: Path) -> None:
+    model, (ids, mask) = made("Llama"), prompts([4, 2])
+    settings: Any = transformers.generation.CompileConfig(backend="eager")
+    settings._compile_all_devices = True  # else a CPU does not compile
+    asked = {"cache_implementation": "static", "compile_config": settings, "max_new_tokens": 3}
+    with zero_drift(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *args, **options: pytest.fail("compiled"))
+        model.generate(ids, attention_mask=mask, **asked)
+        # Another config of generation, as trainers set it, changes nothing.
+        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        model.generate(ids, attention_mask=mask, **asked)
+        model.save_pretrained(tmp_path)
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).disable_compile is None
+    assert "isobit" not in (tmp_path / "config.json").read_text()
 
 
 # Norms
@@ -301,12 +359,24 @@ def test_norms_that_compute_something_else_are_left(monkeypatch: pytest.MonkeyPa
     assert options_of(nn.RMSNorm(64, eps=1e-5)) is None  # in fp32: classes differ in what they give for bf16
 
 
-def test_a_norm_that_has_another_class_by_now_is_not_undone() -> None:
-    model = made("Llama")
+@pytest.mark.parametrize("name", ["model.norm", "model.layers.1.mlp.up_proj", "lm_head"])
+def test_nothing_is_restored_while_a_module_has_another_class(name: str) -> None:
+    model, (ids, _) = made("Llama"), prompts([6])
+    before, plain = parts(model), forward_logits(model, ids[0])
     on = zero_drift(model)
-    model.model.norm.__class__ = nn.Identity
-    with pytest.raises(HFError, match=r"model\.norm is now a Identity"):
-        on.disable()
+    module = model.get_submodule(name)
+    own = type(module)
+    during, ours = parts(model), forward_logits(model, ids[0])
+    module.__class__ = nn.Identity
+    for _ in range(2):
+        with pytest.raises(
+            HFError, match=rf"zero_drift\(model: LlamaFor.*{name} is now a Identity; undo that"
+        ):
+            on.disable()
+    module.__class__ = own
+    assert parts(model) == during and torch.equal(forward_logits(model, ids[0]), ours)
+    on.disable()
+    assert parts(model) == before and torch.equal(forward_logits(model, ids[0]), plain)
 
 
 class Leaky(nn.Module):
@@ -389,6 +459,46 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
     model.model.norm.weight = Shard(model.model.norm.weight.data)
     refused(model, r"model\.norm\.weight is sharded \(a DTensor\); call zero_drift before fully_shard")
     refused(made("Mixtral", num_local_experts=2), r"experts: MixtralExperts multiplies by its gate_up_proj")
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_longest_sequence_are_refused(rope: str) -> None:
+    """Beyond 32 positions, which no sequence of the trial reaches."""
+    parameters = {"rope_type": rope, "factor": 2.0, "rope_theta": 1e4}
+    if rope == "longrope":
+        factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+        parameters |= {**factors, "original_max_position_embeddings": 32}
+    model = made("Llama", max_position_embeddings=32, rope_parameters=parameters)
+    refused(model, rf"model\.rotary_emb: its rope_type '{rope}' makes frequencies from the longest position")
+    by_layer = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": parameters,
+    }
+    model = made("Gemma3", max_position_embeddings=32, rope_parameters=by_layer)
+    refused(model, rf"model\.rotary_emb: its rope_type '{rope}'")
+
+
+def test_heads_of_latent_attention_are_refused_by_name() -> None:
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": None, "first_k_dense_replace": 2}
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).bfloat16()
+    refused(model, r"layers\.0\.self_attn: DeepseekV3Attention has heads of 192 elements for queries and 128")
+
+
+def test_the_advice_for_a_model_of_text_and_images_works() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=SIZES | {"sliding_window": 6}, vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    both = transformers.Gemma3ForConditionalGeneration(config).bfloat16().eval()
+    with pytest.raises(
+        HFError, match=r"make one that has its text_config, its layers and its LM head, as in"
+    ):
+        zero_drift(both)
+    text = transformers.Gemma3ForCausalLM(both.config.text_config).eval()
+    text.model, text.lm_head = both.model.language_model, both.lm_head
+    ids, _ = prompts([9, 9])
+    with torch.no_grad(), zero_drift(text):
+        assert differing(text(ids).logits[1], text(ids[1:]).logits[0]) == 0
 
 
 def test_models_that_are_no_causal_language_models_are_refused() -> None:

@@ -77,7 +77,8 @@ class Cell:
 @dataclass(frozen=True)
 class Goal:
     """Cells that are judged together: their geometric mean and their slowest must reach these fractions of
-    the baseline's speed. `most` is the limit for the slowest as a multiple of the baseline's time.
+    the baseline's speed. `most` is the limit for the slowest as a multiple of the baseline's time; 0 for a
+    figure that must be 0.
 
     `against` is an implementation or a `Base`; None is the series' own baseline. `figure` is the key of the
     row that is compared, and `impl` the implementation.
@@ -140,7 +141,7 @@ def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> 
                 "goal_geomean": goal.mean,
                 "goal_least": goal.least,
                 "goal_most": goal.most,
-                "met": met and (goal.most is None or 1 / slowest.share <= goal.most),
+                "met": met and (goal.most is None or 1 / slowest.share <= max(goal.most, _LEAST)),
             }
         )
     return found

@@ -207,7 +207,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
             continue
         mine = _by_options([cell for cell in found if cell.op == op])
-        if all(map(_fills_a_grid, mine.values())) and op not in steps:
+        if op not in steps and all(map(_fills_a_grid, mine.values())):
             for options, some in mine.items():
                 said = [options] * (len(mine) > 1) + _same_in_all(some)
                 what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}"])
@@ -262,9 +262,9 @@ def _usual_host(report: Report, op: str) -> list[str]:
 
 def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     """A line per case: ms, the ratio to the baseline's, extra MB; for each rival ms, the ratio to ours, and
-    extra MB; and host times. For calls without gradients also the error of each. For `whole` steps the
-    baseline is a rival like any other, since it does the same work, and MB are the peak beyond the
-    parameters."""
+    extra MB; and host times. For calls without gradients also the error of each, and for steps that decode
+    the number of tokens with other bits. For `whole` steps the baseline is a rival like any other, since it
+    does the same work, and MB are the peak beyond the parameters."""
     memory = "peak_mb" if whole else "extra_mb"
     groups: dict[str, dict[str, Row]] = {}
     for row in report["rows"]:
@@ -277,14 +277,17 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     rivals = [name for name in impls if name != "isobit" and (whole or name != against)]
     taken = memory.replace("_mb", " MB")
     head = ["case", "isobit ms", f"times {against}", taken, *(f"{name} ms" for name in rivals)]
-    times = [[*head, f"host us: {' / '.join(('isobit', *rivals))}"]]
+    counted = any("tokens_differ" in row for group in groups.values() for row in group.values())
+    bits = [f"tokens with other bits: {' / '.join(('isobit', *rivals))}"] * counted
+    times = [[*head, f"host us: {' / '.join(('isobit', *rivals))}", *bits]]
     errors = [["largest error against fp64", "isobit", *rivals]]
     for case, group in groups.items():
         ours, base = group["isobit"], group[against]
         theirs = [group.get(name) for name in rivals]
         own = [f"{ours['ms']:.3g}", f"{ours['ms'] / base['ms']:.2f}", _megabytes(ours[memory])]
         others = ["-" if row is None else _compared(row, ours, memory) for row in theirs]
-        times.append([case, *own, *others, _host(group, ("isobit", *rivals))])
+        differ = [_tokens_differ(ours, *theirs)] * counted
+        times.append([case, *own, *others, _host(group, ("isobit", *rivals)), *differ])
         wrong = (None if row is None else row["max_abs"] for row in (ours, *theirs))
         errors.append([case, *("-" if x is None else f"{x:.0e}" for x in wrong)])
     with_errors = rivals and all(group["isobit"]["direction"] == "fwd" for group in groups.values())
@@ -293,6 +296,16 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
 
 def _compared(row: Row, ours: Row, memory: str) -> str:
     return f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x, {_megabytes(row[memory])} MB)"
+
+
+def _tokens_differ(*rows: Row | None) -> str:
+    """How many decoded tokens have other bits than in one forward, for each implementation, and of how
+    many."""
+    counts = [None if row is None else row.get("tokens_differ") for row in rows]
+    if counts[0] is None:  # a training step
+        return "-"
+    assert rows[0] is not None
+    return f"{' / '.join('-' if n is None else str(n) for n in counts)} of {rows[0]['tokens']}"
 
 
 def _megabytes(taken: float | None) -> str:

@@ -48,8 +48,9 @@ WARM_CALLS = 3
 LONG_MS = 2.0
 #: Calls of a contender whose calls are made once: for host time and warming up.
 ONCE_CALLS = WARM_CALLS + HOST_BLOCKS * (HOST_CALLS + 1)
-#: Steps of one contender.
-STEPS = 15
+#: Steps of one contender, the minimum, and the time for all of them together: a step of a large model takes
+#: half a second.
+STEPS, MIN_STEPS, STEPS_MS = 15, 7, 2000.0
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
 MB = 1 << 20
@@ -174,7 +175,9 @@ def measure_steps(
     in size, and then all contenders make as many. Returns what `measure` returns."""
     lanes, failures = _warmed(contenders, device)
     made_once = [len(lane.calls) for lane in lanes.values() if lane.once]
-    count = min(made_once, default=STEPS)
+    longest = max((lane.call_ms for lane in lanes.values()), default=0.0)
+    often = _within(STEPS, MIN_STEPS, STEPS_MS / max(longest, 1.0))
+    count = min(made_once, default=often)
     count = count if repetitions is None else min(count, repetitions)
     for lane in lanes.values():  # the allocator has freed everything in between
         with torch.set_grad_enabled(lane.grad):

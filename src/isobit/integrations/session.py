@@ -67,11 +67,11 @@ class Switch:
             return self.session, False
 
     def off(self) -> None:
-        """End the session, if there is one."""
+        """End the session, if there is one. It goes on if its end is an error."""
         with self.lock:
-            session, self.session = self.session, None
-            if session is not None:
-                session.end()
+            if self.session is not None:
+                self.session.end()
+                self.session = None
 
 
 class Handle:

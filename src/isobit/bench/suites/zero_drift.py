@@ -8,12 +8,13 @@ Two kinds of steps, timed by wall time. `decode` is one more token for each of B
 dynamic cache, as in `generate`; the keys are random numbers. `fwd_bwd` is a training step, with the model's
 own loss and gradients of all parameters.
 
-Before anything is timed, `generate` prefills prompts of different lengths in chunks, padded on the left, and
-decodes them in a batch. Then each sequence goes through the model alone, in one forward as in training.
-`tokens` is how many were decoded, and `tokens_differ` how many of them have different bits of log-probability
-in the two; `max_abs` is the largest difference. With isobit both must be 0, and the mean log-probability must
-equal that of `sdpa` up to `CLOSE`. Training steps are compared with the loss and the gradients of `sdpa` as
-in `train_step`.
+Before anything is timed, each model decodes in the ways of `bench.drift.RUNS`, and every decoded sequence
+goes through the model alone, in one forward as in training. `tokens` is how many were decoded, and
+`tokens_differ` how many of them have different bits of log-probability in the two; `max_abs` is the largest
+difference. With isobit both must be 0, no element of a sequence's gradient may depend on its batch, and the
+mean log-probability of the decoded tokens must equal that of `sdpa` for the same tokens up to `CLOSE`. This
+is done once for a model, and not for every case. Training steps are compared with the loss and the gradients
+of `sdpa` as in `train_step`.
 """
 
 import copy
@@ -25,7 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Cell, Goal
+from isobit.bench.drift import (
+    FEW_RUNS,
+    FEW_TRAINED,
+    RUNS,
+    TRAINED,
+    Decoded,
+    Run,
+    decoded_by,
+    gradients_that_differ,
+    trained_logp,
+)
+from isobit.bench.goals import Cell, Goal, limit
 from isobit.bench.rival import Rival
 from isobit.bench.series import Pool, Series
 from isobit.bench.suites.train_step import Config, Models, agreement, plain
@@ -34,7 +46,6 @@ from isobit.bench.vouch import CheckFailed
 from isobit.check.compare import differing
 from isobit.check.proof import Args, Case, Cost
 from isobit.integrations.hf import zero_drift
-from isobit.ops.logp.op import logp
 
 #: Allowed relative difference of the mean log-probability of decoded tokens from that of `sdpa`.
 CLOSE = 1e-2
@@ -60,56 +71,6 @@ def models_of(config: Config, device: torch.device, dtype: torch.dtype, seed: in
     zero_drift(ours)
     names, parameters = zip(*as_it_is.named_parameters(), strict=True)
     return Models(as_it_is, ours, names, parameters)
-
-
-# Drift
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Lengths of prompts, the size of a chunk of prefill, and how many tokens follow."""
-
-    lengths: tuple[int, ...]
-    chunk: int
-    new: int
-
-
-LONG = Rollout((200, 131, 17, 64, 1, 183, 90, 33), chunk=64, new=32)
-SHORT = Rollout((9, 2, 5), chunk=4, new=3)
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Log-probabilities of decoded tokens, in decoding and in one forward of one row."""
-
-    decoded: Tensor
-    trained: Tensor
-
-    def verdict(self) -> Verdict:
-        largest = float((self.decoded - self.trained).abs().max())
-        count = int(differing(self.decoded, self.trained).sum())
-        return Verdict(largest, more={"tokens": self.decoded.numel(), "tokens_differ": count})
-
-
-@torch.no_grad()
-def drift_of(model: Any, rollout: Rollout) -> Drift:
-    """Decodes greedily; which tokens are chosen does not matter."""
-    device, T = model.lm_head.weight.device, max(rollout.lengths)
-    gen = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (len(rollout.lengths), T), generator=gen).to(device)
-    mask = (torch.arange(T) >= T - torch.tensor(rollout.lengths)[:, None]).long().to(device)
-    found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=rollout.new, min_new_tokens=rollout.new, do_sample=False,
-        use_cache=True, prefill_chunk_size=rollout.chunk, return_dict_in_generate=True, output_logits=True,
-        pad_token_id=0,
-    )  # fmt: skip
-    decoded, trained = [], []
-    for row, length in enumerate(rollout.lengths):
-        tokens = found.sequences[row, T - length :]
-        logits = model(tokens[None], use_cache=False).logits[0, length - 1 : -1].float()
-        trained.append(logp(logits, tokens[length:]))
-        decoded.append(logp(torch.stack([step[row] for step in found.logits]), tokens[length:]))
-    return Drift(torch.stack(decoded), torch.stack(trained))
 
 
 # Steps
@@ -168,39 +129,56 @@ def train(args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
 
 @dataclass
 class Judge:
-    """Drift of both models, each measured once."""
+    """What each model decoded, and the verdict on it. One for all cases of a model."""
 
     models: Models
-    rollout: Rollout
-    known: dict[bool, Drift] = field(default_factory=dict)
+    runs: Sequence[Run]
+    trained: Sequence[int]  # lengths of the batch for gradients
+    known: dict[bool, list[Decoded]] = field(default_factory=dict)
+    passed: bool = False
 
-    def drift(self, ours: bool) -> Drift:
+    def decoded(self, ours: bool) -> list[Decoded]:
         if ours not in self.known:
-            self.known[ours] = drift_of(self.models.swapped if ours else self.models.plain, self.rollout)
+            model = self.models.swapped if ours else self.models.plain
+            self.known[ours] = decoded_by(model, self.runs, compiles=ours)
         return self.known[ours]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> Verdict:
         """Raises CheckFailed if isobit drifts, or computes something else."""
         ours = result[1] is OURS
-        found = self.drift(ours)
-        verdict = found.verdict()
-        if ours:
-            if verdict.more["tokens_differ"]:
-                raise CheckFailed(
-                    f"zero_drift: {verdict.more['tokens_differ']} of {verdict.more['tokens']} tokens have "
-                    "other bits in decoding than in one forward, so nothing is timed"
-                )
-            mean, wanted = float(found.trained.mean()), float(self.drift(False).trained.mean())
-            if not abs(mean - wanted) <= CLOSE * abs(wanted):  # NaN is never close
-                raise CheckFailed(
-                    f"zero_drift: the mean log-probability is {mean:.6g} and that of sdpa {wanted:.6g}, so "
-                    "nothing is timed"
-                )
-        return verdict
+        found = self.decoded(ours)
+        decoded, trained = (
+            torch.cat([getattr(one, name) for one in found]) for name in ("decoded", "trained")
+        )
+        count, tokens = int(differing(decoded, trained).sum()), decoded.numel()
+        if ours and not self.passed:
+            if count:
+                raise _failed(f"{count} of {tokens} tokens have other bits in decoding than in one forward")
+            self.check_gradients()
+            self.check_mean(found, float(trained.mean()))
+            self.passed = True
+        largest = float((decoded - trained).abs().max())
+        return Verdict(largest, more={"tokens": tokens, "tokens_differ": count})
+
+    def check_gradients(self) -> None:
+        count, total = gradients_that_differ(self.models.swapped, self.trained)
+        if count:
+            raise _failed(f"{count} of {total} elements of gradients have other bits in a batch than alone")
+
+    def check_mean(self, found: Sequence[Decoded], mean: float) -> None:
+        theirs = [trained_logp(self.models.plain, one.tokens, one.prompt) for one in found]
+        wanted = float(torch.cat(theirs).mean())
+        if not abs(mean - wanted) <= CLOSE * abs(wanted):  # NaN is never close
+            raise _failed(f"the mean log-probability is {mean:.6g} and that of sdpa {wanted:.6g}")
+
+
+def _failed(what: str) -> CheckFailed:
+    return CheckFailed(f"zero_drift: {what}, so nothing is timed")
 
 
 def judge(args: Args) -> Judge:
-    return Judge(args["models"], args["rollout"])
+    found: Judge = args["judge"]
+    return found
 
 
 # Series
@@ -226,8 +204,9 @@ def _make(name: str, config: Config, training: bool, case: Case, pool: Pool) -> 
         gen = torch.Generator().manual_seed(seed)
         ids = torch.randint(config.vocab_size, (B, length), generator=gen).to(pool.device)
         return [{"models": models, "ids": ids}]
+    judging = partial(Judge, models, *((FEW_RUNS, FEW_TRAINED) if on_cpu else (RUNS, TRAINED)))
     return [{
-        "models": models, "rollout": SHORT if on_cpu else LONG,
+        "models": models, "judge": pool.made(f"judge of {name}", judging),
         "ours": decoding(models.swapped, B, length, seed), "theirs": decoding(models.plain, B, length, seed),
     }]  # fmt: skip
 
@@ -248,13 +227,24 @@ def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtyp
     return Cost(read, 2 * read, flops, 2 * flops)
 
 
+def _goals(name: str, training: bool) -> list[Goal]:
+    direction = "fwd_bwd" if training else "decode"
+
+    def own(cell: Cell) -> bool:
+        return (cell.op, cell.direction) == (name, direction)
+
+    if training:
+        return [Goal(f"{name}, a training step", own, most=1.10)]
+    none = Goal(
+        f"{name}, tokens with other bits", own, most=0, figure="tokens_differ", against=limit(1, "token")
+    )
+    return [Goal(f"{name}, a decoding step", own, most=1.10), none]
+
+
 def _series(name: str, config: Config, training: bool) -> Series:
     direction = "fwd_bwd" if training else "decode"
     theirs: Callable[[Args], Any] = plain if training else partial(decode, THEIRS)
     cases = TRAIN if training else DECODE
-
-    def own(cell: Cell) -> bool:
-        return (cell.op, cell.direction) == (name, direction)
 
     return Series(
         op=None, name=name, cases=cases, core=cases[:2], small=TRAIN_SMALL if training else DECODE_SMALL,
@@ -263,7 +253,7 @@ def _series(name: str, config: Config, training: bool) -> Series:
         rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
         needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
         against="sdpa", copy=False, shared=lambda case: (name, case.dtype),
-        goals=[Goal(f"{name}, a {'training' if training else 'decoding'} step", own, most=1.10)],
+        goals=_goals(name, training),
     )  # fmt: skip
 
 

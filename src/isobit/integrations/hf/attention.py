@@ -45,6 +45,7 @@ class KeyBounds(Tensor):
 
     info: MaskInfo
     kept: tuple[Tensor, ...] | None = None
+    looked = False  # at the positions of this forward
 
     @classmethod
     def of(cls, numbers: Tensor, info: MaskInfo) -> "KeyBounds":
@@ -202,6 +203,9 @@ def attend(
     _check_more(module, more, attention_mask)
     if more.get("is_causal") is False:
         raise _refusal(f"is_causal=False for {_layer(module)}")
+    if query.shape[-1] != value.shape[-1]:
+        sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"
+        raise _refusal(f"{_layer(module)} has heads of {sizes}; isobit.attention takes equal ones")
     q, k, v = (t.transpose(1, 2) for t in _in_one_dtype(query, key, value))
     if attention_mask is None:
         if not more.get("is_causal") and not getattr(module, "is_causal", False):
@@ -209,6 +213,7 @@ def attend(
         info, numbers = MaskInfo(k.shape[1], sliding_window), None
     elif isinstance(attention_mask, KeyBounds):
         info, numbers = attention_mask.info, attention_mask.rows()
+        _check_positions(attention_mask, more.get("position_ids"), q.shape[1], k.shape[1])
     else:
         shape = list(attention_mask.shape)
         raise _refusal(f"attention_mask {shape} is a custom mask; pass one of shape [B, tokens]")
@@ -242,6 +247,29 @@ def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) ->
                 raise _refusal(f"{name} needs position_ids that restart at 0 for every sequence")
             continue
         raise _refusal(f"{_layer(module)} passes {name}, which isobit.attention does not have")
+
+
+def _check_positions(bounds: KeyBounds, positions: Tensor | None, T: int, S: int) -> None:
+    """Sequences that are packed by positions, and that the mask does not separate: transformers looks at
+    positions only if there is no attention_mask and no cache. A sequence begins where the position falls and
+    then rises by one; padding behind a row may fall, but does not rise.
+
+    Looks once per forward, and only if this forward has all the keys, so never in decoding. It waits for the
+    device."""
+    if bounds.looked or bounds.info.packed or T != S or T < 3 or positions is None or positions.ndim != 2:
+        return
+    capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or torch.compiler.is_compiling():
+        return
+    bounds.looked = True
+    begins = (positions[:, 1:-1] < positions[:, :-2]) & (positions[:, 2:] == positions[:, 1:-1] + 1)
+    if bounds.info.starts:  # what is in front of a row's first token is padding, with any position
+        begins = begins & (torch.arange(1, T - 1, device=positions.device) > bounds.rows()[0][:, None])
+    if bool(begins.any()):
+        raise _refusal(
+            "position_ids begin anew inside of a row, but its mask does not separate the sequences: pack "
+            "with use_cache=False and without attention_mask"
+        )
 
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

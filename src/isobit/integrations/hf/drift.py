@@ -9,11 +9,10 @@ Everything that sums is computed by isobit: attention, linear layers, the LM hea
 with other modules, or that fails the test, is refused and stays unchanged.
 """
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -23,9 +22,10 @@ from torch import nn
 from isobit.integrations.hf import trial
 from isobit.integrations.hf.attention import NAME, register_attention
 from isobit.integrations.hf.errors import HFError
-from isobit.integrations.hf.norms import DetRMSNorm, swap_norms, undo_norms
+from isobit.integrations.hf.norms import DetRMSNorm
+from isobit.integrations.hf.swaps import COMPILES, is_on, or_as_before, turn_off, turn_on
 from isobit.integrations.session import Handle, Session, Switch
-from isobit.nn import DetLinear, Swap, swap_linear
+from isobit.nn import DetLinear
 from isobit.ops.attention.op import HEAD_SIZES
 
 #: Kinds of layers that read keys and values.
@@ -63,7 +63,10 @@ def _why_not(model: Any) -> str | None:
     if config.is_encoder_decoder:
         return "it has an encoder beside its decoder"
     if config.get_text_config(decoder=True) is not config:
-        return "it contains more than a language model; pass its language model"
+        return (
+            "it contains more than a language model; make one that has its text_config, its layers and "
+            "its LM head, as in docs/zero_drift.md, and pass that"
+        )
     if not model.can_generate() or model.get_output_embeddings() is None:
         return "it is not a causal language model: it has no LM head"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
@@ -83,8 +86,19 @@ def _refused(model: nn.Module) -> dict[str, str]:
     """Modules that cannot be served, and why."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
+        moving = _moving_frequencies(module)
         if isinstance(module, nn.Dropout) and module.p > 0:
             found[name] = f"Dropout(p={module.p}) is random in training"
+        elif moving is not None:
+            found[name] = (
+                f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once "
+                "that exceeds a limit of the config"
+            )
+        elif (sizes := _unequal_heads(module)) is not None:
+            found[name] = (
+                f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
+                "values; isobit.attention takes equal ones"
+            )
         elif not isinstance(module, nn.Linear | nn.Embedding):
             own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
             if own:
@@ -101,16 +115,23 @@ def _refused(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def _moving_frequencies(module: nn.Module) -> str | None:
+    """The type of a rotary embedding whose frequencies are functions of the batch. Not left to the trial,
+    whose sequences are short: they change beyond thousands of positions."""
+    given = getattr(module, "rope_type", None)
+    kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
+    return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
+
+
+def _unequal_heads(module: nn.Module) -> tuple[int, int] | None:
+    """Elements of a query and of a value in multi-head latent attention, if they differ."""
+    sizes = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+    return sizes if None not in sizes and sizes[0] != sizes[1] else None  # type: ignore[return-value]
+
+
 def _head_size(config: Any) -> int:
     found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return found
-
-
-def _swapped(model: nn.Module) -> tuple[Swap, dict[str, str]]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # an error below
-        swap = swap_linear(model, where=lambda name, layer: not isinstance(layer, DetLinear))
-    return swap, swap.skipped
 
 
 # On and off
@@ -118,24 +139,16 @@ def _swapped(model: nn.Module) -> tuple[Swap, dict[str, str]]:
 
 @dataclass(eq=False, kw_only=True)
 class _Session(Session):
-    """What to restore. It keeps no model alive."""
+    """It keeps no model alive. What to restore is on the model itself."""
 
     model: "weakref.ref[Any]"
-    attention: str
-    disable_compile: bool | None
-    linears: list[str] = field(default_factory=list)
-    norms: dict[str, type] = field(default_factory=dict)
-    report: Report | None = None
+    report: Report
+    adopted: bool  # the model is a copy of one that was on
 
     def end(self) -> None:
         model = self.model()
-        if model is None:
-            return
-        undo_norms(model, self.norms)
-        Swap(self.linears, _layers=[model.get_submodule(name) for name in self.linears]).undo()
-        model.set_attn_implementation(self.attention)
-        if model.generation_config is not None:
-            model.generation_config.disable_compile = self.disable_compile
+        if model is not None:
+            turn_off(model)
 
 
 class ZeroDrift(Handle):
@@ -144,7 +157,7 @@ class ZeroDrift(Handle):
 
     @property
     def report(self) -> Report:
-        assert isinstance(self._session, _Session) and self._session.report is not None
+        assert isinstance(self._session, _Session)
         return self._session.report
 
     @property
@@ -158,7 +171,8 @@ class ZeroDrift(Handle):
         return self.report.left
 
     def disable(self) -> None:
-        """Restore the model. Does nothing the second time."""
+        """Restore the model. Does nothing the second time. If something else has changed the class of a
+        module since, this is an error, and the model stays enabled: undo that first."""
         if self._session is self._switch.session:
             self._switch.off()
 
@@ -185,7 +199,8 @@ def zero_drift(model: Any) -> ZeroDrift:
 
     Returns:
         A handle: `print` it, `disable()` it, or use it as a context manager. `changed` and `left` list what
-        was done. If the model is already enabled, it stays enabled.
+        was done. If the model is already enabled, or a copy of an enabled one, it stays enabled at the end of
+        a with-block; `disable()` restores it.
 
     Raises:
         HFError: the model cannot be served. The message names the modules and the reasons; the model is
@@ -206,9 +221,9 @@ def zero_drift(model: Any) -> ZeroDrift:
     switch = _switches.get(model) if isinstance(model, nn.Module) else None
     if switch is None:
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__})")
-    handle = ZeroDrift(switch, *switch.begun(None, lambda: _begin(model)))
+    session, begun = switch.begun(None, lambda: _begin(model))
     _switches[model] = switch
-    return handle
+    return ZeroDrift(switch, session, begun and not (isinstance(session, _Session) and session.adopted))
 
 
 def _begin(model: Any) -> _Session:
@@ -222,36 +237,29 @@ def _begin(model: Any) -> _Session:
     if size not in HEAD_SIZES:
         known = ", ".join(map(str, HEAD_SIZES))
         raise _refusal(model, f"heads of {size} elements; isobit.attention takes {known} (head_dim)")
+    if not hasattr(model, COMPILES):
+        raise _refusal(model, f"it has no {COMPILES}: this version of transformers is not supported")
     register_attention()
-    settings = model.generation_config
-    session = _Session(
-        backend=None, instead="", model=weakref.ref(model), attention=model.config._attn_implementation,
-        disable_compile=None if settings is None else settings.disable_compile,
-    )  # fmt: skip
-    try:
-        session.report = _turned_on(model, session)
-    except BaseException:
-        session.end()
-        raise
-    return session
+    adopted = is_on(model)
+    with or_as_before(model):
+        report = _turned_on(model)
+    return _Session(backend=None, instead="", model=weakref.ref(model), report=report, adopted=adopted)
 
 
-def _turned_on(model: Any, session: _Session) -> Report:
-    swap, skipped = _swapped(model)
-    session.linears = swap.swapped
+def _turned_on(model: Any) -> Report:
+    skipped = turn_on(model)
     if skipped:
         raise _refusal(model, _listed(skipped))
-    session.norms = swap_norms(model)
-    model.set_attn_implementation(NAME)
-    if model.generation_config is not None:
-        model.generation_config.disable_compile = True
     layers = [
         name for name, m in model.named_modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")
     ]
     if not layers or model.config._attn_implementation != NAME:
         raise _refusal(model, "no module in it uses transformers' AttentionInterface")
-    changed = {"isobit.attention": layers, "isobit.det_linear": swap.swapped}
-    changed |= {"isobit.rms_norm": list(session.norms)} if session.norms else {}
+    linears, norms = (
+        [name for name, m in model.named_modules() if isinstance(m, kind)] for kind in (DetLinear, DetRMSNorm)
+    )
+    changed = {"isobit.attention": layers, "isobit.det_linear": linears}
+    changed |= {"isobit.rms_norm": norms} if norms else {}
     counts = Counter(map(trial.class_of_module, _leaves(model)))
     tried = _tried(model, counts)
     left, untried = Counter[str](), Counter[str]()

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.hf.errors import HFError
 from isobit.ops.rms_norm import rms_norm
 
 #: (cast, offset) of `isobit.rms_norm`.
@@ -51,9 +50,12 @@ def _eps_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def options_of(module: nn.Module) -> Options | None:
-    """The options with which `isobit.rms_norm` computes the same as this module; None if there are none."""
+    """The options with which `isobit.rms_norm` computes the same as this module. None if there are none, or
+    it is a `DetRMSNorm` already."""
     eps, parameters = _eps_of(module), dict(module.named_parameters())
     if not isinstance(eps, float) or "RMSNorm" not in type(module).__name__ or "forward" in vars(module):
+        return None
+    if isinstance(module, DetRMSNorm):
         return None
     if list(parameters) != ["weight"] or any(True for _ in module.children()) or dict(module.named_buffers()):
         return None
@@ -73,29 +75,15 @@ def options_of(module: nn.Module) -> Options | None:
     return None
 
 
-def swap_norms(model: nn.Module) -> dict[str, type]:
-    """Turn every RMSNorm of a model into a `DetRMSNorm`, in place. Returns their previous classes by name."""
+def options_of_all(model: nn.Module) -> list[tuple[nn.Module, Options]]:
+    """Every RMSNorm of a model that `isobit.rms_norm` can compute."""
     known: dict[Any, Options | None] = {}
-    found: dict[str, type] = {}
-    for name, module in model.named_modules():
+    found: list[tuple[nn.Module, Options]] = []
+    for module in model.modules():
         weights = [(p.shape, p.dtype) for p in module.parameters(recurse=False)]
         key = (type(module), _eps_of(module), *weights, "forward" in vars(module))
         if key not in known:  # hundreds of norms are of two or three kinds
             known[key] = options_of(module)
         if (options := known[key]) is not None:
-            found[name] = type(module)
-            module.__class__ = DetRMSNorm
-            module.options = options
+            found.append((module, options))
     return found
-
-
-def undo_norms(model: nn.Module, was: dict[str, type]) -> None:
-    """Restore them. If something else has changed the class of one since, this is an error, and none is
-    touched: undo that first."""
-    modules = {name: model.get_submodule(name) for name in was}
-    for name, module in modules.items():
-        if type(module) is not DetRMSNorm:
-            raise HFError(f"{name} is now a {type(module).__name__}; undo that change first")
-    for name, module in modules.items():
-        module.__class__ = was[name]
-        del module.options

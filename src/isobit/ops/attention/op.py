@@ -445,9 +445,9 @@ def attention(
         backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
 
     Returns:
-        out, like q; or (out, lse) with lse [B, H, T] fp32, packed [H, N]. A query that sees no key gets 0
-        and -inf. The bits of a query's result depend on its own values and on its keys and values, and on
-        nothing else.
+        out, like q; or (out, lse) with lse [B, H, T] in fp32 (fp64 for fp64 inputs), packed [H, N]. A query
+        that sees no key gets 0 and -inf. The bits of a query's result depend on its own values and on its
+        keys and values, and on nothing else.
 
     Example:
         >>> import torch, isobit
