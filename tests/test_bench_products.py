@@ -275,16 +275,22 @@ def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
         Goal("few rows", lambda cell: cell.sizes["M"] == 1, mean=0.6),
         Goal("nothing", lambda cell: False, mean=1.0),
     ]
-    many, few = summary(ROWS, "torch.mm", goals)
+    many, few, nothing = summary(ROWS, "torch.mm", goals)
     assert (many["geomean"], many["least"], many["met"], many["cells"]) == (0.9, 0.81, False, 2)
     assert many["least_at"] == "det_gemm_dx M=4096 K=16 N=8 bf16"
     assert few["geomean"] == pytest.approx(0.4**0.5, abs=1e-4) and few["met"] is True
     assert few["goal_least"] is None
+    assert (nothing["cells"], nothing["met"], nothing["geomean"], nothing["goal_geomean"]) == (
+        0,
+        None,
+        None,
+        1,
+    )
 
 
 def test_the_goals_of_products() -> None:
     def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
-        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS)}
+        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS) if e["cells"]}
 
     many, dw, same, split, expected = (goal.what for goal in rivals.GOALS)
     assert met(ROWS) == {many: False, split: False, same: False}
