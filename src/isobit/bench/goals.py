@@ -52,14 +52,16 @@ def prediction() -> Base:
     return Base("predicted_ms", lambda group: group.get("isobit", {}).get("predicted_ms"))
 
 
-def longer_of_floor_and(name: str) -> Base:
-    """One implementation, or the minimum time for the bytes and operations, if that is longer."""
+def longer_of_floor_and(name: str, times: float, and_us: float = 0) -> Base:
+    """`times` the time of one implementation, or the minimum time for the bytes and operations if that is
+    longer, plus some microseconds."""
 
     def figure(group: Group) -> float | None:
         row = group.get(name)
-        return None if row is None else max(row["ms"], row["floor_ms"])
+        return None if row is None else times * max(row["ms"], row["floor_ms"]) + 1e-3 * and_us
 
-    return Base(f"{name} or the floor", figure)
+    more = f" + {and_us:g} us" if and_us else ""
+    return Base(f"{times:g} x max({name}, floor){more}", figure)
 
 
 @dataclass(frozen=True)
