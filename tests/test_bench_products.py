@@ -3,6 +3,8 @@ goals, grids, and a check that need not be run twice."""
 
 import dataclasses
 import json
+import sys
+import types
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +59,11 @@ def test_four_kinds_of_calls_are_timed_in_one_file(tmp_path: Path, monkeypatch: 
           for impl in ("isobit", "native", "torch.compile")),
     }  # fmt: skip
     assert all(tuple(row) == ROW and row["case"] == "M=3 K=40 N=24 bf16" for row in rows.values())
-    assert report["notes"] == ["torch.mm_nosplit: needs cuBLAS", "torch.mm: a product into fp32 needs a GPU"]
+    assert report["notes"] == [
+        "torch.mm_nosplit: needs cuBLAS",
+        "batch_invariant_ops: its kernels need a GPU",
+        "torch.mm: a product into fp32 needs a GPU",
+    ]
     for (op, _, impl), row in rows.items():
         assert row["max_abs"] < (1e-4 if op == "det_gemm_dw" and impl == "isobit" else 0.1)
         products = 3 if row["direction"] == "fwd_bwd" else 1
@@ -190,6 +196,20 @@ def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyError):
         rivals.unsplit(rivals.mm)({})
     assert state() == before
+
+
+def test_batch_invariant_ops_is_a_rival_where_it_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case, *_), gpu = rivals.FORWARD.cases, torch.device("cuda")
+    rival = rivals.FORWARD.rivals["batch_invariant_ops"]
+    monkeypatch.setitem(sys.modules, "batch_invariant_ops", None)  # as if it were not installed
+    assert rival.why_not(case, CPU, "fwd", ()) == "its kernels need a GPU"
+    where = "pip install git+https://github.com/thinking-machines-lab/batch_invariant_ops"
+    assert rival.why_not(case, gpu, "fwd", ()) == f"not installed ({where})"
+    module = types.ModuleType("batch_invariant_ops")
+    module.matmul_persistent = lambda a, b, bias=None: (a, b, bias)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "batch_invariant_ops", module)
+    assert rival.why_not(case, gpu, "fwd", ()) is None and rival.function({"a": 1, "b": 2}) == (1, 2, None)
+    assert rival.why_not(case, gpu, "fwd", ("out",)) == "does not take out"  # it returns the operands' dtype
 
 
 # A check that need not be run twice
