@@ -37,14 +37,14 @@ def limit(value: float, unit: str) -> Base:
     return Base(f"{value:g} {unit}", lambda group: value)
 
 
-def floors(times: float, and_us: float) -> Base:
+def floors(times: float, and_us: float = 0) -> Base:
     """`times` the minimum time for the bytes and operations, plus some microseconds."""
 
     def figure(group: Group) -> float | None:
         row = group.get("isobit")
         return None if row is None else times * row["floor_ms"] + 1e-3 * and_us
 
-    return Base(f"{times:g} floors + {and_us:g} us", figure)
+    return Base(f"{times:g} floors{_plus(and_us)}", figure)
 
 
 def prediction() -> Base:
@@ -60,8 +60,11 @@ def longer_of_floor_and(name: str, times: float, and_us: float = 0) -> Base:
         row = group.get(name)
         return None if row is None else times * max(row["ms"], row["floor_ms"]) + 1e-3 * and_us
 
-    more = f" + {and_us:g} us" if and_us else ""
-    return Base(f"{times:g} x max({name}, floor){more}", figure)
+    return Base(f"{times:g} x max({name}, floor){_plus(and_us)}", figure)
+
+
+def _plus(us: float) -> str:
+    return f" + {us:g} us" if us else ""
 
 
 @dataclass(frozen=True)
