@@ -134,7 +134,10 @@ def test_the_goals_are_to_be_no_slower() -> None:
     ]  # fmt: skip
     goals = [goal for one in suite_of("fla").series for goal in one.goals]
     found = {entry["what"]: (entry["met"], entry["cells"]) for entry in summary(rows, "fla", goals)}
-    assert found == {"chunk_kda, bwd": (True, 1), "chunk_kda, fwd_bwd": (False, 1)}
+    assert {what: entry for what, entry in found.items() if entry[1]} == {
+        "chunk_kda, bwd": (True, 1),
+        "chunk_kda, fwd_bwd": (False, 1),
+    }
 
 
 def test_its_autotuner_forgets_what_it_chose_in_memory_and_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@ goals, grids, and a check that need not be run twice."""
 
 import dataclasses
 import json
+import sys
+import types
 import xml.etree.ElementTree as ET
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +59,11 @@ def test_four_kinds_of_calls_are_timed_in_one_file(tmp_path: Path, monkeypatch: 
           for impl in ("isobit", "native", "torch.compile")),
     }  # fmt: skip
     assert all(tuple(row) == ROW and row["case"] == "M=3 K=40 N=24 bf16" for row in rows.values())
-    assert report["notes"] == ["torch.mm_nosplit: needs cuBLAS", "torch.mm: a product into fp32 needs a GPU"]
+    assert report["notes"] == [
+        "torch.mm_nosplit: needs cuBLAS",
+        "batch_invariant_ops: its kernels need a GPU",
+        "torch.mm: a product into fp32 needs a GPU",
+    ]
     for (op, _, impl), row in rows.items():
         assert row["max_abs"] < (1e-4 if op == "det_gemm_dw" and impl == "isobit" else 0.1)
         products = 3 if row["direction"] == "fwd_bwd" else 1
@@ -192,6 +198,20 @@ def test_splitting_k_is_forbidden_for_a_call_only(monkeypatch: pytest.MonkeyPatc
     assert state() == before
 
 
+def test_batch_invariant_ops_is_a_rival_where_it_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case, *_), gpu = rivals.FORWARD.cases, torch.device("cuda")
+    rival = rivals.FORWARD.rivals["batch_invariant_ops"]
+    monkeypatch.setitem(sys.modules, "batch_invariant_ops", None)  # as if it were not installed
+    assert rival.why_not(case, CPU, "fwd", ()) == "its kernels need a GPU"
+    where = "pip install git+https://github.com/thinking-machines-lab/batch_invariant_ops"
+    assert rival.why_not(case, gpu, "fwd", ()) == f"not installed ({where})"
+    module = types.ModuleType("batch_invariant_ops")
+    module.matmul_persistent = lambda a, b, bias=None: (a, b, bias)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "batch_invariant_ops", module)
+    assert rival.why_not(case, gpu, "fwd", ()) is None and rival.function({"a": 1, "b": 2}) == (1, 2, None)
+    assert rival.why_not(case, gpu, "fwd", ("out",)) == "does not take out"  # it returns the operands' dtype
+
+
 # A check that need not be run twice
 
 
@@ -275,16 +295,22 @@ def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
         Goal("few rows", lambda cell: cell.sizes["M"] == 1, mean=0.6),
         Goal("nothing", lambda cell: False, mean=1.0),
     ]
-    many, few = summary(ROWS, "torch.mm", goals)
+    many, few, nothing = summary(ROWS, "torch.mm", goals)
     assert (many["geomean"], many["least"], many["met"], many["cells"]) == (0.9, 0.81, False, 2)
     assert many["least_at"] == "det_gemm_dx M=4096 K=16 N=8 bf16"
     assert few["geomean"] == pytest.approx(0.4**0.5, abs=1e-4) and few["met"] is True
     assert few["goal_least"] is None
+    assert (nothing["cells"], nothing["met"], nothing["geomean"], nothing["goal_geomean"]) == (
+        0,
+        None,
+        None,
+        1,
+    )
 
 
 def test_the_goals_of_products() -> None:
     def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
-        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS)}
+        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS) if e["cells"]}
 
     many, dw, same, split, expected = (goal.what for goal in rivals.GOALS)
     assert met(ROWS) == {many: False, split: False, same: False}

@@ -37,14 +37,14 @@ def limit(value: float, unit: str) -> Base:
     return Base(f"{value:g} {unit}", lambda group: value)
 
 
-def floors(times: float, and_us: float) -> Base:
+def floors(times: float, and_us: float = 0) -> Base:
     """`times` the minimum time for the bytes and operations, plus some microseconds."""
 
     def figure(group: Group) -> float | None:
         row = group.get("isobit")
         return None if row is None else times * row["floor_ms"] + 1e-3 * and_us
 
-    return Base(f"{times:g} floors + {and_us:g} us", figure)
+    return Base(f"{times:g} floors{_plus(and_us)}", figure)
 
 
 def prediction() -> Base:
@@ -52,14 +52,19 @@ def prediction() -> Base:
     return Base("predicted_ms", lambda group: group.get("isobit", {}).get("predicted_ms"))
 
 
-def longer_of_floor_and(name: str) -> Base:
-    """One implementation, or the minimum time for the bytes and operations, if that is longer."""
+def longer_of_floor_and(name: str, times: float, and_us: float = 0) -> Base:
+    """`times` the time of one implementation, or the minimum time for the bytes and operations if that is
+    longer, plus some microseconds."""
 
     def figure(group: Group) -> float | None:
         row = group.get(name)
-        return None if row is None else max(row["ms"], row["floor_ms"])
+        return None if row is None else times * max(row["ms"], row["floor_ms"]) + 1e-3 * and_us
 
-    return Base(f"{name} or the floor", figure)
+    return Base(f"{times:g} x max({name}, floor){_plus(and_us)}", figure)
+
+
+def _plus(us: float) -> str:
+    return f" + {us:g} us" if us else ""
 
 
 @dataclass(frozen=True)
@@ -118,30 +123,54 @@ def sizes_of(case: str) -> dict[str, int]:
 
 
 def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> list[dict[str, Any]]:
-    """One entry per goal that has cells: mean, slowest cell, and whether both are met."""
+    """One entry per goal: mean, slowest cell, and whether both are met. A goal without cells, because its
+    rival was not timed, has an entry too, so that nobody overlooks it: `cells` is 0 and `met` None. Goals
+    are for GPUs: if nothing was timed on one, there are no entries."""
+    if all(row["method"] == "wall" for row in rows):
+        return []
     found = []
     for goal in goals:
         base = goal.against or against
         assert base is not None, goal.what
         chosen = [cell for cell in cells(rows, base, goal.impl, goal.figure) if goal.chooses(cell)]
-        if not chosen:
-            continue
-        mean = math.exp(sum(math.log(cell.share) for cell in chosen) / len(chosen))
-        slowest = min(chosen, key=lambda cell: cell.share)
-        met = (goal.mean is None or mean >= goal.mean) and (goal.least is None or slowest.share >= goal.least)
         found.append(
             {
                 "what": goal.what,
                 "against": base if isinstance(base, str) else base.name,
                 "figure": goal.figure,
                 "cells": len(chosen),
-                "geomean": round(mean, 4),
-                "least": round(slowest.share, 4),
-                "least_at": f"{slowest.op} {slowest.case}",
-                "goal_geomean": goal.mean,
-                "goal_least": goal.least,
-                "goal_most": goal.most,
-                "met": met and (goal.most is None or 1 / slowest.share <= max(goal.most, _LEAST)),
+                **_result(goal, chosen),
             }
         )
     return found
+
+
+def _result(goal: Goal, chosen: Sequence[Cell]) -> dict[str, Any]:
+    goals = {"goal_geomean": goal.mean, "goal_least": goal.least, "goal_most": goal.most}
+    if not chosen:
+        return {"geomean": None, "least": None, "least_at": None, **goals, "met": None}
+    mean = math.exp(sum(math.log(cell.share) for cell in chosen) / len(chosen))
+    slowest = min(chosen, key=lambda cell: cell.share)
+    met = (goal.mean is None or mean >= goal.mean) and (goal.least is None or slowest.share >= goal.least)
+    return {
+        "geomean": round(mean, 4),
+        "least": round(slowest.share, 4),
+        "least_at": f"{slowest.op} {slowest.case}",
+        **goals,
+        "met": met and (goal.most is None or 1 / slowest.share <= max(goal.most, _LEAST)),
+    }
+
+
+def tally(entries: Sequence[dict[str, Any]], noun: str = "") -> str:
+    """`3 of 4{noun}, 1 not measured` of a summary; empty for no entries."""
+    met = [entry["met"] for entry in entries if entry["met"] is not None]
+    unmeasured = f"{len(entries) - len(met)} not measured" if len(met) < len(entries) else ""
+    counted = f"{sum(met)} of {len(met)}{noun}" if met else ""
+    return ", ".join(filter(None, (counted, unmeasured)))
+
+
+def why_unmeasured(entry: dict[str, Any], notes: Sequence[str]) -> str:
+    """`not measured`, with what the notes of the report say of the rival."""
+    start = f"{entry['against']}: "
+    reasons = "; ".join(note.removeprefix(start) for note in notes if note.startswith(start))
+    return f"not measured: {reasons}" if reasons else "not measured"

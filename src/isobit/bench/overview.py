@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from isobit.bench.goals import tally
 from isobit.bench.report import NEW, Report, Row
 from isobit.stamp import why_stale
 
@@ -68,7 +69,7 @@ def _of_file(report: Report) -> list[list[str]]:
             ours = f"{1 / _mean(ratios):.2f}x {baseline}"
             found.append([title + age, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
     if found and (summary := report.get("summary")):
-        found[0][-1] = f"{sum(entry['met'] for entry in summary)} of {len(summary)}"
+        found[0][-1] = tally(summary)
     return found
 
 

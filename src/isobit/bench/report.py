@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from isobit.bench.goals import why_unmeasured
+
 Report = dict[str, Any]
 Row = dict[str, Any]
 
@@ -96,13 +98,17 @@ def format_stamp(stamp: dict[str, Any]) -> str:
     return f"{stamp['gpu']}, driver {stamp['driver']}, {versions}; {rates}{source}{checked}"
 
 
-def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:
+def format_summary(entries: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> list[str]:
     """One line per goal: `met  dX, M >= 1024: 0.981 (goal 0.97) of torch.mm, least 0.93 (goal 0.9) at ...`,
-    or `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`."""
+    or `met  det_linear forward, host_us: 1.32 times native (goal 1.5) at ...`, or
+    `none loss, against trl: not measured: not installed`, with the reason from the notes of the report."""
     lines = []
     for e in entries:
         verdict = "met " if e["met"] else "MISS"
         figure = "" if e.get("figure", "ms") == "ms" else f", {e['figure']}"
+        if e["met"] is None:
+            lines.append(f"none {e['what']}{figure}, against {e['against']}: {why_unmeasured(e, notes)}")
+            continue
         where = f"at {e['least_at']}; {e['cells']} cells"
         if e.get("goal_most") is not None:
             times = f"{1 / e['least']:.3f} times {e['against']} (goal {e['goal_most']:g})"
@@ -119,7 +125,8 @@ def format_summary(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _footer(report: Report) -> str:
-    lines = [*format_summary(report.get("summary", ())), *report["notes"], format_stamp(report["stamp"])]
+    notes = report["notes"]
+    lines = [*format_summary(report.get("summary", ()), notes), *notes, format_stamp(report["stamp"])]
     if any(row["method"] == "wall" for row in report["rows"]):
         lines.append(CPU_WARNING)
     return "\n".join(lines)

@@ -99,7 +99,7 @@ def run(
         ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
         head |= _figure(all_series) | {"notes": notes + unfinished}
-        return head | _summary(all_series, ordered) | {"rows": ordered}
+        return head | _summary(all_series, ordered, every=not cases) | {"rows": ordered}
 
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
@@ -267,14 +267,16 @@ def _figure(all_series: Sequence[Series]) -> Report:
     return {"figure": figures.pop()} if len(figures) == 1 and figures != {"ms"} else {}
 
 
-def _summary(all_series: Sequence[Series], rows: Sequence[Row]) -> Report:
-    """Goals that have cells among these rows; nothing for ops without goals."""
+def _summary(all_series: Sequence[Series], rows: Sequence[Row], every: bool) -> Report:
+    """How the goals are met; nothing for ops without goals. Unless `every`, only goals with cells among these
+    rows: a run of requested sizes is not about the others."""
     against = next((one.against for one in all_series if one.against), None)
     goals = [goal for one in all_series for goal in one.goals]
     if against is None and not goals:
         return {}
     named = {} if against is None else {"against": against}
-    return named | {"summary": summary(rows, against, goals)}
+    found = summary(rows, against, goals)
+    return named | {"summary": [entry for entry in found if every or entry["cells"]]}
 
 
 def _all_there(subject: Subject) -> None:

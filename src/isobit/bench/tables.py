@@ -23,10 +23,9 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from isobit.bench.declared import render_declared
-from isobit.bench.goals import Cell, cells
+from isobit.bench.goals import Cell, cells, why_unmeasured
 from isobit.bench.overview import OLDER, limit_of, overview, shown_of
 from isobit.bench.proven import proven
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
@@ -61,7 +60,7 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
         if note.startswith(UNFINISHED):
             stamp += f"; {note}"
     body = _grids(report, series) if report.get("against") else _by_kind(report, series)
-    parts = [*_goals(report.get("summary", ()), report.get("against")), body]
+    parts = [*_goals(report), body]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
 
 
@@ -312,9 +311,10 @@ def _megabytes(taken: float | None) -> str:
     return "-" if taken is None else f"{taken:.2f}" if taken < 10 else f"{taken:.0f}"
 
 
-def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
+def _goals(report: Report) -> list[str]:
     """A table of fractions of the speed of the baseline, or without one of what each goal names, and one of
-    multiples of anything else."""
+    multiples of anything else. Goals that were not measured say so, with the reason if a note has it."""
+    against = report.get("against")
 
     def share(value: float, goal: float | None) -> str:
         digits = 2 if value >= 0.5 else 3
@@ -325,8 +325,14 @@ def _goals(summary: Sequence[dict[str, Any]], against: str | None) -> list[str]:
     first = "goal" if against is None else f"speed as a share of {against}"
     shares = [[first, *beside, "cells", "geometric mean", "slowest cell"]]
     times = [["goal", "figure", "against", "cells", "times at most"]]
-    for e in summary:
-        if e.get("goal_most") is None:
+    for e in report.get("summary", ()):
+        if e["met"] is None:
+            missing = why_unmeasured(e, report.get("notes", ())).replace("|", "\\|")
+            if e["goal_most"] is None:
+                shares.append([e["what"], *([e["against"]] * len(beside)), "0", missing, "-"])
+            else:
+                times.append([e["what"], e["figure"], e["against"], "0", missing])
+        elif e.get("goal_most") is None:
             mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
             shares.append([e["what"], *([e["against"]] * len(beside)), str(e["cells"]), mean, least])
         else:

@@ -6,11 +6,15 @@ from itertools import groupby
 from typing import Any
 
 from isobit.bench.charts import chart
+from isobit.bench.goals import tally
 from isobit.bench.report import format_summary
 from isobit.pages import svg
 
 #: The speed ratio at which the bar beside a case is full.
 SCALE = 4
+
+#: Goals by whether they are met, in the order in which they are shown.
+_STATES = {False: "missed", None: "unmeasured", True: "met"}
 
 #: Bars of rivals that take more than this multiple of our time are cut off there.
 CUT = 8
@@ -19,30 +23,35 @@ CUT = 8
 def section(report: dict[str, Any]) -> dict[str, Any]:
     rows = report["rows"]
     ops = dict.fromkeys(row["op"] for row in rows)
-    lines = format_summary(report.get("summary", []))
+    summary = report.get("summary", [])
+    lines = format_summary(summary, report["notes"])
+    goals = [
+        {"state": _STATES[entry["met"]], "text": line.partition(" ")[2]}
+        for entry, line in zip(summary, lines, strict=True)
+    ]
     return {
         "title": ", ".join(ops) or report.get("command", "").removeprefix("isobit bench ") or "nothing",
-        **_verdict(report, [line.startswith("met") for line in lines]),
-        "goals": [
-            {"met": line.startswith("met"), "text": line.partition(" ")[2]}
-            for line in sorted(lines, key=lambda line: line.startswith("met"))
-        ],
+        **_verdict(report, summary),
+        "goals": sorted(goals, key=lambda goal: list(_STATES.values()).index(goal["state"])),
         "notes": report["notes"],
         "groups": _groups(_cases(rows)),
         "roofline": _roofline(report),
         "bandwidth": _bandwidth(report),
-        "shares": chart(report, inline=True) if report.get("against") and lines else "",
+        "shares": chart(report, inline=True)
+        if report.get("against") and any(entry["cells"] for entry in summary)
+        else "",
     }
 
 
-def _verdict(report: dict[str, Any], met: Sequence[bool]) -> dict[str, str]:
+def _verdict(report: dict[str, Any], summary: Sequence[dict[str, Any]]) -> dict[str, str]:
     if not report["rows"]:
         return {"verdict": "nothing was timed", "state": "fail"}
     if not report["stamp"].get("checked", True):
         return {"verdict": "timed without a check", "state": "warn"}
-    if not met:
+    if not summary:
         return {"verdict": f"{len(report['rows'])} times", "state": ""}
-    return {"verdict": f"{sum(met)} of {len(met)} goals met", "state": "ok" if all(met) else "warn"}
+    state = "ok" if all(entry["met"] for entry in summary) else "warn"
+    return {"verdict": tally(summary, " goals met"), "state": state}
 
 
 def _groups(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

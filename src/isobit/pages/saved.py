@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.goals import tally
 from isobit.contract import ContractError
 from isobit.pages.memcheck import runs
 
@@ -39,10 +40,9 @@ def summary_line(report: dict[str, Any]) -> str:
         ops = ", ".join(dict.fromkeys(run["op"] for run in mine))
         calls, failed = sum(run["calls"] for run in mine), sum(not run["passed"] for run in report["runs"])
         return f"memcheck of {ops or 'nothing'}: {calls} calls, {failed} of {len(report['runs'])} runs failed"
-    met = [entry["met"] for entry in report.get("summary", [])]
-    goals = f", {sum(met)} of {len(met)} goals met" if met else ""
+    met = tally(report.get("summary", []), " goals met")
     ops = ", ".join(dict.fromkeys(row["op"] for row in report["rows"]))
-    return f"bench of {ops}: {len(report['rows'])} rows{goals}"
+    return f"bench of {ops}: {len(report['rows'])} rows{', ' if met else ''}{met}"
 
 
 @dataclass(frozen=True)

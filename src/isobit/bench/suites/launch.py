@@ -10,6 +10,8 @@ there.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,11 @@ from isobit.bench.rival import Rival
 from isobit.bench.series import Pool, Series, by_rows
 from isobit.bench.timing import ONCE_CALLS
 from isobit.check.proof import Args, Case, Cost
+from isobit.ops.attention import rivals as attentions
 from isobit.ops.det_gemm import rivals as products
 from isobit.ops.linear_logp import rivals as heads
 from isobit.ops.logp import rivals as logits
+from isobit.ops.rms_norm import rivals as norms
 
 DIRECTIONS = ("fwd", "fwd_bwd")
 
@@ -48,11 +52,15 @@ def _series(
     inputs: tuple[str, ...],
     goals: Sequence[Goal],
     directions: tuple[str, ...] = DIRECTIONS,
+    **rest: Any,
 ) -> Series:
-    """`of_rows` names the arguments with one line per row, which are cut to the number of rows."""
+    """`of_rows` names the arguments with one line per row, which are cut to the number of rows; for attention
+    these are sequences."""
     cases = [Case({rows: n, **sizes}, torch.bfloat16, data="random") for n in ROWS]
     rivals = {native.name: native}
-    series = by_rows(op, cases, cost, rivals, inputs=inputs, copy=False, directions=directions, core=cases)
+    series = by_rows(
+        op, cases, cost, rivals, inputs=inputs, copy=False, directions=directions, core=cases, **rest
+    )
 
     def new(case: Case, pool: Pool) -> list[Args]:
         if case.dims[rows] != ROWS[-1]:
@@ -92,6 +100,13 @@ def _as_layer(args: Args) -> Args:
     return args | {"weight": args["b"].t()}
 
 
+def _attention(args: Args) -> Tensor:
+    """Heads are the third dimension of isobit's tensors, and the second of PyTorch's."""
+    q, k, v = (args[name].transpose(1, 2) for name in "qkv")
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=args["causal"], enable_gqa=True)
+    return out.transpose(1, 2)
+
+
 SERIES: Sequence[Series] = (
     _series(
         "det_linear", "M", {"K": 1024, "N": 1024}, products.layer_cost, products.LAYER_RIVALS["native"],
@@ -110,5 +125,14 @@ SERIES: Sequence[Series] = (
         "linear_logp", "N", {"D": 1024, "V": 4096}, heads.cost_of_training, heads.NATIVE,
         ("hidden", "token_ids"), ("hidden", "weight"),
         [_goal("linear_logp", "fwd", 1.0, limit(60, "us")), _goal("linear_logp", "fwd_bwd", 1.2)],
+    ),
+    _series(
+        "rms_norm", "N", {"D": 1024}, partial(norms.cost, False), norms.RIVALS["native"], ("x",),
+        ("x", "weight"), [_goal("rms_norm", "fwd", 1.5), _goal("rms_norm", "fwd_bwd", 1.5)],
+    ),
+    _series(
+        "attention", "B", {"T": 16, "S": 16, "H": 4, "KV": 2, "D": 64}, partial(attentions.cost, None),
+        Rival("native", _attention, directions=None, jit=False), ("q", "k", "v"), ("q", "k", "v"),
+        [_goal("attention", "fwd", 1.5), _goal("attention", "fwd_bwd", 1.5)], judge=attentions.OneHead,
     ),
 )  # fmt: skip

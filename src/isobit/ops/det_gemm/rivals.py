@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from isobit.arch import sm_count
 from isobit.bench.goals import Cell, Goal, prediction
-from isobit.bench.rival import Rival
+from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import Pool, Series, by_rows
 from isobit.bench.timing import copies_for
 from isobit.bench.truth import Window, spread_evenly
@@ -74,6 +74,25 @@ def _layer(args: Args) -> Tensor:
     return F.linear(args["x"], args["weight"], args["bias"])
 
 
+_INVARIANT = "batch_invariant_ops"
+
+
+def _invariant(args: Args) -> Tensor:
+    """The kernel of Thinking Machines' batch_invariant_ops: one tile for every size."""
+    from batch_invariant_ops import matmul_persistent
+
+    out: Tensor = matmul_persistent(args["a"], args["b"])
+    return out
+
+
+def _has_invariant(case: Case, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "its kernels need a GPU"
+    why = cannot_import(_INVARIANT)
+    where = f"git+https://github.com/thinking-machines-lab/{_INVARIANT}"
+    return f"{why} (pip install {where})" if why == "not installed" else why
+
+
 def _needs_a_gpu(case: Case, device: torch.device) -> str | None:
     return None if device.type == "cuda" else "a product into fp32 needs a GPU"
 
@@ -83,6 +102,8 @@ PRODUCT_RIVALS = {
     for rival in (
         Rival(BASELINE, mm, directions=None, jit=False),
         Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas, jit=False),
+        # Not compiled ahead: its one kernel has a few variants, and there are hundreds of cases.
+        Rival(_INVARIANT, _invariant, directions=None, available=_has_invariant, jit=False),
     )
 }
 LAYER_RIVALS = {

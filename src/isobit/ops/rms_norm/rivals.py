@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.bench.goals import Cell, Goal, floors
+from isobit.bench.goals import Base, Cell, Goal, floors
 from isobit.bench.rival import Rival, cannot_import
 from isobit.bench.series import Series, by_rows
+from isobit.bench.truth import Truth, cotangent_like, truth_of
 from isobit.check.proof import Args, Case, Cost
+from isobit.ops.rms_norm.op import forward
 
 BF16 = torch.bfloat16
 
@@ -68,10 +71,25 @@ RIVALS = {
 
 def cost(residual: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     """Forward one read and one write; with a residual two of each (x and residual, h and out). Backward two
-    reads and one write. Tensors with one number per row are negligible but counted."""
+    reads and one write; with a residual also the gradient of h is read, and x and residual share one.
+    Tensors with one number per row are negligible but counted."""
     N = math.prod(size for name, size in dims.items() if name != "D")
     rows = N * dims["D"] * dtype.itemsize
-    return Cost(fwd_bytes=(4 if residual else 2) * rows + 4 * N, bwd_bytes=3 * rows + 4 * N)
+    moved = (4, 4) if residual else (2, 3)
+    return Cost(fwd_bytes=moved[0] * rows + 4 * N, bwd_bytes=moved[1] * rows + 4 * N)
+
+
+#: Inputs with gradients, with a residual.
+_ADDED = ("x", "weight", "residual")
+
+
+def _with_sum(args: Args) -> Truth:
+    """The truth with a residual. Its second output, the sum, has a cotangent too, of the same numbers, and
+    that passes on to x and to the residual as it is."""
+    known = truth_of(forward, args, _ADDED)
+    assert known is not None  # its output is row by row
+    passed = cotangent_like(known.output.new_empty(known.total_rows, known.output.shape[1]))[known.rows]
+    return replace(known, gradients={i: grad + passed for i, grad in known.gradients.items()})
 
 
 def _case(N: int, D: int) -> Case:
@@ -84,19 +102,29 @@ HEADS = [Case({"N": 8192, "H": 32, "D": 128}, BF16, data="random")]
 _CORE = [_case(32768, 2048), _case(32768, 4096), _case(32768, 8192), _case(4096, 4096), _case(1, 4096)]
 
 
+#: Rows from which on goals allow nothing for launches.
+MANY = 32768
+
+
 def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved, plus the microseconds of launches; and never slower than
-    rivals."""
+    """The time for the bytes that must be moved; and never slower than rivals. With few rows that time is
+    shorter than it takes to start and to drain a kernel, so below `MANY` rows some microseconds are added:
+    for one kernel forward, for several with a backward."""
 
-    def held(what: str, direction: str, against: object) -> Goal:
+    def held(what: str, direction: str, against: str | Base, least: int = 0, most: float = math.inf) -> Goal:
         def chooses(cell: Cell) -> bool:
-            return cell.direction == direction and cell.sizes["D"] >= 2048
+            mine = cell.direction == direction and cell.sizes["D"] >= 2048
+            return mine and least <= cell.sizes["N"] < most
 
-        return Goal(what, chooses, most=1.0, against=against)  # type: ignore[arg-type]
+        return Goal(what, chooses, most=1.0, against=against)
 
+    forward, both = "0.92 of a copy's bandwidth", "1.15 of their bytes"
+    few, many = f"N < {MANY}, beside launches", f"N >= {MANY}"
     return (
-        held("forward: 0.92 of a copy's bandwidth", "fwd", floors(1 / 0.92, 3)),
-        held("forward and backward: 1.15 of their bytes", "fwd_bwd", floors(1.15, 10)),
+        held(f"forward, {many}: {forward}", "fwd", floors(1 / 0.92), MANY),
+        held(f"forward, {few}: {forward}", "fwd", floors(1 / 0.92, 3), most=MANY),
+        held(f"forward and backward, {many}: {both}", "fwd_bwd", floors(1.15), MANY),
+        held(f"forward and backward, {few}: {both}", "fwd_bwd", floors(1.15, 10), most=MANY),
         *(
             held(f"{direction}, beside {name}", direction, name)
             for name in ("native", "torch.compile", "liger")
@@ -109,9 +137,11 @@ def _series(name: str, cases: Sequence[Case], residual: bool = False) -> Series:
     kept = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
     plain = name == "rms_norm"
     return by_rows(
-        "rms_norm", cases, partial(cost, residual), kept, name=name, inputs=("x", "weight"),
+        "rms_norm", cases, partial(cost, residual), kept, name=name,
+        inputs=_ADDED if residual else ("x", "weight"), judge=_with_sum if residual else None,
         options={"residual": True} if residual else {}, core=_CORE if plain else cases[:1],
-        goals=_goals() if plain else (), directions=("fwd",) if residual else ("fwd", "bwd", "fwd_bwd"),
+        goals=_goals() if plain else (),
+        directions=("fwd", "fwd_bwd") if residual else ("fwd", "bwd", "fwd_bwd"),
     )  # fmt: skip
 
 
