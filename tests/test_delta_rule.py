@@ -173,6 +173,22 @@ assert all(torch.equal(a, b) for a, b in zip(*found))
 """
 
 
+#: Offsets of chunks between other numbers.
+STRIDED = """
+import torch, isobit
+args = [torch.ones(1, 70, 1, 16) / 4 for _ in range(5)]
+packed = {"cu_seqlens": torch.tensor([0, 30, 70]), "chunk_size": 16, "backend": "triton"}
+offsets = torch.tensor([0, 9, 2, 9, 5, 9])[::2]
+found = [isobit.chunk_gated_delta_rule_bwd_dhu(*args, **packed, chunk_offsets=each)[0]
+         for each in (offsets, None)]
+assert torch.equal(*found)
+"""
+
+
+def test_offsets_of_chunks_may_have_any_stride() -> None:
+    in_interpreter(STRIDED)
+
+
 @pytest.mark.compat
 def test_kernels_round_where_the_op_says() -> None:
     """A state that meets K unrounded is nearer to the truth, so accuracy does not tell."""

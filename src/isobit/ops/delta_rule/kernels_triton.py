@@ -73,8 +73,8 @@ def dhu_kernel(
         t = tl.arange(0, CHUNK)
         live = t < left
         row = first + c * CHUNK + t
-        # Invalid bounds may imply more chunks than dh has.
-        fits = (chunk + c < NT) | (cu_seqlens is None)
+        # Invalid bounds and offsets may name chunks that dh does not have.
+        fits = ((chunk + c >= 0) & (chunk + c < NT)) | (cu_seqlens is None)
         to = dh + ((chunk + c) * HV + hv) * K * V + at
         tl.store(to, narrow(D, dh), mask=inside & fits)
         by_k = live[:, None] & in_k[None, :]
@@ -136,10 +136,12 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def chunk_offsets(args: dict[str, Any], launch: Launch) -> Tensor | None:
-    """[S], if sequences are packed."""
+    """[S] or [S + 1], if sequences are packed."""
     bounds, given = args["cu_seqlens"], args["chunk_offsets"]
-    if bounds is None or given is not None:
-        return given
+    if bounds is None:
+        return None
+    if given is not None:
+        return given.contiguous()
     S = len(bounds) - 1
     offsets = torch.empty(max(S, 1), dtype=torch.int32, device=bounds.device)
     launch(

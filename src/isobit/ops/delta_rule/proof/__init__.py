@@ -28,7 +28,7 @@ BY_TOKEN = ("q", "k", "w", "do", "dv", "g", "gk")
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs as in a model: unit keys, w a fraction of its key, decaying gates. So states neither grow nor
     vanish. `mode` has a letter for each tensor that is given: g, k (gk), h (h0), t (dht). `lengths` are those
-    of packed sequences, as 30+0+59."""
+    of packed sequences, as 30+0+59, and with `offsets` chunk_offsets are given too."""
     d, given = case.dims, case.options.get("mode", "gkht")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     C, v_first = case.options.get("chunk", 64), bool(case.options.get("v_first"))
@@ -62,12 +62,15 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args["h0"] = torch.full(state, NAN, dtype=wide, device=device) if "h" in given else None
     args["dht"] = drawn(*state).to(device, wide) if "t" in given else None
     args |= {"scale": 0.1, "state_v_first": v_first, "chunk_size": C}
-    args |= {"cu_seqlens": None, "chunk_indices": None}
+    args |= {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
     if bounds is not None:
         each = [-(-(end - first) // C) for first, end in pairwise(bounds)]
         indices = [[s, c] for s, n in enumerate(each) for c in range(n)]
         args["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
         args["chunk_indices"] = torch.tensor(indices, dtype=torch.int32, device=device).view(-1, 2)
+        if case.options.get("offsets"):
+            starts = [0, *accumulate(each)]
+            args["chunk_offsets"] = torch.tensor(starts, dtype=torch.int64, device=device)
     return alter.laid_out_some(args, BY_TOKEN[:5], case.layout)
 
 
@@ -149,7 +152,7 @@ def _one(args: Args, s: int, first: int, end: int) -> Args:
     """One of packed sequences, as a batch of one."""
     found = args | {n: args[n][:, first:end] for n in BY_TOKEN if args[n] is not None}
     found |= {n: args[n][s : s + 1] for n in ("h0", "dht") if args[n] is not None}
-    return found | {"cu_seqlens": None, "chunk_indices": None}
+    return found | {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
 
 
 # Calls that must be refused
@@ -231,7 +234,7 @@ def record(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 def _case(B: int, T: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, **rest: Any) -> Case:
     options: dict[str, Any] = {}
-    for name in ("mode", "chunk", "v_first", "lengths"):
+    for name in ("mode", "chunk", "v_first", "lengths", "offsets"):
         if name in rest:
             options[name] = rest.pop(name)
     return Case({"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}, dtype, options=options, **rest)
@@ -247,6 +250,7 @@ _SMALL = [
     _case(2, 64, 1, 1, 64, 64, F16, mode="ht", layout="padded"),
     _case(1, 90, 1, 2, 64, 64, F16, mode="ght", v_first=True, lengths="30+0+59+1"),
     _case(1, 77, 1, 1, 16, 16, F32, mode="gkh", chunk=16, lengths="5+40+32"),
+    _case(1, 70, 1, 1, 16, 16, F32, mode="ght", chunk=32, lengths="33+0+37", offsets=True),
 ]
 _HEAVY = [
     _case(2, 500, 2, 4, 128, 128, BF16, mode="gkht", heavy=True),
@@ -255,6 +259,7 @@ _HEAVY = [
     _case(1, 200, 1, 2, 256, 128, BF16, mode="gkht", heavy=True),
     _case(1, 200, 1, 2, 256, 128, BF16, mode="ht", v_first=True, heavy=True),
     _case(1, 700, 2, 4, 128, 128, BF16, mode="gkht", lengths="117+0+64+257+1+261", heavy=True),
+    _case(1, 400, 1, 2, 128, 64, BF16, mode="kht", lengths="117+0+64+219", offsets=True, heavy=True),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
     *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
 ]
