@@ -16,7 +16,7 @@ from isobit import ContractError
 from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
-from isobit.ops.delta_rule import kernels_hopper, reference
+from isobit.ops.delta_rule import kernels_hopper, kernels_triton, reference
 from isobit.ops.delta_rule.op import DHU_TRITON_1
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
@@ -328,6 +328,28 @@ def test_a_correct_one_passes() -> None:
 def test_a_bad_one_fails(function: Callable[..., Any], law: str, case: str) -> None:
     cell = only(function, law, case)
     assert cell.status == FAIL, (cell.status, cell.reason)
+
+
+@pytest.mark.parametrize("module", [kernels_triton, kernels_hopper])
+def test_thousands_of_sequences_fit_into_a_grid(module: Any) -> None:
+    """CUDA allows 2^31 - 1 programs along the first dimension, and 65535 along the others."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    grids = {}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        grids[kernel] = grid
+
+    S, HV = 4000, 32
+    args: dict[str, Any] = {name: empty(1, S, HV, 128) for name in ("q", "k", "w", "do", "dv")}
+    args |= {"cu_seqlens": empty(S + 1, dtype=torch.int32), "chunk_indices": empty(S, 2, dtype=torch.int32)}
+    args |= dict.fromkeys(("g", "gk", "h0", "dht", "chunk_offsets"))
+    args |= {"scale": 1.0, "state_v_first": False, "chunk_size": 64, "use_exp2": True}
+    module.dhu(launch=launch, **args, **({"sms": 132} if module is kernels_hopper else {}))
+    programs = {kernels_triton: S * HV * 4, kernels_hopper: 132}[module]
+    assert grids[module.dhu_kernel] == (programs,)
 
 
 @pytest.mark.parametrize(("heads", "stages"), [(1, 3), (48, 3), (55, 2), (66, 2), (512, 2)])

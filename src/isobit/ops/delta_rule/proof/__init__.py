@@ -28,7 +28,7 @@ BY_TOKEN = ("q", "k", "w", "do", "dv", "g", "gk")
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs as in a model: unit keys, w a fraction of its key, decaying gates. So states neither grow nor
     vanish. `mode` has a letter for each tensor that is given: g, k (gk), h (h0), t (dht). `lengths` are those
-    of packed sequences, as 30+0+59, and with `offsets` chunk_offsets are given too."""
+    of packed sequences, as 30+0+3x59, and with `offsets` chunk_offsets are given too."""
     d, given = case.dims, case.options.get("mode", "gkht")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     C, v_first = case.options.get("chunk", 64), bool(case.options.get("v_first"))
@@ -45,7 +45,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     values |= {"do": drawn(B, T, HV, V), "dv": drawn(B, T, HV, V)}
     args: Args = {name: t.to(device, case.dtype) for name, t in values.items()}
     lengths = case.options.get("lengths")
-    bounds = [0, *accumulate(map(int, lengths.split("+")))] if lengths else None
+    bounds = [0, *accumulate(_lengths(lengths))] if lengths else None
     S = B if bounds is None else len(bounds) - 1
     wide = torch.promote_types(case.dtype, F32)
 
@@ -72,6 +72,12 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
             starts = [0, *accumulate(each)]
             args["chunk_offsets"] = torch.tensor(starts, dtype=torch.int64, device=device)
     return alter.laid_out_some(args, BY_TOKEN[:5], case.layout)
+
+
+def _lengths(text: str) -> list[int]:
+    """`5+2x3` as 5, 3, 3."""
+    parts = (part.rpartition("x") for part in text.split("+"))
+    return [int(length) for times, _, length in parts for _ in range(int(times or 1))]
 
 
 def padding(args: Args, rows: int) -> Args:
@@ -260,6 +266,8 @@ _HEAVY = [
     _case(1, 200, 1, 2, 256, 128, BF16, mode="ht", v_first=True, heavy=True),
     _case(1, 700, 2, 4, 128, 128, BF16, mode="gkht", lengths="117+0+64+257+1+261", heavy=True),
     _case(1, 400, 1, 2, 128, 64, BF16, mode="kht", lengths="117+0+64+219", offsets=True, heavy=True),
+    # More than 65535 programs, and more sequences than the kernel of the offsets takes at once.
+    _case(1, 4200, 1, 32, 16, 16, BF16, mode="ght", chunk=16, lengths="2100x2", heavy=True),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
     *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
 ]
@@ -273,6 +281,8 @@ _BITS = [
     _case(8, 130, 4, 8, 128, 128, BF16, mode="gkht", heavy=True),
     _case(3, 130, 1, 2, 64, 64, BF16, mode="kht", heavy=True),
     _case(3, 130, 1, 1, 256, 64, BF16, mode="ght", heavy=True),
+    # More than 2**31 elements in w, do, dv, dh and dv2: wrong 32-bit offsets would fail here.
+    _case(17, 32768, 1, 64, 64, 64, BF16, mode="ght", data="random", heavy=True, gpu_gb=120),
 ]
 
 PROOF = Proof(
