@@ -156,6 +156,18 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["g", "gk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates_are_fp64_beside_fp64_only(name: str, dtype: torch.dtype) -> None:
+    """A kernel computes in fp32, and would not compile with others."""
+    args = inputs(1, 20, 1, 1, 16, 8, "gk", 16, False)
+    args |= {n: args[n].to(dtype) for n in ("q", "k", "w", "do", "dv")}
+    args |= {n: args[n].float() for n in ("g", "gk") if n != name}
+    with pytest.raises(ContractError, match=rf"{name}: .* fp64\): dtype must be fp32, or fp64 beside q in"):
+        dhu(**args)
+    dhu(**args | {name: args[name].float()})
+
+
 # Where it rounds
 
 #: Numbers whose products and sums are exact in fp32, so that nothing but roundings to bf16 can differ.

@@ -104,6 +104,13 @@ def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error(name, args[name], f"dtype must be that of q, {dtype_name(wanted)}")
 
 
+def _gates_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
+    for name in ("g", "gk"):
+        given = args[name]
+        if given is not None and given.dtype not in (torch.float32, args["q"].dtype):
+            raise contract.error(name, given, "dtype must be fp32, or fp64 beside q in fp64")
+
+
 def _heads(contract: Contract, args: dict[str, Any]) -> None:
     H, HV = args["q"].shape[2], args["w"].shape[2]
     if H == 0 or HV % H:
@@ -164,7 +171,7 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)
 
 
-for _rule in (_options, _one_dtype, _heads, _packing, _states):
+for _rule in (_options, _one_dtype, _gates_are_fp32, _heads, _packing, _states):
     backward.rule(_rule)
 backward.value_rule(_sequences)
 
