@@ -147,6 +147,10 @@ def test_older_argument_names_and_arguments_without_effect() -> None:
         ({"cu_seqlens": torch.tensor([0, 20]), "chunk_offsets": torch.tensor([0, 2, 3])},
          "chunk_offsets: [3] int64): must have one element a sequence, 1, or one more"),
         ({"chunk_size": 8}, "chunk_size: 8): must be 16, 32 or 64"),
+        ({"w": torch.zeros(1, 20, 0, 16, dtype=F64), "do": torch.zeros(1, 20, 0, 8, dtype=F64),
+          "dv": torch.zeros(1, 20, 0, 8, dtype=F64), "g": None}, "fp64): HV must be at least 1"),
+        ({"state_v_first": True, "transpose_state_layout": False},
+         "transpose_state_layout: False): contradicts state_v_first=True, of which it is the older name"),
     ],
 )  # fmt: skip
 def test_bad_calls(change: dict[str, Any], message: str) -> None:
@@ -154,6 +158,43 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError) as error:
         dhu(**args | change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"cu_seqlens": torch.tensor([0, 4, 20])},
+        {"cu_seqlens": torch.tensor([0, 4, 20], dtype=torch.int32), "chunk_offsets": torch.tensor([0, 1])},
+        {"transpose_state_layout": True, "h0": torch.zeros(1, 1, 8, 16)},
+        {"use_graph": True, "use_exp2": False},
+    ],
+)
+def test_explain_takes_what_the_function_takes(given: dict[str, Any]) -> None:
+    args = inputs(1, 20, 1, 1, 16, 8, "g", 16, False) | {"scale": None} | given
+    dhu(**args)
+    assert isobit.explain(NAME, **args).backend == "reference"
+    positional = [args[name] for name in ("q", "k", "w", "do", "dv")]
+    assert isobit.explain(NAME, *positional, **given).backend == "reference"
+
+
+def test_explain_refuses_what_the_function_refuses() -> None:
+    args = inputs(1, 20, 1, 1, 16, 8, "g", 16, True)
+    for call in (dhu, lambda **given: isobit.explain(NAME, **given)):
+        with pytest.raises(ContractError, match="transpose_state_layout: False"):
+            call(**args, transpose_state_layout=False)
+        with pytest.raises(ContractError, match=r"cu_seqlens: \[1, 2\]"):
+            call(**args, cu_seqlens=torch.tensor([[0, 20]]))
+
+
+def test_h0_may_have_any_strides() -> None:
+    """Nobody reads it."""
+    args = inputs(1, 20, 1, 1, 16, 8, "gh", 16, False)
+    turned = args["h0"].mT.contiguous().mT
+    assert not turned.is_contiguous()
+    for found, known in zip(dhu(**args | {"h0": turned}), dhu(**args), strict=True):
+        assert found is not None and known is not None
+        assert torch.equal(found, known) and found.stride() == known.stride()
 
 
 @pytest.mark.parametrize("name", ["g", "gk"])
