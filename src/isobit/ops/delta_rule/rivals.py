@@ -23,6 +23,7 @@ from isobit.check.trial import cloned
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward, chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.delta_rule.proof import PROOF
+from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
 
 FLA = "fla.ops.common.chunk_delta_h"
 
@@ -121,13 +122,6 @@ def _case(B: int, T: int, H: int, mode: str, HV: int = 0, **options: Any) -> Cas
     return Case(dims, torch.bfloat16, data="random", options={"mode": mode, **options})
 
 
-def _spread(count: int, total: int, least: int, most: int) -> str:
-    """`count` lengths from `least` to `most` that sum to `total`."""
-    steps = [least + (most - least) * i // max(count - 1, 1) for i in range(count)]
-    scaled = [n * total // sum(steps) for n in steps]
-    return "+".join(map(str, (*scaled[:-1], total - sum(scaled[:-1]))))
-
-
 MODES = ("none", "ht", "g", "k", "gk")
 GRID = [
     _case(B, T, H, mode)
@@ -142,11 +136,9 @@ WIDE = [
     *(_case(B, 8192, 64, "kht") for B in (1, 2, 4, 8)),
 ]
 PACKED = [
-    _case(1, 512, 2, "kt", lengths="117+174+221"),
-    _case(1, 768, 2, "ght", lengths="124+170+200+274"),
-    _case(1, 8192, 64, "kht", lengths=_spread(20, 8192, 410, 410)),
-    _case(1, 8192, 64, "kht", lengths=_spread(20, 8192, 205, 762)),
-    _case(1, 32768, 64, "kht", lengths=_spread(25, 32768, 400, 2200)),
+    _case(1, 512, 2, "kt", lengths=TIMED[0]),
+    _case(1, 768, 2, "ght", lengths=TIMED[1]),
+    *(_case(1, sum(lengths_of(each)), 64, "kht", lengths=each) for each in TIMED[2:]),
 ]
 OTHER = [
     *(_case(1, 512, 16, mode) for mode in ("none", "g", "gk")),

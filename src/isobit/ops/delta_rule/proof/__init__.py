@@ -16,6 +16,7 @@ from isobit.check.trial import Trial
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward
 from isobit.ops.delta_rule.proof.bounds import error_bounds
+from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -45,7 +46,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     values |= {"do": drawn(B, T, HV, V), "dv": drawn(B, T, HV, V)}
     args: Args = {name: t.to(device, case.dtype) for name, t in values.items()}
     lengths = case.options.get("lengths")
-    bounds = [0, *accumulate(_lengths(lengths))] if lengths else None
+    bounds = [0, *accumulate(lengths_of(lengths))] if lengths else None
     S = B if bounds is None else len(bounds) - 1
     wide = torch.promote_types(case.dtype, F32)
 
@@ -72,12 +73,6 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
             starts = [0, *accumulate(each)]
             args["chunk_offsets"] = torch.tensor(starts, dtype=torch.int64, device=device)
     return alter.laid_out_some(args, BY_TOKEN[:5], case.layout)
-
-
-def _lengths(text: str) -> list[int]:
-    """`5+2x3` as 5, 3, 3."""
-    parts = (part.rpartition("x") for part in text.split("+"))
-    return [int(length) for times, _, length in parts for _ in range(int(times or 1))]
 
 
 def padding(args: Args, rows: int) -> Args:
@@ -267,9 +262,13 @@ _HEAVY = [
     _case(1, 700, 2, 4, 128, 128, BF16, mode="gkht", lengths="117+0+64+257+1+261", heavy=True),
     _case(1, 400, 1, 2, 128, 64, BF16, mode="kht", lengths="117+0+64+219", offsets=True, heavy=True),
     # More than 65535 programs, and more sequences than the kernel of the offsets takes at once.
-    _case(1, 4200, 1, 32, 16, 16, BF16, mode="ght", chunk=16, lengths="2100x2", heavy=True),
+    _case(1, 4200, 1, 32, 16, 16, BF16, mode="ght", chunk=16, lengths="2100x2", heavy=True, gpu_gb=8),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
     *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
+    *(
+        _case(1, sum(lengths_of(each)), 1, 1, 64, 64, BF16, mode="kht", lengths=each, heavy=True, gpu_gb=8)
+        for each in TIMED
+    ),
 ]
 _BITS = [
     _case(2, 40, 1, 1, 32, 16, F32, mode="ght", chunk=32),
