@@ -1,9 +1,55 @@
 """The benchmark of delta-rule gradients: what is declared, what the command line can ask for, errors."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from isobit.bench.cases import case_name, parse_case, subject_of
+from isobit.bench.runner import planned, run
+from isobit.check.options import parse_options
+from isobit.op import known_op
 from isobit.ops.delta_rule.proof.packings import lengths_of, spread
-from isobit.ops.delta_rule.rivals import PACKED
+from isobit.ops.delta_rule.rivals import PACKED, SERIES
+
+OP = known_op("chunk_gated_delta_rule_bwd_dhu")
+SUBJECT = subject_of(OP)
+
+
+def asked(text: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """(series, case) of what would be timed on a GPU."""
+    cases = [parse_case(text, SUBJECT)]
+    jobs = planned(SUBJECT, cases, None, torch.device("cuda"), None, None, options, False)
+    return [(series.name, case_name(case)) for series, case, _ in jobs]
+
+
+# The command line
+
+
+@pytest.mark.parametrize("options", [[], ["v_first=True"], ["mode=kt", "lengths=117+174+221"]])
+def test_a_requested_case_is_timed_once(options: list[str]) -> None:
+    ((series, case),) = asked("B=1,T=512,H=2,HV=2", parse_options(options))
+    assert series == "dhu" and case == " ".join(["B=1 T=512 H=2 HV=2 K=128 V=128 bf16", *options])
+
+
+def test_every_option_of_a_declared_case_can_be_asked_for() -> None:
+    for case in (case for series in SERIES for case in series.cases):
+        sizes = ",".join(f"{name}={size}" for name, size in case.dims.items())
+        options = [f"{name}={value}" for name, value in case.options.items()]
+        assert asked(sizes, parse_options(options)) == [("dhu", case_name(case))]
+
+
+def test_packed_sequences_are_checked_by_cases_of_the_check() -> None:
+    """Whose lengths are their own: nothing else fits their tokens."""
+    said: list[str] = []
+    case = parse_case("B=1,T=90,H=1,HV=1,K=16,V=16,dtype=fp32", SUBJECT)
+    options = parse_options(["mode=kt", "lengths=30+0+59+1"])
+    report = run(
+        OP.name, [case], device="cpu", repetitions=2, impls=["isobit"], options=options, say=said.append
+    )
+    assert [row["case"].partition(" mode=")[2] for row in report["rows"]] == ["kt lengths=30+0+59+1"]
+    assert f"checking {OP.name} on reference with mode=kt, cpu, first" in said
+
 
 # Packed sequences
 

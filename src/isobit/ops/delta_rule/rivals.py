@@ -204,7 +204,7 @@ def _core(cases: list[Case]) -> list[Case]:
 
 SERIES = (
     _series("dhu", GRID, core=_core(GRID), goals=GOALS),
-    _series("dhu_wide", WIDE, core=WIDE[2:3]),
-    _series("dhu_packed", PACKED, core=PACKED[3:4]),
-    _series("dhu_other", OTHER, core=OTHER[-1:]),
+    _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True),
+    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True),
+    _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True),
 )
