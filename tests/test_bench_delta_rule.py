@@ -1,5 +1,7 @@
 """The benchmark of delta-rule gradients: what is declared, what the command line can ask for, errors."""
 
+import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -7,7 +9,10 @@ import torch
 
 from isobit.bench.cases import case_name, parse_case, subject_of
 from isobit.bench.runner import planned, run
+from isobit.bench.series import Pool
+from isobit.bench.truth import Errors
 from isobit.check.options import parse_options
+from isobit.check.proof import Case
 from isobit.op import known_op
 from isobit.ops.delta_rule.proof.packings import lengths_of, spread
 from isobit.ops.delta_rule.rivals import PACKED, SERIES
@@ -49,6 +54,31 @@ def test_packed_sequences_are_checked_by_cases_of_the_check() -> None:
     )
     assert [row["case"].partition(" mode=")[2] for row in report["rows"]] == ["kt lengths=30+0+59+1"]
     assert f"checking {OP.name} on reference with mode=kt, cpu, first" in said
+
+
+# Errors
+
+
+@pytest.mark.parametrize("options", [{"mode": "ght"}, {"mode": "kht", "lengths": "30+0+40"}, {"mode": "g"}])
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_the_worst_of_all_outputs_is_reported(options: dict[str, Any], output: int) -> None:
+    B = 1 if "lengths" in options else 2
+    dims = {"B": B, "T": 70, "H": 1, "HV": 2, "K": 16, "V": 8}
+    (args, *_) = SERIES[0].make(Case(dims, torch.float32, options=options), Pool(torch.device("cpu")))
+    judge, result = SERIES[0].judge(args), list(SERIES[0].call(args, "reference"))
+    assert judge is not None
+    good = judge.error("bwd", tuple(result))
+    assert isinstance(good, Errors) and 0 < good.rel_rms < 1e-5
+    if result[output] is None:
+        return
+    result[output] = result[output].clone()
+    at = (0, 1) if output == 1 else (0, 0, 1)  # the last head
+    result[output][at][0] += 2.0
+    worse = judge.error("bwd", tuple(result))
+    assert isinstance(worse, Errors) and worse.max_abs == pytest.approx(2.0, rel=1e-4)
+    result[output][at][0] = float("nan")
+    worst = judge.error("bwd", tuple(result))
+    assert isinstance(worst, Errors) and all(map(math.isnan, astuple(worst)))
 
 
 # Packed sequences

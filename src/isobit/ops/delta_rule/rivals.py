@@ -4,7 +4,7 @@ Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (d
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,15 @@ from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
 FLA = "fla.ops.common.chunk_delta_h"
 
 
-def _fla(args: Args) -> Tensor:
+#: dh, dh0 (None without h0) and dv2.
+Gradients = tuple[Tensor, Tensor | None, Tensor]
+
+
+def _fla(args: Args) -> Gradients:
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu as dhu
 
-    found: Tensor = dhu(**args)[0]
-    return found
+    dh, dh0, dv2 = dhu(**args)
+    return dh, dh0, dv2
 
 
 def forget_tuning() -> None:
@@ -76,8 +80,8 @@ def _make(case: Case, pool: Pool) -> list[Args]:
     return [args, *(cloned(args) for _ in range(copies_for(size, pool.device) - 1))]
 
 
-def _call(args: Args, backend: str | None) -> Tensor:
-    return chunk_gated_delta_rule_bwd_dhu(**args, backend=backend)[0]
+def _call(args: Args, backend: str | None) -> Gradients:
+    return chunk_gated_delta_rule_bwd_dhu(**args, backend=backend)
 
 
 def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
@@ -90,13 +94,19 @@ def _cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 
 @dataclass(frozen=True)
 class _OneHead:
-    """Truth in fp64: dh of one head of the first batch element, or of all packed sequences."""
+    """Truth in fp64: dh, dh0 and dv2 of one head of the first batch element, or of all packed sequences."""
 
     head: int
-    known: Tensor
+    known: Gradients
 
-    def error(self, direction: str, result: tuple[Tensor, ...]) -> Errors:
-        return errors_of(result[0][:1, :, self.head], self.known)
+    def error(self, direction: str, result: tuple[Any, ...]) -> Errors:
+        """The worst of the three, figure by figure; NaN if any is NaN."""
+        (dh, dh0, dv2), (true_dh, true_dh0, true_dv2) = result, self.known
+        found = [errors_of(dh[:1, :, self.head], true_dh), errors_of(dv2[:1, :, self.head], true_dv2)]
+        if true_dh0 is not None:
+            found.append(errors_of(dh0[: len(true_dh0), self.head], true_dh0))
+        figures = torch.tensor([astuple(each) for each in found], dtype=torch.float64)
+        return Errors(*figures.amax(0).tolist())
 
 
 def _judge(args: Args) -> _OneHead:
@@ -114,7 +124,8 @@ def _judge(args: Args) -> _OneHead:
         else:
             h = head // group if name in ("q", "k") else head
             one[name] = t[:1, :, h : h + 1].double()
-    return _OneHead(head, reference.recurrence(**one, rounded=False)[0][:, :, 0])
+    dh, dh0, dv2 = reference.recurrence(**one, rounded=False)
+    return _OneHead(head, (dh[:, :, 0], None if dh0 is None else dh0[:, 0], dv2[:, :, 0]))
 
 
 def _case(B: int, T: int, H: int, mode: str, HV: int = 0, **options: Any) -> Case:
