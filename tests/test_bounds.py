@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpreted import in_interpreter
-from isobit import logp, ratio_kl, rms_norm
+from isobit import chunk_gated_delta_rule_bwd_dhu, logp, ratio_kl, rms_norm
 
 #: Bytes around every guarded tensor.
 ROOM = 1 << 12
@@ -95,6 +95,32 @@ def touched(N: int, V: int, stride: int, dtype: torch.dtype) -> list[str]:
     return guard.touched
 
 
+def touched_by_chunks(bounds: list[int], offsets: list[int] | None) -> list[str]:
+    """Packed sequences of 70 tokens in two chunks, with bounds and offsets that may be wrong."""
+    from isobit.ops.delta_rule import kernels_triton
+
+    guard, allocate = Guard(), kernels_triton.outputs
+    args = {name: guard.around(torch.ones(1, 70, 1, 16)) for name in ("q", "k", "w", "do", "dv")}
+    args |= {"g": guard.around(-torch.ones(1, 70, 1)), "dht": guard.around(torch.ones(2, 1, 16, 16))}
+    args |= {"h0": args["dht"], "cu_seqlens": guard.around(torch.tensor(bounds))}
+    if offsets is not None:
+        args["chunk_offsets"] = guard.around(torch.tensor(offsets))
+
+    def outputs(args: dict[str, Any]) -> tuple[Any, ...]:
+        *tensors, sequences = allocate(args)
+        return (*map(guard.around, tensors), sequences)
+
+    kernels_triton.outputs = outputs  # type: ignore[assignment]
+    try:
+        with guard.watching():
+            chunk_gated_delta_rule_bwd_dhu(
+                **args, chunk_indices=torch.tensor([[0, 0], [1, 0]]), validate=False, backend="triton"
+            )
+    finally:
+        kernels_triton.outputs = allocate
+    return guard.touched
+
+
 def beyond() -> list[str]:
     """A kernel that reads one element too far: the guard must see it."""
     import triton
@@ -121,6 +147,15 @@ CASES = [
 ]  # fmt: skip
 
 
+#: Bounds and offsets of packed sequences, right ones first. The last offsets are so far out that a store
+#: there ends the process.
+CHUNKS = [
+    ([0, 30, 70], None), ([0, 30, 70], [0, 1]), ([0, 30, 70], [-1, 2]), ([0, 30, 70], [-2, 3]),
+    ([0, 70, 70], [1, 1]), ([-5, 99, 40], None), ([40, 0, 70], [0, -1]), ([0, 30, 70], [-(10**8), 10**8]),
+    ([-(2**63), 2**63 - 1, 3], [-(2**63), 2**63 - 1]),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
     return dict(json.loads(in_interpreter(Path(__file__)).splitlines()[-1]))
@@ -138,7 +173,15 @@ def test_rows_are_read_to_their_end_and_no_further(
     assert found[f"{dtype} {case}"] == []
 
 
+@pytest.mark.parametrize("case", CHUNKS)
+def test_wrong_bounds_and_offsets_of_chunks_lead_nowhere_else(
+    found: dict[str, list[str]], case: tuple[list[int], list[int] | None]
+) -> None:
+    assert found[f"chunks {case}"] == []
+
+
 if __name__ == "__main__":
     answers = {f"{name} {case}": touched(*case, getattr(torch, name)) for case in CASES for name in
                ("float16", "float32")}  # fmt: skip
+    answers |= {f"chunks {case}": touched_by_chunks(*case) for case in CHUNKS}
     json.dump({**answers, "beyond": beyond()}, sys.stdout)

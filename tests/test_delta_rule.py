@@ -16,7 +16,7 @@ from isobit import ContractError
 from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.op import OPS
-from isobit.ops.delta_rule import kernels_hopper, reference
+from isobit.ops.delta_rule import kernels_hopper, kernels_triton, reference
 from isobit.ops.delta_rule.op import DHU_TRITON_1
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
@@ -147,6 +147,10 @@ def test_older_argument_names_and_arguments_without_effect() -> None:
         ({"cu_seqlens": torch.tensor([0, 20]), "chunk_offsets": torch.tensor([0, 2, 3])},
          "chunk_offsets: [3] int64): must have one element a sequence, 1, or one more"),
         ({"chunk_size": 8}, "chunk_size: 8): must be 16, 32 or 64"),
+        ({"w": torch.zeros(1, 20, 0, 16, dtype=F64), "do": torch.zeros(1, 20, 0, 8, dtype=F64),
+          "dv": torch.zeros(1, 20, 0, 8, dtype=F64), "g": None}, "fp64): HV must be at least 1"),
+        ({"state_v_first": True, "transpose_state_layout": False},
+         "transpose_state_layout: False): contradicts state_v_first=True, of which it is the older name"),
     ],
 )  # fmt: skip
 def test_bad_calls(change: dict[str, Any], message: str) -> None:
@@ -154,6 +158,55 @@ def test_bad_calls(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError) as error:
         dhu(**args | change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"cu_seqlens": torch.tensor([0, 4, 20])},
+        {"cu_seqlens": torch.tensor([0, 4, 20], dtype=torch.int32), "chunk_offsets": torch.tensor([0, 1])},
+        {"transpose_state_layout": True, "h0": torch.zeros(1, 1, 8, 16)},
+        {"use_graph": True, "use_exp2": False},
+    ],
+)
+def test_explain_takes_what_the_function_takes(given: dict[str, Any]) -> None:
+    args = inputs(1, 20, 1, 1, 16, 8, "g", 16, False) | {"scale": None} | given
+    dhu(**args)
+    assert isobit.explain(NAME, **args).backend == "reference"
+    positional = [args[name] for name in ("q", "k", "w", "do", "dv")]
+    assert isobit.explain(NAME, *positional, **given).backend == "reference"
+
+
+def test_explain_refuses_what_the_function_refuses() -> None:
+    args = inputs(1, 20, 1, 1, 16, 8, "g", 16, True)
+    for call in (dhu, lambda **given: isobit.explain(NAME, **given)):
+        with pytest.raises(ContractError, match="transpose_state_layout: False"):
+            call(**args, transpose_state_layout=False)
+        with pytest.raises(ContractError, match=r"cu_seqlens: \[1, 2\]"):
+            call(**args, cu_seqlens=torch.tensor([[0, 20]]))
+
+
+def test_h0_may_have_any_strides() -> None:
+    """Nobody reads it."""
+    args = inputs(1, 20, 1, 1, 16, 8, "gh", 16, False)
+    turned = args["h0"].mT.contiguous().mT
+    assert not turned.is_contiguous()
+    for found, known in zip(dhu(**args | {"h0": turned}), dhu(**args), strict=True):
+        assert found is not None and known is not None
+        assert torch.equal(found, known) and found.stride() == known.stride()
+
+
+@pytest.mark.parametrize("name", ["g", "gk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates_are_fp64_beside_fp64_only(name: str, dtype: torch.dtype) -> None:
+    """A kernel computes in fp32, and would not compile with others."""
+    args = inputs(1, 20, 1, 1, 16, 8, "gk", 16, False)
+    args |= {n: args[n].to(dtype) for n in ("q", "k", "w", "do", "dv")}
+    args |= {n: args[n].float() for n in ("g", "gk") if n != name}
+    with pytest.raises(ContractError, match=rf"{name}: .* fp64\): dtype must be fp32, or fp64 beside q in"):
+        dhu(**args)
+    dhu(**args | {name: args[name].float()})
 
 
 # Where it rounds
@@ -171,6 +224,22 @@ found = [isobit.chunk_gated_delta_rule_bwd_dhu(q, k, w, do, dv, **options, backe
          for backend in ("triton", "reference")]
 assert all(torch.equal(a, b) for a, b in zip(*found))
 """
+
+
+#: Offsets of chunks between other numbers.
+STRIDED = """
+import torch, isobit
+args = [torch.ones(1, 70, 1, 16) / 4 for _ in range(5)]
+packed = {"cu_seqlens": torch.tensor([0, 30, 70]), "chunk_size": 16, "backend": "triton"}
+offsets = torch.tensor([0, 9, 2, 9, 5, 9])[::2]
+found = [isobit.chunk_gated_delta_rule_bwd_dhu(*args, **packed, chunk_offsets=each)[0]
+         for each in (offsets, None)]
+assert torch.equal(*found)
+"""
+
+
+def test_offsets_of_chunks_may_have_any_stride() -> None:
+    in_interpreter(STRIDED)
 
 
 @pytest.mark.compat
@@ -312,6 +381,28 @@ def test_a_correct_one_passes() -> None:
 def test_a_bad_one_fails(function: Callable[..., Any], law: str, case: str) -> None:
     cell = only(function, law, case)
     assert cell.status == FAIL, (cell.status, cell.reason)
+
+
+@pytest.mark.parametrize("module", [kernels_triton, kernels_hopper])
+def test_thousands_of_sequences_fit_into_a_grid(module: Any) -> None:
+    """CUDA allows 2^31 - 1 programs along the first dimension, and 65535 along the others."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    grids = {}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        grids[kernel] = grid
+
+    S, HV = 4000, 32
+    args: dict[str, Any] = {name: empty(1, S, HV, 128) for name in ("q", "k", "w", "do", "dv")}
+    args |= {"cu_seqlens": empty(S + 1, dtype=torch.int32), "chunk_indices": empty(S, 2, dtype=torch.int32)}
+    args |= dict.fromkeys(("g", "gk", "h0", "dht", "chunk_offsets"))
+    args |= {"scale": 1.0, "state_v_first": False, "chunk_size": 64, "use_exp2": True}
+    module.dhu(launch=launch, **args, **({"sms": 132} if module is kernels_hopper else {}))
+    programs = {kernels_triton: S * HV * 4, kernels_hopper: 132}[module]
+    assert grids[module.dhu_kernel] == (programs,)
 
 
 @pytest.mark.parametrize(("heads", "stages"), [(1, 3), (48, 3), (55, 2), (66, 2), (512, 2)])

@@ -11,6 +11,10 @@ from isobit.check.proof import DTYPES, Case
 from isobit.contract import ContractError
 from isobit.op import Op, known_op
 
+#: Options that are sizes of a case, as its dimensions are: a check has cases of its own for them, and other
+#: cases cannot take them.
+OF_SIZES = ("lengths", "key_lengths")
+
 #: Bytes and operations of a case that a CPU can time within a second.
 CPU_BYTES, CPU_FLOPS = 4 << 20, 16 << 20
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isobit.backend import UnsupportedError
-from isobit.bench.cases import case_name
+from isobit.bench.cases import OF_SIZES, case_name
 from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
 from isobit.bench.report import NEW, Row
 from isobit.bench.rival import Rival
@@ -113,9 +113,10 @@ class Lineup:
         return kind | {"data": case.data, "seed": self.pool.inputs.seed}
 
     def check(self, case: Case, ours: dict[str, str | None]) -> None:
+        options = {name: value for name, value in self.options(case).items() if name not in OF_SIZES}
         for served in ours.values():
             if self.series.op is not None and served is not None:
-                self.vouch.check(self.series.op.name, served, self.options(case))
+                self.vouch.check(self.series.op.name, served, options)
         for name in self.series.needs if ours else ():
             self.vouch.check_default(name)
 

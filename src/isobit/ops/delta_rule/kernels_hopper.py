@@ -314,7 +314,8 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         return dh, dh0, dv2
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
     q, k, w, do, dv = (_rows(args[name]) for name in ("q", "k", "w", "do", "dv"))
-    flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv  # no chunk, nothing to store: any matrix
+    # Without a chunk there is nothing to store, but invalid bounds may say so: not into an input, then.
+    flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
     items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
 
     def or_other(t: Tensor | None) -> Tensor:

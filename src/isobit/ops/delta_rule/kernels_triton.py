@@ -46,7 +46,10 @@ def dhu_kernel(
     CHUNK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one sequence, for one value head and BV columns of its state."""
-    n, hv = tl.program_id(1).to(tl.int64) // HV, tl.program_id(1).to(tl.int64) % HV
+    # One dimension: CUDA limits the others to 65535 programs, which thousands of short sequences exceed.
+    tiles = tl.cdiv(V, BV)
+    tile, item = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    n, hv = item // HV, item % HV
     h = hv // (HV // H)
     if cu_seqlens is not None:
         first, tokens = bounds_of(cu_seqlens, n, T)
@@ -55,7 +58,7 @@ def dhu_kernel(
         first, tokens = n * T, T
         chunk = n * NT
     i_k = tl.arange(0, BK)
-    i_v = tl.program_id(0) * BV + tl.arange(0, BV)
+    i_v = tile * BV + tl.arange(0, BV)
     in_k, in_v = i_k < K, i_v < V
     inside = in_k[:, None] & in_v[None, :]
     if V_FIRST:
@@ -73,8 +76,8 @@ def dhu_kernel(
         t = tl.arange(0, CHUNK)
         live = t < left
         row = first + c * CHUNK + t
-        # Invalid bounds may imply more chunks than dh has.
-        fits = (chunk + c < NT) | (cu_seqlens is None)
+        # Invalid bounds and offsets may name chunks that dh does not have.
+        fits = ((chunk + c >= 0) & (chunk + c < NT)) | (cu_seqlens is None)
         to = dh + ((chunk + c) * HV + hv) * K * V + at
         tl.store(to, narrow(D, dh), mask=inside & fits)
         by_k = live[:, None] & in_k[None, :]
@@ -136,10 +139,12 @@ def why_not(args: dict[str, Any]) -> str | None:
 
 
 def chunk_offsets(args: dict[str, Any], launch: Launch) -> Tensor | None:
-    """[S], if sequences are packed."""
+    """[S] or [S + 1], if sequences are packed."""
     bounds, given = args["cu_seqlens"], args["chunk_offsets"]
-    if bounds is None or given is not None:
-        return given
+    if bounds is None:
+        return None
+    if given is not None:
+        return given.contiguous()
     S = len(bounds) - 1
     offsets = torch.empty(max(S, 1), dtype=torch.int32, device=bounds.device)
     launch(
@@ -172,7 +177,7 @@ def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tenso
     names = ("q", "k", "w", "do", "dv", "g", "gk", "dht", "cu_seqlens")
     given = (None if args[name] is None else args[name].contiguous() for name in names)
     launch(
-        dhu_kernel, (-(-V // columns), S * HV), *given, chunk_offsets(args, launch), dh, dh0, dv2,
+        dhu_kernel, (-(-V // columns) * S * HV,), *given, chunk_offsets(args, launch), dh, dh0, dv2,
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, dh.shape[1], H, HV, K, V,
         CHUNK=args["chunk_size"], BK=rows, BV=columns,
         V_FIRST=args["state_v_first"], SPLIT=g is not None and q.dtype != torch.float32,

@@ -74,7 +74,7 @@ def backward(
     dv: Float[Tensor, "B T HV V"],
     g: F32[Tensor, "B T HV; any strides"] | None = None,
     gk: F32[Tensor, "B T HV K"] | None = None,
-    h0: Float[Tensor, "S HV X Y"] | None = None,
+    h0: Float[Tensor, "S HV X Y; any strides"] | None = None,
     dht: Float[Tensor, "S HV X Y"] | None = None,
     scale: float | None = None,
     state_v_first: bool = False,
@@ -87,6 +87,44 @@ def backward(
     transpose_state_layout: bool | None = None,
 ) -> tuple[Float[Tensor, "B NT HV X Y in q"], F32[Tensor, "S HV X Y if h0"], Float[Tensor, "B T HV V in dv"]]:
     """(dh, dh0, dv2). Packed sequences need chunk_indices, whose length is the number of chunks."""
+
+
+# Arguments that callers may leave out, or give by an older name. This runs before the contract is checked, so
+# what violates it is left as it is.
+
+
+def _adapt(given: dict[str, Any]) -> dict[str, Any]:
+    found, old = given.copy(), given.get("transpose_state_layout")
+    if old is not None:
+        if old is False and given.get("state_v_first") is True:
+            rule = "contradicts state_v_first=True, of which it is the older name"
+            raise backward.contract.error("transpose_state_layout", old, rule)
+        found |= {"state_v_first": old, "transpose_state_layout": None}
+    if given.get("scale") is None:
+        found["scale"] = _default_scale(given.get("q"))
+    if given.get("cu_seqlens") is not None and given.get("chunk_indices") is None:
+        found["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
+    return found
+
+
+def _default_scale(q: Any) -> float | None:
+    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.ndim and q.shape[-1] else None
+
+
+def _chunk_indices(cu_seqlens: Any, chunk_size: Any) -> Tensor | None:
+    """[NT, 2]."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+        return None
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        return None
+    each = (cu_seqlens.diff().clamp(min=0) + chunk_size - 1) // chunk_size
+    ends, sequence = each.cumsum(0), torch.arange(len(each), device=each.device)
+    sequence = sequence.repeat_interleave(each)
+    at = torch.arange(len(sequence), device=each.device) - (ends - each)[sequence]
+    return torch.stack((sequence, at), 1)
+
+
+backward.adapt = _adapt
 
 
 # Rules that annotations cannot express
@@ -104,8 +142,17 @@ def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error(name, args[name], f"dtype must be that of q, {dtype_name(wanted)}")
 
 
+def _gates_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
+    for name in ("g", "gk"):
+        given = args[name]
+        if given is not None and given.dtype not in (torch.float32, args["q"].dtype):
+            raise contract.error(name, given, "dtype must be fp32, or fp64 beside q in fp64")
+
+
 def _heads(contract: Contract, args: dict[str, Any]) -> None:
     H, HV = args["q"].shape[2], args["w"].shape[2]
+    if HV == 0:
+        raise contract.error("w", args["w"], "HV must be at least 1")
     if H == 0 or HV % H:
         raise contract.error("w", args["w"], f"HV={HV} must be a multiple of H={H} from q")
     for name in ("K", "V"):
@@ -164,7 +211,7 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)
 
 
-for _rule in (_options, _one_dtype, _heads, _packing, _states):
+for _rule in (_options, _one_dtype, _gates_are_fp32, _heads, _packing, _states):
     backward.rule(_rule)
 backward.value_rule(_sequences)
 
@@ -268,33 +315,12 @@ def chunk_gated_delta_rule_bwd_dhu(
         >>> torch.equal(dv2[:, 64:], dv[:, 64:])  # no gradient has reached the last state yet
         True
     """
-    v_first = state_v_first if transpose_state_layout is None else transpose_state_layout
-    if cu_seqlens is not None and chunk_indices is None:
-        chunk_indices = _chunk_indices(cu_seqlens, chunk_size)
-    dh, dh0, dv2 = backward(
-        q=q, k=k, w=w, do=do, dv=dv, g=g, gk=gk, h0=h0, dht=dht,
-        scale=_default_scale(q) if scale is None else scale, state_v_first=v_first, cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size, chunk_indices=chunk_indices, chunk_offsets=chunk_offsets, use_exp2=use_exp2,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
+    given = {
+        "q": q, "k": k, "w": w, "do": do, "dv": dv, "g": g, "gk": gk, "h0": h0, "dht": dht, "scale": scale,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size,
+        "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets, "use_graph": use_graph,
+        "use_exp2": use_exp2, "transpose_state_layout": transpose_state_layout,
+        "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    dh, dh0, dv2 = backward(**_adapt(given))
     return dh, None if h0 is None else dh0, dv2
-
-
-# These run before the contract is checked. For arguments that violate it they return None.
-
-
-def _default_scale(q: Tensor) -> float | None:
-    return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.ndim and q.shape[-1] else None
-
-
-def _chunk_indices(cu_seqlens: Tensor, chunk_size: int) -> Tensor | None:
-    """[NT, 2]."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
-        return None
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        return None
-    each = (cu_seqlens.diff().clamp(min=0) + chunk_size - 1) // chunk_size
-    ends, sequence = each.cumsum(0), torch.arange(len(each), device=each.device)
-    sequence = sequence.repeat_interleave(each)
-    at = torch.arange(len(sequence), device=each.device) - (ends - each)[sequence]
-    return torch.stack((sequence, at), 1)

@@ -16,6 +16,7 @@ from isobit.check.trial import Trial
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward
 from isobit.ops.delta_rule.proof.bounds import error_bounds
+from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
@@ -28,7 +29,7 @@ BY_TOKEN = ("q", "k", "w", "do", "dv", "g", "gk")
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs as in a model: unit keys, w a fraction of its key, decaying gates. So states neither grow nor
     vanish. `mode` has a letter for each tensor that is given: g, k (gk), h (h0), t (dht). `lengths` are those
-    of packed sequences, as 30+0+59."""
+    of packed sequences, as 30+0+3x59, and with `offsets` chunk_offsets are given too."""
     d, given = case.dims, case.options.get("mode", "gkht")
     B, T, H, HV, K, V = d["B"], d["T"], d["H"], d["HV"], d["K"], d["V"]
     C, v_first = case.options.get("chunk", 64), bool(case.options.get("v_first"))
@@ -45,7 +46,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     values |= {"do": drawn(B, T, HV, V), "dv": drawn(B, T, HV, V)}
     args: Args = {name: t.to(device, case.dtype) for name, t in values.items()}
     lengths = case.options.get("lengths")
-    bounds = [0, *accumulate(map(int, lengths.split("+")))] if lengths else None
+    bounds = [0, *accumulate(lengths_of(lengths))] if lengths else None
     S = B if bounds is None else len(bounds) - 1
     wide = torch.promote_types(case.dtype, F32)
 
@@ -62,12 +63,15 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args["h0"] = torch.full(state, NAN, dtype=wide, device=device) if "h" in given else None
     args["dht"] = drawn(*state).to(device, wide) if "t" in given else None
     args |= {"scale": 0.1, "state_v_first": v_first, "chunk_size": C}
-    args |= {"cu_seqlens": None, "chunk_indices": None}
+    args |= {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
     if bounds is not None:
         each = [-(-(end - first) // C) for first, end in pairwise(bounds)]
         indices = [[s, c] for s, n in enumerate(each) for c in range(n)]
         args["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
         args["chunk_indices"] = torch.tensor(indices, dtype=torch.int32, device=device).view(-1, 2)
+        if case.options.get("offsets"):
+            starts = [0, *accumulate(each)]
+            args["chunk_offsets"] = torch.tensor(starts, dtype=torch.int64, device=device)
     return alter.laid_out_some(args, BY_TOKEN[:5], case.layout)
 
 
@@ -149,7 +153,7 @@ def _one(args: Args, s: int, first: int, end: int) -> Args:
     """One of packed sequences, as a batch of one."""
     found = args | {n: args[n][:, first:end] for n in BY_TOKEN if args[n] is not None}
     found |= {n: args[n][s : s + 1] for n in ("h0", "dht") if args[n] is not None}
-    return found | {"cu_seqlens": None, "chunk_indices": None}
+    return found | {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
 
 
 # Calls that must be refused
@@ -231,7 +235,7 @@ def record(module: str, launch: Any, dtype: torch.dtype) -> None:
 
 def _case(B: int, T: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, **rest: Any) -> Case:
     options: dict[str, Any] = {}
-    for name in ("mode", "chunk", "v_first", "lengths"):
+    for name in ("mode", "chunk", "v_first", "lengths", "offsets"):
         if name in rest:
             options[name] = rest.pop(name)
     return Case({"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V}, dtype, options=options, **rest)
@@ -247,6 +251,7 @@ _SMALL = [
     _case(2, 64, 1, 1, 64, 64, F16, mode="ht", layout="padded"),
     _case(1, 90, 1, 2, 64, 64, F16, mode="ght", v_first=True, lengths="30+0+59+1"),
     _case(1, 77, 1, 1, 16, 16, F32, mode="gkh", chunk=16, lengths="5+40+32"),
+    _case(1, 70, 1, 1, 16, 16, F32, mode="ght", chunk=32, lengths="33+0+37", offsets=True),
 ]
 _HEAVY = [
     _case(2, 500, 2, 4, 128, 128, BF16, mode="gkht", heavy=True),
@@ -255,8 +260,15 @@ _HEAVY = [
     _case(1, 200, 1, 2, 256, 128, BF16, mode="gkht", heavy=True),
     _case(1, 200, 1, 2, 256, 128, BF16, mode="ht", v_first=True, heavy=True),
     _case(1, 700, 2, 4, 128, 128, BF16, mode="gkht", lengths="117+0+64+257+1+261", heavy=True),
+    _case(1, 400, 1, 2, 128, 64, BF16, mode="kht", lengths="117+0+64+219", offsets=True, heavy=True),
+    # More than 65535 programs, and more sequences than the kernel of the offsets takes at once.
+    _case(1, 4200, 1, 32, 16, 16, BF16, mode="ght", chunk=16, lengths="2100x2", heavy=True, gpu_gb=8),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
     *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
+    *(
+        _case(1, sum(lengths_of(each)), 1, 1, 64, 64, BF16, mode="kht", lengths=each, heavy=True, gpu_gb=8)
+        for each in TIMED
+    ),
 ]
 _BITS = [
     _case(2, 40, 1, 1, 32, 16, F32, mode="ght", chunk=32),
@@ -268,6 +280,8 @@ _BITS = [
     _case(8, 130, 4, 8, 128, 128, BF16, mode="gkht", heavy=True),
     _case(3, 130, 1, 2, 64, 64, BF16, mode="kht", heavy=True),
     _case(3, 130, 1, 1, 256, 64, BF16, mode="ght", heavy=True),
+    # More than 2**31 elements in w, do, dv, dh and dv2: wrong 32-bit offsets would fail here.
+    _case(17, 32768, 1, 64, 64, 64, BF16, mode="ght", data="random", heavy=True, gpu_gb=120),
 ]
 
 PROOF = Proof(
