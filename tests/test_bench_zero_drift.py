@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.bench import drift
 from isobit.bench.cases import suite_of
 from isobit.bench.goals import summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run, to_json
 from isobit.bench.series import Pool
 from isobit.bench.suites import zero_drift as suite
+from isobit.bench.suites.zero_drift import drift
 from isobit.bench.tables import render_op
 from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear

@@ -1,5 +1,5 @@
-"""Benchmarks that are not of one op: each is a module here with a list `SERIES`. Its name is that of its
-results file and of `--suite`.
+"""Benchmarks that are not of one op: each is a module or package here with a list `SERIES`. Its name is that
+of its results file and of `--suite`.
 
 There is no other list of them.
 """

@@ -8,7 +8,7 @@ Two kinds of steps, timed by wall time. `decode` is one more token for each of B
 dynamic cache, as in `generate`; the keys are random numbers. `fwd_bwd` is a training step, with the model's
 own loss and gradients of all parameters.
 
-Before anything is timed, each model decodes in the ways of `bench.drift.RUNS`, and every decoded sequence
+Before anything is timed, each model decodes in the ways of `drift.RUNS`, and every decoded sequence
 goes through the model alone, in one forward as in training. `tokens` is how many were decoded, and
 `tokens_differ` how many of them have different bits of log-probability in the two; `max_abs` is the largest
 difference. With isobit both must be 0, no element of a sequence's gradient may depend on its batch, and the
@@ -26,7 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.drift import (
+from isobit.bench.goals import Cell, Goal, limit
+from isobit.bench.rival import Rival
+from isobit.bench.series import Pool, Series
+from isobit.bench.suites.train_step import Config, Models, agreement, plain
+from isobit.bench.suites.zero_drift.drift import (
     FEW_RUNS,
     FEW_TRAINED,
     RUNS,
@@ -37,10 +41,6 @@ from isobit.bench.drift import (
     gradients_that_differ,
     trained_logp,
 )
-from isobit.bench.goals import Cell, Goal, limit
-from isobit.bench.rival import Rival
-from isobit.bench.series import Pool, Series
-from isobit.bench.suites.train_step import Config, Models, agreement, plain
 from isobit.bench.timing import Verdict
 from isobit.bench.vouch import CheckFailed
 from isobit.check.compare import differing
