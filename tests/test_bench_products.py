@@ -233,7 +233,7 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
 
     def after(stamp: dict[str, str], *candidates: Any) -> Any:
         path.write_text(json.dumps({"stamp": stamp, "candidates": candidates}))
-        return bench(skip_check=False, directions=["dx", "dw"], impls=["isobit"], check_report=path)
+        return bench(skip_check=False, directions=["dx", "dw"], impls=["isobit"], check_reports=[path])
 
     monkeypatch.setattr(runner, "quick_check", passed)
     assert after(here, gemm, dw)["stamp"]["checked"] is True and checked == []
@@ -242,7 +242,13 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     after(here, proven("det_gemm", "accuracy", "invariant", backend="hopper"), dw)
     assert checked[1:] == [("det_gemm", "model")]  # a report on another backend says nothing of this one
     checked.clear()
-    vouch = Vouch(CPU, path, skip=False, say=lambda line: None)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"stamp": here, "candidates": [dw]}))
+    after(here, gemm)
+    bench(skip_check=False, directions=["dx", "dw"], impls=["isobit"], check_reports=[path, other])
+    assert checked == [("det_gemm_dw", "model")]  # without the second report
+    checked.clear()
+    vouch = Vouch(CPU, [path], skip=False, say=lambda line: None)
     after(here, gemm, dw)
     vouch.check("det_gemm", "model", {"mask": 0.5})
     assert checked == [("det_gemm", "model")]  # no case of the report has a mask
@@ -258,7 +264,7 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
         after(here | {"kernels": {"det_gemm": "another"}}, gemm, dw)
     path.write_text("[]")
     with pytest.raises(ContractError, match="not a report of isobit check"):
-        bench(skip_check=False, check_report=path)
+        bench(skip_check=False, check_reports=[path])
 
 
 # Goals and grids

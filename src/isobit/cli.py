@@ -267,9 +267,10 @@ def bench(
         bool, typer.Option("--skip-check", help="time without checking; the stamp says so")
     ] = False,
     check_report: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="a report of `isobit check` of the same kernels on this device, instead of a check"
+            help="a report of `isobit check` of the same kernels on this device, instead of a check; "
+            "repeatable"
         ),
     ] = None,
     core: Annotated[
@@ -294,7 +295,7 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="commit for the stamp if there is no git")] = None,
 ) -> None:
     """Time every op, or a suite, beside rivals and the floor. An op that fails its check is not timed."""
-    if skip_check and check_report is not None:
+    if skip_check and check_report:
         raise ContractError("--skip-check and --check-report exclude each other: use only one of them")
     if resume and results is None:
         raise ContractError("--resume continues a file: say with --results where it is")
@@ -336,8 +337,8 @@ def bench(
     jobs = [wanted.planned(subject, where) for subject in subjects]  # all of them before the first is timed
     if core and jobs == [replace(wanted, core=False).planned(subject, where) for subject in subjects]:
         raise ContractError(f"--core has no effect on {where}: the cases are the same without it")
-    if check_report is not None:
-        check_vouching(check_report, [name for subject in subjects for name in subject.ops])
+    for path in check_report or ():
+        check_vouching(path, [name for subject in subjects for name in subject.ops])
     end = None if minutes is None else time.monotonic() + 60 * minutes
     reports: list[dict[str, Any]] = []
     failed = None
@@ -355,7 +356,7 @@ def bench(
                 skip_check,
                 impl or None,
                 commit=commit,
-                check_report=check_report,
+                check_reports=check_report or (),
                 options=wanted.options,
                 core=core,
                 resume=resume,

@@ -161,7 +161,7 @@ def _answer(first: First, say: Callable[[str], None]) -> None:
     def ignored(text: str) -> None:
         pass
 
-    series, pool, vouch = subject.series[first.series], Pool(device), Vouch(device, None, True, ignored)
+    series, pool, vouch = subject.series[first.series], Pool(device), Vouch(device, (), True, ignored)
     lineup = Lineup(series, pool, first.backend, first.impls, None, 1.0, 1.0, vouch, ignored, ignored)
     lineup.call_once(first.case, first.directions)
     pool.keep(None)

@@ -45,7 +45,7 @@ def run(
     repetitions: int | None = None,
     commit: str | None = None,
     say: Callable[[str], None] = print,
-    check_report: Path | None = None,
+    check_reports: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
     core: bool = False,
     resume: bool = False,
@@ -55,8 +55,8 @@ def run(
     `out_dir` is given.
 
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
-    isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_report` is a
-    report of `isobit check` that replaces a new check. `options` are applied to every case, including
+    isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_reports`
+    are reports of `isobit check` that replace new checks. `options` are applied to every case, including
     `layout`. With `core`, only the declared core cases. With `resume`, cases that are already in the file are
     not timed again. It stops between two cases after `minutes`, or if the longest case so far would not fit
     into the remaining time; the first, which also loads compilers, does not count. Raises CheckFailed for an
@@ -106,7 +106,7 @@ def run(
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
     compile_ahead(subject, todo, backend, impls, device, say)
-    vouch, pool, longest, stopped = Vouch(device, check_report, skip_check, say), Pool(device), 0.0, False
+    vouch, pool, longest, stopped = Vouch(device, check_reports, skip_check, say), Pool(device), 0.0, False
     for i, (series, case, wanted) in enumerate(todo):
         start = time.monotonic()
         if minutes is not None and start + longest - begin >= 60 * minutes:

@@ -27,11 +27,11 @@ _NEEDED = {"accuracy", "invariant"}
 
 @dataclass
 class Vouch:
-    """What has been checked in this run: each op, backend and set of options once. `report` is a report of
-    `isobit check` that replaces a new check; with `skip` nothing is checked."""
+    """What has been checked in this run: each op, backend and set of options once. A report of `isobit check`
+    in `reports` replaces a new check of what it proves; with `skip` nothing is checked."""
 
     device: torch.device
-    report: Path | None
+    reports: Sequence[Path]
     skip: bool
     say: Callable[[str], None]
     done: set[tuple[str, str, str]] = field(default_factory=set)
@@ -44,8 +44,9 @@ class Vouch:
         if self.skip or (op, backend, words) in self.done:
             return
         name = f"{op} on {backend}{' with' if words else ''}{words}"
-        if self.report is not None and proven(op, backend, self.device, self.report, set(options)):
-            self.say(f"{name} passed its check in {self.report}")
+        proof = next((p for p in self.reports if proven(op, backend, self.device, p, set(options))), None)
+        if proof is not None:
+            self.say(f"{name} passed its check in {proof}")
         else:
             self.say(f"checking {name}, {self.device}, first")
             failures = quick_check(op, self.device, backend, options)
