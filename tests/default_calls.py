@@ -104,7 +104,7 @@ def calls() -> dict[str, Call]:
         ),
         "linear_policy_loss of nothing": Call(
             "linear_policy_loss", "hidden", "weight", hidden=randn(0, 20), weight=randn(9, 20),
-            token_ids=ids[0, :0], loss_fn=a_loss, inputs={"gains": 1.0},
+            token_ids=ids[0, :0], loss_fn=a_loss, inputs={"gains": randn(0)}, entropy=True,
         ),
         "ratio_kl": Call(
             "ratio_kl", "policy_logits", policy_logits=randn(2, 3, 9), ref_logits=randn(2, 3, 9, dtype=BF16),

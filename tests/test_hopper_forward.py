@@ -131,6 +131,7 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, mul
     numbers: dict[str, Any] = {
         "gl": language, "mbarrier": nothing, "ROWS": 64, "after": lambda stage, phase, _: (stage, phase),
         "tma_load": lambda desc, where, *_: loads.append((desc.name, where)),
+        "gdc_launch_dependents": lambda: None,
     }  # fmt: skip
     ring = SimpleNamespace(index=lambda i: None)
     box = SimpleNamespace(nbytes=0)

@@ -38,7 +38,11 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
         for which, run in runs
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
-    with ThreadPoolExecutor(1) as thread:  # copied before: that would set a context
+    # Copied before, because that would set a context. On a CPU a thread begins with its own number of
+    # threads, and sums of PyTorch depend on it.
+    with ThreadPoolExecutor(
+        1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+    ) as thread:
         outputs = thread.submit(trial.call, cloned(args)).result()
     return checks + _compare_runs(
         trial, (outputs, {}), (first[0], {}), "in a thread of its own against first"
