@@ -38,15 +38,18 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
         for which, run in runs
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
-    # Copied before, because that would set a context. On a CPU a thread begins with its own number of
-    # threads, and sums of PyTorch depend on it.
+    return checks + _first_of_its_thread(trial, args)
+
+
+def _first_of_its_thread(trial: Trial, args: Args) -> list[OutputCheck]:
+    """A forward in a new thread. Its arguments are copied before, because that would set a context. On a CPU
+    it gets as many threads as this one, because sums of PyTorch depend on their number."""
+    here = trial.forward(args)
     with ThreadPoolExecutor(
         1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
     ) as thread:
-        outputs = thread.submit(trial.call, cloned(args)).result()
-    return checks + _compare_runs(
-        trial, (outputs, {}), (first[0], {}), "in a thread of its own against first"
-    )
+        there = thread.submit(trial.call, cloned(args)).result()
+    return _compare_runs(trial, (there, {}), (here, {}), "in a thread of its own against this one")
 
 
 def _apart(trial: Trial, runs: Sequence[Run]) -> None:
