@@ -45,3 +45,9 @@ def prompts(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     ids = torch.randint(3, V, (len(lengths), T), generator=torch.Generator().manual_seed(seed))
     mask = (torch.arange(T) >= T - torch.tensor(lengths)[:, None]).long()
     return ids * mask, mask
+
+
+def forward_logits(model: Any, tokens: Tensor) -> Tensor:
+    """[T, V] of one row, as in training."""
+    with torch.no_grad():
+        return model(tokens[None], use_cache=False).logits[0].float()

@@ -57,10 +57,11 @@ class Rival:
         return reason
 
 
-def cannot_import(module: str) -> str | None:
-    """None if the module can be imported, else the reason: an error at import must not stop the bench."""
+def cannot_import(module: str, load: Callable[[str], object] = importlib.import_module) -> str | None:
+    """None if the module can be imported (or loaded in another way), else the reason: an error at import must
+    not stop the bench."""
     try:
-        importlib.import_module(module)
+        load(module)
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
         return "not installed" if error.name == package else f"{package} cannot be imported: {error}"

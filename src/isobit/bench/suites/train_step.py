@@ -17,7 +17,7 @@ bf16 allows: `LOSS`, `NORM` and `NORM_OF_ONE`.
 import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,7 +94,7 @@ def tiny(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Models:
-    """A model as it is, and the same parameters with its linear layers swapped."""
+    """A model as it is, and the same parameters in one whose modules isobit has swapped."""
 
     plain: Any
     swapped: Any
@@ -102,11 +102,14 @@ class Models:
     parameters: tuple[nn.Parameter, ...]
 
     @classmethod
-    def of(cls, config: Config, device: torch.device, dtype: torch.dtype, seed: int) -> "Models":
+    def of(
+        cls, swap: Callable[[Any], object], config: Config, device: torch.device, dtype: torch.dtype,
+        seed: int,
+    ) -> "Models":  # fmt: skip
         plain = config.build(device, dtype, seed)
         kept = {id(t): t for t in (*plain.parameters(), *plain.buffers())}
         swapped = copy.deepcopy(plain, kept)
-        swap_linear(swapped)
+        swap(swapped)
         names, parameters = zip(*plain.named_parameters(), strict=True)
         return cls(plain, swapped, names, parameters)
 
@@ -212,7 +215,7 @@ def _make(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
     if pool.device.type == "cpu":
         config = tiny(config)
     B, T = case.dims.values()
-    build = partial(Models.of, config, pool.device, case.dtype, pool.inputs.seed)
+    build = partial(Models.of, swap_linear, config, pool.device, case.dtype, pool.inputs.seed)
     models = pool.made(f"{name} {case.dtype}", build)
     return [{"models": models, "ids": _ids(config.vocab_size, B, T, pool)}]
 

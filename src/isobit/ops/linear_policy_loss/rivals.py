@@ -84,14 +84,19 @@ def _native(args: Args) -> Tensor:
     return native(args | {"logit_scale": None, "softcap": None})
 
 
+TRL = "trl.kernels.chunked_logprob"
+
+
 @cache
-def _trl_kernels() -> Any:
+def _trl_kernels(module: str) -> Any:
     """TRL's file of chunked log-probabilities, loaded without TRL: its backward imports a file of the
     trainers, which need packages that the kernels do not. It takes one function from there, which gathers the
     weight if DeepSpeed has distributed it, and otherwise does nothing."""
-    found = find_spec("trl")
-    places = [] if found is None else found.submodule_search_locations or []
-    path = Path(*places[:1], "kernels", "chunked_logprob.py")
+    trl, kernels, name = module.split(".")
+    found = find_spec(trl)
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named {trl!r}", name=trl)
+    path = Path(found.submodule_search_locations[0], kernels, f"{name}.py")
     if not path.is_file():
         raise ModuleNotFoundError(f"this TRL has no {path}")
     package = "isobit_without_trl"
@@ -109,21 +114,13 @@ def _trl_kernels() -> Any:
 def _trl(args: Args) -> Tensor:
     """Computes tiles of 4096 x 32768 logits, and again in the backward."""
     hidden, weight, ids = (args[name] for name in ("hidden", "weight", "token_ids"))
-    function = _trl_kernels().ChunkedLogProbFunction
+    function = _trl_kernels(TRL).ChunkedLogProbFunction
     out: Tensor = function.apply(hidden, weight, None, ids, 1.0, 32768, None, 1.0, ())[0]
     return out
 
 
 def _needs_trl(case: Case, device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return "its kernels need a GPU"
-    if find_spec("trl") is None:
-        return "not installed"
-    try:
-        _trl_kernels()
-    except Exception as error:  # as for `cannot_import`
-        return f"trl.kernels.chunked_logprob cannot be loaded: {error}"
-    return None
+    return "its kernels need a GPU" if device.type == "cpu" else cannot_import(TRL, _trl_kernels)
 
 
 def _liger(args: Args) -> Tensor:

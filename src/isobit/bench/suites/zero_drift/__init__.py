@@ -17,7 +17,6 @@ is done once for a model, and not for every case. Training steps are compared wi
 of `sdpa` as in `train_step`.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,16 +60,6 @@ LLAMA_NAME, QWEN_NAME = "llama-3-8b-8-layers", "qwen3-0.6b"
 def tiny(config: Config) -> Config:
     """A model of that kind for a CPU, with head sizes that `isobit.attention` takes."""
     return Config(config.kind, 256, 64, 64, 2, 1, 1, config.tie_word_embeddings, config.rope_theta)
-
-
-def models_of(config: Config, device: torch.device, dtype: torch.dtype, seed: int) -> Models:
-    """A model as it is, and the same parameters without drift."""
-    as_it_is = config.build(device, dtype, seed)
-    kept = {id(t): t for t in (*as_it_is.parameters(), *as_it_is.buffers())}
-    ours = copy.deepcopy(as_it_is, kept)
-    zero_drift(ours)
-    names, parameters = zip(*as_it_is.named_parameters(), strict=True)
-    return Models(as_it_is, ours, names, parameters)
 
 
 # Steps
@@ -198,7 +187,7 @@ def _make(name: str, config: Config, training: bool, case: Case, pool: Pool) -> 
     on_cpu = pool.device.type == "cpu"
     config = tiny(config) if on_cpu else config
     seed = pool.inputs.seed
-    models = pool.made(name, partial(models_of, config, pool.device, case.dtype, seed))
+    models = pool.made(name, partial(Models.of, zero_drift, config, pool.device, case.dtype, seed))
     B, length = case.dims.values()
     if training:
         gen = torch.Generator().manual_seed(seed)
