@@ -51,10 +51,14 @@ HELD = 8192
 #: at least this.
 WAITING = 96 << 10
 
-#: Longer rows are loaded ahead in registers: in shared memory there is room for one program per SM only, and
-#: rows would be copied in words of 8 bytes. On an H200 32768 rows of 8192 took 518 us so, and 473 us in
-#: registers with two steps per program; rows of 5120, two programs per SM, 298 and 343 (2026-11).
+#: The longest row that arrives there. Of longer ones there would be room for one program per SM only, and
+#: they would be copied in words of 8 bytes: on an H200 32768 rows of 8192 took 518 us so, 477 with the next
+#: row loaded ahead in registers, and 439 with LONG_ROW_REGISTERS per thread and nothing ahead (2026-11).
 IN_SHARED = 5120
+
+#: Registers per thread for longer rows of 16-bit numbers: two programs of eight warps fit in an SM, and one
+#: loads while the other computes.
+LONG_ROW_REGISTERS = 128
 
 #: Few rows: h and dout together have no more bytes than this. A program of dweight then takes so many groups
 #: (log2), and so many columns. The interpreter gets less, so that tests run both kernels.
@@ -154,40 +158,28 @@ def gradient_rows(
 ):  # fmt: skip
     """One program takes `steps` times ROWS groups of GROUP rows. Row i of a tile belongs to group i. Sums of
     2**l steps that wait for their neighbour are in partials[l], where the sum of all steps ends up. Rows
-    arrive in shared memory, in STAGES. STAGES = 0, for single rows only: the next row arrives in registers,
-    and the weight is loaded again for each."""
+    arrive in shared memory, in STAGES. With one stage they are long, loaded into registers when they are
+    needed, and the weight is loaded again for each."""
     LANES: tl.constexpr = 1 << LOG_LANES
     lane = tl.arange(0, LANES)
     program = tl.program_id(0).to(tl.int64)
     whole = tl.num_programs(0).to(tl.int64) * D
     strides = (inner, h_so, h_si, dout_so, dout_si)
-    AHEAD: tl.constexpr = STAGES == 0
-    if AHEAD:
-        ws = None
-        first = program * steps * GROUP + tl.arange(0, ROWS)
-        last = tl.minimum(N, (program + 1) * steps * GROUP) - 1
-        hs, douts = load_rows(h, dout, first, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
-    else:
+    ws = None
+    if STAGES > 1:
         ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
     for step in range(steps):
         base = (program * steps + step) * (ROWS * GROUP)
         sums = zero_tiles(ROWS, LANES, CHUNKS)
         # The last program may have few rows, and steps without any: sums of +0.
-        for k in tl.range(0, tl.minimum(N - base, GROUP).to(tl.int32), num_stages=1 if AHEAD else STAGES):
+        for k in tl.range(0, tl.minimum(N - base, GROUP).to(tl.int32), num_stages=STAGES):
             row = base + k + tl.arange(0, ROWS) * GROUP
-            if AHEAD:
-                after = tl.minimum(row + 1, last)  # the last row once more, in place of one that is not there
-                next_hs, next_douts = load_rows(h, dout, after, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
-            else:
-                hs, douts = load_rows(h, dout, row, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
+            hs, douts = load_rows(h, dout, row, N, *strides, D, WORD, ROWS, LOG_LANES, CHUNKS)
             scale = tl.load(rstd + row, mask=row < N, other=0.0)
             terms = gradient_tile(
                 hs, douts, dsummed, ws, weight, offset, scale, dx, row, N, inner, dsummed_so, dsummed_si,
                 D, WORD, ROWS, LOG_LANES, CHUNKS,
             )  # fmt: skip
-            if AHEAD:
-                hs = next_hs
-                douts = next_douts
             if partials is not None:
                 more = ()
                 for i in tl.static_range(CHUNKS):
@@ -366,9 +358,10 @@ def steps_of(N: int, rows: int, D: int, device: torch.device) -> int:
 
 
 def stages_of(nbytes: int, word: int) -> int:
-    """Stages of a loop over tiles of so many bytes: one is computed, up to three are on their way. Words of
-    less than four bytes cannot be copied to shared memory: one tile is on its way, in registers."""
-    return 1 + min(3, WAITING // nbytes) if word >= 4 else 2
+    """Stages of a loop over tiles of so many bytes: one is computed, two are on their way. With a third there
+    is room for fewer programs per SM: on an H200 32768 rows of 5120 took 295 us with it, and take 275. Words
+    of less than four bytes cannot be copied to shared memory: one tile is on its way, in registers."""
+    return 1 + min(2, WAITING // nbytes) if word >= 4 else 2
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
@@ -395,7 +388,8 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
     if N == 0:
         return dx, torch.zeros(D, dtype=dtype, device=device) if args["want_weight"] else None
     inner, tensors, strides, word = walk(lead, D, h, args["dout"], args["dsummed"])
-    offset, options, common = or_none(args["offset"]), {"enable_fp_fusion": False}, {"D": D, "WORD": word}
+    offset, common = or_none(args["offset"]), {"D": D, "WORD": word}
+    options: dict[str, Any] = {"enable_fp_fusion": False}
     tile = tile_of(D, TILE)
     rows = tile["ROWS"] * GROUP
 
@@ -429,7 +423,9 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
         programs = triton.cdiv(N, rows * steps)
         waiting = room(steps.bit_length(), programs)
         nbytes = (2 + (args["dsummed"] is not None)) * max(D, TILE) * h.element_size()
-        stages = stages_of(nbytes, word * h.element_size()) if D <= IN_SHARED else 0
+        stages = stages_of(nbytes, word * h.element_size()) if D <= IN_SHARED else 1
+        if D > IN_SHARED and h.element_size() == 2 and torch.version.hip is None:  # NVIDIA's option
+            options["maxnreg"] = LONG_ROW_REGISTERS
         launch(
             gradient_rows, (programs,), *tensors, weight, rstd, dx, waiting, offset, N, inner, steps,
             *strides, **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP,
