@@ -8,8 +8,9 @@ carries 64 columns of a head's state, transposed, in the registers of one warpgr
     X = dv^T - X       one rounding: dv2
     E = decay E - scale do^T Q + X W
 
-With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles and
-gates and store dh and dv2 (`kernels_hopper_io`), so that the walker waits for the tensor cores only.
+With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles,
+gates and dht and store dh, dv2 and dh0 (`kernels_hopper_io`), so that the walker waits for the tensor cores
+only.
 
 do^T Q does not depend on the state. Without a gate it has an accumulator of its own and starts one chunk
 ahead: the tensor cores compute it while the walker rounds E. With a gate, do is first multiplied by gate and
@@ -303,8 +304,9 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     # Without a chunk there is nothing to store, but invalid bounds may say so: not into an input, then.
     flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
     box = (64, K) if v_first else (K, 64)
-    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None]
-    ends = ends or [descriptor(matrix(flat), *box)]  # unused
+    dh_desc = descriptor(matrix(flat), *box)
+    # The states at both ends; without one its descriptor is unused.
+    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None] or [dh_desc]
     items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
     crowded = g is not None and gk is not None and (dht is not None or dh0 is not None)
 
@@ -318,7 +320,7 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V,
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
-        descriptor(matrix(flat), *box), descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
+        dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
         K, stages_of(K, items, sms, crowded), accumulator_layout(K), bounds is not None,
         g is not None, gk is not None, dht is not None, dh0 is not None, v_first, g is None and K < 256,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
