@@ -410,3 +410,7 @@ def test_the_ring_is_shorter_where_most_sms_have_a_program(heads: int, stages: i
     """On an H200 with two programs a head: what was measured as faster."""
     assert kernels_hopper.stages_of(128, 2 * heads, 132) == stages
     assert all(kernels_hopper.stages_of(K, 2 * heads, 132) == kernels_hopper.STAGES[K] for K in (64, 256))
+
+
+def test_three_stages_do_not_fit_beside_both_gates_and_a_state() -> None:
+    assert kernels_hopper.stages_of(128, 2, 132, crowded=True) == 2

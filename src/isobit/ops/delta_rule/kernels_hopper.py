@@ -8,8 +8,9 @@ carries 64 columns of a head's state, transposed, in the registers of one warpgr
     X = dv^T - X       one rounding: dv2
     E = decay E - scale do^T Q + X W
 
-With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles and
-gates and store dh and dv2 (`kernels_hopper_io`), so that the walker waits for the tensor cores only.
+With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles,
+gates and dht and store dh, dv2 and dh0 (`kernels_hopper_io`), so that the walker waits for the tensor cores
+only.
 
 do^T Q does not depend on the state. Without a gate it has an accumulator of its own and starts one chunk
 ahead: the tensor cores compute it while the walker rounds E. With a gate, do is first multiplied by gate and
@@ -60,7 +61,8 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
 )
 from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 
-#: Stages of the ring: as many as fit beside the output buffers, 227 KB together.
+#: Stages of the ring: as many as fit beside the output buffers, 227 KB together. Both gates and a state leave
+#: no room for a third stage of K = 128.
 STAGES = {64: 4, 128: 3, 256: 1}
 
 #: The same where most SMs have a program. Then the memory is the limit, and it is faster with less in flight:
@@ -187,35 +189,20 @@ def _chunk(
 
 
 @gluon.jit
-def _state(v, k, V, K: gl.constexpr, V_FIRST: gl.constexpr):
-    """The offset of element (v, k) of a state."""
-    if V_FIRST:
-        at = v * K + k
-    else:
-        at = k * V + v
-    return at
-
-
-@gluon.jit
-def _walk(
-    items, ring, out, dht, dh0, scale,
-    OF_STATE: gl.constexpr, AHEAD: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-):  # fmt: skip
+def _walk(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
     """The walker: every item from its last chunk to its first."""
-    K: gl.constexpr = ring.K
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     dh_turn = gl.to_tensor(0)
     dv_turn = gl.to_tensor(0)
+    item_turn = gl.to_tensor(0)
     P = _begin(ring, stage, phase, OF_STATE, AHEAD, False)
-    i = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, OF_STATE)), 1)
-    j = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OF_STATE)), 0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        n, hv, column, first, tokens, _ = items.item(t)
-        base = (n * items.HV + hv).to(gl.int64) * K * items.V
-        E = gl.zeros((COLUMNS, K), gl.float32, OF_STATE)
-        if HAS_DHT:
-            E = -gl.load(dht + base + _state(column + i, j, items.V, K, out.V_FIRST)).to(gl.float32)
+        _, hv, column, first, tokens, _ = items.item(t)
+        E = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
+        if out.HAS_DHT:
+            E = out.take_last(item_turn, OF_STATE)
+            item_turn = item_turn ^ 1
         full = tokens // CHUNK
         left = tokens - full * CHUNK
         if left > 0:
@@ -235,37 +222,35 @@ def _walk(
                     E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first, CHUNK,
                     scale, OF_STATE, AHEAD, False, True,
                 )  # fmt: skip
-        if HAS_DH0:
-            # Adds a 0 that the compiler cannot see through, or it would keep the addresses above in registers
-            # until here.
-            V = items.V + gl.minimum(tokens, 0)
-            gl.store(dh0 + base + _state(column + i, j + V - items.V, V, K, out.V_FIRST), -E)
+        if out.HAS_DH0:
+            out.put_first(E, dh_turn, dv_turn)
+            dv_turn = dv_turn ^ 1
     if AHEAD:
         P = warpgroup_mma_wait(0, deps=(P,))
 
 
 @kernel
 def dhu_kernel(
-    dv2, g, gk, dht, dh0, cu_seqlens, offsets, scale, unit, T, S, HV, group, V,
-    q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc,
+    dv2, g, gk, cu_seqlens, offsets, scale, unit, T, S, HV, group, V,
+    q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, PACKED)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK)
-    out = Out.create(dh_desc, dv2_desc, dv2, V_FIRST)
+    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0)
     if HAS_G or HAS_GK:
         gl.warp_specialize(
-            [(_walk, (items, ring, out, dht, dh0, scale, OF_STATE, AHEAD, HAS_DHT, HAS_DH0)),
-             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out)),
+            [(_walk, (items, ring, out, scale, OF_STATE, AHEAD)),
+             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K)),
              (load_gates, (items, ring, g, gk, scale, unit))],
             [1, 1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, GATER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_walk, (items, ring, out, dht, dh0, scale, OF_STATE, AHEAD, HAS_DHT, HAS_DH0)),
-             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out))],
+            [(_walk, (items, ring, out, scale, OF_STATE, AHEAD)),
+             (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
             [1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -287,18 +272,20 @@ def why_not(args: dict[str, Any]) -> str | None:
     return None
 
 
-def _rows(t: Tensor) -> Tensor:
-    """[B, T, heads, columns] as the matrix [B T, heads columns] for TMA, copied if TMA cannot read it in
-    place."""
+def _placed(t: Tensor) -> Tensor:
+    """A tensor as it is, or a copy if TMA cannot read it in place."""
     t = t.contiguous()
-    if t.data_ptr() % 16:
-        t = t.clone()
-    return t.view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
+    return t.clone() if t.data_ptr() % 16 else t
 
 
-def stages_of(K: int, items: int, sms: int) -> int:
-    """Stages of the ring, for so many programs of 64 columns."""
-    return (STAGES_OF_MANY if 5 * sms <= 6 * items else STAGES)[K]
+def _rows(t: Tensor) -> Tensor:
+    """[B, T, heads, columns] as the matrix [B T, heads columns] for TMA."""
+    return _placed(t).view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
+
+
+def stages_of(K: int, items: int, sms: int, crowded: bool = False) -> int:
+    """Stages of the ring, for so many programs of 64 columns. crowded: beside both gates and a state."""
+    return (STAGES_OF_MANY if crowded or 5 * sms <= 6 * items else STAGES)[K]
 
 
 def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -306,8 +293,8 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     B, T, H, K = args["q"].shape
     HV, V = args["dv"].shape[2:]
     dh, dh0, dv2, S = outputs(args)
-    given = {name: None if args[name] is None else args[name].contiguous() for name in ("g", "gk", "dht")}
-    g, gk, dht = given.values()
+    g, gk = (None if args[name] is None else args[name].contiguous() for name in ("g", "gk"))
+    dht = None if args["dht"] is None else _placed(args["dht"].float())
     if B * T == 0:
         if dh0 is not None:
             dh0.zero_() if dht is None else dh0.copy_(dht)
@@ -316,22 +303,26 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     q, k, w, do, dv = (_rows(args[name]) for name in ("q", "k", "w", "do", "dv"))
     # Without a chunk there is nothing to store, but invalid bounds may say so: not into an input, then.
     flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
+    box = (64, K) if v_first else (K, 64)
+    dh_desc = descriptor(matrix(flat), *box)
+    # The states at both ends; without one its descriptor is unused.
+    ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None] or [dh_desc]
     items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
+    crowded = g is not None and gk is not None and (dht is not None or dh0 is not None)
 
     def or_other(t: Tensor | None) -> Tensor:
         return dv2 if t is None else t
 
     launch(
         dhu_kernel, (min(items, sms),),
-        dv2, or_other(g), or_other(gk), or_other(dht), or_other(dh0),
-        or_other(None if bounds is None else bounds.contiguous()), or_other(chunk_offsets(args, launch)),
+        dv2, or_other(g), or_other(gk), or_other(None if bounds is None else bounds.contiguous()),
+        or_other(chunk_offsets(args, launch)),
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V,
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
-        descriptor(matrix(flat), *((64, K) if v_first else (K, 64))),
-        descriptor(matrix(dv2.view(dv.shape)), 64, 64),
-        K, stages_of(K, items, sms), accumulator_layout(K), bounds is not None, g is not None, gk is not None,
-        dht is not None, dh0 is not None, v_first, g is None and K < 256,
+        dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
+        K, stages_of(K, items, sms, crowded), accumulator_layout(K), bounds is not None,
+        g is not None, gk is not None, dht is not None, dh0 is not None, v_first, g is None and K < 256,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return dh, dh0, dv2

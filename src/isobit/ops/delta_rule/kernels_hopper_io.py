@@ -14,6 +14,10 @@ from isobit.blocks.hopper_pipe import (
     tma_store,
 )
 
+# Triton 3.9 has another name for this than 3.6 and 3.7.
+_Shared = gl.shared_memory_descriptor
+reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
+
 #: Tokens per chunk, and columns of the state per program.
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 
@@ -201,37 +205,92 @@ def load_gates(items, ring, g, gk, scale, unit):
 class Out:
     """Outputs: dh and dv2 have a buffer each, which a *storer* warp each stores by TMA. `full` and `free`:
     barriers of the buffers of dh and dv2. The walker does not store by itself, because the fence that TMA
-    needs would wait for the products in flight."""
+    needs would wait for the products in flight.
+
+    The states at the ends of a sequence pass through shared memory too: dht before its first turn, dh0 after
+    its last. Beside three stages of the ring there is room for one state in fp32, so the buffers of dh and
+    dv2 are parts of it. The storer of dv2, which the walker fills last, moves these states. `given`: dht has
+    arrived; `taken`: the walker has it."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
+    dht_desc: tma.tensor_descriptor
+    dh0_desc: tma.tensor_descriptor
     dh: gl.shared_memory_descriptor
     dv2: gl.shared_memory_descriptor
+    state: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
+    given: gl.shared_memory_descriptor
+    taken: gl.shared_memory_descriptor
     dv2_at: gl.tensor
     V_FIRST: gl.constexpr
+    HAS_DHT: gl.constexpr
+    HAS_DH0: gl.constexpr
 
     @gluon.jit
-    def create(dh_desc, dv2_desc, dv2_at, V_FIRST: gl.constexpr):
-        dh = gl.allocate_shared_memory(dh_desc.dtype, dh_desc.block_type.shape, dh_desc.layout)
-        dv2 = gl.allocate_shared_memory(dv2_desc.dtype, dv2_desc.block_type.shape, dv2_desc.layout)
+    def create(
+        dh_desc, dv2_desc, dht_desc, dh0_desc, dv2_at,
+        K: gl.constexpr, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
+    ):  # fmt: skip
+        of_dh: gl.constexpr = dh_desc.block_type.shape
+        of_dv2: gl.constexpr = dv2_desc.block_type.shape
+        if HAS_DHT or HAS_DH0:
+            state = gl.allocate_shared_memory(gl.float32, dh0_desc.block_type.shape, dh0_desc.layout)
+            dh = reinterpreted(state, dh_desc.dtype, [2] + of_dh, dh_desc.layout).index(0)
+            dv2 = reinterpreted(state, dv2_desc.dtype, [K // 32] + of_dv2, dv2_desc.layout).index(K // 64)
+        else:
+            dh = gl.allocate_shared_memory(dh_desc.dtype, of_dh, dh_desc.layout)
+            dv2 = gl.allocate_shared_memory(dv2_desc.dtype, of_dv2, dv2_desc.layout)
+            state = dh  # unused
         full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(free.index(i), count=1)
-        return Out(dh_desc, dv2_desc, dh, dv2, full, free, dv2_at, V_FIRST)
+        given = full  # unused without dht
+        taken = free
+        if HAS_DHT:
+            given = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+            taken = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+            mbarrier.init(given.index(0), count=1)
+            mbarrier.init(taken.index(0), count=1)
+            fence_async_shared()
+        return Out(
+            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, state, full, free, given, taken, dv2_at,
+            V_FIRST, HAS_DHT, HAS_DH0,
+        )  # fmt: skip
+
+    @gluon.jit
+    def of_walker(self, buffer):
+        """A buffer of a state as the walker has it, by columns."""
+        if not self.V_FIRST:
+            buffer = buffer.permute((1, 0))
+        return buffer
+
+    @gluon.jit
+    def take_last(self, turn, OF_STATE: gl.constexpr):
+        """E = -dht of an item."""
+        mbarrier.wait(self.given.index(0), turn)
+        dht = self.of_walker(self.state).load(OF_STATE)
+        mbarrier.arrive(self.taken.index(0))
+        return -dht
 
     @gluon.jit
     def put_state(self, E, turn):
         """dh = -E of a chunk."""
         mbarrier.wait(self.free.index(0), turn ^ 1)
-        if self.V_FIRST:
-            self.dh.store(-E)
-        else:
-            self.dh.permute((1, 0)).store(-E)
+        self.of_walker(self.dh).store(-E)
         mbarrier.arrive(self.full.index(0))
+
+    @gluon.jit
+    def put_first(self, E, dh_turn, dv_turn):
+        """dh0 = -E of an item. Returns when it has left: the next dh takes its place."""
+        mbarrier.wait(self.free.index(0), dh_turn ^ 1)
+        mbarrier.wait(self.free.index(1), dv_turn ^ 1)
+        self.of_walker(self.state).store(-E)
+        mbarrier.arrive(self.full.index(1))
+        mbarrier.wait(self.free.index(1), dv_turn)
 
     @gluon.jit
     def put_rows(self, items, X, turn, hv, column, row, left, LAST: gl.constexpr):
@@ -248,6 +307,27 @@ class Out:
 
 
 @gluon.jit
+def _corner(items, state, column, K: gl.constexpr, V_FIRST: gl.constexpr):
+    """Row and column where the 64 columns of a state begin, in the matrix of all states."""
+    if V_FIRST:
+        corner = (state * items.V + column, gl.to_tensor(0))
+    else:
+        corner = (state * K, column)
+    return corner
+
+
+@gluon.jit
+def _store(out, desc, row, column, buffer, turn, WHICH: gl.constexpr):
+    """Store what the walker puts into a buffer next."""
+    mbarrier.wait(out.full.index(WHICH), turn)
+    fence_async_shared()
+    tma_store(desc, [row, column], buffer)
+    tma.store_wait(0)
+    mbarrier.arrive(out.free.index(WHICH))
+    return turn ^ 1
+
+
+@gluon.jit
 def store_states(items, out, K: gl.constexpr):
     """The storer of dh."""
     turn = gl.to_tensor(0)
@@ -256,28 +336,29 @@ def store_states(items, out, K: gl.constexpr):
         chunks = gl.cdiv(tokens, CHUNK)
         for i in range(chunks):
             state = (chunk + chunks - 1 - i) * items.HV + hv
-            mbarrier.wait(out.full.index(0), turn)
-            fence_async_shared()
-            if out.V_FIRST:
-                tma_store(out.dh_desc, [state * items.V + column, 0], out.dh)
-            else:
-                tma_store(out.dh_desc, [state * K, column], out.dh)
-            tma.store_wait(0)
-            mbarrier.arrive(out.free.index(0))
-            turn = turn ^ 1
+            row, left = _corner(items, state, column, K, out.V_FIRST)
+            turn = _store(out, out.dh_desc, row, left, out.dh, turn, 0)
 
 
 @gluon.jit
-def store_rows(items, out):
-    """The storer of dv2, of chunks with 64 tokens."""
+def store_rows(items, out, K: gl.constexpr):
+    """The storer of dv2, of chunks with 64 tokens, and of dh0; and the loader of dht."""
     turn = gl.to_tensor(0)
+    dh_turn = gl.to_tensor(0)
+    item_turn = gl.to_tensor(0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        _, hv, column, first, tokens, _ = items.item(t)
+        n, hv, column, first, tokens, _ = items.item(t)
         full = tokens // CHUNK
+        row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
+        if out.HAS_DHT:
+            mbarrier.wait(out.free.index(0), dh_turn ^ 1)  # dh of the previous item has left
+            mbarrier.expect(out.given.index(0), out.dht_desc.block_type.nbytes)
+            tma_load(out.dht_desc, [row, left], out.given.index(0), out.state)
+            mbarrier.wait(out.taken.index(0), item_turn)
+            dh_turn = dh_turn ^ (gl.cdiv(tokens, CHUNK) & 1)
+            item_turn = item_turn ^ 1
         for i in range(full):
-            mbarrier.wait(out.full.index(1), turn)
-            fence_async_shared()
-            tma_store(out.dv2_desc, [first + (full - 1 - i) * CHUNK, hv * items.V + column], out.dv2)
-            tma.store_wait(0)
-            mbarrier.arrive(out.free.index(1))
-            turn = turn ^ 1
+            start = first + (full - 1 - i) * CHUNK
+            turn = _store(out, out.dv2_desc, start, hv * items.V + column, out.dv2, turn, 1)
+        if out.HAS_DH0:
+            turn = _store(out, out.dh0_desc, row, left, out.state, turn, 1)

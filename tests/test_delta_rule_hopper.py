@@ -1,0 +1,166 @@
+"""The recurrence's kernel for Hopper run on a CPU: what it computes, and that no partition overtakes another
+in the buffers that they share."""
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention_on_a_cpu import slowed
+from gluon_on_a_cpu import F32, Array, Barrier, Device, Pending, Shared, array
+from isobit.blocks import hopper_pipe
+from isobit.ops.delta_rule import kernels_hopper, kernels_hopper_io, reference
+
+DTYPES = {F32: torch.float32, np.int32: torch.int32}
+
+
+class Room:
+    """Bytes of shared memory as a tensor: what is stored under one name is overwritten under another."""
+
+    def __init__(self, dtype: Any, shape: Any, memory: Tensor | None = None) -> None:
+        self.dtype, self.shape = DTYPES.get(dtype, dtype), [int(n) for n in shape]
+        size = math.prod(self.shape) * self.dtype.itemsize
+        self.memory = torch.full((size,), 255, dtype=torch.uint8) if memory is None else memory
+        assert len(self.memory) == size
+
+    def index(self, i: Any) -> "Room":
+        return Room(self.dtype, self.shape[1:], self.memory.view(self.shape[0], -1)[int(i)])
+
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Room":
+        return Room(dtype, shape, self.memory)
+
+    def tensor(self) -> Tensor:
+        return self.memory.view(self.dtype).view(self.shape)
+
+    def load(self, layout: Any = None) -> Array:
+        found = self.tensor()
+        return array((found.float() if found.is_floating_point() else found).numpy())
+
+    read = load
+
+    def store(self, x: Any) -> None:
+        self.tensor().copy_(torch.from_numpy(np.array(np.broadcast_to(x, self.shape))))
+
+    def permute(self, order: Any) -> Any:
+        def load(layout: Any = None) -> Array:
+            return array(self.load().T)
+
+        return SimpleNamespace(load=load, read=load, store=lambda x: self.store(x.T))
+
+
+class Exact:
+    """Arithmetic that rounds once."""
+
+    @staticmethod
+    def product(a: Any, b: Any, acc: Any, _: Any) -> Any:
+        return (a.astype(np.float64) @ b + acc).astype(F32)
+
+    @staticmethod
+    def fma(a: Any, b: Any, c: Any) -> Any:
+        return (a.astype(np.float64) * b + c).astype(F32)
+
+    @staticmethod
+    def exp2(x: Any) -> Any:
+        return np.exp2(x)
+
+
+class Walked(Device):
+    def __init__(self, programs: int) -> None:
+        super().__init__(Exact, programs)
+        self.stores = threading.local()
+
+    def language(self) -> Any:
+        def allocate(dtype: Any, shape: Any, layout: Any) -> Any:
+            if dtype != "int64":
+                return Room(dtype, shape)
+            made = Shared(dtype, shape)
+            made.parts = {i: Barrier() for i in range(int(shape[0]))}
+            return made
+
+        gl = super().language()
+        gl.allocate_shared_memory, gl.BlockedLayout = allocate, lambda *rest: None
+        return gl
+
+    def multiply_wait(self, left: int, deps: Any) -> Any:
+        """A product may add to one in flight."""
+        for one in self.mine.pending[: len(self.mine.pending) - left]:
+            if isinstance(one.acc, Pending):
+                super().multiply_wait(len(self.mine.pending) - self.mine.pending.index(one), ())
+                one.acc = one.acc.found
+        return super().multiply_wait(left, deps)
+
+    def store_box(self, desc: Any, where: list[Any], room: Room) -> None:
+        self.stores.__dict__.setdefault("begun", []).append((desc.tensor, [int(i) for i in where], room))
+
+    def store_wait(self, left: int) -> None:
+        """Reads a buffer as late as it may be read."""
+        for target, (row, column), room in self.stores.begun:
+            assert room.dtype == target.dtype
+            part = target[row : row + room.shape[0], column : column + room.shape[1]]
+            part.copy_(room.tensor()[: part.shape[0], : part.shape[1]])
+        self.stores.begun.clear()
+
+
+def on_a_cpu(args: dict[str, Any], programs: int = 2) -> tuple[Tensor | None, ...]:
+    device = Walked(programs)
+    scope = device.scope(
+        hopper_pipe, kernels_hopper_io, kernels_hopper, tma_store=device.store_box,
+        tma=SimpleNamespace(store_wait=device.store_wait), reinterpreted=Room.reinterpret,
+    )  # fmt: skip
+
+    def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
+        device.run(scope, kernel, values)
+
+    return kernels_hopper.dhu(launch, programs, **args)
+
+
+def made(mode: str, v_first: bool, lengths: list[int], K: int = 64, V: int = 128) -> dict[str, Any]:
+    gen, T, S = torch.Generator().manual_seed(K), sum(lengths), len(lengths)
+
+    def drawn(*shape: int) -> Tensor:
+        return 0.2 * torch.randn(*shape, generator=gen)
+
+    wide, slim = (1, T, 1, K), (1, T, 1, V)
+    args: dict[str, Any] = {n: drawn(*wide).bfloat16() for n in ("q", "k", "w")}
+    args |= {n: drawn(*slim).bfloat16() for n in ("do", "dv")}
+    args["g"] = -drawn(1, T, 1).abs() if "g" in mode else None
+    args["gk"] = -drawn(*wide).abs() if "k" in mode else None
+    state = (S, 1, V, K) if v_first else (S, 1, K, V)
+    args["h0"] = drawn(*state) if "h" in mode else None
+    args["dht"] = drawn(*state) if "t" in mode else None
+    chunks = [-(-n // 64) for n in lengths]
+    bounds, offsets = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, chunks))
+    args |= {"cu_seqlens": bounds, "chunk_offsets": offsets, "chunk_indices": torch.empty(sum(chunks), 2)}
+    return args | {"scale": 0.5, "chunk_size": 64, "use_exp2": True, "state_v_first": v_first}
+
+
+#: Ragged, empty and whole ones, with even and odd numbers of chunks.
+LENGTHS = [70, 0, 0, 128, 1, 64, 0]
+MODES = ("", "h", "t", "ht", "g", "gkht")
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_is_the_recurrence(K: int, mode: str, v_first: bool) -> None:
+    args = made(mode, v_first, LENGTHS, K)
+    for found, right in zip(on_a_cpu(args), reference.dhu(**args), strict=True):
+        assert (found is None) == (right is None)
+        if found is not None and right is not None:
+            assert (found.double() - right.double()).norm() < 0.006 * right.double().norm()
+
+
+@pytest.mark.parametrize("who", range(5))
+@pytest.mark.parametrize("mode", ["h", "t", "ht", "gkht"])
+def test_whoever_is_slow_the_bits_are_the_same(mode: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program, so that all items share its buffers: walker, loader, both storers, loader of gates."""
+    args = made(mode, False, LENGTHS)
+    right = on_a_cpu(args)
+    slowed(monkeypatch, who)
+    for found, expected in zip(on_a_cpu(args, 1), right, strict=True):
+        assert (found is None and expected is None) or torch.equal(found, expected)
