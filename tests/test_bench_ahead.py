@@ -121,6 +121,30 @@ def test_cases_that_do_not_fit_side_by_side_and_steps_are_left_out() -> None:
     assert first_calls(steps, all_steps, None, None, CPU, 1 << 60) == []
 
 
+def test_a_check_that_compiles_much_is_rehearsed_in_parts() -> None:
+    drift = suite_of("zero_drift")
+    jobs = [(one, case, one.directions) for one in drift.series for case in one.cases]
+    calls = first_calls(drift, jobs, None, None, CPU, 1 << 60)
+    assert [(call.series, call.part) for call in calls] == [(i, part) for i in (0, 2) for part in range(4)]
+    assert first_calls(drift, jobs, None, ["sdpa"], CPU, 1 << 60) == []
+    assert first_calls(drift, jobs, None, None, CPU, 1 << 30) == []
+
+
+def test_a_part_of_a_check_runs_in_place_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def fails(pool: Pool) -> None:
+        ran.append("fails")
+        raise RuntimeError("reported when it is timed")
+
+    subject = subject_of(OPS["logp"])
+    series = replace(subject.series[0], rehearse=(lambda pool: ran.append(pool.device), fails), make=None)
+    monkeypatch.setattr(ahead, "subject_of", lambda op: replace(subject, series=(series,)))
+    for part in (0, 1):
+        ahead._answer(first(impls=(), directions=(), part=part), quiet)
+    assert ran == [CPU, "fails"]
+
+
 def test_lengths_of_the_delta_rule_need_no_other_kernels() -> None:
     subject, jobs = jobs_of("chunk_gated_delta_rule_bwd_dhu")
     assert len(jobs) == 120

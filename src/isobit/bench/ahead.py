@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from threading import Event, Lock
@@ -35,7 +36,7 @@ SMALL_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class First:
-    """The first calls of these implementations of a case."""
+    """The first calls of these implementations of a case; or, in their place, a part of the check."""
 
     flag: str  # "--op" or "--suite"
     name: str
@@ -46,6 +47,7 @@ class First:
     impls: tuple[str, ...]
     device: str
     memory: int  # bytes that it may take
+    part: int | None = None  # index of the part of the check
 
 
 def compile_ahead(
@@ -78,17 +80,26 @@ def first_calls(
     device: torch.device,
     memory: int,
 ) -> list[First]:
-    """The first calls that compile something and fit in this much memory. Steps of a model are left out."""
+    """The first calls that compile something and fit in this much memory. Steps of a model are left out: what
+    they compile, the parts of their check compile."""
     found: dict[Hashable, First] = {}
     for series, case, directions in jobs:
         cost = series.cost(case.dims, case.dtype)
         nbytes = max(cost.bytes(direction) for direction in directions)
-        if series.step or KEPT * nbytes > memory:
+        place = list(subject.series).index(series)
+        if KEPT * nbytes > memory:
+            continue
+        if impls is None or "isobit" in impls:
+            for part in range(len(series.rehearse)):
+                call = First(
+                    subject.flag, subject.name, place, case, (), backend, (), str(device), KEPT * nbytes, part
+                )
+                found.setdefault((place, part), call)
+        if series.step:
             continue
         ready = {"copy", *(name for name, rival in series.rivals.items() if not rival.jit)}
         known = [name for name in implementations(series, backend, directions) if name not in ready]
         wanted = [name for name in known if impls is None or name in impls]
-        place = list(subject.series).index(series)
         for names in [(name,) for name in wanted] if nbytes < SMALL_BYTES else [tuple(wanted)] * bool(wanted):
             call = First(
                 subject.flag, subject.name, place, case, tuple(directions), backend, names, str(device),
@@ -162,8 +173,12 @@ def _answer(first: First, say: Callable[[str], None]) -> None:
         pass
 
     series, pool, vouch = subject.series[first.series], Pool(device), Vouch(device, (), True, ignored)
-    lineup = Lineup(series, pool, first.backend, first.impls, None, 1.0, 1.0, vouch, ignored, ignored)
-    lineup.call_once(first.case, first.directions)
+    if first.part is None:
+        lineup = Lineup(series, pool, first.backend, first.impls, None, 1.0, 1.0, vouch, ignored, ignored)
+        lineup.call_once(first.case, first.directions)
+    else:
+        with suppress(Exception):  # as in `call_once`
+            series.rehearse[first.part](pool)
     pool.keep(None)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # after an illegal access no call works any more: end, and let another go on

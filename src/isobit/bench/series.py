@@ -122,6 +122,8 @@ class Series:
     shared: Callable[[Case], Hashable] = lambda case: None
     #: Cases with the same key run the same kernels: compiling ahead takes one of them.
     kernels: Callable[[Case], Hashable] = lambda case: case.name
+    #: Parts of a check that compiles much. Compiling ahead runs them too, each in a process of its own.
+    rehearse: Sequence[Callable[[Pool], object]] = ()
     #: The baseline: the rival whose speed is 1.
     against: str | None = None
     #: Compare the bits of rivals with ours: they might be equal.

@@ -172,6 +172,9 @@ def judge(args: Args) -> Judge:
 
 # Series
 
+#: Processes that compile for the judge of a model.
+PARTS = 4
+
 
 def _cases(first: str, second: str, *sizes: tuple[int, int]) -> list[Case]:
     return [Case({first: a, second: b}, torch.bfloat16, data="random") for a, b in sizes]
@@ -198,6 +201,15 @@ def _make(name: str, config: Config, training: bool, case: Case, pool: Pool) -> 
         "models": models, "judge": pool.made(f"judge of {name}", judging),
         "ours": decoding(models.swapped, B, length, seed), "theirs": decoding(models.plain, B, length, seed),
     }]  # fmt: skip
+
+
+def rehearse(config: Config, part: int, pool: Pool) -> None:
+    """A part of what the judge does with our model. That compiles dozens of kernels: one for each tile that
+    the lengths of prompts need."""
+    model = Models.of(zero_drift, config, pool.device, torch.bfloat16, pool.inputs.seed).swapped
+    decoded_by(model, RUNS[part::PARTS])
+    if part == PARTS - 1:
+        gradients_that_differ(model, TRAINED)
 
 
 def cost(config: Config, training: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
@@ -242,6 +254,7 @@ def _series(name: str, config: Config, training: bool) -> Series:
         rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
         needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
         against="sdpa", copy=False, shared=lambda case: (name, case.dtype),
+        rehearse=() if training else tuple(partial(rehearse, config, part) for part in range(PARTS)),
         goals=_goals(name, training),
     )  # fmt: skip
 
