@@ -164,7 +164,7 @@ def test_whoever_is_slow_the_bits_are_the_same(
     """One program, so that all items share its buffers: walker, loader, both storers, loader of gates."""
     args = made(mode, False, LENGTHS)
     right = on_a_cpu(args)
-    slowed(monkeypatch, who)
+    slowed(monkeypatch, who, (Walked, "store_wait"))
     monkeypatch.setattr(kernels_hopper, "apart", lambda *sizes: apart)
     for found, expected in zip(on_a_cpu(args, 1), right, strict=True):
         assert (found is None and expected is None) or torch.equal(found, expected)
