@@ -39,11 +39,11 @@ SHARES: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
 }
 
 
-def slowed(monkeypatch: pytest.MonkeyPatch, who: int) -> None:
-    """One partition of a kernel falls behind the others wherever it waits for something: 0 and 1 multiply, 2
-    loads."""
+def slowed(monkeypatch: pytest.MonkeyPatch, who: int, *waits: tuple[type, str]) -> None:
+    """One partition of a kernel falls behind the others wherever it waits for something, also in these
+    methods: 0 and 1 multiply, 2 loads."""
     mine = threading.local()
-    specialize, wait, multiply_wait = Device.specialize, Barrier.wait, Device.multiply_wait
+    specialize = Device.specialize
 
     def marked(self: Device, work: Any, warps: Any, registers: Any) -> None:
         def started(i: int, fn: Any, *args: Any) -> None:
@@ -63,8 +63,8 @@ def slowed(monkeypatch: pytest.MonkeyPatch, who: int) -> None:
         return call
 
     monkeypatch.setattr(Device, "specialize", marked)
-    monkeypatch.setattr(Barrier, "wait", later(wait))
-    monkeypatch.setattr(Device, "multiply_wait", later(multiply_wait))
+    for owner, name in ((Barrier, "wait"), (Device, "multiply_wait"), *waits):
+        monkeypatch.setattr(owner, name, later(getattr(owner, name)))
 
 
 def of_attention(device: Device) -> Device:

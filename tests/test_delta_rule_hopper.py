@@ -156,11 +156,56 @@ def test_is_the_recurrence(K: int, mode: str, v_first: bool) -> None:
 
 
 @pytest.mark.parametrize("who", range(5))
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("mode", ["h", "t", "ht", "gkht"])
-def test_whoever_is_slow_the_bits_are_the_same(mode: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_slow_the_bits_are_the_same(
+    mode: str, apart: bool, who: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One program, so that all items share its buffers: walker, loader, both storers, loader of gates."""
     args = made(mode, False, LENGTHS)
     right = on_a_cpu(args)
-    slowed(monkeypatch, who)
+    slowed(monkeypatch, who, (Walked, "store_wait"))
+    monkeypatch.setattr(kernels_hopper, "apart", lambda *sizes: apart)
     for found, expected in zip(on_a_cpu(args, 1), right, strict=True):
         assert (found is None and expected is None) or torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_walker_runs_on_while_a_state_leaves(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dh0 of the first item is kept from leaving until the walker has dht of the second, two seconds at most:
+    it gets that far if the states have buffers of their own, and only then."""
+    taken = threading.Event()
+    seen: list[bool] = []
+
+    def leave(self: Walked, left: int, wait: Any = Walked.store_wait) -> None:
+        first = [room for _, _, room in self.stores.begun if room.dtype == torch.float32]
+        if first and not seen:
+            seen.append(taken.wait(2.0))
+        wait(self, left)
+
+    class Watched(Room):
+        """The second state that the walker reads is dht of the second item."""
+
+        states = 0
+
+        def load(self, layout: Any = None) -> Array:
+            if self.dtype == torch.float32 and self.shape == [64, 64]:
+                Watched.states += 1
+                if Watched.states == 2:
+                    taken.set()
+            return super().load(layout)
+
+    monkeypatch.setattr(Walked, "store_wait", leave)
+    monkeypatch.setitem(globals(), "Room", Watched)
+    monkeypatch.setattr(kernels_hopper, "apart", lambda *sizes: apart)
+    on_a_cpu(made("ht", False, [64, 64], V=64), 1)
+    assert seen == [apart]
+
+
+def test_states_have_buffers_of_their_own_wherever_a_program_has_several_items() -> None:
+    """With K = 256 one has, two have not; without a state there is nothing to share."""
+    many = kernels_hopper.STAGES_OF_MANY
+    assert [kernels_hopper.apart(K, many[K], 2) for K in (64, 128, 256)] == [True, True, False]
+    assert all(kernels_hopper.apart(K, many[K], 1) for K in many)
+    assert not kernels_hopper.apart(128, 3, 1)
+    assert all(kernels_hopper.apart(K, kernels_hopper.STAGES[K], 0) for K in many)

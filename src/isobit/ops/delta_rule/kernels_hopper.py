@@ -202,7 +202,6 @@ def _walk(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
         E = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
         if out.HAS_DHT:
             E = out.take_last(item_turn, OF_STATE)
-            item_turn = item_turn ^ 1
         full = tokens // CHUNK
         left = tokens - full * CHUNK
         if left > 0:
@@ -223,8 +222,8 @@ def _walk(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
                     scale, OF_STATE, AHEAD, False, True,
                 )  # fmt: skip
         if out.HAS_DH0:
-            out.put_first(E, dh_turn, dv_turn)
-            dv_turn = dv_turn ^ 1
+            out.put_first(E, item_turn, dh_turn, dv_turn)
+        item_turn = item_turn ^ 1
     if AHEAD:
         P = warpgroup_mma_wait(0, deps=(P,))
 
@@ -235,11 +234,11 @@ def dhu_kernel(
     q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr, AHEAD: gl.constexpr,
+    V_FIRST: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, PACKED)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK)
-    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0)
+    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, APART)
     if HAS_G or HAS_GK:
         gl.warp_specialize(
             [(_walk, (items, ring, out, scale, OF_STATE, AHEAD)),
@@ -288,6 +287,13 @@ def stages_of(K: int, items: int, sms: int, crowded: bool = False) -> int:
     return (STAGES_OF_MANY if crowded or 5 * sms <= 6 * items else STAGES)[K]
 
 
+def apart(K: int, stages: int, states: int) -> bool:
+    """Whether so many states, dht and dh0, have buffers of their own: beside the ring, dh and dv2, and 3 KB
+    for gates and barriers. With three stages of K = 128 they have not, but then a program has one item."""
+    ring, ours, state = stages * 64 * (3 * K + 128) * 2, 64 * (K + 64) * 2, 64 * K * 4
+    return ring + ours + states * state <= 224 * 1024
+
+
 def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """`sms`: the SMs to make a schedule for; 0: those of the device."""
     B, T, H, K = args["q"].shape
@@ -308,7 +314,8 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
     # The states at both ends; without one its descriptor is unused.
     ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None] or [dh_desc]
     items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
-    crowded = g is not None and gk is not None and (dht is not None or dh0 is not None)
+    states = (dht is not None) + (dh0 is not None)
+    stages = stages_of(K, items, sms, g is not None and gk is not None and states > 0)
 
     def or_other(t: Tensor | None) -> Tensor:
         return dv2 if t is None else t
@@ -321,8 +328,9 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
-        K, stages_of(K, items, sms, crowded), accumulator_layout(K), bounds is not None,
-        g is not None, gk is not None, dht is not None, dh0 is not None, v_first, g is None and K < 256,
+        K, stages, accumulator_layout(K), bounds is not None,
+        g is not None, gk is not None, dht is not None, dh0 is not None, v_first,
+        apart(K, stages, states), g is None and K < 256,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return dh, dh0, dv2

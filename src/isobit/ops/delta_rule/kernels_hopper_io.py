@@ -204,13 +204,16 @@ def load_gates(items, ring, g, gk, scale, unit):
 @record
 class Out:
     """Outputs: dh and dv2 have a buffer each, which a *storer* warp each stores by TMA. `full` and `free`:
-    barriers of the buffers of dh and dv2. The walker does not store by itself, because the fence that TMA
-    needs would wait for the products in flight.
+    barriers of the buffers of dh, dv2 and dh0. The walker does not store by itself, because the fence that
+    TMA needs would wait for the products in flight.
 
     The states at the ends of a sequence pass through shared memory too: dht before its first turn, dh0 after
-    its last. Beside three stages of the ring there is room for one state in fp32, so the buffers of dh and
-    dv2 are parts of it. The storer of dv2, which the walker fills last, moves these states. `given`: dht has
-    arrived; `taken`: the walker has it."""
+    its last. The storer of dv2, which the walker fills last, moves these states. `given`: dht has arrived;
+    `taken`: the walker has it.
+
+    APART: each of these states has a buffer of its own. Then dht of an item is loaded, and dh0 of an item
+    leaves, while the walker is at another item. Otherwise there is room for one state in fp32, of which the
+    buffers of dh and dv2 are parts, and the walker waits for both."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
@@ -218,7 +221,8 @@ class Out:
     dh0_desc: tma.tensor_descriptor
     dh: gl.shared_memory_descriptor
     dv2: gl.shared_memory_descriptor
-    state: gl.shared_memory_descriptor
+    dht: gl.shared_memory_descriptor
+    dh0: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     given: gl.shared_memory_descriptor
@@ -227,25 +231,35 @@ class Out:
     V_FIRST: gl.constexpr
     HAS_DHT: gl.constexpr
     HAS_DH0: gl.constexpr
+    APART: gl.constexpr
 
     @gluon.jit
     def create(
         dh_desc, dv2_desc, dht_desc, dh0_desc, dv2_at,
         K: gl.constexpr, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
+        APART: gl.constexpr,
     ):  # fmt: skip
         of_dh: gl.constexpr = dh_desc.block_type.shape
         of_dv2: gl.constexpr = dv2_desc.block_type.shape
-        if HAS_DHT or HAS_DH0:
-            state = gl.allocate_shared_memory(gl.float32, dh0_desc.block_type.shape, dh0_desc.layout)
-            dh = reinterpreted(state, dh_desc.dtype, [2] + of_dh, dh_desc.layout).index(0)
-            dv2 = reinterpreted(state, dv2_desc.dtype, [K // 32] + of_dv2, dv2_desc.layout).index(K // 64)
-        else:
+        of_state: gl.constexpr = dh0_desc.block_type.shape
+        if APART:
             dh = gl.allocate_shared_memory(dh_desc.dtype, of_dh, dh_desc.layout)
             dv2 = gl.allocate_shared_memory(dv2_desc.dtype, of_dv2, dv2_desc.layout)
-            state = dh  # unused
-        full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
+            dht = dh  # unused without these states
+            dh0 = dh
+            if HAS_DHT:
+                dht = gl.allocate_shared_memory(gl.float32, of_state, dht_desc.layout)
+            if HAS_DH0:
+                dh0 = gl.allocate_shared_memory(gl.float32, of_state, dh0_desc.layout)
+        else:
+            dht = gl.allocate_shared_memory(gl.float32, of_state, dht_desc.layout)
+            dh0 = dht
+            dh = reinterpreted(dht, dh_desc.dtype, [2] + of_dh, dh_desc.layout).index(0)
+            dv2 = reinterpreted(dht, dv2_desc.dtype, [K // 32] + of_dv2, dv2_desc.layout).index(K // 64)
+        BUFFERS: gl.constexpr = 3 if HAS_DH0 else 2
+        full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(BUFFERS):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(free.index(i), count=1)
         given = full  # unused without dht
@@ -257,8 +271,8 @@ class Out:
             mbarrier.init(taken.index(0), count=1)
             fence_async_shared()
         return Out(
-            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, state, full, free, given, taken, dv2_at,
-            V_FIRST, HAS_DHT, HAS_DH0,
+            dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, dv2_at,
+            V_FIRST, HAS_DHT, HAS_DH0, APART,
         )  # fmt: skip
 
     @gluon.jit
@@ -272,7 +286,7 @@ class Out:
     def take_last(self, turn, OF_STATE: gl.constexpr):
         """E = -dht of an item."""
         mbarrier.wait(self.given.index(0), turn)
-        dht = self.of_walker(self.state).load(OF_STATE)
+        dht = self.of_walker(self.dht).load(OF_STATE)
         mbarrier.arrive(self.taken.index(0))
         return -dht
 
@@ -284,13 +298,17 @@ class Out:
         mbarrier.arrive(self.full.index(0))
 
     @gluon.jit
-    def put_first(self, E, dh_turn, dv_turn):
-        """dh0 = -E of an item. Returns when it has left: the next dh takes its place."""
-        mbarrier.wait(self.free.index(0), dh_turn ^ 1)
-        mbarrier.wait(self.free.index(1), dv_turn ^ 1)
-        self.of_walker(self.state).store(-E)
-        mbarrier.arrive(self.full.index(1))
-        mbarrier.wait(self.free.index(1), dv_turn)
+    def put_first(self, E, turn, dh_turn, dv_turn):
+        """dh0 = -E of an item. Unless APART it returns when dh0 has left: the next dh takes its place."""
+        if self.APART:
+            mbarrier.wait(self.free.index(2), turn ^ 1)
+        else:
+            mbarrier.wait(self.free.index(0), dh_turn ^ 1)
+            mbarrier.wait(self.free.index(1), dv_turn ^ 1)
+        self.of_walker(self.dh0).store(-E)
+        mbarrier.arrive(self.full.index(2))
+        if not self.APART:
+            mbarrier.wait(self.free.index(2), turn)
 
     @gluon.jit
     def put_rows(self, items, X, turn, hv, column, row, left, LAST: gl.constexpr):
@@ -341,24 +359,38 @@ def store_states(items, out, K: gl.constexpr):
 
 
 @gluon.jit
+def _load_last(items, out, t, K: gl.constexpr):
+    """Ask for dht of item t, if there is one."""
+    if t < items.count():
+        n, hv, column, _, _, _ = items.item(t)
+        row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
+        mbarrier.expect(out.given.index(0), out.dht_desc.block_type.nbytes)
+        tma_load(out.dht_desc, [row, left], out.given.index(0), out.dht)
+
+
+@gluon.jit
 def store_rows(items, out, K: gl.constexpr):
     """The storer of dv2, of chunks with 64 tokens, and of dh0; and the loader of dht."""
     turn = gl.to_tensor(0)
     dh_turn = gl.to_tensor(0)
     item_turn = gl.to_tensor(0)
+    if out.HAS_DHT and out.APART:
+        _load_last(items, out, gl.program_id(0), K)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
         n, hv, column, first, tokens, _ = items.item(t)
         full = tokens // CHUNK
-        row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
         if out.HAS_DHT:
-            mbarrier.wait(out.free.index(0), dh_turn ^ 1)  # dh of the previous item has left
-            mbarrier.expect(out.given.index(0), out.dht_desc.block_type.nbytes)
-            tma_load(out.dht_desc, [row, left], out.given.index(0), out.state)
+            if not out.APART:
+                mbarrier.wait(out.free.index(0), dh_turn ^ 1)  # dh of the previous item has left
+                dh_turn = dh_turn ^ (gl.cdiv(tokens, CHUNK) & 1)
+                _load_last(items, out, t, K)
             mbarrier.wait(out.taken.index(0), item_turn)
-            dh_turn = dh_turn ^ (gl.cdiv(tokens, CHUNK) & 1)
-            item_turn = item_turn ^ 1
+            if out.APART:
+                _load_last(items, out, t + gl.num_programs(0), K)
         for i in range(full):
             start = first + (full - 1 - i) * CHUNK
             turn = _store(out, out.dv2_desc, start, hv * items.V + column, out.dv2, turn, 1)
         if out.HAS_DH0:
-            turn = _store(out, out.dh0_desc, row, left, out.state, turn, 1)
+            row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
+            _store(out, out.dh0_desc, row, left, out.dh0, item_turn, 2)
+        item_turn = item_turn ^ 1
