@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.arch import sm_count
+from isobit.blocks.hopper_bias import in_words, multiply_add
 from isobit.blocks.hopper_lse import COLUMNS, Slots
 from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
@@ -130,10 +131,12 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
         base = gl.load(slab.weights + row)[:, None]
         a = gl.load(slab.weights + slab.capacity + row)[:, None]
         acc = gl.zeros((ROWS, _COLUMNS), gl.float32, slab.LAYOUT)
-        acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
         if slab.HAS_BIAS:
-            bias = gl.load(slab.bias + slab.first + column, mask=column < slab.V, other=0.0)
-            acc += bias.to(gl.float32)[None, :]
+            bias = slab.bias + slab.first
+            z, stage, phase = multiply_add(pipe, acc, bias, n, slab.V, stage, phase, WHICH)
+            acc = gl.convert_layout(gl.reshape(z, (ROWS, _COLUMNS)), slab.LAYOUT, assert_trivial=True)
+        else:
+            acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
         if slab.ROUND is not None:
             acc = acc.to(slab.ROUND).to(gl.float32)
         u = gl.fma(acc, scale, -base)
@@ -266,6 +269,8 @@ def linear_logp_bwd(
     if hidden.numel() == 0:
         wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
         return tuple(torch.zeros_like(t, dtype=grad_dtype) if want else None for t, want in wanted)
+    if bias is not None:
+        args["bias"] = in_words(bias, V)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
     # Sums over tokens need all rows, packed; dH alone needs neither.
