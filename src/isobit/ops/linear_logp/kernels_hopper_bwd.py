@@ -17,6 +17,7 @@ from these, and no logits are recomputed.
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -210,23 +211,39 @@ def kept_kernel(
     tl.store(to, dz.to(out.dtype.element_ty), mask=(n < width)[:, None])
 
 
+@triton.jit
+def _in_order(total, groups):
+    """Add four groups one after another. They are by (column, lower bit of the group, higher bit)."""
+    low, high = tl.split(groups)
+    g0, g1 = tl.split(low)
+    g2, g3 = tl.split(high)
+    return total + g0 + g1 + g2 + g3
+
+
 @triton_kernel
 def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK: tl.constexpr):
     """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16 rows, row r is
     added to r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. The
     row stride of dz is `stride` tiles of 256, so that whole blocks of columns can be read. GOES_ON: continue
-    the sums that are in dbias."""
+    the sums that are in dbias.
+
+    128 rows are loaded at a time, to have enough in flight, in an order in which a thread gets all rows of a
+    group of 16: only sums of groups go from thread to thread. Missing rows are 0 and change no sum."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
     if GOES_ON:
         total = tl.load(dbias + j, mask=j < columns, other=0.0)
-    for first in range(0, rows, 16):
-        i = first + tl.arange(0, 16)
+    place = tl.arange(0, 128)
+    for first in range(0, rows, 128):
+        i = first + place % 8 * 16 + place // 8
         at = tl.multiple_of(dz + i.to(tl.int64)[:, None] * (stride * 256) + j[None, :], (1, 16))
         values = tl.load(at, mask=(i < rows)[:, None], other=0.0)
-        by_bits = tl.reshape(values.to(tl.float32), (2, 2, 2, 2, BLOCK))  # of the row: 8, 4, 2, 1
-        total += tl.sum(tl.sum(tl.sum(tl.sum(by_bits, 0), 1), 1), 0)
+        by_bits = tl.reshape(values.to(tl.float32), (2, 2, 2, 2, 8, BLOCK))  # of the row: 8, 4, 2, 1
+        sums = tl.sum(tl.sum(tl.sum(tl.sum(by_bits, 0), 1), 1), 0)
+        groups = tl.permute(tl.reshape(sums, (2, 2, 2, BLOCK)), (3, 2, 1, 0))  # of the group: 1, 2, 4
+        low, high = tl.split(groups)
+        total = _in_order(_in_order(total, low), high)
     tl.store(dbias + j, total.to(dbias.dtype.element_ty), mask=j < columns)
 
 
