@@ -21,6 +21,9 @@ from torch import Tensor
 PATIENCE_S = 20.0
 F32 = np.float32
 
+_BITS_OF = {torch.float16: np.float16}
+_WORDS: dict[Any, torch.dtype] = {np.int32: torch.int32, "int64": torch.int64}
+
 
 class Array(np.ndarray):
     """A tile, or a number."""
@@ -33,6 +36,8 @@ class Array(np.ndarray):
 
     def to(self, kind: Any, bitcast: bool = False) -> "Array":
         if isinstance(kind, torch.dtype):
+            if bitcast and self.dtype == np.int16:
+                return array(self.view(_BITS_OF[kind]).astype(F32))
             return self if bitcast else rounded(self, kind)
         return self.view(kind) if bitcast else self.astype(kind)
 
@@ -58,6 +63,16 @@ class Pointer:
     def __add__(self, more: Any) -> "Pointer":
         return Pointer(self.base, self.at + np.asarray(more, dtype=np.int64))
 
+    @property
+    def dtype(self) -> Any:
+        kind = self.base.dtype
+        return SimpleNamespace(element_ty=F32 if kind == torch.float32 else kind)
+
+    def to(self, kind: torch.dtype) -> "Pointer":
+        """To larger words: whole ones from here on. PyTorch refuses what is not aligned to them."""
+        rest = self.base.view(-1)[int(self.at) :]
+        return Pointer(rest[: rest.nbytes // kind.itemsize * kind.itemsize // rest.itemsize].view(kind))
+
 
 class Barrier:
     """As many arrivals as `count` and all expected bytes complete a phase."""
@@ -67,7 +82,7 @@ class Barrier:
         self.done = self.bytes = 0
 
     def init(self, count: int) -> None:
-        self.count = self.left = count
+        self.count = self.left = int(count)
 
     def update(self, arrivals: int, nbytes: int) -> None:
         with self.changed:
@@ -227,6 +242,7 @@ class Device:
             warp_specialize=self.specialize, SliceLayout=lambda *rest: None,
             DotOperandLayout=lambda *rest: None, float32=F32, int32=np.int32, uint32=np.uint32,
             int16=np.int16, int64="int64", bfloat16=torch.bfloat16, float16=torch.float16,
+            pointer_type=lambda kind: _WORDS[kind],
         )  # fmt: skip
 
     # Units beside the threads
@@ -255,7 +271,8 @@ class Device:
         while len(pending) > left:
             one = pending.pop(0)
             a, b = (x.read() if hasattr(x, "read") else x for x in (one.a, one.b))
-            acc = np.asarray(one.acc if one.use_acc else np.zeros_like(one.acc))
+            acc = one.acc.found if isinstance(one.acc, Pending) else one.acc  # products end in their order
+            acc = np.asarray(acc if one.use_acc else np.zeros_like(acc))
             one.found = array(self.do.product(np.asarray(a), np.asarray(b), acc, None))
         found = tuple(d.found if isinstance(d, Pending) and d.found is not None else d for d in deps)
         return found[0] if len(found) == 1 else found
@@ -289,7 +306,8 @@ class Device:
             "warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.multiply_wait,
             "reinterpreted": Shared.reinterpret,
             "mbarrier": SimpleNamespace(
-                wait=lambda bar, parity: bar.wait(parity), arrive=lambda bar: bar.update(1, 0),
+                wait=lambda bar, parity: bar.wait(parity),
+                arrive=lambda bar, pred=True: bar.update(1, 0) if pred else None,
                 expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
                 MBarrierLayout=lambda: None,
             ),

@@ -79,6 +79,12 @@ def in_words(t: Tensor, stride: int) -> None:
     assert t.data_ptr() % 16 == 0 and stride * t.element_size() % 16 == 0
 
 
+def biases(t: Tensor, V: int) -> Tensor:
+    """The first V of them. A kernel reads words of two."""
+    assert t.data_ptr() % (2 * t.element_size()) == 0 and len(t) >= whole(V, 2)
+    return t[:V]
+
+
 def whole(size: int, box: int) -> int:
     return -(-size // box) * box
 
@@ -182,7 +188,7 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
         own = slice(64 * part, max(64 * part, min(64 * part + 64, count)))
         z = (loaded(hidden[own], 64, K) @ weight.t())[: own.stop - own.start, : k.V]
         if k.HAS_BIAS:
-            z += k.bias
+            z += biases(k.bias, k.V)
         if k.ROUND is not None:
             z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
         token, scale = k.ids[own, None], k.scales[own, None]
@@ -264,7 +270,7 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
     z = product(loaded(hidden, rows, K), loaded(weight, columns, K).t())
     if k.HAS_BIAS:
         assert_apart(out, k.bias)
-        z[:, : k.V] += k.bias[k.first : k.first + k.V]
+        z[:, : k.V] += biases(k.bias, k.first + k.V)[k.first :]
     if k.ROUND is not None:
         z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
     base, a, b, g = weights[:, :, None]

@@ -196,15 +196,28 @@ def column_sums(dz: np.ndarray, strides: tuple[int, ...]) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("columns", [512, 200, 511])
-def test_the_bias_is_summed_as_the_page_says(columns: int) -> None:
+def gradients(rows: int, columns: int) -> Tensor:
     gen = torch.Generator().manual_seed(columns)
-    dz = (
-        torch.randn(64, 512, generator=gen) * 2.0 ** torch.randint(-12, 6, (64, 512), generator=gen)
-    ).bfloat16()
-    dbias, count, rows = torch.full((columns,), torch.nan), torch.tensor([37], dtype=torch.int32), dz[:37]
+    scale = 2.0 ** torch.randint(-12, 6, (rows, 512), generator=gen)
+    return (torch.randn(rows, 512, generator=gen) * scale).bfloat16()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(37, 512), (37, 200), (37, 511), (128, 64), (300, 70), (0, 9)])
+def test_the_bias_is_summed_as_the_page_says(rows: int, columns: int) -> None:
+    """Also where rows fill a step of 128, or end in the middle of the third."""
+    dz = gradients(rows + 27, columns)
+    dbias, count = torch.full((columns,), torch.nan), torch.tensor([rows], dtype=torch.int32)
     backward.sum_bias(dbias, dz[:, :columns], count, False, ptx.execute)
-    exact = rows.float().numpy()[:, :columns]
+    exact = dz[:rows].float().numpy()[:, :columns]
     assert differing(dbias.numpy(), column_sums(exact, (8, 2, 1, 4))) == 0
-    for other in ((8, 4, 2, 1), (1, 2, 4, 8), (8, 2, 4, 1)):
+    for other in ((8, 4, 2, 1), (1, 2, 4, 8), (8, 2, 4, 1)) if rows else ():
         assert differing(dbias.numpy(), column_sums(exact, other)) > 0.02 * columns
+
+
+def test_sums_of_the_bias_go_on_in_the_next_chunk() -> None:
+    dz, columns = gradients(512 + 300, 70), 70
+    dbias = torch.full((columns,), torch.nan)
+    for first, end in ((0, 512), (512, 812)):
+        count = torch.tensor([end - first], dtype=torch.int32)
+        backward.sum_bias(dbias, dz[first:end, :columns], count, first > 0, ptx.execute)
+    assert differing(dbias.numpy(), column_sums(dz.float().numpy()[:, :columns], (8, 2, 1, 4))) == 0

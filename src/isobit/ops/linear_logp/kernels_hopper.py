@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.arch import sm_count
+from isobit.blocks.hopper_bias import in_words, multiply_add
 from isobit.blocks.hopper_lse import (
     COLUMNS,
     LANES,
@@ -120,11 +121,12 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
         picked = gl.zeros((ROWS, 4), gl.float32, LANES)
         for n in range(first, end):
             acc = gl.zeros((ROWS, _COLUMNS), gl.float32, fold.LAYOUT)
-            acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
-            z = as_lanes(acc)
-            column = columns_of(n)
             if fold.HAS_BIAS:
-                z += gl.load(fold.bias + column, mask=column < fold.V, other=0.0).to(gl.float32)
+                z, stage, phase = multiply_add(pipe, acc, fold.bias, n, fold.V, stage, phase, WHICH)
+            else:
+                acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
+                z = as_lanes(acc)
+            column = columns_of(n)
             if fold.ROUND is not None:
                 z = z.to(fold.ROUND).to(gl.float32)
             if (n + 1) * _COLUMNS > fold.V:
@@ -258,6 +260,8 @@ def linear_logp(
     tile = TILE_STAGED if keep else tile_for(N, V, sms)
     kept = kept_base = queued = None
     tiles = -(-V // COLUMNS)
+    if bias is not None:
+        bias = in_words(bias, V)
     if into is not None:
         kept, kept_base, queued = into
     elif keep:

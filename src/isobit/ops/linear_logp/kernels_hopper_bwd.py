@@ -17,10 +17,12 @@ from these, and no logits are recomputed.
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from isobit.arch import sm_count
+from isobit.blocks.hopper_bias import in_words, multiply_add
 from isobit.blocks.hopper_lse import COLUMNS, Slots
 from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
@@ -130,10 +132,12 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
         base = gl.load(slab.weights + row)[:, None]
         a = gl.load(slab.weights + slab.capacity + row)[:, None]
         acc = gl.zeros((ROWS, _COLUMNS), gl.float32, slab.LAYOUT)
-        acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
         if slab.HAS_BIAS:
-            bias = gl.load(slab.bias + slab.first + column, mask=column < slab.V, other=0.0)
-            acc += bias.to(gl.float32)[None, :]
+            bias = slab.bias + slab.first
+            z, stage, phase = multiply_add(pipe, acc, bias, n, slab.V, stage, phase, WHICH)
+            acc = gl.convert_layout(gl.reshape(z, (ROWS, _COLUMNS)), slab.LAYOUT, assert_trivial=True)
+        else:
+            acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
         if slab.ROUND is not None:
             acc = acc.to(slab.ROUND).to(gl.float32)
         u = gl.fma(acc, scale, -base)
@@ -207,23 +211,39 @@ def kept_kernel(
     tl.store(to, dz.to(out.dtype.element_ty), mask=(n < width)[:, None])
 
 
+@triton.jit
+def _in_order(total, groups):
+    """Add four groups one after another. They are by (column, lower bit of the group, higher bit)."""
+    low, high = tl.split(groups)
+    g0, g1 = tl.split(low)
+    g2, g3 = tl.split(high)
+    return total + g0 + g1 + g2 + g3
+
+
 @triton_kernel
 def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK: tl.constexpr):
     """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16 rows, row r is
     added to r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. The
     row stride of dz is `stride` tiles of 256, so that whole blocks of columns can be read. GOES_ON: continue
-    the sums that are in dbias."""
+    the sums that are in dbias.
+
+    128 rows are loaded at a time, to have enough in flight, in an order in which a thread gets all rows of a
+    group of 16: only sums of groups go from thread to thread. Missing rows are 0 and change no sum."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
     if GOES_ON:
         total = tl.load(dbias + j, mask=j < columns, other=0.0)
-    for first in range(0, rows, 16):
-        i = first + tl.arange(0, 16)
+    place = tl.arange(0, 128)
+    for first in range(0, rows, 128):
+        i = first + place % 8 * 16 + place // 8
         at = tl.multiple_of(dz + i.to(tl.int64)[:, None] * (stride * 256) + j[None, :], (1, 16))
         values = tl.load(at, mask=(i < rows)[:, None], other=0.0)
-        by_bits = tl.reshape(values.to(tl.float32), (2, 2, 2, 2, BLOCK))  # of the row: 8, 4, 2, 1
-        total += tl.sum(tl.sum(tl.sum(tl.sum(by_bits, 0), 1), 1), 0)
+        by_bits = tl.reshape(values.to(tl.float32), (2, 2, 2, 2, 8, BLOCK))  # of the row: 8, 4, 2, 1
+        sums = tl.sum(tl.sum(tl.sum(tl.sum(by_bits, 0), 1), 1), 0)
+        groups = tl.permute(tl.reshape(sums, (2, 2, 2, BLOCK)), (3, 2, 1, 0))  # of the group: 1, 2, 4
+        low, high = tl.split(groups)
+        total = _in_order(_in_order(total, low), high)
     tl.store(dbias + j, total.to(dbias.dtype.element_ty), mask=j < columns)
 
 
@@ -266,6 +286,8 @@ def linear_logp_bwd(
     if hidden.numel() == 0:
         wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
         return tuple(torch.zeros_like(t, dtype=grad_dtype) if want else None for t, want in wanted)
+    if bias is not None:
+        args["bias"] = in_words(bias, V)
     rows = rows_for_tma(hidden)
     N, D = rows.shape
     # Sums over tokens need all rows, packed; dH alone needs neither.

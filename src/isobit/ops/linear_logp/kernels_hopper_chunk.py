@@ -25,6 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from isobit.blocks.hopper_bias import in_words
 from isobit.blocks.hopper_lse import Slots
 from isobit.blocks.hopper_pipe import triton_kernel
 from isobit.blocks.hopper_product import pack, sum_into
@@ -133,6 +134,8 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
     weight, memory, queue, rows = (args[name] for name in ("weight", "memory", "queue", "queue_rows"))
     dhidden, dweight, dbias, queued = (args[name] for name in ("dhidden", "dweight", "dbias", "queued"))
     V, D = weight.shape
+    if args["bias"] is not None:
+        args["bias"] = in_words(args["bias"], V)
     N, first_row, last = args["token_ids"].numel(), args["first_row"], args["last"]
     over_tokens = dweight is not None or dbias is not None
     queues = over_tokens and not (args["first"] and last)
