@@ -124,7 +124,9 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
             if fold.HAS_BIAS:
                 z, stage, phase = multiply_add(pipe, acc, fold.bias, n, fold.V, stage, phase, WHICH)
             else:
-                acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
+                # The first step overwrites what is in the registers, so nothing sets them to zero.
+                acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+                acc, stage, phase = pipe.go_on(acc, pipe.steps - 1, stage, phase, WHICH)
                 z = as_lanes(acc)
             column = columns_of(n)
             if fold.ROUND is not None:
