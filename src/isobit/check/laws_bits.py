@@ -1,6 +1,7 @@
 """The laws of bits. Equal bits prove something only if other bits were possible. So the invariant law has
 controls in every run: changes that must alter bits."""
 
+import time
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,12 +23,16 @@ from isobit.check.units import units_of
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
+#: Calls that are under way on two streams, and seconds that they may take.
+CALLS, PATIENCE_S = 64, 60.0
+
 
 def repeatable(trial: Trial) -> list[OutputCheck]:
     """The same call gives the same bits, forward and backward: also from the third call on, when recorded
     launches may be repeated, and in other memory, since the results of earlier calls are still alive. And a
     call reads what its tensors hold now: it does not return the results of what they held before. It may also
-    be the first call of its thread, in which no context of the GPU is current yet."""
+    be the first call of its thread, in which no context of the GPU is current yet, or one of many that are
+    under way on two streams."""
     args = trial.args()
     first, *others = (trial.backward(args) for _ in range(4))
     _of_these_contents(trial, args)
@@ -38,7 +43,10 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
         for which, run in runs
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
-    return checks + _first_of_its_thread(trial, args)
+    checks += _first_of_its_thread(trial, args)
+    if trial.device.type == "cuda" and not (trial.case.heavy or trial.case.gpu_gb):
+        checks += _side_by_side(trial, args)
+    return checks
 
 
 def _first_of_its_thread(trial: Trial, args: Args) -> list[OutputCheck]:
@@ -50,6 +58,30 @@ def _first_of_its_thread(trial: Trial, args: Args) -> list[OutputCheck]:
     ) as thread:
         there = thread.submit(trial.call, cloned(args)).result()
     return _compare_runs(trial, (there, {}), (here, {}), "in a thread of its own against this one")
+
+
+def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
+    """Calls on two streams in turn, without waiting for any. Their kernels compete for the SMs: programs that
+    wait for one another may wait for one that cannot start. And calls must not share memory."""
+    alone = trial.forward(args)
+    streams = [torch.cuda.Stream(trial.device) for _ in range(2)]
+    torch.cuda.synchronize(trial.device)
+    runs, ends = [], []
+    for i in range(CALLS):
+        with torch.cuda.stream(streams[i % 2]):
+            runs.append(trial.call(args))
+    for stream in streams:
+        ends.append(torch.cuda.Event())
+        ends[-1].record(stream)
+    late = time.monotonic() + PATIENCE_S
+    while not all(end.query() for end in ends):
+        if time.monotonic() > late:
+            raise LawBroken(f"{CALLS} calls on two streams do not end: after {PATIENCE_S:g} s they still run")
+        time.sleep(0.001)
+    pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
+    others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]
+    what = f"{len(others)} of {CALLS} calls on two streams against one alone"
+    return _compare_runs(trial, ((others or runs)[-1], {}), (alone, {}), what)
 
 
 def _apart(trial: Trial, runs: Sequence[Run]) -> None:
