@@ -56,7 +56,7 @@ def compiled() -> dict[str, str]:
     ("kernel", "loads", "stores"),
     [
         ("pack_kernel", 16, 16), ("unpack_kernel", 32, 16), ("blank_kernel", 0, 16), ("kept_kernel", 4, 2),
-        ("bias_kernel", 2, 0), ("compact_kernel", 0, 6), ("take_kernel", 16, 16), ("move_kernel", 8, 8),
+        ("bias_kernel", 16, 0), ("compact_kernel", 0, 6), ("take_kernel", 16, 16), ("move_kernel", 8, 8),
         ("clear_kernel", 0, 16),
     ],
 )  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_page_looks_well(browser: Chromium, shown: Path, width: int, dark: boo
     tab, wrong = looked_at(browser, shown, width, dark)
     assert wrong == []
     closed = tab.run("document.querySelectorAll('details:not([open])').length")
-    assert closed > 50 and tab.run("document.querySelectorAll('section').length") == 7
+    assert closed > 20 and tab.run("document.querySelectorAll('section').length") == 7
     tab.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert tab.run(LOOK) == []
     papers = tab.run("getComputedStyle(document.body).backgroundColor")
