@@ -183,6 +183,13 @@ class Device:
                 p.base.view(-1)[at] = found + int(x)
             return array(found, np.int32)
 
+        def atomic_xchg(p: Pointer, x: Any, sem: str) -> Array:
+            with self.released:
+                found = load(p)
+                store(p, x)
+                self.released.notify_all()
+            return found
+
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
                 return array(args[0].real), array(args[0].imag)
@@ -193,11 +200,6 @@ class Device:
                     there = self.released.wait_for(lambda: load(args[0]) >= args[1], PATIENCE_S)
                 assert there, "nobody hands on"
                 return load(args[0])
-            if text.startswith("st.release.gpu.global.s32 [$1], $2;"):
-                with self.released:
-                    store(args[0], args[1])
-                    self.released.notify_all()
-                return args[1]
             assert text.startswith("cvt.rn.") and text.endswith("$0, $2, $1;"), text
             kind = torch.bfloat16 if "bf16x2" in text else torch.float16
             word = np.empty(args[0].shape, np.complex64)
@@ -220,7 +222,7 @@ class Device:
             static_range=range, constexpr=None,
             minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
-            atomic_add=atomic_add,
+            atomic_add=atomic_add, atomic_xchg=atomic_xchg,
             arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
             expand_dims=lambda x, axis: array(np.expand_dims(x, axis)),
             full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),

@@ -21,8 +21,8 @@ Memory of a call:
     sums     [parts, splits, 3, 64, 4]   m, s and t of the lanes of a part's 64 rows
 
 Every thread reads the sums that the same thread of another program has stored, and stores its own there. The
-threads of a multiplier meet at a barrier behind their stores, and then release `folded`; a thread acquires it
-before it reads.
+threads of a multiplier meet at a barrier behind their stores, and then one of them releases `folded`; every
+thread acquires it before it reads.
 """
 
 from isobit.blocks.hopper_lse import LANES, SPLITS
@@ -50,7 +50,6 @@ setp.lt.s32 early, found, $2;
 bar.warp.sync 0xffffffff;
 mov.s32 $0, found;
 }""")
-_RELEASE = gl.constexpr("st.release.gpu.global.s32 [$1], $2; mov.s32 $0, $2;")
 
 
 def numbers_of(N: int) -> int:
@@ -139,8 +138,9 @@ class Pieces:
         if self.ENTROPY:
             gl.store(at + 2 * ROWS * 4, t)
         barrier()
-        done = [self.folded + part * _SPLITS + split, tiles]
-        gl.inline_asm_elementwise(_RELEASE, "=r,l,r", done, gl.int32, False, 1)
+        # By one thread: if all of them stored it, a slow one would do so after the next piece, and take its
+        # number back. Nobody would go on from there.
+        gl.atomic_xchg(self.folded + part * _SPLITS + split, tiles, sem="release")
 
 
 @gluon.jit
