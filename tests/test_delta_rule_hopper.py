@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention_on_a_cpu import slowed
-from gluon_on_a_cpu import F32, Array, Barrier, Device, Pending, Shared, array
+from gluon_on_a_cpu import F32, Array, Barrier, Device, Shared, array
 from isobit.blocks import hopper_pipe
 from isobit.ops.delta_rule import kernels_hopper, kernels_hopper_io, reference
 
@@ -85,14 +85,6 @@ class Walked(Device):
         gl = super().language()
         gl.allocate_shared_memory, gl.BlockedLayout = allocate, lambda *rest: None
         return gl
-
-    def multiply_wait(self, left: int, deps: Any) -> Any:
-        """A product may add to one in flight."""
-        for one in self.mine.pending[: len(self.mine.pending) - left]:
-            if isinstance(one.acc, Pending):
-                super().multiply_wait(len(self.mine.pending) - self.mine.pending.index(one), ())
-                one.acc = one.acc.found
-        return super().multiply_wait(left, deps)
 
     def store_box(self, desc: Any, where: list[Any], room: Room) -> None:
         self.stores.__dict__.setdefault("begun", []).append((desc.tensor, [int(i) for i in where], room))

@@ -91,7 +91,8 @@ def test_a_sequence_finds_the_advantage_that_its_group_gives_it(found: dict[str,
 
 @pytest.mark.parametrize("name", grpo_loss_calls.WRONG_BOUNDS)
 def test_wrong_boundaries_give_no_sequence_an_advantage(found: dict[str, Any], name: str) -> None:
-    assert found["folded"][name].shape == (9,) and found["folded"][name].isnan().all()
+    many = 300 if name in grpo_loss_calls.FAR else 9
+    assert found["folded"][name].shape == (many,) and found["folded"][name].isnan().all()
 
 
 @pytest.mark.parametrize("name", grpo_loss_calls.gradient_calls())

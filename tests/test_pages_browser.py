@@ -68,7 +68,10 @@ def test_a_page_looks_well(browser: Chromium, shown: Path, width: int, dark: boo
     tab, wrong = looked_at(browser, shown, width, dark)
     assert wrong == []
     closed = tab.run("document.querySelectorAll('details:not([open])').length")
-    assert closed > 20 and tab.run("document.querySelectorAll('section').length") == 7
+    saved = [(name, row) for name in FILES for row in read_report(RESULTS / name).get("rows", ())]
+    cases = {(name, row["op"], row["case"], row["direction"]) for name, row in saved}
+    assert tab.run("document.querySelectorAll('details.case').length") == len(cases) > 20
+    assert closed > len(cases) and tab.run("document.querySelectorAll('section').length") == 7
     tab.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert tab.run(LOOK) == []
     papers = tab.run("getComputedStyle(document.body).backgroundColor")

@@ -114,7 +114,7 @@ def test_long_rows_arrive_in_registers() -> None:
     """h and dout once, the weight twice, and so few registers that two programs fit in an SM."""
     ptx = ptx_of(backward, 1 << 15, 8192)["gradient_rows"]
     assert not counted(ptx, r"cp\.async\.c[ag]\.shared\.global")
-    assert counted(ptx, r"ld\.global") >= 4 * 8
+    assert 4 * 8 <= counted(ptx, r"ld\.global") <= 5 * 8  # and sums that wait for a neighbour
     assert counted(ptx, r"\.maxnreg\s+128\b")
 
 
