@@ -3,8 +3,9 @@
 Gluon has no interpreter. But a kernel is Python, and what it does with tiles, barriers and shared memory can
 be done by threads and arrays: each partition of `warp_specialize` is a thread, a copy by TMA happens as soon
 as it is asked for, and a product as late as it may, when it is waited for. So memory that is given away too
-early is overwritten before it is read, and a barrier that nobody completes is noticed. Arithmetic is that of
-the numpy model, layouts are nothing.
+early is overwritten before it is read, and a barrier that nobody completes is noticed. Programs run one after
+another, or side by side if they wait for one another. Arithmetic is that of the numpy model, layouts are
+nothing.
 """
 
 import inspect
@@ -158,11 +159,12 @@ class Pending:
 
 
 class Device:
-    """One program at a time of a kernel, with `product` and `fma` as an arithmetic has them."""
+    """Programs of a kernel, with `product` and `fma` as an arithmetic has them."""
 
     def __init__(self, do: Any, programs: int) -> None:
-        self.do, self.programs, self.places = do, programs, (0, 0)
-        self.mine = threading.local()
+        self.do, self.programs = do, programs
+        self.mine = threading.local()  # places: of the program that the thread belongs to
+        self.released = threading.Condition()  # memory was changed for programs that wait
 
     # Language
 
@@ -191,15 +193,28 @@ class Device:
         def atomic_add(p: Pointer, x: Any, sem: str) -> Array:
             at = int(p.at)
             assert 0 <= at < p.base.numel(), "added outside"
-            found = int(p.base.view(-1)[at])
-            p.base.view(-1)[at] = found + int(x)
+            with self.released:
+                found = int(p.base.view(-1)[at])
+                p.base.view(-1)[at] = found + int(x)
             return array(found, np.int32)
+
+        def atomic_xchg(p: Pointer, x: Any, sem: str) -> Array:
+            with self.released:
+                found = load(p)
+                store(p, x)
+                self.released.notify_all()
+            return found
 
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
                 return array(args[0].real), array(args[0].imag)
             if text == "rcp.approx.ftz.f32 $0, $1;":
                 return approximate_reciprocal(args[0])
+            if "ld.acquire.gpu.global.s32 found, [$1];" in text:
+                with self.released:
+                    there = self.released.wait_for(lambda: load(args[0]) >= args[1], PATIENCE_S)
+                assert there, "nobody hands on"
+                return load(args[0])
             assert text.startswith("cvt.rn.") and text.endswith("$0, $2, $1;"), text
             kind = torch.bfloat16 if "bf16x2" in text else torch.float16
             word = np.empty(args[0].shape, np.complex64)
@@ -218,10 +233,11 @@ class Device:
 
         return SimpleNamespace(
             to_tensor=array, num_programs=lambda axis: array(self.programs),
-            program_id=lambda axis: array(self.places[axis], np.int32), static_range=range, constexpr=None,
+            program_id=lambda axis: array(self.mine.places[axis], np.int32),
+            static_range=range, constexpr=None,
             minimum=lambda a, b: array(np.minimum(a, b)), maximum=lambda a, b: array(np.fmax(a, b)),
             cdiv=lambda a, b: -(-a // b), where=where, load=load, store=store, split=split,
-            atomic_add=atomic_add,
+            atomic_add=atomic_add, atomic_xchg=atomic_xchg,
             arange=lambda a, b, layout: array(np.arange(int(a), int(b), dtype=np.int32)),
             expand_dims=lambda x, axis: array(np.expand_dims(x, axis)),
             full=lambda shape, x, dtype, layout=None: array(np.full([int(n) for n in shape], x), dtype),
@@ -278,6 +294,16 @@ class Device:
         return found[0] if len(found) == 1 else found
 
     def specialize(self, work: Any, warps: Any, registers: Any) -> None:
+        places = self.mine.places
+
+        def placed(fn: Any, args: Any) -> None:
+            self.mine.places = places
+            fn(*args)
+
+        self._together([(placed, each) for each in work])
+
+    def _together(self, work: Any) -> None:
+        """Each of these (function, arguments) in a thread."""
         errors: list[BaseException] = []
 
         def guarded(fn: Any, args: Any) -> None:
@@ -325,14 +351,23 @@ class Device:
         scope.update(other)  # functions hold this very dict
         return scope
 
-    def run(self, scope: dict[str, Any], kernel: Any, args: Any, rows: int = 1) -> None:
-        """All programs, in `rows` rows of them."""
+    def run(
+        self, scope: dict[str, Any], kernel: Any, args: Any, rows: int = 1, together: bool = False
+    ) -> None:
+        """All programs, in `rows` rows of them; one after another unless `together`."""
         fn = FunctionType(kernel.fn.__code__, scope)
+
+        def program(x: int, y: int) -> None:
+            self.mine.places = (x, y)
+            fn(*map(_argument, args))
+
+        places = [(x, y) for y in range(rows) for x in range(self.programs)]
+        if together:
+            self._together([(program, place) for place in places])
+            return
         with np.errstate(all="ignore"):
-            for y in range(rows):
-                for x in range(self.programs):
-                    self.places = (x, y)
-                    fn(*map(_argument, args))
+            for place in places:
+                program(*place)
 
 
 def _record(cls: Any, scope: dict[str, Any]) -> Callable[..., Any]:

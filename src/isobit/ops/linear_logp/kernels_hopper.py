@@ -4,13 +4,16 @@ A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x
 logits, which stay in registers, into running sums (`isobit.blocks.hopper_lse`). With a mask the rows that
 count are packed first, so that the others cost nothing. Without a mask hidden states are read in place, and
 ranges of 64 rows in which every token is `ignore_index` are skipped. None of this affects a row's bits; nor
-does the tile height, which is 64 for few rows.
+does the tile height, which is 64 for few rows, nor whether a program computes whole splits of the vocabulary
+or pieces of them (`isobit.blocks.hopper_pieces`).
 
 If [N, V] fits in memory it also stores e = 2^((z - m) c) of every logit, and the m that was used, for the
 backward in `kernels_hopper_bwd`.
 """
 
-from typing import Any
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +32,11 @@ from isobit.blocks.hopper_lse import (
     fold_tile,
     pick,
     splits_of,
+    store_picked,
     store_split,
+    store_sums,
 )
+from isobit.blocks.hopper_pieces import Pieces, load_pieces, numbers_of, sums_of
 from isobit.blocks.hopper_pipe import (
     LOADER_REGISTERS,
     ROWS,
@@ -49,7 +55,7 @@ from isobit.blocks.hopper_pipe import (
     tma,
 )
 from isobit.blocks.hopper_product import pack
-from isobit.blocks.hopper_tiles import Tile
+from isobit.blocks.hopper_tiles import HBM_BYTES, Tile
 from isobit.blocks.launch import Launch, run
 from isobit.blocks.temperature import LOG2E
 
@@ -59,6 +65,16 @@ from isobit.blocks.temperature import LOG2E
 _FOLD = Tile(2, COLUMNS, 64, 4, False)
 _FOLD_FEW = Tile(1, COLUMNS, 64, 5, False)
 TILE_STAGED = Tile(2, COLUMNS, 64, 3, False)
+
+#: Programs share splits of at most so many rows, whose sums take 6 MB, where that saves this share of the
+#: time. A split then has at most so many pieces, or every tile is one.
+MOST_ROWS, SAVING, MOST_PIECES = 3840, 0.05, 6
+#: Of a tile, by multipliers: microseconds beside its product (one of two folds while the other multiplies),
+#: and how much longer it takes in a program of pieces, which reads less of what its neighbours read.
+FOLD_US, SHARED = {1: 1.0, 2: 0.0}, {1: 1.2, 2: 1.0}
+#: Of a piece beside its tiles: this share of a tile, or microseconds if it is a tile. Also microseconds from
+#: the sums of a tile to the sums of the next one in another program.
+HAND, HAND_US, CHAIN_US = 0.2, 3.0, 4.5
 
 _COLUMNS = gl.constexpr(COLUMNS)
 ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -82,6 +98,7 @@ class Fold:
     rows: gl.tensor
     shift: gl.tensor  # rows in `kept` before that of the first slot
     listed: gl.tensor  # parts of 64 rows with at least one row that counts, if LISTED
+    pieces: Pieces  # not touched unless PIECES
     capacity: gl.tensor
     V: gl.tensor
     LAYOUT: gl.constexpr
@@ -90,6 +107,7 @@ class Fold:
     ENTROPY: gl.constexpr
     KEEP: gl.constexpr
     LISTED: gl.constexpr
+    PIECES: gl.constexpr  # programs share splits
 
     @gluon.jit
     def keep(self, e, m, part, n, row, inside, tiles, WHICH: gl.constexpr):
@@ -102,13 +120,15 @@ class Fold:
 
 
 @gluon.jit
-def _fold_splits(WHICH: gl.constexpr, pipe, fold):
-    """A multiplying warpgroup of the forward: sums of its 64 rows over each of the program's splits."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
-        block, first, end, split = pipe.item(item)
+def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, stride):
+    """The sums of 64 rows over each of these items: splits, or the tickets of pieces."""
+    for item in range(begin, items, stride):
+        if fold.PIECES:
+            block, split, split_first, split_end, first, end = fold.pieces.piece(pipe, item)
+        else:
+            block, first, end, split = pipe.item(item)
         part = block * pipe.MULTIPLIERS + WHICH
+        place = part
         if fold.LISTED:
             part = gl.load(fold.listed + part)
         row = part * ROWS + gl.arange(0, ROWS, OF_ROWS)
@@ -134,27 +154,63 @@ def _fold_splits(WHICH: gl.constexpr, pipe, fold):
             if (n + 1) * _COLUMNS > fold.V:
                 z = gl.where(column < fold.V, z, float("-inf"))
             picked = pick(z, column, token, n, picked)
+            if fold.PIECES:
+                if (n == first) & (first > split_first):
+                    m, s, t = fold.pieces.take_over(place, split, first - split_first, t)
             m, s, t, e = fold_tile(z, m, s, t, scale, fold.ENTROPY)
             if fold.KEEP:
                 fold.keep(e, m, part, n, row, inside, pipe.tiles_n, WHICH)
-        store_split(
-            fold.partial, fold.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
-            fold.capacity, fold.ENTROPY,
-        )  # fmt: skip
+        if fold.PIECES:
+            if end < split_end:
+                fold.pieces.hand_on(place, split, end - split_first, m, s, t)
+            else:
+                store_sums(fold.partial, m, s, t, scale, row, inside, split, fold.capacity, fold.ENTROPY)
+            store_picked(fold.picked, picked, token, row, inside, first, end)
+        else:
+            store_split(
+                fold.partial, fold.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
+                fold.capacity, fold.ENTROPY,
+            )  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def _fold_splits(WHICH: gl.constexpr, pipe, fold):
+    """A multiplying warpgroup of the forward: its share of the program's items."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if fold.PIECES:
+        ticket = fold.pieces.told(pipe, stage, phase)
+        while ticket < fold.pieces.count:
+            stage, phase = _fold_items(WHICH, pipe, fold, stage, phase, ticket, ticket + 1, 1)
+            ticket = fold.pieces.told(pipe, stage, phase)
+    else:
+        _fold_items(WHICH, pipe, fold, stage, phase, gl.program_id(0), pipe.items(), gl.num_programs(0))
     if fold.KEEP:
         tma.store_wait(0)
 
 
+@gluon.jit
+def _load(pipe, fold):
+    """The loader of the forward."""
+    if fold.PIECES:
+        load_pieces(pipe, fold.pieces, fold.listed, fold.LISTED)
+    else:
+        load_tiles(pipe, fold.listed, fold.LISTED)
+
+
 @kernel
 def forward_kernel(
-    partial, picked, ids, scales, bias, kept_base, count, queued, listed, capacity, V, steps,
-    a_desc, b_desc, kept_desc, MULTIPLIERS: gl.constexpr,
+    partial, picked, ids, scales, bias, kept_base, count, queued, listed, capacity, V, steps, pieces, numbers,
+    sums, a_desc, b_desc, kept_desc, MULTIPLIERS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
     LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
-    KEEP: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr, REGISTERS: gl.constexpr,
+    KEEP: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr, PIECES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sums of every split of every row, and the logit of its token. LISTED: only for the listed parts of 64
-    rows. QUEUED: `kept` has this many rows of the queue in front."""
+    rows. QUEUED: `kept` has this many rows of the queue in front. PIECES: programs share splits, each of
+    which is cut into so many pieces, or into its tiles."""
     rows = gl.load(count)
     shift = gl.to_tensor(0)
     if QUEUED:
@@ -169,19 +225,18 @@ def forward_kernel(
     if KEEP:
         shape: gl.constexpr = [MULTIPLIERS] + kept_desc.block_type.shape
         staging = gl.allocate_shared_memory(kept_desc.dtype, shape, kept_desc.layout)
+    shared = Pieces.create(pipe, numbers, sums, pieces, ENTROPY, PIECES)
     fold = Fold(
-        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, shift, listed + 1, capacity,
-        V, LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED,
+        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, shift, listed + 1, shared,
+        capacity, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED, PIECES,
     )  # fmt: skip
     if MULTIPLIERS == 1:
         gl.warp_specialize(
-            [(_fold_splits, (0, pipe, fold)), (load_tiles, (pipe, fold.listed, LISTED))],
-            [1], [LOADER_REGISTERS],
+            [(_fold_splits, (0, pipe, fold)), (_load, (pipe, fold))], [1], [LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)),
-             (load_tiles, (pipe, fold.listed, LISTED))],
+            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (_load, (pipe, fold))],
             [4, 1], [REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
 
@@ -213,9 +268,9 @@ def rows_for_tma(hidden: Tensor) -> Tensor:
 
 
 def packed_slots(
-    args: dict[str, Any], pack_rows: bool, launch: Launch, list_parts: bool = False
+    args: dict[str, Any], pack_rows: bool, launch: Launch, list_parts: bool = False, share: bool = False
 ) -> tuple[Slots, float]:
-    """(slots of the rows of a call, factor on its logits)."""
+    """(slots of the rows of a call, factor on its logits). If programs share splits, with what they count."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
     each, scale = None, LOG2E * factor
@@ -224,33 +279,79 @@ def packed_slots(
     else:
         scale /= temperature
     rows = (args["token_ids"], args["mask"], each)
-    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts)
+    clear = numbers_of(args["token_ids"].numel()) if share else 0
+    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts, clear)
     return slots, factor
 
 
-def _items(tile: Tile, N: int, V: int) -> int:
-    """Number of (tile row, split) pairs: the work items of the programs."""
-    return -(-N // tile.rows) * splits_of(V)
+class Schedule(NamedTuple):
+    """The tile, and into how many pieces each split is cut; 0 if programs take whole splits."""
+
+    tile: Tile
+    pieces: int = 0
+
+    def items(self, N: int, V: int) -> int:
+        """Work items of the programs: the splits, or the pieces, of every row of tiles."""
+        return -(-N // self.tile.rows) * splits_of(V) * (self.pieces or 1)
+
+    def us(self, N: int, D: int, V: int, sms: int) -> float:
+        """Microseconds of the kernel by a model. The constants are from the times of 128 schedules of 18
+        calls on an H200 (tests/golden/schedules_h200.json), where what `schedule_for` chooses took 1 % longer
+        than the fastest schedule in geometric mean, and 8 % at worst."""
+        items = self.items(N, V)
+        busy, longest = min(items, sms), -(-V // COLUMNS) / splits_of(V)
+        least, each = self.tile.step_us
+        tile = -(-D // 64) * max(least, each * busy) + FOLD_US[self.tile.multipliers]
+        if not self.pieces:
+            return -(-items // sms) * math.ceil(longest) * tile
+        tile *= SHARED[self.tile.multipliers]
+        if self.pieces < longest:
+            return -(-items // sms) * (longest / self.pieces + HAND) * tile
+        tiles = -(-N // self.tile.rows) * -(-V // COLUMNS)
+        weight = V * D * 2 / HBM_BYTES
+        return max(-(-tiles // sms) * (tile + HAND_US), tile + longest * CHAIN_US, weight)
 
 
-def tile_for(N: int, V: int, sms: int) -> Tile:
-    """The tile for N rows: the one with 64 rows if there are no more, or if items of 128 rows would leave
-    half of the SMs idle. Then twice as many SMs work, and the weight is read from L2 twice as often. Measured
-    on an H200 at D = 4096 and V = 128256: 0.63 and 0.38 ms for 128 rows, 0.64 and 0.43 for 200."""
-    return _FOLD_FEW if _FOLD_FEW.rows >= N or 2 * _items(_FOLD, N, V) <= sms else _FOLD
+def whole_splits(N: int, V: int, sms: int) -> Schedule:
+    """The tile of 64 rows if there are no more, or if items of 128 rows would leave half of the SMs idle:
+    twice as many SMs work, and the weight is read from L2 twice as often."""
+    few, many = Schedule(_FOLD_FEW), Schedule(_FOLD)
+    return few if _FOLD_FEW.rows >= N or 2 * many.items(N, V) <= sms else many
+
+
+@lru_cache(maxsize=4096)
+def schedule_for(N: int, D: int, V: int, sms: int) -> Schedule:
+    """Pieces, if they are expected to save at least SAVING of the time: each split in as many as divide best
+    over the SMs, or in its tiles where there are fewer splits than SMs."""
+    whole = whole_splits(N, V, sms)
+    longest = -(-V // COLUMNS)
+    longest = -(-longest // splits_of(V))
+    if N > MOST_ROWS or longest == 1:
+        return whole
+    found = []
+    for tile in (_FOLD_FEW, _FOLD):
+        enough = Schedule(tile).items(N, V) >= sms
+        cuts = range(2, min(longest, MOST_PIECES + 1)) if enough else (longest,)
+        found += [Schedule(tile, pieces) for pieces in cuts]
+    best = min(found, key=lambda s: s.us(N, D, V, sms), default=whole)
+    return best if best.us(N, D, V, sms) <= (1 - SAVING) * whole.us(N, D, V, sms) else whole
 
 
 def linear_logp(
-    launch: Launch = run, into: tuple[Tensor, Tensor, Tensor] | None = None, **args: Any
+    launch: Launch = run, into: tuple[Tensor, Tensor, Tensor] | None = None, sms: int = 0, **args: Any
 ) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats, kept, kept_base). Probabilities are stored in new memory, or in `into`:
-    memory for kept and kept_base, and the number of queued rows in front of the first (a device tensor)."""
+    memory for kept and kept_base, and the number of queued rows in front of the first (a device tensor).
+    `sms`: the SMs to make a schedule for; 0: those of the device."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
     shape, D = hidden.shape[:-1], hidden.shape[-1]
     N = shape.numel()
     packed = args["mask"] is not None or keep
-    slots, factor = packed_slots(args, packed, launch, list_parts=not packed)
+    sms = sms or sm_count(hidden.device)
+    plan = Schedule(TILE_STAGED) if keep else schedule_for(N, D, V, sms)
+    tile, share = plan.tile, plan.pieces > 0
+    slots, factor = packed_slots(args, packed, launch, list_parts=not packed, share=share)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     if slots.capacity == 0:  # TMA does not take an empty matrix
         none = hidden.new_empty(0, dtype=torch.float32)
@@ -258,8 +359,7 @@ def linear_logp(
     rows = rows_for_tma(hidden)
     if packed:
         rows = pack(rows, slots.rows, launch)
-    sms, entropy, bias = sm_count(rows.device), args["return_entropy"], args["bias"]
-    tile = TILE_STAGED if keep else tile_for(N, V, sms)
+    entropy, bias = args["return_entropy"], args["bias"]
     kept = kept_base = queued = None
     tiles = -(-V // COLUMNS)
     if bias is not None:
@@ -271,17 +371,18 @@ def linear_logp(
         kept_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
+    sums = torch.empty(sums_of(N), dtype=torch.float32, device=rows.device) if share else partial
     a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)
     at_launch, registers = tile.registers
     launch(
-        forward_kernel, (min(_items(tile, N, V), sms),),
+        forward_kernel, (min(plan.items(N, V), sms),),
         partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
         partial if kept_base is None else kept_base, slots.count, slots.count if queued is None else queued,
-        slots.listed, slots.capacity, V, -(-D // tile.step), a_desc, b_desc,
+        slots.listed, slots.capacity, V, -(-D // tile.step), plan.pieces, slots.cleared, sums, a_desc, b_desc,
         a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns), tile.multipliers,
         tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
-        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, queued is not None, not packed,
+        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, queued is not None, not packed, share,
         registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
     )  # fmt: skip
     return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base

@@ -95,8 +95,8 @@ def record_triton(launch: Any, dtype: torch.dtype) -> None:
 
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
-    """Without options, with all options, both with few rows, with kept probabilities, and with a frozen
-    head."""
+    """Without options, with all options, both with few rows and with splits that programs share, with kept
+    probabilities, and with a frozen head."""
     from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_bwd
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
@@ -109,8 +109,9 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs)
         if dtype == F32:
             return
-        ours, _ = _meta(narrow, 64, 2048, V, full)
-        kernels_hopper.linear_logp(launch=launch, **ours)
+        for rows, sms in ((64, 1), (64, 132), (128, 132)):
+            ours, _ = _meta(narrow, rows, 2048, V, full)
+            kernels_hopper.linear_logp(launch=launch, sms=sms, **ours)
     ours, theirs = _meta(narrow, N, 2048, V, False)
     *_, kept, kept_base = kernels_hopper.linear_logp(launch=launch, **ours | {"keep": True})
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_base": kept_base})
