@@ -123,8 +123,6 @@ def compact_kernel(grid: tuple[int, ...], k: Any) -> None:
         out[: len(row)] = values
         out[len(row) :] = hole
     k.count.fill_(len(row))
-    assert k.clear in (0, len(k.cleared))
-    k.cleared[: k.clear] = 0
 
 
 def pack_kernel(grid: tuple[int, ...], k: Any) -> None:
@@ -186,7 +184,6 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
     hidden, weight = described(k.a_desc), loaded(described(k.b_desc), tiles * COLUMNS, K)
     assert grid[0] >= 1 and k.partial.shape == (splits, 3, k.capacity)
     assert not (k.KEEP and k.LISTED) and (k.KEEP or not k.QUEUED)
-    assert k.PIECES is (k.pieces > 0) and not (k.PIECES and (k.KEEP or k.numbers.any()))
     for part in parts:
         own = slice(64 * part, max(64 * part, min(64 * part + 64, count)))
         z = (loaded(hidden[own], 64, K) @ weight.t())[: own.stop - own.start, : k.V]

@@ -100,16 +100,6 @@ def interpreted() -> dict[str, Any]:
     found["alive"] = [x[counted[1]].item() for x in outputs[:3] if x is not None]
     found["no token"] = [x[700].isnan().item() for x in outputs[:3] if x is not None]
 
-    # Numbers for the kernel that follows, more than one round of them, and what lies behind them.
-    numbers = torch.full((5000,), 7, dtype=torch.int32)
-
-    def elsewhere(kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
-        at = kernel.arg_names.index("cleared")
-        run(kernel, grid, *given[:at], numbers, *given[at + 1 :], **options)
-
-    one = Slots(torch.tensor([5]), None, None, -100, LOG2E, V, False, elsewhere, list_parts=True, clear=4999)
-    found["cleared"] = [numbers[:4999].unique().tolist(), int(numbers[4999]), len(one.cleared)]
-
     # Slots of a plain batch that takes several programs.
     plain = Slots(torch.arange(1200) % V, None, None, -100, LOG2E, V, False, run)
     there = torch.arange(1200)
@@ -208,10 +198,6 @@ def test_unwritten_sums_are_not_read(found: dict[str, Any]) -> None:
     assert found["dead"] == [[0.0], [0.0], [0.0], [[0.0], [1.0]]]
     log_v = torch.tensor(256.0).log().item()
     assert found["alive"] == pytest.approx([-log_v, log_v, 2 + log_v]) and all(found["no token"])
-
-
-def test_numbers_are_cleared_for_the_kernel_that_follows(found: dict[str, Any]) -> None:
-    assert found["cleared"] == [[0], 7, 4999]
 
 
 def test_every_program_fills_its_slots(found: dict[str, Any]) -> None:

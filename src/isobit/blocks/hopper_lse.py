@@ -162,38 +162,33 @@ def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(partial, m, s, t, scale, row, inside, split, capacity, ENTROPY: gl.constexpr):
-    """Store a split's sums for `merge_kernel`."""
+def store_split(
+    partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity,
+    ENTROPY: gl.constexpr,
+):  # fmt: skip
+    """Store a split's sums for `merge_kernel`, and the token's logit if it was in this split."""
     m, s, t = join_lanes(m, s, t, scale, ENTROPY)
     out = partial + split.to(gl.int64) * 3 * capacity + row
     gl.store(out, m, mask=inside)
     gl.store(out + capacity, s, mask=inside)
     if ENTROPY:
         gl.store(out + 2 * capacity, t, mask=inside)
-
-
-@gluon.jit
-def store_picked(picked_out, picked, token, row, inside, first, end):
-    """Store the token's logit, if it was in one of these tiles."""
     found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
     gl.store(picked_out + row, _join(picked), mask=found)
 
 
 @gluon.jit
-def store_split(
-    partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity,
-    ENTROPY: gl.constexpr,
-):  # fmt: skip
-    """Store a split's sums, and the token's logit if it was in this split."""
-    store_sums(partial, m, s, t, scale, row, inside, split, capacity, ENTROPY)
-    store_picked(picked_out, picked, token, row, inside, first, end)
+def store_picked(picked_out, picked, token, row, inside, first, end):
+    """Only the token's logit, if it was in the tiles from `first` on and before `end`."""
+    found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
+    gl.store(picked_out + row, _join(picked), mask=found)
 
 
 @triton_kernel
 def compact_kernel(
-    rows, ids, scales, count, listed, cleared, token_ids, mask, row_temperature, N, blocks, clear,
-    ignore_index, scale, V, HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr,
-    LIST: tl.constexpr, BLOCK: tl.constexpr,
+    rows, ids, scales, count, listed, token_ids, mask, row_temperature, N, blocks, ignore_index, scale, V,
+    HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, LIST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fills blocks * 128 slots with the row of each, its token and its scale. With PACK these are the rows
     that count and have a token below V, in the caller's order, followed by gaps with row -1; without, every
@@ -201,13 +196,8 @@ def compact_kernel(
 
     With LIST `listed` is set to the number of parts of 64 rows with a row that counts, then these parts in
     ascending order, then a part without any rows, for tiles of two parts. With PACK or LIST there is only one
-    program, because it must count through all rows.
-
-    Also sets `clear` numbers at `cleared` to 0, for the kernel that follows."""
+    program, because it must count through all rows."""
     capacity = blocks * 128
-    for first in range(tl.program_id(0) * BLOCK, clear, tl.num_programs(0) * BLOCK):
-        number = first + tl.arange(0, BLOCK)
-        tl.store(cleared + number, 0, mask=number < clear)
     seen = 0
     found = 0
     begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
@@ -371,22 +361,21 @@ def merge_kernel(
 class Slots:
     """The rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are used.
     If requested, `listed` has the parts of 64 slots with a row that counts: their number, then the parts,
-    then one part beyond all slots. `cleared` has `clear` numbers that are 0."""
+    then one part beyond all slots."""
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
         ignore_index: int, scale: float, V: int, pack: bool, launch: Launch, list_parts: bool = False,
-        clear: int = 0,
     ) -> None:  # fmt: skip
         N = token_ids.numel()
         device = token_ids.device
         self.packed, self.ignore_index, self.V = pack, ignore_index, V
         self.capacity = -(-N // 128) * 128
         blocks = self.capacity // 128
-        sizes = (self.capacity, self.capacity, 2 * blocks + 2, 1, clear)
-        ints = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        self.rows, self.ids, self.listed, self.count, cleared = ints.split(sizes)
-        self.cleared = cleared if clear else self.count
+        ints = torch.empty(2 * self.capacity + 2 * blocks + 3, dtype=torch.int32, device=device)
+        self.rows, self.ids, self.listed, self.count = ints.split(
+            (self.capacity, self.capacity, 2 * blocks + 2, 1)
+        )
         self.scales = torch.empty(self.capacity, dtype=torch.float32, device=device)
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
@@ -395,9 +384,9 @@ class Slots:
         block, programs = (4096, 1) if pack or list_parts else (512, -(-self.capacity // 512))
         launch(
             compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count, self.listed,
-            self.cleared, self._tokens, self.count if mask is None else self._mask,
+            self._tokens, self.count if mask is None else self._mask,
             self.count if row_temperature is None else row_temperature.contiguous(),
-            N, blocks, clear, ignore_index, scale, V,
+            N, blocks, ignore_index, scale, V,
             mask is not None, row_temperature is not None, pack, list_parts, block, num_warps=block // 256,
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -34,7 +34,6 @@ from isobit.blocks.hopper_lse import (
     splits_of,
     store_picked,
     store_split,
-    store_sums,
 )
 from isobit.blocks.hopper_pieces import Pieces, load_pieces, numbers_of, sums_of
 from isobit.blocks.hopper_pipe import (
@@ -110,6 +109,14 @@ class Fold:
     PIECES: gl.constexpr  # programs share splits
 
     @gluon.jit
+    def store(self, m, s, t, picked, scale, token, row, inside, split, first, end):
+        """The sums of a split, and the token's logit if it was in the tiles from `first` on, before `end`."""
+        store_split(
+            self.partial, self.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
+            self.capacity, self.ENTROPY,
+        )  # fmt: skip
+
+    @gluon.jit
     def keep(self, e, m, part, n, row, inside, tiles, WHICH: gl.constexpr):
         """Store the e of a tile, and the maximum that each lane subtracted."""
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
@@ -163,14 +170,11 @@ def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, str
         if fold.PIECES:
             if end < split_end:
                 fold.pieces.hand_on(place, split, end - split_first, m, s, t)
+                store_picked(fold.picked, picked, token, row, inside, first, end)
             else:
-                store_sums(fold.partial, m, s, t, scale, row, inside, split, fold.capacity, fold.ENTROPY)
-            store_picked(fold.picked, picked, token, row, inside, first, end)
+                fold.store(m, s, t, picked, scale, token, row, inside, split, first, end)
         else:
-            store_split(
-                fold.partial, fold.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
-                fold.capacity, fold.ENTROPY,
-            )  # fmt: skip
+            fold.store(m, s, t, picked, scale, token, row, inside, split, first, end)
     return stage, phase
 
 
@@ -268,9 +272,9 @@ def rows_for_tma(hidden: Tensor) -> Tensor:
 
 
 def packed_slots(
-    args: dict[str, Any], pack_rows: bool, launch: Launch, list_parts: bool = False, share: bool = False
+    args: dict[str, Any], pack_rows: bool, launch: Launch, list_parts: bool = False
 ) -> tuple[Slots, float]:
-    """(slots of the rows of a call, factor on its logits). If programs share splits, with what they count."""
+    """(slots of the rows of a call, factor on its logits)."""
     factor = 1.0 if args["logit_scale"] is None else args["logit_scale"]
     V, temperature = args["vocab_size"] or len(args["weight"]), args["temperature"]
     each, scale = None, LOG2E * factor
@@ -279,8 +283,7 @@ def packed_slots(
     else:
         scale /= temperature
     rows = (args["token_ids"], args["mask"], each)
-    clear = numbers_of(args["token_ids"].numel()) if share else 0
-    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts, clear)
+    slots = Slots(*rows, args["ignore_index"], scale, V, pack_rows, launch, list_parts)
     return slots, factor
 
 
@@ -351,7 +354,7 @@ def linear_logp(
     sms = sms or sm_count(hidden.device)
     plan = Schedule(TILE_STAGED) if keep else schedule_for(N, D, V, sms)
     tile, share = plan.tile, plan.pieces > 0
-    slots, factor = packed_slots(args, packed, launch, list_parts=not packed, share=share)
+    slots, factor = packed_slots(args, packed, launch, list_parts=not packed)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     if slots.capacity == 0:  # TMA does not take an empty matrix
         none = hidden.new_empty(0, dtype=torch.float32)
@@ -371,7 +374,10 @@ def linear_logp(
         kept_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
-    sums = torch.empty(sums_of(N), dtype=torch.float32, device=rows.device) if share else partial
+    numbers, sums = slots.count, partial
+    if share:
+        numbers = torch.zeros(numbers_of(N), dtype=torch.int32, device=rows.device)
+        sums = torch.empty(sums_of(N), dtype=torch.float32, device=rows.device)
     a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)
     at_launch, registers = tile.registers
@@ -379,7 +385,7 @@ def linear_logp(
         forward_kernel, (min(plan.items(N, V), sms),),
         partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
         partial if kept_base is None else kept_base, slots.count, slots.count if queued is None else queued,
-        slots.listed, slots.capacity, V, -(-D // tile.step), plan.pieces, slots.cleared, sums, a_desc, b_desc,
+        slots.listed, slots.capacity, V, -(-D // tile.step), plan.pieces, numbers, sums, a_desc, b_desc,
         a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns), tile.multipliers,
         tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
         ROUND[args["logits_dtype"]], bias is not None, entropy, keep, queued is not None, not packed, share,
