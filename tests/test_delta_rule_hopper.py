@@ -93,6 +93,7 @@ class Walked(Device):
         """Reads a buffer as late as it may be read."""
         for target, (row, column), room in self.stores.begun:
             assert room.dtype == target.dtype
+            assert row >= 0 and column >= 0
             part = target[row : row + room.shape[0], column : column + room.shape[1]]
             part.copy_(room.tensor()[: part.shape[0], : part.shape[1]])
         self.stores.begun.clear()
@@ -145,6 +146,20 @@ def test_is_the_recurrence(K: int, mode: str, v_first: bool) -> None:
         assert (found is None) == (right is None)
         if found is not None and right is not None:
             assert (found.double() - right.double()).norm() < 0.006 * right.double().norm()
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_no_state_is_stored_before_dh_whatever_the_integers_are(v_first: bool) -> None:
+    args = made("kht", v_first, LENGTHS)
+    low, high = -(1 << 63), (1 << 63) - 1
+    args["chunk_offsets"] = torch.tensor([low, -1, high, low + 1, -(1 << 31), 1 << 20, 3, 0])
+    right = reference.dhu(**made("kht", v_first, LENGTHS))
+    _, dh0, dv2 = on_a_cpu(args)  # asserts that no store begins before its tensor
+    for found, expected in ((dh0, right[1]), (dv2, right[2])):  # which do not depend on it
+        assert (found.double() - expected.double()).norm() < 0.006 * expected.double().norm()
+    few = args | {"chunk_indices": torch.empty(0, 2), "cu_seqlens": args["cu_seqlens"] * 0 + 198}
+    few["cu_seqlens"][::2] = 0
+    on_a_cpu(few)
 
 
 @pytest.mark.parametrize("who", range(5))

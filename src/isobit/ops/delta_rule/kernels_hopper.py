@@ -230,13 +230,13 @@ def _walk(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
 
 @kernel
 def dhu_kernel(
-    dv2, g, gk, cu_seqlens, offsets, scale, unit, T, S, HV, group, V,
+    dv2, g, gk, cu_seqlens, offsets, scale, unit, T, S, HV, group, V, chunks,
     q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
     V_FIRST: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    items = Items(cu_seqlens, offsets, T, S, HV, group, V, PACKED)
+    items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK)
     out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, APART)
     if HAS_G or HAS_GK:
@@ -324,7 +324,7 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         dhu_kernel, (min(items, sms),),
         dv2, or_other(g), or_other(gk), or_other(None if bounds is None else bounds.contiguous()),
         or_other(chunk_offsets(args, launch)),
-        float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V,
+        float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V, dh.shape[1],
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],

@@ -39,6 +39,7 @@ class Items:
     HV: gl.tensor
     group: gl.tensor  # value heads that share q and k
     V: gl.tensor
+    chunks: gl.tensor  # that dh has room for, if sequences are packed
     PACKED: gl.constexpr
 
     @gluon.jit
@@ -48,7 +49,8 @@ class Items:
     @gluon.jit
     def item(self, t):
         """(sequence, value head, first column, first token, tokens, first chunk) of item t. Bounds of packed
-        sequences are clamped to the T tokens, whatever they are."""
+        sequences are clamped to the T tokens, and first chunks to those of dh and one past them, whatever
+        they are: a store by TMA may go beyond the end of a tensor, where it is dropped, but not before it."""
         tiles = self.V // COLUMNS
         column = t % tiles * COLUMNS
         hv = t // tiles % self.HV
@@ -60,7 +62,7 @@ class Items:
             first = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n), 0), self.T).to(gl.int32)
             end = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n + 1), first), self.T).to(gl.int32)
             tokens = end - first
-            chunk = gl.load(self.offsets + n).to(gl.int32)
+            chunk = gl.minimum(gl.maximum(gl.load(self.offsets + n), 0), self.chunks).to(gl.int32)
         return n, hv, column, first, tokens, chunk
 
 
