@@ -424,7 +424,7 @@ def blank_kernel(grid: tuple[int, ...], k: Any) -> None:
 
 def zero_kernel(grid: tuple[int, ...], k: Any) -> None:
     assert grid[0] * k.BLOCK >= k.size
-    k.out.view(-1)[: k.size] = 0.0
+    k.out.view(-1)[: k.size] = 0
 
 
 def ones_kernel(grid: tuple[int, ...], k: Any) -> None:

@@ -234,6 +234,7 @@ CALLS = {
     }),
     "head": _head(),
     "head, many rows": _head(300, V=1100),
+    "head, shared splits": _head(5, 1024, 20000),
     "head, mask": _head(mask=shape(5, dtype=BOOL)),
     "head, everything": _head(
         bias=shape(600, dtype=F32), mask=shape(5, dtype=INT64), temperature=shape(5, dtype=F32), **_ALL

@@ -248,7 +248,7 @@ def test_a_single_row_gets_a_valid_tma_stride() -> None:
 HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
     backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
-    backward.zero_kernel, ratio_kl.ratio_kernel, chunk.take_kernel, chunk.move_kernel, chunk.clear_kernel,
+    forward.zero_kernel, ratio_kl.ratio_kernel, chunk.take_kernel, chunk.move_kernel, chunk.clear_kernel,
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from isobit.arch import sm_count
@@ -52,6 +53,7 @@ from isobit.blocks.hopper_pipe import (
     put_tile,
     record,
     tma,
+    triton_kernel,
 )
 from isobit.blocks.hopper_product import pack
 from isobit.blocks.hopper_tiles import HBM_BYTES, Tile
@@ -245,7 +247,20 @@ def forward_kernel(
         )  # fmt: skip
 
 
+@triton_kernel
+def zero_kernel(out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.zeros((BLOCK,), out.dtype.element_ty), mask=at < size)
+
+
 # Launchers
+
+
+def zero(out: Tensor, launch: Launch) -> Tensor:
+    """The same tensor, contiguous, filled with zeros. PyTorch's own zeros between two launches would keep
+    them from being replayed (`isobit.blocks.replay`)."""
+    launch(zero_kernel, (-(-out.numel() // 1024),), out, out.numel(), 1024, enable_fp_fusion=False)
+    return out
 
 
 def why_not(args: dict[str, Any]) -> str | None:
@@ -376,7 +391,7 @@ def linear_logp(
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
     numbers, sums = slots.count, partial
     if share:
-        numbers = torch.zeros(numbers_of(N), dtype=torch.int32, device=rows.device)
+        numbers = zero(torch.empty(numbers_of(N), dtype=torch.int32, device=rows.device), launch)
         sums = torch.empty(sums_of(N), dtype=torch.float32, device=rows.device)
     a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)

@@ -48,6 +48,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     TILE_STAGED,
     packed_slots,
     rows_for_tma,
+    zero,
 )
 from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
 
@@ -248,13 +249,6 @@ def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK:
 
 
 @triton_kernel
-def zero_kernel(out, size, BLOCK: tl.constexpr):
-    """Zeros the rows of dweight or dbias that are padding."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.zeros((BLOCK,), out.dtype.element_ty), mask=at < size)
-
-
-@triton_kernel
 def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
     invalid. Both have `words` times 8 columns."""
@@ -347,7 +341,7 @@ def linear_logp_bwd(
     for padding in (dweight, dbias):
         if padding is not None and len(padding) > V:
             rest = padding[V:]
-            launch(zero_kernel, (-(-rest.numel() // 1024),), rest, rest.numel(), 1024, enable_fp_fusion=False)
+            zero(rest, launch)  # the rows of dweight or dbias that are padding
     return out, dweight, dbias
 
 
