@@ -1,7 +1,15 @@
-"""Calls on two streams at once, as the law `repeatable` makes them on a GPU, with stand-ins for streams."""
+"""Calls on two streams at once, as the law `repeatable` makes them on a GPU, with stand-ins for streams.
 
+After calls that never end nothing in their process waits for the GPU: it ends, and another one goes on."""
+
+import atexit
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.check import laws_bits
+from isobit import testing
+from isobit.check import laws_bits, process, runner, workers
 from isobit.check.compare import OutputCheck
-from isobit.check.trial import LawBroken
+from isobit.check.law import LAWS
+from isobit.check.proofs import proof_of
+from isobit.check.request import Request
+from isobit.check.runner import FAIL, OK, run
+from isobit.check.trial import NeverEnds, Trial
+from isobit.op import OPS
+
+#: Cells of a check, and the case whose calls never end: not the first, and not the last.
+ASKED = Request(ops=("group_advantages",), backends=("reference",), laws=("repeatable",))
+NAMES = [case.name for case in LAWS["repeatable"].cases(proof_of(OPS["group_advantages"]))]
+STICKS = NAMES[1]
+#: The code of a process that waits for the GPU after that. A real one would never end.
+WAITED = 99
+SAID = "64 calls on two streams do not end: after 0.01 s they still run"
 
 
 class Event:
@@ -73,5 +95,98 @@ def test_one_wrong_call_among_many_is_found(streams: list[object], wrong: tuple[
 def test_calls_that_do_not_end_are_noticed(streams: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "ends", False)
     monkeypatch.setattr(laws_bits, "PATIENCE_S", 0.0)
-    with pytest.raises(LawBroken, match="64 calls on two streams do not end: after 0 s they still run"):
+    with pytest.raises(NeverEnds, match="64 calls on two streams do not end: after 0 s they still run"):
         judged()
+
+
+# What comes after
+
+
+def stick() -> None:
+    """For a process of its own: the calls of one case never end. Whatever waits for the GPU afterwards, as
+    the end of Python does, ends it with another code."""
+    law = LAWS["repeatable"]
+    stubs: dict[str, Any] = {"Stream": str, "stream": nullcontext, "Event": Event, "synchronize": str}
+
+    def waits(*anything: object) -> None:
+        os._exit(WAITED)
+
+    def sticking(trial: Trial) -> list[OutputCheck]:
+        if trial.case.name != STICKS:
+            return law.run(trial)
+        Event.ends, laws_bits.PATIENCE_S = False, 0.01
+        for name, stub in (stubs | {"is_initialized": lambda: True, "empty_cache": waits}).items():
+            setattr(torch.cuda, name, stub)
+        atexit.register(waits)
+        return laws_bits._side_by_side(trial, trial.args())
+
+    LAWS["repeatable"] = replace(law, run=sticking)
+
+
+def stuck_worker() -> None:
+    stick()
+    process.serve(workers._answer)
+
+
+def stuck_command() -> None:
+    stick()
+    from isobit.cli import main
+
+    main()
+
+
+def test_a_worker_whose_calls_never_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start(interpreted: bool) -> Any:
+        started.append(_python("stuck_worker", stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(workers, "_started", start)
+    monkeypatch.setattr(workers, "WORKERS", 1)
+    monkeypatch.setattr(workers, "_interpreted", lambda request: False)
+    monkeypatch.setattr(runner, "_is_shared", lambda op, request: request.case is None)
+    cells = run(ASKED)
+    assert [(cell.case, cell.status) for cell in cells] == [
+        (name, FAIL if name == STICKS else OK) for name in NAMES
+    ]
+    assert cells[1].reason == SAID and STICKS in cells[1].command
+    assert [each.returncode for each in started] == [workers.STUCK, 0]
+
+
+def test_a_request_of_several_cases_says_that_not_all_of_them_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(asked: object, request: Request) -> Iterator[str]:
+        raise process.ProcessEnded(workers.STUCK)
+        yield
+
+    monkeypatch.setattr(process, "ask", ended)
+    monkeypatch.setattr(workers, "_started", lambda kind: SimpleNamespace(communicate=lambda: None))
+    (cell,) = workers.start([ASKED]).rest()
+    assert cell.status == FAIL and cell.reason.endswith(f"ended after 0 cells with code {workers.STUCK}")
+
+
+def test_a_check_in_one_process_stops_where_calls_never_end(tmp_path: Path) -> None:
+    flags = "check --op group_advantages --backend reference --law repeatable --device cpu --json"
+    path = tmp_path / "x.json"
+    command = _python("stuck_command", *flags.split(), str(path), stdout=subprocess.PIPE)
+    out, _ = command.communicate()
+    assert command.returncode == 1
+    assert SAID in out and SAID in path.read_text()
+    assert "1 ok, 1 failed, 0 unsupported" in out
+    assert f"1 cell FAILS; stopped after 2 of {len(NAMES)} cells: calls that never end hold the GPU" in out
+
+
+def test_a_test_suite_is_told_that_the_gpu_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sticking(trial: Trial) -> list[OutputCheck]:
+        raise NeverEnds(SAID)
+
+    monkeypatch.setitem(LAWS, "repeatable", replace(LAWS["repeatable"], run=sticking))
+    with pytest.raises(AssertionError, match="this process cannot use it any more") as failed:
+        testing.check(lambda logits, token_ids: logits[..., 0], "logp", laws=("repeatable",), device="cpu")
+    assert str(failed.value).count(SAID) == 1
+
+
+def _python(function: str, *flags: str, **pipes: Any) -> "subprocess.Popen[str]":
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    code += f"import {Path(__file__).stem} as this; this.{function}()"
+    return subprocess.Popen([sys.executable, "-c", code, *flags], text=True, **pipes)

@@ -1,6 +1,8 @@
 """A check and its report: on the screen, as JSON, as result files and as a page."""
 
+import atexit
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,16 @@ import torch
 import isobit
 from isobit.check import report
 from isobit.check.request import Request, ops_of
-from isobit.check.runner import UNSUPPORTED, Cell, Interrupted, NothingRan, how_many, observations, run
+from isobit.check.runner import (
+    UNSUPPORTED,
+    Cell,
+    Interrupted,
+    NothingRan,
+    Stuck,
+    how_many,
+    observations,
+    run,
+)
 from isobit.contract import ContractError
 from isobit.files import check_file, check_writable, write
 from isobit.op import Op
@@ -69,20 +80,25 @@ def by_folder(ops: Sequence[Op]) -> dict[str, list[str]]:
 
 
 def check_and_report(request: Request, files: Files) -> int:
-    """Run a check and write its report; the exit code. After Ctrl-C the report is of what was done."""
+    """Run a check and write its report; the exit code. After Ctrl-C the report is of what was done. So it is
+    if calls never end: then the exit code is 1, and nothing is left to Python's own end of the process."""
     say: Callable[[str], None] = (lambda text: None) if files.to_stdout else print
     files.check(request)
     start = time.perf_counter()
     say(f"isobit {isobit.__version__} check on {request.device} ({gpu_name(request.device)})")
     total = how_many(request)
-    nothing, interrupted = None, None
+    nothing, interrupted, stuck = None, None, False
     try:
         cells = run(request, report.progress(total, say))
     except NothingRan as error:  # the report says so, and then the command does
         cells, nothing = error.cells, error
     except Interrupted as error:
         cells = error.cells
-        interrupted = f"interrupted after {sum(bool(c.case) for c in cells)} of {total} cells"
+        interrupted = f"interrupted after {_done(cells, total)}"
+    except Stuck as error:
+        cells, stuck = error.cells, True
+        interrupted = f"stopped after {_done(cells, total)}: {error}"
+        atexit.register(_end_now)
     whole = nothing is None and interrupted is None
     seen, why = observations(request) if whole else [], None if nothing is None else str(nothing)
     found = report.to_json(cells, request.device, files.commit, seen, request.command(), why, interrupted)
@@ -106,7 +122,18 @@ def check_and_report(request: Request, files: Files) -> int:
         write(files.html, page([found], "isobit check"))
     if nothing is not None:
         raise nothing
-    return INTERRUPTED if interrupted else int(not found["passed"])
+    return int(not found["passed"]) if interrupted is None or stuck else INTERRUPTED
+
+
+def _done(cells: list[Cell], total: int) -> str:
+    return f"{sum(bool(c.case) for c in cells)} of {total} cells"
+
+
+def _end_now() -> None:
+    """The end of this process, whatever led to it, without destructors that would wait for the GPU."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _tell(cells: list[Cell], request: Request, found: dict[str, Any], say: Callable[[str], None]) -> None:

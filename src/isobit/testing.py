@@ -18,7 +18,7 @@ from isobit.check.effects import check_effects
 from isobit.check.law import LAWS
 from isobit.check.proofs import proof_of
 from isobit.check.request import Request
-from isobit.check.runner import run
+from isobit.check.runner import Stuck, run
 from isobit.contract import ContractError, dtype_name
 from isobit.op import known_op
 
@@ -52,7 +52,8 @@ def check(
         The report, as `isobit check --json` writes it.
 
     Raises:
-        AssertionError: a law failed; the message is the report.
+        AssertionError: a law failed; the message is the report. If calls never end, the check ends with them,
+            the message says so, and this process cannot use the GPU any more.
         ContractError: nothing could be checked, or a name is unknown.
 
     Example:
@@ -82,8 +83,13 @@ def check(
         dims=None if dims is None else dict(dims), vary=dict(options or {}),
     )  # fmt: skip
     check_effects(request)
-    cells = run(request)
-    result = report.to_json(cells, device, command=None if found is None else request.command())
+    stuck = None
+    try:
+        cells = run(request)
+    except Stuck as error:
+        cells, stuck = error.cells, str(error)
+    command = None if found is None else request.command()
+    result = report.to_json(cells, device, command=command, interrupted=stuck)
     if not result["passed"]:
         raise AssertionError(
             "\n".join([f"{op}: {report.verdict(result)}", "", report.table(cells), "", *report.notes(cells)])

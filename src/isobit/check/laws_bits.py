@@ -18,7 +18,7 @@ from isobit.check.laws_shared import shared_gradients
 from isobit.check.laws_stream import sums_over_rows
 from isobit.check.proof import Args, Control, Sample
 from isobit.check.rows import Rows, rows_of
-from isobit.check.trial import LawBroken, Trial, Unsupported, cloned
+from isobit.check.trial import LawBroken, NeverEnds, Trial, Unsupported, cloned
 from isobit.check.units import units_of
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
@@ -76,7 +76,7 @@ def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
     late = time.monotonic() + PATIENCE_S
     while not all(end.query() for end in ends):
         if time.monotonic() > late:
-            raise LawBroken(f"{CALLS} calls on two streams do not end: after {PATIENCE_S:g} s they still run")
+            raise NeverEnds(f"{CALLS} calls on two streams do not end: after {PATIENCE_S:g} s they still run")
         time.sleep(0.001)
     pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
     others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]

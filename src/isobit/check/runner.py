@@ -30,7 +30,7 @@ from isobit.check.request import (
     small_args,
 )
 from isobit.check.state import compiled_anew, in_words, kept
-from isobit.check.trial import LawBroken, Trial, Unsupported
+from isobit.check.trial import LawBroken, NeverEnds, Trial, Unsupported
 from isobit.contract import ContractError, dtype_name
 from isobit.op import Op, known_op
 
@@ -66,6 +66,8 @@ def run(
         elsewhere.stop()  # or this process would wait for all that they were sent
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted(sorted(cells, key=_order_of(pairs, request))) from None
+        if isinstance(error, NeverEnds):
+            raise Stuck(sorted(cells, key=_order_of(pairs, request))) from error  # which keeps its memory
         raise
     cells.sort(key=_order_of(pairs, request))
     if not part:
@@ -95,6 +97,16 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, cells: list[Cell]) -> None:
         super().__init__("interrupted")
+        self.cells = cells
+
+
+class Stuck(Exception):
+    """Calls that never end hold the GPU in the middle of a check. `cells` are those that were done; the last
+    one that ran FAILS. This process should end at once, by `os._exit`: even an orderly end waits for the
+    GPU."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        super().__init__("calls that never end hold the GPU: this process cannot use it any more")
         self.cells = cells
 
 
@@ -231,7 +243,10 @@ def _cells_here(op: Op, backend: str, request: Request) -> Iterator[Cell]:
             continue
         if not _is_shared(op, request):
             for case in _light_enough(op, backend, law, asked):
-                yield _one(op, backend, law, case, asked)
+                cell, error = _one(op, backend, law, case, asked)
+                yield cell
+                if isinstance(error, NeverEnds):
+                    raise error
 
 
 def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
@@ -243,7 +258,8 @@ def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
     return None
 
 
-def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
+def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[Cell, BaseException | None]:
+    """A cell, and an error that was raised."""
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
     trial = Trial(
         op, backend, request.device, case, request.arch or arch_key(request.device),
@@ -255,16 +271,17 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> Cell:
     if isinstance(op, Candidate):
         with kept() as changed, compiled_anew():
             error = _judge(cell, trial)
-        cell.reason += "" if error is None else _hint(error, op, trial)
+        cell.reason += "" if error is None or isinstance(error, NeverEnds) else _hint(error, op, trial)
         _blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
     else:
-        _judge(cell, trial)
+        error = _judge(cell, trial)
     cell.seconds = time.perf_counter() - start
-    return cell
+    return cell, error
 
 
 def _judge(cell: Cell, trial: Trial) -> BaseException | None:
-    """Run the law of a cell, and enter what it finds. Returns an error that was raised."""
+    """Run the law of a cell, and enter what it finds. Returns an error that was raised, if it is more than
+    what a law finds."""
     try:
         _fits(trial.op, trial.case, trial.device)
         checks = LAWS[cell.law].run(trial)
@@ -278,6 +295,7 @@ def _judge(cell: Cell, trial: Trial) -> BaseException | None:
         cell.status, cell.reason = UNSUPPORTED, str(why)
     except (LawBroken, BadOutputs) as broken:
         cell.status, cell.reason = FAIL, str(broken)
+        return broken if isinstance(broken, NeverEnds) else None
     except (Exception, SystemExit) as error:
         # A backend may raise anything; the suite continues, and the row says what and where.
         where = raised_at(error, trial.op, trial.backend, __file__)

@@ -29,6 +29,11 @@ class LawBroken(Exception):
     """A promise was broken that is not a comparison of numbers."""
 
 
+class NeverEnds(LawBroken):
+    """Calls still run after a time in which they should have ended. Whatever waits for the GPU would wait for
+    them: nothing more can be checked in this process."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One op on one backend, device and case."""

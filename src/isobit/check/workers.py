@@ -4,7 +4,7 @@ On a CPU most of them run Triton's interpreter. They must be separate processes,
 it decorates a kernel whether it is compiled or interpreted. On a GPU there are more of them, because
 compiling kernels takes most of the time, and they run as many cases at a time as fit in its memory. Starting
 one takes as long as many laws, so all requests share them. If a worker dies, only its current request fails;
-another one is started for the next.
+another one is started for the next. So it is if calls never end: their worker ends with code STUCK.
 """
 
 import json
@@ -30,6 +30,10 @@ WORKERS, ON_A_GPU = 2, 12
 
 #: Gigabytes of GPU memory that a case may take: a heavy one that declares no number, and a small one.
 HEAVY_GB, SMALL_GB = 6, 1
+
+
+#: The code of a worker that ends because calls of its last cell, which FAILS, hold the GPU.
+STUCK = 75
 
 
 class Cells:
@@ -169,8 +173,8 @@ class _Worker:
                 yield Cell(**json.loads(line))
         except process.ProcessEnded as ended:
             self.processes.pop(kind).communicate()
-            if self.stopped:
-                return
+            if self.stopped or (ended.code == STUCK and request.case is not None):
+                return  # the one case of this request has its cell
             which = "interpreter's" if kind else "GPU's" if request.device.type == "cuda" else "compiler's"
             reason = f"the {which} process ended after {got} cells with code {ended.code}"
             yield _broken(request, reason)
@@ -201,9 +205,12 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
 
 def _answer(request: Request, say: Callable[[str], None]) -> None:
     """In the worker."""
-    from isobit.check.runner import run  # which imports this file
+    from isobit.check.runner import Stuck, run  # which imports this file
 
-    run(request, lambda cell: say(json.dumps(vars(cell))), True)
+    try:
+        run(request, lambda cell: say(json.dumps(vars(cell))), True)
+    except Stuck:
+        os._exit(STUCK)
     if torch.cuda.is_initialized():  # memory that it caches is not available to the others
         torch.cuda.empty_cache()
 
