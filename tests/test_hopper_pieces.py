@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -36,8 +35,7 @@ WHOLE = forward.Schedule(MANY)
 
 #: Any arithmetic will do that is the same for all schedules.
 DO = SimpleNamespace(
-    product=lambda a, b, acc, _: acc + a @ b, fma=lambda *xs: ptx.fma(*np.broadcast_arrays(*xs)),
-    exp2=ptx.exp2,
+    product=lambda a, b, acc, _: acc + a @ b, fma=lambda a, b, c: a * b + c, exp2=ptx.exp2,
 )  # fmt: skip
 
 
@@ -112,13 +110,13 @@ def assert_equal_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-FEWER = 40 * 256 - 100  # one tile a split, or two
+FEWER = 36 * 256 - 100  # one tile a split, or two
 
 CASES = {
     "one row": Case(1),
     "one part": Case(64),
     "two parts": Case(65, options={"return_entropy": False}),
-    "a tile of two parts": Case(128, options={"each": True}),
+    "a tile of two parts": Case(128, FEWER, options={"each": True}),
     "three parts": Case(129),
     "200 rows": Case(200, FEWER, ignored=(slice(0, 64), slice(130, 140))),
     "320 rows": Case(320, FEWER, options={"return_entropy": False}),
@@ -129,12 +127,17 @@ CASES = {
     "one tile": Case(130, V=100),
     "a mask packs": Case(200, FEWER, options={"mask": True, "each": True}),
     "all are ignored": Case(70, ignored=(slice(0, 70),)),
-    "bias and rounding": Case(66, options={"bias": True, "logits_dtype": torch.bfloat16}),
-    "a padded vocabulary": Case(66, options={"vocab_size": 40 * 256 + 100}),
+    "bias and rounding": Case(66, FEWER, options={"bias": True, "logits_dtype": torch.bfloat16}),
+    "a padded vocabulary": Case(66, options={"vocab_size": 36 * 256 + 100}),
 }
 
 #: (tile, pieces, programs): every tile a piece, if there are more programs than splits; or a number of them.
 WAYS = [(FEW, 3, 40), (MANY, 3, 40), (FEW, 2, 5), (MANY, 3, 7), (MANY, 2, 1)]
+
+#: Both tiles, with as many pieces as a split has tiles, or more. What all ways differ in, how splits are cut
+#: and who waits for whom, does not depend on the options of a call.
+SOME_WAYS = [(FEW, 3, 40), (MANY, 3, 7)]
+ALL_WAYS = ("one row", "two parts", "a tile more in one split")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,17 +147,18 @@ def test_every_schedule_has_the_bits_of_whole_splits(name: str, monkeypatch: pyt
     exact = reference.linear_logp(**{k: v for k, v in args.items() if k != "keep"})
     for ours, theirs in zip(truth, [t for t in exact[:3] if t is not None], strict=False):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
-    ways = WAYS if CASES[name].N < 128 else WAYS[1:4:2]
+    ways = WAYS if name in ALL_WAYS else SOME_WAYS if CASES[name].N < 128 else WAYS[1:4:2]
     for tile, pieces, programs in ways:
         found = results(monkeypatch, args, forward.Schedule(tile, pieces), programs)
         assert_equal_bits(found, truth)
 
 
 def test_programs_that_have_started_end_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another: the first one takes all pieces, as if no SM were free for the rest."""
+    """One after another: the first one takes all pieces, as if no SM were free for the rest. So it does not
+    matter how many there are, and two pieces for a program alone are among the ways above."""
     args = arguments(CASES["two parts"])
     truth = results(monkeypatch, args, WHOLE, 7, together=False)
-    for tile, pieces, programs in WAYS:
+    for tile, pieces, programs in WAYS[:3]:
         found = results(monkeypatch, args, forward.Schedule(tile, pieces), programs, together=False)
         assert_equal_bits(found, truth)
 
