@@ -181,18 +181,19 @@ def test_whoever_is_late_changes_no_bit(slow: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_sums_that_are_not_waited_for_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: `folded` that is not cleared says that all sums are there."""
-    args = arguments(Case(1))
+    """Control: `folded` says that all sums are there, but nobody has the tickets of the first pieces."""
+    args = arguments(Case(1, V=66 * 256))
     truth = results(monkeypatch, args, WHOLE, 7, together=False)
     before = Emulated.__call__
 
-    def uncleared(self: Any, kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
+    def too_early(self: Any, kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
         if kernel is forward.forward_kernel:
-            given[kernel.arg_names.index("numbers")][1:] = 1000
+            numbers = given[kernel.arg_names.index("numbers")]
+            numbers[0], numbers[1:] = 33, 1000
         before(self, kernel, grid, *given, **options)
 
-    monkeypatch.setattr(Emulated, "__call__", uncleared)
-    found = results(monkeypatch, args, forward.Schedule(FEW, 3), 40)
+    monkeypatch.setattr(Emulated, "__call__", too_early)
+    found = results(monkeypatch, args, forward.Schedule(FEW, 2), 1, together=False)
     assert not torch.equal(found[0], truth[0])
 
 
