@@ -31,6 +31,11 @@ class Room:
     def index(self, i: Any) -> "Room":
         return Room(self.dtype, self.shape[1:], self.memory.view(self.shape[0], -1)[int(i)])
 
+    def slice(self, start: int, length: int) -> "Room":
+        per = len(self.memory) // self.shape[0]
+        shape = [length, *self.shape[1:]]
+        return type(self)(self.dtype, shape, self.memory[start * per : (start + length) * per])
+
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> "Room":
         return Room(dtype, shape, self.memory)
 

@@ -13,10 +13,10 @@ gates and dht and store dh, dv2 and dh0 (`kernels_hopper_io`), so that the walke
 only.
 
 do^T Q does not depend on the state. Without a gate it has an accumulator of its own and starts one chunk
-ahead: the tensor cores compute it while the walker rounds E. With a gate, do is first multiplied by gate and
-scale and split into two 16-bit numbers, high + low, whose products with Q are added to E while the walker
-computes X; a single number would lose digits of the state. K = 256 leaves no registers for a second
-accumulator, and takes that way too.
+ahead: the tensor cores compute the product of the first 32 tokens while the walker rounds E, and that of the
+others while it rounds X. With a gate, do is first multiplied by gate and scale and split into two 16-bit
+numbers, high + low, whose products with Q are added to E while the walker computes X; a single number would
+lose digits of the state. K = 256 leaves no registers for a second accumulator, and takes that way too.
 
 The last chunk of a sequence may have fewer than 64 tokens. The rest of its tiles belongs to another sequence
 and is set to zero in shared memory, and dv2 is stored with a mask.
@@ -117,14 +117,20 @@ def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
 
 
 @gluon.jit
+def _half(ring, stage, P, HALF: gl.constexpr):
+    """Issue the product of the first or the second 32 tokens of do^T Q."""
+    do = ring.do.index(stage).slice(32 * HALF, 32)
+    q = ring.q.index(stage).slice(32 * HALF, 32)
+    return warpgroup_mma(do.permute((1, 0)), q, P, use_acc=HALF > 0, is_async=True)
+
+
+@gluon.jit
 def _begin(ring, stage, phase, OF_STATE: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr):
     """Start P = do^T Q of a chunk; nothing unless it is computed AHEAD."""
     P = gl.to_tensor(0)
     if AHEAD:
         _arrived(ring, stage, phase, WHOLE)
-        P = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
-        do, q = ring.do.index(stage).permute((1, 0)), ring.q.index(stage)
-        P = warpgroup_mma(do, q, P, use_acc=False, is_async=True)
+        P = _half(ring, stage, gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE), 0)
     return P
 
 
@@ -140,6 +146,8 @@ def _chunk(
     serialises all products. So E is written only where none is in flight."""
     DTYPE: gl.constexpr = ring.q_desc.dtype
     A: gl.constexpr = gl.DotOperandLayout(0, OF_STATE, 2)
+    # dv2 leaves while P is computed, which keeps the compiler from waiting for P before it rounds X.
+    EARLY: gl.constexpr = AHEAD and not LAST
     k, dv, w = ring.k.index(stage), ring.dv.index(stage), ring.w.index(stage)
     narrow = E.to(DTYPE)
     mbarrier.wait(ring.ready.index(2 * stage + 1), phase)
@@ -153,23 +161,25 @@ def _chunk(
         gl.convert_layout(narrow, gl.DotOperandLayout(0, OF_CHUNK, 2)), k.permute((1, 0)),
         gl.zeros((COLUMNS, CHUNK), gl.float32, OF_CHUNK), use_acc=False, is_async=True,
     )  # fmt: skip
-    if not AHEAD:
+    if AHEAD:
+        P = _half(ring, stage, P, 1)
+    else:
         _arrived(ring, stage, phase, not LAST)
         high, low = _gated(ring, stage, scale, OF_STATE)
         E = warpgroup_mma(high, ring.q.index(stage), E, is_async=True)
         E = warpgroup_mma(low, ring.q.index(stage), E, is_async=True)
     out.put_state(narrow, dh_turn)
     dv_turned = dv.permute((1, 0)).load(OF_CHUNK).to(gl.float32)
-    if AHEAD:
-        X, P, dv_turned = warpgroup_mma_wait(0, deps=(X, P, dv_turned))
-    else:
-        X = warpgroup_mma_wait(2, deps=(X,))
+    X, dv_turned = warpgroup_mma_wait(1 if AHEAD else 2, deps=(X, dv_turned))
     if ring.HAS_G:
         X = gl.fma(X, ring.of_x.index(stage).load(OF_CHUNK), dv_turned)
     else:
         X = dv_turned - X
     X = X.to(DTYPE)
+    if EARLY:
+        out.put_rows(items, X, dv_turn, hv, column, row, left, LAST)
     if AHEAD:
+        P = warpgroup_mma_wait(0, deps=(P,))
         if ring.HAS_GK:
             E = E * ring.decay.index(stage).load(OF_STATE)
         E = gl.fma(P, gl.full_like(P, -scale), E)
@@ -178,7 +188,8 @@ def _chunk(
     P = _begin(ring, coming, its_phase, OF_STATE, AHEAD, not FIRST)
     if AHEAD:
         mbarrier.arrive(ring.empty.index(2 * stage))
-    out.put_rows(items, X, dv_turn, hv, column, row, left, LAST)
+    if not EARLY:
+        out.put_rows(items, X, dv_turn, hv, column, row, left, LAST)
     E = warpgroup_mma_wait(1 if AHEAD else 0, deps=(E,))
     if not AHEAD:
         mbarrier.arrive(ring.empty.index(2 * stage))
