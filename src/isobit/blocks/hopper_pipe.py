@@ -270,46 +270,52 @@ class Pipe:
     @gluon.jit
     def multiply(self, acc, steps, stage, phase, WHICH: gl.constexpr):
         """One chain from zero over the next `steps` (at least 1) stages, in the registers of `acc`."""
-        acc, _, stage, phase = self.multiply_both(acc, acc, steps, stage, phase, WHICH)
-        return acc, stage, phase
+        acc, stage, phase = self.begin(acc, stage, phase, WHICH)
+        return self.go_on(acc, steps - 1, stage, phase, WHICH)
 
     @gluon.jit
     def begin(self, acc, stage, phase, WHICH: gl.constexpr):
-        """The first step of a chain, in the registers of `acc`. It is in flight afterwards, see `go_on`."""
-        acc = self.issue(acc, False, stage, phase, WHICH)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        stage, phase = after(stage, phase, self.STAGES)
+        """The first step of a chain, which overwrites `acc`. It is in flight afterwards, see `go_on`."""
+        acc, _, stage, phase = self.begin_both(acc, acc, stage, phase, WHICH)
         return acc, stage, phase
 
     @gluon.jit
     def go_on(self, acc, steps, stage, phase, WHICH: gl.constexpr):
         """The other steps of a chain that was begun, until it is complete."""
-        for _ in range(steps):
-            acc = self.issue(acc, True, stage, phase, WHICH)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(self.empty.index(self.before(stage)))
-            stage, phase = after(stage, phase, self.STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(self.empty.index(self.before(stage)))
+        acc, _, stage, phase = self.go_on_both(acc, acc, steps, stage, phase, WHICH)
         return acc, stage, phase
 
     @gluon.jit
     def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
-        """The same for all columns of a tile, with the REST columns, if any, in the registers of `rest`.
+        """`multiply` for all columns of a tile, with the REST columns, if any, in the registers of `rest`."""
+        acc, rest, stage, phase = self.begin_both(acc, rest, stage, phase, WHICH)
+        return self.go_on_both(acc, rest, steps - 1, stage, phase, WHICH)
 
-        The `wgmma` groups of one stage stay in flight while the next are issued. A stage is released when the
-        groups after it have been issued and its own are complete.
-        """
-        for step in range(steps):
-            acc = self.issue(acc, step > 0, stage, phase, WHICH)
+    @gluon.jit
+    def begin_both(self, acc, rest, stage, phase, WHICH: gl.constexpr):
+        acc = self.issue(acc, False, stage, phase, WHICH)
+        if self.REST:
+            rest = self.issue(rest, False, stage, phase, WHICH, True)
+            acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        stage, phase = after(stage, phase, self.STAGES)
+        return acc, rest, stage, phase
+
+    @gluon.jit
+    def go_on_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
+        """The `wgmma` groups of one stage stay in flight while the next are issued. A stage is released when
+        the groups after it have been issued and its own are complete."""
+        for _ in range(steps):
+            acc = self.issue(acc, True, stage, phase, WHICH)
             if self.REST:
-                rest = self.issue(rest, step > 0, stage, phase, WHICH, True)
+                rest = self.issue(rest, True, stage, phase, WHICH, True)
                 acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
             # The previous stage is recomputed here, because the frontend treats a variable that is assigned
             # another loop variable as loop-invariant.
-            mbarrier.arrive(self.empty.index(self.before(stage)), pred=step > 0)
+            mbarrier.arrive(self.empty.index(self.before(stage)))
             stage, phase = after(stage, phase, self.STAGES)
         if self.REST:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
