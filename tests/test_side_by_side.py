@@ -26,6 +26,7 @@ from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, run
 from isobit.check.trial import NeverEnds, Trial
 from isobit.op import OPS
+from isobit.ops.linear_logp.kernels_hopper import schedule_for
 
 #: Cells of a check, and the case whose calls never end: not the first, and not the last.
 ASKED = Request(ops=("group_advantages",), backends=("reference",), laws=("repeatable",))
@@ -90,6 +91,30 @@ def test_one_wrong_call_among_many_is_found(streams: list[object], wrong: tuple[
     one, other = judged(*wrong)
     assert one.passed and not other.passed
     assert f"{len(wrong)} of 64 calls on two streams" in str(other)
+
+
+def test_results_that_fill_the_memory_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws_bits, "HELD_BYTES", 64 * 5 * 4 - 1)
+    with pytest.raises(AssertionError, match="assert 0 == 64"):  # no call was made
+        judged()
+
+
+def test_shared_splits_are_called_on_two_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only programs that wait for one another: a heavy case reaches them, and the law does not leave it
+    out."""
+    cases = LAWS["repeatable"].cases(proof_of(OPS["linear_logp"]))
+    sizes = [tuple(case.dims.get(name, 0) for name in "NDV") for case in cases]
+    shared = [c for c, (N, D, V) in zip(cases, sizes, strict=True) if N and schedule_for(N, D, V, 132).pieces]
+    assert shared and all(64 * 4 * case.dims["N"] < laws_bits.HELD_BYTES for case in shared)
+    for name in ("_of_these_contents", "_apart"):
+        monkeypatch.setattr(laws_bits, name, lambda *anything: None)
+    for name in ("_compare_runs", "_first_of_its_thread"):
+        monkeypatch.setattr(laws_bits, name, lambda *anything: [])
+    monkeypatch.setattr(laws_bits, "_side_by_side", lambda trial, args: [trial.case])
+    trial: Any = SimpleNamespace(
+        args=dict, backward=lambda args: None, case=shared[0], device=torch.device("cuda")
+    )
+    assert laws_bits.repeatable(trial) == [shared[0]]
 
 
 def test_calls_that_do_not_end_are_noticed(streams: list[object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from isobit.check.units import units_of
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
-#: Calls that are under way on two streams, and seconds that they may take.
-CALLS, PATIENCE_S = 64, 60.0
+#: Calls that are under way on two streams, seconds that they may take, and bytes that their results may take.
+CALLS, PATIENCE_S, HELD_BYTES = 64, 60.0, 1 << 30
 
 
 def repeatable(trial: Trial) -> list[OutputCheck]:
@@ -44,7 +44,7 @@ def repeatable(trial: Trial) -> list[OutputCheck]:
         for check in _compare_runs(trial, run, first, f"{which} run against first")
     ]
     checks += _first_of_its_thread(trial, args)
-    if trial.device.type == "cuda" and not (trial.case.heavy or trial.case.gpu_gb):
+    if trial.device.type == "cuda":
         checks += _side_by_side(trial, args)
     return checks
 
@@ -64,6 +64,8 @@ def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
     """Calls on two streams in turn, without waiting for any. Their kernels compete for the SMs: programs that
     wait for one another may wait for one that cannot start. And calls must not share memory."""
     alone = trial.forward(args)
+    if CALLS * sum(o.nbytes for o in alone) > HELD_BYTES:
+        return []
     streams = [torch.cuda.Stream(trial.device) for _ in range(2)]
     torch.cuda.synchronize(trial.device)
     runs, ends = [], []
