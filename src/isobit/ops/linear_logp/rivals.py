@@ -295,15 +295,16 @@ GOALS = (
 
 
 def predict(backend: str | None, args: Args) -> float | None:
-    """Milliseconds of the forward by the model that chooses its schedule, and what three kernels take
-    beside their work."""
+    """Milliseconds of the forward by the model that chooses its schedule, and what its three kernels, or
+    four with shared splits, take beside their work."""
     if backend != "hopper":
         return None
     from isobit.blocks.hopper_tiles import FIXED_US
     from isobit.ops.linear_logp.kernels_hopper import schedule_for
 
     (V, D), N, sms = args["weight"].shape, args["token_ids"].numel(), sm_count(args["weight"].device)
-    return 1e-3 * (schedule_for(N, D, V, sms).us(N, D, V, sms) + 3 * FIXED_US)
+    plan = schedule_for(N, D, V, sms)
+    return 1e-3 * (plan.us(N, D, V, sms) + (3 + (plan.pieces > 0)) * FIXED_US)
 
 
 def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
