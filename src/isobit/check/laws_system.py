@@ -390,8 +390,8 @@ def quiet_stderr() -> Iterator[None]:
 def compiles(trial: Trial) -> list[OutputCheck]:
     """Every kernel compiles for its targets, with or without a GPU in the machine. For the first target, and
     for all that were requested by name, in every recorded call. For the others only the call with the most
-    shared memory, since they have less of it. In a check of all laws the second dtype is compiled for the
-    first target only, one call per kernel. Code for NVIDIA is read for what its assembler may have lost."""
+    shared memory, since they have less of it. In a check of all laws one call of each kernel, and in the
+    second dtype only for the first target. Code for NVIDIA is read for what its assembler may have lost."""
     kernels = trial.proof.kernels.get(trial.backend)
     if kernels is None:
         raise Unsupported("plain PyTorch: nothing to compile")
@@ -414,7 +414,9 @@ def compiles(trial: Trial) -> list[OutputCheck]:
     first, *others = targets
     if trial.brief:
         ones = {call[0]: key for key, call in reversed(calls.items())}  # the first call of each kernel
-        calls, others = {key: calls[key] for key in reversed(ones.values())}, []
+        calls = {key: calls[key] for key in reversed(ones.values())}
+    if trial.one_target:
+        others = []
     checks: list[OutputCheck] = []
 
     def shared_memory(target: str, name: str, source: Any, options: dict[str, Any]) -> int:

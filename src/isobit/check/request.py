@@ -40,7 +40,7 @@ class Request:
     grad_seed: int = 123
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
-    brief: bool = False  # part of a check of all laws: the compile law does less for the second dtype
+    brief: bool = False  # part of a check of all laws: the compile law takes one call of each kernel
     tolerances: Tolerances = field(default_factory=Tolerances)
     candidate: Candidate | None = None  # a user's function in place of the op's backends
 

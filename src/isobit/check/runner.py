@@ -261,10 +261,14 @@ def _cannot_serve(op: Op, backend: str, device: torch.device) -> str | None:
 def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[Cell, BaseException | None]:
     """A cell, and an error that was raised."""
     cell = Cell(op.name, backend, law, case.name, OK, command=_command(op, backend, law, case, request))
+    # A check of all laws would spend most of its time compiling. If the law or a dtype is named, everything
+    # is compiled.
+    brief = request.brief and not request.dtypes
     trial = Trial(
         op, backend, request.device, case, request.arch or arch_key(request.device),
         request.inputs, request.gradient, request.grad_mode, request.grad_seed, targets=request.targets,
-        brief=law == "compile" and _is_brief(op, case, request), tolerances=request.tolerances,
+        brief=brief, one_target=brief and case.dtype != small_case(proof_of(op)).dtype,
+        tolerances=request.tolerances,
     )  # fmt: skip
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()
@@ -320,12 +324,6 @@ def _blame_for(cell: Cell, changed: list[str]) -> None:
     if changed:
         found = [in_words(changed), *([cell.reason] if cell.reason else [])]
         cell.status, cell.reason = FAIL, "; then: ".join(found)
-
-
-def _is_brief(op: Op, case: Case, request: Request) -> bool:
-    """A check of all laws would spend half of its time compiling, much of it twice for two dtypes. If the law
-    or a dtype is named, everything is compiled."""
-    return request.brief and not request.dtypes and case.dtype != small_case(proof_of(op)).dtype
 
 
 def _fits(op: Op, case: Case, device: torch.device) -> None:

@@ -51,7 +51,8 @@ class Trial:
     only: tuple[str, ...] | None = None  # compute these gradients only
     bound: str | None = None  # any backend of this numerics class instead of the named one
     targets: tuple[str, ...] = ()  # compile for these only; for all if empty
-    brief: bool = False  # compile one call of each kernel, for its first target
+    brief: bool = False  # compile one call of each kernel
+    one_target: bool = False  # and only for the first target
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     @property
