@@ -20,6 +20,7 @@ from isobit.bench.series import Pool
 from isobit.bench.suites import train_step
 from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
+from isobit.ops.det_gemm import kernels_hopper
 
 CPU = torch.device("cpu")
 
@@ -144,6 +145,20 @@ def test_numbers_of_tokens_come_once_and_the_longest_first() -> None:
         assert own[0] == max(own) <= 4608 and own[1] == min(own) >= 3584
     assert found == train_step.lengths(4096, 123) != train_step.lengths(4096, 124)
     assert sum(n % 16 == 0 for n in found) < 12
+
+
+def test_new_numbers_of_tokens_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them have a tile, and so a kernel, that neither the usual sizes nor the warm-up steps have."""
+    found = train_step.lengths(4096, 123)
+    usual = [1 * 512, 8 * 512, 8 * 2048, *found[:6]]
+    up = {M: kernels_hopper.choose_tile(M, 4864, 896, 132)[0] for M in (*usual, *found)}
+    assert {up[M] for M in found} - {up[M] for M in usual}
+
+    seen: list[int] = []
+    monkeypatch.setattr(train_step, "whole", lambda args: seen.append(args["ids"].numel()))
+    (rehearse,) = suite_of("train_step").series[0].rehearse
+    rehearse(Pool(CPU))
+    assert seen == train_step.lengths(64, 123)
 
 
 def test_costs_are_three_times_the_forward() -> None:
