@@ -25,7 +25,7 @@ check: $(READY)
 	$(BIN)/isobit check --json check.json
 
 test: $(READY) $(PARITY) $(BROWSER) $(DOCS)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

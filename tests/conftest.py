@@ -22,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
         whole_check.started()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that the run does not wait for one of them in the end. Last what waits for
+    the check, and what needs the kernels of the first file: at the same time, two processes would compile
+    each of them twice."""
+    first = ("test_replay.py", "test_hopper_pieces.py", "test_workers.py")
+    last = ("test_ops.py", "test_replay_ops.py")
+    items.sort(key=lambda item: (item.path.name in last) - (item.path.name in first))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """In a run of all tests by one. A run of a few waits for the check where it needs it."""
     _settle_heap()

@@ -292,8 +292,9 @@ def _install(folder: str) -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # apart from what GPUs use
     os.environ["TRITON_LIBCUDA_PATH"] = folder
-    # Nothing is computed: code that is not optimised is compiled sooner, and launched the same way.
-    os.environ["DISABLE_LLVM_OPT"] = os.environ["DISABLE_PTXAS_OPT"] = "1"
+    # Nothing is computed: code that LLVM does not optimise is compiled sooner, and launched the same way. But
+    # ptxas takes longer where it does not optimise.
+    os.environ["DISABLE_LLVM_OPT"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real one, if there is one, is left alone
     library = ctypes.CDLL(str(Path(folder) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     library.stub_launch.restype = ctypes.POINTER(_Launch)

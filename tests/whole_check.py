@@ -1,6 +1,9 @@
-"""The whole check, as `isobit check` runs it, in a process of its own. It takes minutes, so it starts with
-the tests (see `conftest.py`), and they are given its cells when they ask. Tests may run in several processes:
-the first that wants the check starts it, and all find what it leaves through the environment."""
+"""The check of all ops, in a process of its own. It takes minutes, so it starts with the tests (see
+`conftest.py`), and they are given its cells when they ask. Tests may run in several processes: the first that
+wants the check starts it, and all find what it leaves through the environment.
+
+The law `compile` is left to `make check`, and to `make compat`, which compiles every call. Where Triton's
+cache is empty, it takes as long as all other laws."""
 
 import atexit
 import os
@@ -14,7 +17,11 @@ from functools import cache
 from pathlib import Path
 
 from isobit.arch import default_device
+from isobit.check.law import LAWS
 from isobit.check.runner import Cell, Request, run
+
+#: The laws of this check.
+HERE = tuple(law for law in LAWS if law != "compile")
 
 #: The folder that the check of this run of the tests leaves its cells in, or why it broke off.
 FOLDER = "ISOBIT_TESTS_CHECK"
@@ -47,4 +54,4 @@ def cells() -> list[Cell]:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) / "cells").write_bytes(pickle.dumps(run(Request(device=default_device()))))
+    (Path(sys.argv[1]) / "cells").write_bytes(pickle.dumps(run(Request(laws=HERE, device=default_device()))))
