@@ -14,8 +14,8 @@ from torch import Tensor
 from attention_calls import F16, ints, made, same
 from attention_on_a_cpu import of_attention
 from gluon_on_a_cpu import Device
-from isobit.blocks import hopper_pipe
-from isobit.blocks.launch import run
+from isobit.frame.launch import run
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.attention import (
     kernels_hopper_decode,
     kernels_hopper_io,

@@ -20,8 +20,8 @@ from triton.runtime.autotuner import Autotuner
 
 import isobit
 from isobit.bench.cases import suite_of
-from isobit.bench.series import Pool
 from isobit.check.interpreter import quick_interpreter
+from isobit.spec.series import Pool
 
 assert "fla" not in sys.modules  # importing isobit has not imported it
 inside = isobit.integrations.fla

@@ -131,7 +131,7 @@ def token_advantages(args: Args, first: int = 260) -> Tensor:
     """The advantages that `sum_chunks` finds by itself, of at most so many sequences: each has a program,
     which takes the interpreter milliseconds. With ratios of 1, and a loss that is their negative sum, the
     slope of a token is that of its term."""
-    from isobit.blocks.launch import run
+    from isobit.frame.launch import run
     from isobit.ops.grpo_loss import kernels_triton as kernels
 
     def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.hopper_lse import COLUMNS
-from isobit.blocks.hopper_pipe import TensorDescriptor, gl
-from isobit.blocks.stream import SEGMENT
+from isobit.kernels.hopper.lse import COLUMNS
+from isobit.kernels.hopper.pipeline import TensorDescriptor, gl
+from isobit.kernels.host.token_stream import SEGMENT
 
 LN2 = math.log(2)
 NAN = math.nan

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from isobit.blocks.launch import Recorder
+from isobit.frame.launch import Recorder
 
 f32, f64, u8, u32, u64 = np.float32, np.float64, np.uint8, np.uint32, np.uint64
 Bits = np.ndarray  # of a register: one u64 a thread, or one bool

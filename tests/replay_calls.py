@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from isobit.op import CONTROLS, OPS, Op
+from isobit.frame.op import CONTROLS, OPS, Op
 from stub_cuda import STREAM, Launch, Memory, clear, differences_but_for_places, launches, ordinary
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -329,8 +329,8 @@ def on_hopper() -> Iterator[None]:
     """Ops take tensors of the CPU for those of a Hopper GPU."""
     with ExitStack() as stack:
         patched = stack.enter_context
-        patched(mock.patch("isobit.blocks.devices.arch_key", lambda device: "sm_90"))
-        patched(mock.patch("isobit.blocks.devices.triton_is_interpreted", lambda: True))
+        patched(mock.patch("isobit.frame.device.arch_key", lambda device: "sm_90"))
+        patched(mock.patch("isobit.frame.device.triton_is_interpreted", lambda: True))
         patched(mock.patch.object(Tensor, "is_cuda", True))
         try:
             yield

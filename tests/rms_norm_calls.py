@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import isobit
-from isobit.blocks import launch
-from isobit.check import inputs as alter
+from isobit.frame import launch
 from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
+from isobit.spec import inputs as alter
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -307,7 +307,7 @@ def _install(folder: str) -> None:
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    import isobit.arch
+    import isobit.frame.device
 
     cuda = CudaDriver()
     cuda.get_current_device = lambda: 0
@@ -317,7 +317,7 @@ def _install(folder: str) -> None:
     driver.set_active(cuda)
     # The index of torch.device("cpu").
     torch.accelerator.current_device_index = lambda: None  # type: ignore[assignment,return-value]
-    replace_everywhere(isobit.arch, "sm_count", lambda device: SMS)
+    replace_everywhere(isobit.frame.device, "sm_count", lambda device: SMS)
 
 
 def _call(function: Callable[..., Result], *args: Any) -> Result:

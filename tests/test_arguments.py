@@ -14,9 +14,9 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError
-from isobit.contract import F32, Contract, Float
+from isobit.frame.contract import F32, Contract, Float
+from isobit.frame.op import op, public_ops
 from isobit.numerics import NO_CLASS
-from isobit.op import op, public_ops
 
 Z = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([1, 2, 6])

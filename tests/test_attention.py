@@ -14,9 +14,9 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError
-from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
 from isobit.ops.attention import model
 from isobit.ops.attention.op import ATTN_1_CPU
 from isobit.ops.attention.proof.exact import _steps

@@ -10,7 +10,7 @@ import triton
 
 from attention_calls import BF16, NOTHING, ints, made
 from interpreted import in_interpreter
-from isobit.blocks.launch import Recorder
+from isobit.frame.launch import Recorder
 from isobit.ops.attention import kernels_hopper, kernels_hopper_decode, op
 from isobit.ops.attention.calls import call_of, decodes
 from ptx import TARGET

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gluon_on_a_cpu import Device, approximate_reciprocal, array
-from isobit.blocks import hopper_pipe
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.attention import kernels_hopper_parts, model
 
 F32 = np.float32

@@ -10,7 +10,7 @@ from torch import Tensor
 from attention_calls import BF16, ints, made
 from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
 from gluon_on_a_cpu import Device
-from isobit.blocks import hopper_pipe
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.attention import (
     kernels_hopper_bwd,
     kernels_hopper_bwd_parts,

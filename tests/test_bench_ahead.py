@@ -13,12 +13,12 @@ from isobit.bench import ahead
 from isobit.bench.ahead import First, compile_ahead, first_calls, make
 from isobit.bench.cases import subject_of, suite_of
 from isobit.bench.lineup import Lineup, implementations
-from isobit.bench.rival import Rival
-from isobit.bench.series import Pool
 from isobit.bench.vouch import Vouch
 from isobit.check.process import ProcessEnded
-from isobit.check.proof import Case
-from isobit.op import OPS
+from isobit.frame.op import OPS
+from isobit.spec.proof import Case
+from isobit.spec.rival import Rival
+from isobit.spec.series import Pool
 
 CPU = torch.device("cpu")
 SMALL = Case({"N": 4, "V": 40}, torch.float32, data="random")

@@ -11,13 +11,13 @@ from torch.nn.attention.bias import CausalBias
 
 from isobit.bench.cases import series_of
 from isobit.bench.contenders import calls_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.attention import model, rivals
+from isobit.spec.goals import summary
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
 
 OP = known_op("attention")
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of
 from isobit.bench.lineup import Lineup
-from isobit.bench.series import Pool
 from isobit.bench.vouch import CheckFailed, Vouch
 from isobit.check.named import load_candidate
-from isobit.check.proof import Case
-from isobit.cli import app
-from isobit.contract import ContractError
-from isobit.op import known_op
+from isobit.cli.main import app
+from isobit.frame.contract import ContractError
+from isobit.frame.op import known_op
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
 
 CPU = torch.device("cpu")
 BENCH = ["bench", "--op", "logp", "--case", "N=4,V=33,dtype=fp32", "--impl", "isobit", "--impl", "candidate"]

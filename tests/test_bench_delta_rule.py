@@ -9,13 +9,13 @@ import torch
 
 from isobit.bench.cases import case_name, parse_case, subject_of
 from isobit.bench.runner import planned, run
-from isobit.bench.series import Pool
-from isobit.bench.truth import Errors
-from isobit.check.options import parse_options
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.delta_rule.proof.packings import lengths_of, spread
 from isobit.ops.delta_rule.rivals import PACKED, SERIES
+from isobit.spec.options import parse_options
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
+from isobit.spec.truth import Errors
 
 OP = known_op("chunk_gated_delta_rule_bwd_dhu")
 SUBJECT = subject_of(OP)

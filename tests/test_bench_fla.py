@@ -12,13 +12,13 @@ import triton
 
 from isobit import ContractError
 from isobit.bench.cases import suite_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import NotHere, Pool
 from isobit.bench.suites import fla as suite
 from isobit.bench.vouch import CheckFailed
 from isobit.ops.delta_rule.rivals import forget_tuning
+from isobit.spec.goals import summary
+from isobit.spec.series import NotHere, Pool
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
 

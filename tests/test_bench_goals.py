@@ -12,16 +12,16 @@ import torch
 from isobit.bench import runner, tables
 from isobit.bench.cases import series_of
 from isobit.bench.contenders import calls_of
-from isobit.bench.goals import Goal, cells, limit, longer_of_floor_and, summary
 from isobit.bench.overview import overview
 from isobit.bench.report import ROW, format_report, format_summary
-from isobit.bench.series import Pool
-from isobit.blocks.hopper_tiles import HBM_BYTES
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.cli.html.bench import section
+from isobit.cli.html.saved import summary_line
+from isobit.frame.op import known_op
+from isobit.kernels.hopper.tiles import HBM_BYTES
 from isobit.ops.linear_logp import rivals
-from isobit.pages.bench import section
-from isobit.pages.saved import summary_line
+from isobit.spec.goals import Goal, cells, limit, longer_of_floor_and, summary
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
 
 #: Those that are stated as multiples.
 TIMES = [goal for goal in rivals.GOALS if goal.most is not None]

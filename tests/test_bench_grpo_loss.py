@@ -10,14 +10,14 @@ from torch import Tensor
 
 from isobit.bench.cases import parse_case, series_of
 from isobit.bench.contenders import calls_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
-from isobit.check.options import varied
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.grpo_loss import rivals
+from isobit.spec.goals import summary
+from isobit.spec.options import varied
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
 
 OP = known_op("grpo_loss")
 SERIES = {one.name: one for one in series_of(OP)}

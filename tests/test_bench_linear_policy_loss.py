@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import isobit
-from isobit.check.proof import Case
 from isobit.ops.linear_policy_loss import rivals
+from isobit.spec.proof import Case
 from policy_loss_calls import make
 
 ROOT = Path(__file__).resolve().parents[1]

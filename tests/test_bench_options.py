@@ -12,11 +12,11 @@ import torch
 from isobit import ContractError
 from isobit.bench.cases import case_name, parse_case, series_of
 from isobit.bench.runner import run
-from isobit.check.options import fit, known_options, parse_options, varied
-from isobit.check.proof import Case
 from isobit.check.request import Request, cases_of
-from isobit.op import known_op, public_ops
+from isobit.frame.op import known_op, public_ops
 from isobit.ops.linear_logp import rivals as linear_rivals
+from isobit.spec.options import fit, known_options, parse_options, varied
+from isobit.spec.proof import Case
 
 LOGP = known_op("logp")
 CPU = torch.device("cpu")
@@ -123,9 +123,9 @@ def test_an_option_chooses_the_kinds_of_calls_that_take_it() -> None:
 
 def test_a_layout_with_holes_is_timed_with_its_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the copies of the inputs that keep the cache cold."""
-    monkeypatch.setattr("isobit.bench.series.copies_for", lambda nbytes, device: 3)
+    monkeypatch.setattr("isobit.spec.series.copies_for", lambda nbytes, device: 3)
     (series,) = series_of(LOGP)
-    from isobit.bench.series import Pool
+    from isobit.spec.series import Pool
 
     case = dataclasses.replace(parse_case("N=5,V=7,dtype=fp32", LOGP), layout="padded")
     assert case_name(case) == "N=5 V=7 fp32 padded"
@@ -145,7 +145,7 @@ def test_a_sum_over_rows_is_judged_by_its_total() -> None:
 
 
 def _pool() -> Any:
-    from isobit.bench.series import Pool
+    from isobit.spec.series import Pool
 
     return Pool(CPU)
 

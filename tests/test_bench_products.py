@@ -16,17 +16,17 @@ import torch
 from isobit import ContractError
 from isobit.bench import charts, runner, tables
 from isobit.bench.cases import parse_case, series_of
-from isobit.bench.goals import Goal, cells, sizes_of, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
-from isobit.bench.series import NotHere, Pool
 from isobit.bench.vouch import CheckFailed, Vouch
-from isobit.blocks import hopper_product
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.check.source_hash import kernel_sha
+from isobit.check.stamp import gpu_name
+from isobit.frame.op import known_op
+from isobit.kernels.hopper import product as hopper_product
 from isobit.ops.det_gemm import kernels_hopper, rivals
-from isobit.sources import kernel_sha
-from isobit.stamp import gpu_name
+from isobit.spec.goals import Goal, cells, sizes_of, summary
+from isobit.spec.proof import Case
+from isobit.spec.series import NotHere, Pool
 
 GEMM = known_op("det_gemm")
 CPU = torch.device("cpu")

@@ -10,14 +10,14 @@ from torch import Tensor
 from isobit.bench import tables
 from isobit.bench.cases import parse_case, series_of
 from isobit.bench.contenders import calls_of
-from isobit.bench.goals import cells, floors, limit, summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
-from isobit.check.options import varied
-from isobit.check.proof import Case
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.ratio_kl import rivals
+from isobit.spec.goals import cells, floors, limit, summary
+from isobit.spec.options import varied
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool
 
 OP = known_op("ratio_kl")
 CPU = torch.device("cpu")

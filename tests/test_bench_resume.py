@@ -11,7 +11,7 @@ from isobit.bench import runner
 from isobit.bench.cases import parse_case, series_of, suite_of
 from isobit.bench.runner import run
 from isobit.bench.suites import suite_names
-from isobit.op import OPS, known_op, public_ops
+from isobit.frame.op import OPS, known_op, public_ops
 
 LOGP = known_op("logp")
 TEXTS = ("N=7,V=33", "N=8,V=33", "N=9,V=33")

@@ -7,12 +7,12 @@ import torch
 
 from isobit.bench.cases import series_of
 from isobit.bench.contenders import calls_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW
-from isobit.bench.series import Pool
-from isobit.check.proof import Args, Case
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.rms_norm import rivals
+from isobit.spec.goals import summary
+from isobit.spec.proof import Args, Case
+from isobit.spec.series import Pool
 
 CPU = torch.device("cpu")
 SERIES = {one.name: one for one in series_of(known_op("rms_norm"))}

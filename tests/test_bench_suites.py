@@ -13,16 +13,16 @@ import torch
 from isobit import ContractError
 from isobit.bench import suites, tables
 from isobit.bench.cases import Subject, parse_case, suite_of
-from isobit.bench.goals import Goal, summary
 from isobit.bench.report import ROW, format_summary
 from isobit.bench.runner import run
-from isobit.bench.series import Pool, Series
 from isobit.bench.suites import suite_names
 from isobit.bench.timing import ONCE_CALLS
 from isobit.bench.vouch import CheckFailed
-from isobit.check.proof import Case, Cost
-from isobit.op import OPS, known_op
+from isobit.frame.op import OPS, known_op
 from isobit.ops.logp.op import logp
+from isobit.spec.goals import Goal, summary
+from isobit.spec.proof import Case, Cost
+from isobit.spec.series import Pool, Series
 
 CPU = torch.device("cpu")
 

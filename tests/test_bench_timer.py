@@ -15,7 +15,7 @@ from isobit.bench import timing
 from isobit.bench.lineup import Lineup
 from isobit.bench.runner import NothingTimed, run
 from isobit.bench.timing import Contender, Verdict, copies_for, measure, measure_steps
-from isobit.check.proof import Case
+from isobit.spec.proof import Case
 
 CPU = torch.device("cpu")
 

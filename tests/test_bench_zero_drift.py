@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from isobit.bench.cases import suite_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run, to_json
-from isobit.bench.series import Pool
 from isobit.bench.suites import zero_drift as suite
 from isobit.bench.suites.zero_drift import drift
 from isobit.bench.tables import render_op
 from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
 from isobit.ops.attention.calls import Call, decodes
+from isobit.spec.goals import summary
+from isobit.spec.series import Pool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known

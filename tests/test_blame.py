@@ -11,7 +11,7 @@ import torch
 
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, run
-from isobit.op import known_op
+from isobit.frame.op import known_op
 from isobit.ops.logp import reference
 
 LOGP = known_op("logp")
@@ -54,11 +54,11 @@ def test_what_fails_inside_the_library_is_named_by_its_place_in_it(monkeypatch: 
         found = reason()
     assert found.startswith("RuntimeError: boom (") and "test_blame" not in found
     name, _, line = found.rpartition("(")[2].rstrip(")").partition(":")
-    assert name.startswith(("ops/logp/", "blocks/", "check/")) and line.isdecimal()
+    assert name.startswith(("ops/logp/", "frame/", "kernels/", "check/")) and line.isdecimal()
 
 
 def test_a_failure_outside_of_both_points_at_what_raised_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isobit.check.law import LAWS
+    from isobit.check.laws import LAWS
 
     def law(trial: object) -> list[Any]:
         raise RuntimeError("boom")

@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
-from isobit.blocks import interpreter, stream, triton_logits, triton_rows, triton_tiles
+from isobit.kernels.host import token_stream as stream
+from isobit.kernels.triton import interpreter
+from isobit.kernels.triton import logits as triton_logits
+from isobit.kernels.triton import rows as triton_rows
+from isobit.kernels.triton import tiles as triton_tiles
 from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd

@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isobit import ContractError, cache_key
-from isobit.backend import UnsupportedError
-from isobit.blocks import hopper_pipe
-from isobit.cache_key import CacheKey, cache_key_of, family_key_of, remember
-from isobit.composed import Composed
-from isobit.contract import Param
-from isobit.op import OPS
+from isobit import ContractError
+from isobit.frame import cache_key
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
+from isobit.frame.composed import Composed
+from isobit.frame.contract import Param
+from isobit.frame.op import OPS
+from isobit.kernels.hopper import pipeline as hopper_pipe
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -315,6 +316,6 @@ def test_the_number_of_rows_decides_nothing_about_a_call(name: str) -> None:
             met.append(not isinstance(one, str))
 
     on_hopper = {"arch_key": lambda device: "sm_90", "triton_is_interpreted": lambda: True}
-    with mock.patch.multiple("isobit.blocks.devices", **on_hopper):
+    with mock.patch.multiple("isobit.frame.device", **on_hopper):
         check()
     assert True in met and False in met, "every call was served, or every one was refused"

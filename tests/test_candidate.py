@@ -18,10 +18,10 @@ import third_party
 from candidate_faults import check, fault
 from commands import Isobit
 from isobit import ContractError, testing
-from isobit.check.proof import InputOptions
-from isobit.check.proofs import proof_of
 from isobit.check.runner import UNSUPPORTED
-from isobit.op import OPS
+from isobit.frame.op import OPS
+from isobit.spec.proof import InputOptions
+from isobit.spec.proofs import proof_of
 
 HERE, PACKAGE = Path(__file__).parent, Path(testing.__file__).parent
 

@@ -11,8 +11,8 @@ import torch
 import plain_ops
 from isobit import testing
 from isobit.check.candidate import candidate_of
-from isobit.check.proofs import proof_of
-from isobit.op import known_op, public_ops
+from isobit.frame.op import known_op, public_ops
+from isobit.spec.proofs import proof_of
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ from candidate_faults import check, fault, unwrapped
 from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.candidate import candidate_of
-from isobit.check.proofs import proof_of
 from isobit.check.report import LONGEST, brief
 from isobit.check.state import kept
-from isobit.op import known_op
+from isobit.frame.op import known_op
+from isobit.spec.proofs import proof_of
 
 CPU = torch.device("cpu")
 CASE = "B=2 S=2 T=5 V=33 fp32"

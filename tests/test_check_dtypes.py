@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.blocks.launch import Recorder
-from isobit.check.compare import OutputCheck
-from isobit.check.law import LAWS
-from isobit.check.proof import Case
-from isobit.check.proofs import proofs
+from isobit.check.laws import LAWS
 from isobit.check.runner import OK, UNSUPPORTED, Request, run
-from isobit.check.trial import Trial, Unsupported
+from isobit.frame.launch import Recorder
+from isobit.spec.compare import OutputCheck
+from isobit.spec.proof import Case
+from isobit.spec.proofs import proofs
+from isobit.spec.trial import Trial, Unsupported
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 OPS = [name for name, proof in proofs().items() if any(b.name == "reference" for b in proof.op.backends)]

@@ -14,19 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit import ContractError
-from isobit.backend import Backend
-from isobit.blocks.launch import Recorder
-from isobit.blocks.tokens import live_rows
 from isobit.check import report
-from isobit.check.compare import failure, passed
-from isobit.check.law import LAWS
-from isobit.check.laws_system import peak_extra_bytes
-from isobit.check.proof import Kernels
-from isobit.check.proofs import proofs
+from isobit.check.laws import LAWS
+from isobit.check.laws.system import peak_extra_bytes
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.check.trial import LawBroken, Trial, Unsupported
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.launch import Recorder
+from isobit.frame.op import OPS
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.logp import reference
+from isobit.spec.compare import failure, passed
+from isobit.spec.proof import Kernels
+from isobit.spec.proofs import proofs
+from isobit.spec.trial import LawBroken, Trial, Unsupported
 
 FORWARD, BACKWARD = OPS["logp"], OPS["logp_bwd"]
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend
-from isobit.blocks.tokens import live_rows
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import of_rows, of_rows_backward
 from isobit.ops.grpo_loss.proof import model

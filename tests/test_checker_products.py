@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, SEG16_512, chain, cut, segments
-from isobit.op import OPS
 from isobit.ops.det_gemm import calls, model
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend
-from isobit.blocks import logits as stored
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
+from isobit.kernels.host import logits as stored
 from isobit.ops.logp import reference as logp_reference
 from isobit.ops.ratio_kl import reference
 

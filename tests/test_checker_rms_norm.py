@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
 from isobit.ops.rms_norm import model
 
 CPU = torch.device("cpu")

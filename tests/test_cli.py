@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from commands import Done, Isobit, report
-from isobit import __version__, cli, explain
+from isobit import __version__, explain
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
-from isobit.op import OPS, public_ops
-from isobit.sources import kernel_sha
+from isobit.check.source_hash import kernel_sha
+from isobit.cli.main import main as cli
+from isobit.frame.op import OPS, public_ops
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
@@ -32,7 +33,7 @@ def test_python_dash_m_is_the_command() -> None:
     command = [sys.executable, "-m", "isobit", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and all(name in done.stdout for name in ("check", "bench", "info"))
-    assert 'isobit = "isobit.cli:main"' in (ROOT / "pyproject.toml").read_text()
+    assert 'isobit = "isobit.cli.main:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_a_folder_is_timed_by_the_name_of_its_files() -> None:

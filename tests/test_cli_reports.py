@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from commands import Isobit, report
-from isobit import checking
 from isobit.bench.vouch import proven
-from isobit.check.compare import OutputCheck
+from isobit.check.files import check_writable
 from isobit.check.runner import LAWS, OK, UNSUPPORTED
-from isobit.check.trial import Trial
-from isobit.contract import ContractError
-from isobit.files import check_writable
-from isobit.op import OPS, public_ops
+from isobit.cli.main import check as checking
+from isobit.frame.contract import ContractError
+from isobit.frame.op import OPS, public_ops
+from isobit.spec.compare import OutputCheck
+from isobit.spec.trial import Trial
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.blocks.launch import Recorder
-from isobit.blocks.stream import Stream
-from isobit.contract import MISSING
+from isobit.frame.contract import MISSING
+from isobit.frame.launch import Recorder
+from isobit.kernels.host.token_stream import Stream
 from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd

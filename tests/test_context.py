@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isobit.blocks import context
+from isobit.frame import context
 
 
 class Driver:

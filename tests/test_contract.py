@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, UnsupportedError
-from isobit.contract import F32, MISSING, Contract, Float, Half, Int, Like, Mask, Spec, describe, dtype_name
+from isobit.frame.contract import (
+    F32,
+    MISSING,
+    Contract,
+    Float,
+    Half,
+    Int,
+    Like,
+    Mask,
+    Spec,
+    describe,
+    dtype_name,
+)
 
 META = torch.device("meta")
 SCALARS = {"k": 2, "scale": 0.5, "flag": False, "validate": None, "backend": None}

@@ -13,9 +13,9 @@ from torch import Tensor
 import isobit
 from interpreted import in_interpreter
 from isobit import ContractError
-from isobit.backend import Backend
 from isobit.check.runner import FAIL, OK, Cell, Request, run
-from isobit.op import OPS
+from isobit.frame.backend import Backend
+from isobit.frame.op import OPS
 from isobit.ops.delta_rule import kernels_hopper, kernels_triton, reference
 from isobit.ops.delta_rule.op import DHU_TRITON_1
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention_on_a_cpu import slowed
 from gluon_on_a_cpu import F32, Array, Barrier, Device, Shared, array
-from isobit.blocks import hopper_pipe
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.delta_rule import kernels_hopper, kernels_hopper_io, reference
 
 DTYPES = {F32: torch.float32, np.int32: torch.int32}

@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import isobit
-from isobit.cli import app
-from isobit.contract import ContractError
+from isobit.cli.html import page
+from isobit.cli.html.curves import HEIGHT, TOP, Curve, chart
+from isobit.cli.html.demo import section
+from isobit.cli.main import app
 from isobit.demo import run
 from isobit.demo.grpo import (
     Config,
@@ -28,9 +30,7 @@ from isobit.demo.grpo import (
     training_logp,
 )
 from isobit.demo.policy import ISOBIT, TORCH, Ops, Policy
-from isobit.pages import page
-from isobit.pages.curves import HEIGHT, TOP, Curve, chart
-from isobit.pages.demo import section
+from isobit.frame.contract import ContractError
 from test_pages import Shape
 
 ROOT = Path(__file__).parent.parent

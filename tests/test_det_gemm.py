@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import isobit
 from isobit import ContractError, UnsupportedError, det_gemm, det_gemm_dw, det_linear
+from isobit.frame.op import OPS
 from isobit.numerics import chain, cut, segments
-from isobit.op import OPS
 from isobit.ops.det_gemm import model
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

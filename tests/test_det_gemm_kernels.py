@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from interpreted import in_interpreter
-from isobit.blocks.launch import Recorder
-from isobit.blocks.stream import build
+from isobit.frame.launch import Recorder
+from isobit.kernels.host.token_stream import build
 from isobit.ops.det_gemm import kernels_triton as kernels
 
 pytestmark = pytest.mark.compat

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, det_gemm_dw
-from isobit.blocks.stream import BLOCK, SEGMENT, Stream, build, capacity
+from isobit.kernels.host.token_stream import BLOCK, SEGMENT, Stream, build, capacity
 from isobit.numerics import cut, segments
 from isobit.ops.det_gemm import model
 

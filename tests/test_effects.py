@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 import third_party
 from isobit import testing
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.request import BEHIND, Request
 from isobit.check.runner import run
-from isobit.cli import app
-from isobit.contract import ContractError
+from isobit.cli.main import app
+from isobit.frame.contract import ContractError
 
 LOGP = ("check", "--op", "logp", "--device", "cpu", "--backend", "reference")
 BENCH = ("bench", "--op", "logp", "--device", "cpu")
@@ -119,7 +119,7 @@ def test_the_python_api_makes_the_same_checks() -> None:
 
 
 def _large() -> Any:
-    from isobit.check.proof import InputOptions
+    from isobit.spec.proof import InputOptions
 
     return InputOptions(constant=1e30)
 

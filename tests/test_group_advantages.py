@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, explain, group_advantages
-from isobit.op import OPS
+from isobit.frame.op import OPS
 from isobit.ops.grpo_loss import groups
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64

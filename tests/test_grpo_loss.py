@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, explain, group_advantages, grpo_loss, logp, losses
-from isobit.op import OPS
+from isobit.frame.op import OPS
 
 F32, F64, INF, NAN = torch.float32, torch.float64, float("inf"), float("nan")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum")

@@ -12,13 +12,13 @@ from torch import Tensor
 import grpo_loss_calls
 import ptx
 from interpreted import in_interpreter
-from isobit.blocks import triton_early
-from isobit.blocks.launch import Recorder
-from isobit.check.proofs import proofs
-from isobit.op import OPS
+from isobit.frame.launch import Recorder
+from isobit.frame.op import OPS
+from isobit.kernels.triton import dependent_launch as triton_early
 from isobit.ops.grpo_loss import kernels_triton as kernels
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.proof import model
+from isobit.spec.proofs import proofs
 
 pytestmark = pytest.mark.compat
 

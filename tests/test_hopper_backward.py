@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopper_device import Device, described, whole
-from isobit.blocks.hopper_lse import COLUMNS
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.hopper.lse import COLUMNS
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import reference

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import hopper_device
 from gluon_on_a_cpu import Device
-from isobit.blocks import hopper_bias, hopper_lse, hopper_pipe
-from isobit.blocks.hopper_bias import in_words
-from isobit.blocks.hopper_pipe import gl
+from isobit.kernels.hopper import bias as hopper_bias
+from isobit.kernels.hopper import lse as hopper_lse
+from isobit.kernels.hopper import pipeline as hopper_pipe
+from isobit.kernels.hopper.bias import in_words
+from isobit.kernels.hopper.pipeline import gl
 from isobit.ops.attention import model
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward

@@ -10,19 +10,23 @@ import triton
 import triton.language as tl
 
 from hopper_device import Device
-from isobit.blocks import hopper_logits, hopper_lse, hopper_pipe, hopper_product, launch
-from isobit.blocks import stream as tokens
-from isobit.blocks.hopper_lse import COLUMNS, SPLITS, Slots, splits_of
-from isobit.blocks.stream import SEGMENT
-from isobit.check.proofs import proofs
+from isobit.frame import launch
+from isobit.kernels.hopper import logits as hopper_logits
+from isobit.kernels.hopper import lse as hopper_lse
+from isobit.kernels.hopper import pipeline as hopper_pipe
+from isobit.kernels.hopper import product as hopper_product
+from isobit.kernels.hopper.lse import COLUMNS, SPLITS, Slots, splits_of
+from isobit.kernels.host import token_stream as tokens
+from isobit.kernels.host.token_stream import SEGMENT
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
-from isobit.ops.linear_logp.rooms import Memory
 from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
+from isobit.ops.linear_policy_loss import kernels_hopper as chunk
+from isobit.ops.linear_policy_loss.chunk_buffers import Memory
 from isobit.ops.logp import kernels_hopper as logp
 from isobit.ops.ratio_kl import kernels_hopper as ratio_kl
+from isobit.spec.proofs import proofs
 
 pytestmark = pytest.mark.compat
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from hopper_device import Device, described
-from isobit.blocks import hopper_product as products
-from isobit.blocks.stream import SEGMENT
+from isobit.kernels.hopper import product as products
+from isobit.kernels.host.token_stream import SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
-from isobit.ops.linear_logp import reference, rooms
-from isobit.ops.linear_logp.rooms import Memory
+from isobit.ops.linear_logp import reference
+from isobit.ops.linear_policy_loss import chunk_buffers
+from isobit.ops.linear_policy_loss import kernels_hopper as chunk
+from isobit.ops.linear_policy_loss.chunk_buffers import Memory
 from test_hopper_backward import Allocations, arguments, good_rows, new_memory_is_nan, one_thread, truth  # noqa: F401
 from test_hopper_backward import Case as Call
 
@@ -180,7 +181,7 @@ def test_a_chunk_takes_what_the_workspace_has(
     """Memory between chunks, and all that is allocated for one of as many rows as have room."""
     for module in (forward, backward, products):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
-    rows = rooms.capacity("hopper", V, D, BF16, rooms.WORKSPACE_BYTES)
+    rows = chunk_buffers.capacity("hopper", V, D, BF16, chunk_buffers.WORKSPACE_BYTES)
     assert rows is not None and rows >= 3072
     args = {"hidden": meta(rows, D, dtype=BF16), "weight": meta(V, D, dtype=BF16), "bias": None, "mask": None}
     args |= {"token_ids": meta(rows, dtype=torch.int64), "ignore_index": -100, "temperature": 1.0}
@@ -188,9 +189,11 @@ def test_a_chunk_takes_what_the_workspace_has(
     rest = {"stats": meta(2, rows), "entropy": meta(rows), "dlogp": meta(rows)}
     rest |= {"dentropy": meta(rows) if entropy else None, "first_row": 0, "kept": True, "postpone": False}
     with Allocations() as seen:
-        memory = Memory.of("hopper", args["hidden"], V, rows, 0, True, rooms.WORKSPACE_BYTES)._asdict()
+        memory = Memory.of(
+            "hopper", args["hidden"], V, rows, 0, True, chunk_buffers.WORKSPACE_BYTES
+        )._asdict()
         own = args | memory | {"queued": meta(1, dtype=torch.int32)}
         chunk.linear_logp_chunk(lambda *args, **options: None, **own, return_entropy=entropy)
         last = {"first": False, "last": False}
         chunk.linear_logp_chunk_bwd(lambda *args, **options: None, **own | sums | rest | last)
-    assert 0.9 * rooms.WORKSPACE_BYTES < seen.most <= rooms.WORKSPACE_BYTES
+    assert 0.9 * chunk_buffers.WORKSPACE_BYTES < seen.most <= chunk_buffers.WORKSPACE_BYTES

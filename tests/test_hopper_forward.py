@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hopper_device import Device
-from isobit.blocks import hopper_pipe
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import reference
 from test_hopper_backward import DEFAULTS, new_memory_is_nan, one_thread  # noqa: F401

@@ -16,10 +16,10 @@ import triton
 from torch import Tensor
 
 import ptx
-from isobit.blocks import hopper_logits
-from isobit.blocks.hopper_lse import Slots, splits_of
-from isobit.blocks.launch import Recorder
-from isobit.blocks.temperature import LOG2E
+from isobit.frame.launch import Recorder
+from isobit.kernels.hopper import logits as hopper_logits
+from isobit.kernels.hopper.lse import Slots, splits_of
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import proof as linear_logp_proof
 from isobit.ops.logp import kernels_hopper as logp

@@ -22,8 +22,9 @@ from torch import Tensor
 import gluon_on_a_cpu
 import ptx
 from hopper_device import Device
-from isobit.blocks import hopper_pieces, hopper_pipe
-from isobit.blocks.launch import Recorder
+from isobit.frame.launch import Recorder
+from isobit.kernels.hopper import pieces as hopper_pieces
+from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import reference
 from test_hopper_backward import DEFAULTS, new_memory_is_nan, one_thread  # noqa: F401

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from gluon_on_a_cpu import PATIENCE_S, Barrier
-from isobit.blocks import hopper_pipe, hopper_product
+from isobit.kernels.hopper import pipeline as hopper_pipe
+from isobit.kernels.hopper import product as hopper_product
 from isobit.ops.det_gemm import kernels_hopper
 
 

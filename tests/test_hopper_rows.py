@@ -19,10 +19,10 @@ NAN = float("nan")
 
 def interpreted() -> dict[str, Any]:
     """Everything that the tests below check, computed with Triton in its interpreter."""
-    from isobit.blocks.hopper_lse import COLUMNS, Slots
-    from isobit.blocks.hopper_product import pack
-    from isobit.blocks.launch import run
-    from isobit.blocks.temperature import LOG2E
+    from isobit.frame.launch import run
+    from isobit.kernels.hopper.lse import COLUMNS, Slots
+    from isobit.kernels.hopper.product import pack
+    from isobit.kernels.host.temperature import LOG2E
     from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 
     V, N = 256, 6

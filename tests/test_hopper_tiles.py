@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.blocks import hopper_pipe, hopper_product, hopper_tiles
-from isobit.blocks.hopper_tiles import Tile
-from isobit.blocks.launch import Recorder
+from isobit.frame.launch import Recorder
+from isobit.kernels.hopper import pipeline as hopper_pipe
+from isobit.kernels.hopper import product as hopper_product
+from isobit.kernels.hopper import tiles as hopper_tiles
+from isobit.kernels.hopper.tiles import Tile
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 

@@ -7,12 +7,12 @@ import triton
 from torch import Tensor
 
 import ptx
-from isobit.blocks.hopper_lse import Slots
-from isobit.blocks.hopper_product import pack
-from isobit.blocks.launch import Recorder
-from isobit.blocks.temperature import LOG2E
+from isobit.frame.launch import Recorder
+from isobit.kernels.hopper.lse import Slots
+from isobit.kernels.hopper.product import pack
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp import kernels_hopper_chunk as chunk
+from isobit.ops.linear_policy_loss import kernels_hopper as chunk
 
 pytestmark = pytest.mark.compat
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from interpreted import in_interpreter
 from isobit import linear_logp, logp
-from isobit.blocks.logprob import formula
+from isobit.kernels.host.logprob import formula
 
 INF, NAN = float("inf"), float("nan")
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.blocks.launch import Recorder
-from isobit.blocks.stream import Stream
-from isobit.check.proofs import proofs
+from isobit.frame.launch import Recorder
+from isobit.kernels.host.token_stream import Stream
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
+from isobit.spec.proofs import proofs
 
 pytestmark = pytest.mark.compat
 

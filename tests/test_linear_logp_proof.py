@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check import laws
-from isobit.check.laws_shared import shared_gradients
-from isobit.check.proof import Case
-from isobit.check.trial import Trial
-from isobit.op import OPS
+from isobit.check.laws import accuracy as laws
+from isobit.check.laws.shared import shared_gradients
+from isobit.frame.op import OPS
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.linear_logp import chart, op, reference
 from isobit.ops.linear_logp.proof.bits import unfused
 from isobit.ops.linear_logp.proof.inputs import FULL, keeps
+from isobit.spec.proof import Case
+from isobit.spec.trial import Trial
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError, UnsupportedError
-from isobit.blocks.launch import Recorder
-from isobit.op import CONTROLS, OPS
+from isobit.frame.launch import Recorder
+from isobit.frame.op import CONTROLS, OPS
 from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
 from isobit.ops.linear_logp import op

@@ -14,7 +14,7 @@ from torch import Tensor
 import isobit
 from interpreted import in_interpreter
 from isobit import ContractError
-from isobit.op import OPS
+from isobit.frame.op import OPS
 from isobit.ops.linear_policy_loss import reference
 from isobit.ops.linear_policy_loss.chunks import Batch
 from isobit.ops.linear_policy_loss.op import linear_policy_loss

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from hopper_device import Device
-from isobit.blocks import hopper_product
-from isobit.check.law import LAWS
-from isobit.check.proof import Case
-from isobit.check.trial import Trial
-from isobit.op import OPS
-from isobit.ops.linear_logp import chunk, kernels_hopper, kernels_hopper_chunk, rooms
+from isobit.check.laws import LAWS
+from isobit.frame.op import OPS
+from isobit.kernels.hopper import product as hopper_product
+from isobit.ops.linear_logp import kernels_hopper
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import op as linear_logp_op
 from isobit.ops.linear_logp.op import linear_logp
+from isobit.ops.linear_policy_loss import chunk_buffers
+from isobit.ops.linear_policy_loss import chunk_op as chunk
+from isobit.ops.linear_policy_loss import kernels_hopper as kernels_hopper_chunk
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
+from isobit.spec.proof import Case
+from isobit.spec.trial import Trial
 from test_hopper_backward import new_memory_is_nan, on_grid, one_thread  # noqa: F401
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         monkeypatch.setattr(module, "hopper_cannot_run", lambda where: None)
     for module in (kernels_hopper, backward, hopper_product):
         monkeypatch.setattr(module, "sm_count", lambda where: 7)
-    monkeypatch.setattr(rooms, "LEAST_ROWS", 128)
+    monkeypatch.setattr(chunk_buffers, "LEAST_ROWS", 128)
     for name, launcher in LAUNCHERS.items():
 
         def run(launcher: Callable[..., Any] = launcher, **args: Any) -> Any:
@@ -80,10 +83,9 @@ def bias_of(V: int, dtype: torch.dtype) -> Tensor:
 
 def workspace_for(rows: int, V: int, D: int) -> int:
     """The smallest workspace for chunks of this many rows."""
-    found = next(
-        n for n in range(1 << 16, 1 << 30, 1 << 12) if (rooms.capacity("hopper", V, D, BF16, n) or 0) >= rows
-    )
-    assert rooms.capacity("hopper", V, D, BF16, found) == rows
+    sizes = range(1 << 16, 1 << 30, 1 << 12)
+    found = next(n for n in sizes if (chunk_buffers.capacity("hopper", V, D, BF16, n) or 0) >= rows)
+    assert chunk_buffers.capacity("hopper", V, D, BF16, found) == rows
     return found
 
 
@@ -210,7 +212,7 @@ def test_a_sequence_that_has_no_room_is_computed_twice(device: Device, wanted: t
     expected = torch.where(long[:, None], again["hidden"], kept["hidden"])
     assert torch.equal(found["hidden"], expected) and not torch.equal(kept["hidden"], again["hidden"])
     if "weight" in wanted:  # where chunks end does not show: a little more room, the same sequences without
-        options["workspace_bytes"] = rooms.bytes_for(256, 300, 24) + 5000
+        options["workspace_bytes"] = chunk_buffers.bytes_for(256, 300, 24) + 5000
         _, _, other = swept(args, tokens_loss, inputs, wanted, **options)
         assert_same(other, found)
 
@@ -268,7 +270,7 @@ def trial(case: Case) -> Trial:
 def case_of(dims: dict[str, int], rows: int | None = None, **options: Any) -> Case:
     """In fp16, in which another order of a sum is visible more often than in bf16."""
     if rows is not None:
-        options["workspace_bytes"] = rooms.bytes_for(rows, dims["V"], dims["D"])
+        options["workspace_bytes"] = chunk_buffers.bytes_for(rows, dims["V"], dims["D"])
     return Case(dims, F16, "random", options=options)
 
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.check.law import LAWS
-from isobit.check.proof import Case
+from isobit.check.laws import LAWS
 from isobit.check.runner import OK, UNSUPPORTED, Cell, Request, run
-from isobit.check.trial import Trial
-from isobit.op import OPS
-from isobit.ops.linear_logp import reference_chunk
-from isobit.ops.linear_policy_loss import op, sweep
+from isobit.frame.op import OPS
+from isobit.ops.linear_policy_loss import chunked, op, reference_chunk
 from isobit.ops.linear_policy_loss.chunks import Batch, Chunk
+from isobit.spec.proof import Case
+from isobit.spec.trial import Trial
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -72,11 +71,11 @@ def last_share(self: Any, *args: Any) -> Any:
     return ADD(self, *args)
 
 
-ADD = sweep.Sums.add
+ADD = chunked.Sums.add
 
 
 def test_a_loss_that_is_the_last_chunks_alone_fails_on_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep.Sums, "add", last_share)
+    monkeypatch.setattr(chunked.Sums, "add", last_share)
     assert failing("accuracy") == ["0:loss"]
 
 
@@ -96,14 +95,14 @@ def test_rows_of_another_chunk_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_that_is_kept_whole_fails_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case({"N": 4000, "D": 8, "V": 300}, torch.float32, options={"workspace_bytes": 4 * 300 * 100})
     assert failing("memory", case) == []
-    monkeypatch.setattr(sweep, "capacity", lambda *sizes: 4000)
+    monkeypatch.setattr(chunked, "capacity", lambda *sizes: 4000)
     assert failing("memory", case) == ["fwd_bwd"]
 
 
 def test_an_unvalidated_loss_fails_on_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, options={})
     assert failing("contract", case) == []
-    monkeypatch.setattr("isobit.ops.linear_policy_loss.shares.Loss.together", lambda *shares: None)
+    monkeypatch.setattr("isobit.ops.linear_policy_loss.loss_call.Loss.together", lambda *shares: None)
     assert failing("contract", case) == ["a mean", "a constant for every chunk"]
 
 

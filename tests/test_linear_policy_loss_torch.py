@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isobit
 from isobit import ContractError
-from isobit.op import OPS
+from isobit.frame.op import OPS
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
 from policy_loss_calls import make, room, weighed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit import ContractError, logp
-from isobit.op import OPS
+from isobit.frame.op import OPS
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

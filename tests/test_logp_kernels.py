@@ -15,11 +15,11 @@ from torch import Tensor
 
 from interpreted import in_interpreter
 from isobit import logp
-from isobit.blocks import triton_logits
-from isobit.blocks.launch import Recorder
-from isobit.blocks.rows import row_strides
 from isobit.check.runner import OK
-from isobit.op import OPS
+from isobit.frame.launch import Recorder
+from isobit.frame.op import OPS
+from isobit.kernels.host.rows import row_strides
+from isobit.kernels.triton import logits as triton_logits
 from isobit.ops.logp import kernels_triton as kernels
 from isobit.ops.logp import proof
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from interpreted import in_interpreter
-from isobit.blocks.temperature import scaling
+from isobit.kernels.host.temperature import scaling
 from isobit.ops.logp import kernels_triton, reference
 
 NAN = float("nan")

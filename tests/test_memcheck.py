@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isobit.check import memcheck
-from isobit.contract import ContractError
+from isobit.frame.contract import ContractError
 
 SANITIZER = """#!/bin/sh
 [ "$1" = --version ] && echo "Version 2025.3.1" && exit 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from isobit.contract import ContractError
+from isobit.frame.contract import ContractError
 from isobit.numerics import (
     CHAIN16,
     NUMERICS,

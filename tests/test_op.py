@@ -1,5 +1,5 @@
-"""Guards the machinery of `isobit.op` with a toy op: the choice of a backend, its reasons, the requested
-numerics class and that of the backward, value rules, and what can be declared."""
+"""Guards the machinery of `isobit.frame.op` with a toy op: the choice of a backend, its reasons, the
+requested numerics class and that of the backward, value rules, and what can be declared."""
 
 # ruff: noqa: F722, F821
 # "* V" in an annotation names dimensions, not types.
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import isobit
-from isobit import ContractError, UnsupportedError, cache_key
-from isobit.backend import NONE
-from isobit.contract import F32, Contract, Float, Like
-from isobit.op import OPS, Op, op, public_ops
+from isobit import ContractError, UnsupportedError
+from isobit.frame import cache_key
+from isobit.frame.backend import NONE
+from isobit.frame.contract import F32, Contract, Float, Like
+from isobit.frame.op import OPS, Op, op, public_ops
 from toy_op import RAN, by_torch, call, even, ran, scale
 
 

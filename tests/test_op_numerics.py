@@ -14,10 +14,10 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError, UnsupportedError
-from isobit.backend import NONE
-from isobit.contract import F32, Float
+from isobit.frame.backend import NONE
+from isobit.frame.contract import F32, Float
+from isobit.frame.op import op
 from isobit.numerics import CHAIN16, SEG16_512
-from isobit.op import op
 
 #: (op, backend, its arguments) of every backend that ran.
 RAN: list[tuple[str, str, dict[str, Any]]] = []

@@ -5,13 +5,13 @@ import json
 import pytest
 
 import whole_check
-from isobit.arch import arch_key, default_device
-from isobit.backend import NONE
 from isobit.check import report
-from isobit.check.proofs import proofs
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
-from isobit.composed import Composed
-from isobit.op import public_ops
+from isobit.frame.backend import NONE
+from isobit.frame.composed import Composed
+from isobit.frame.device import arch_key, default_device
+from isobit.frame.op import public_ops
+from isobit.spec.proofs import proofs
 
 DEVICE = default_device()
 PRODUCTS = ("det_gemm", "det_linear", "det_gemm_dw")

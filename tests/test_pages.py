@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 from isobit.bench import charts
 from isobit.bench.charts import COLOURS
 from isobit.check.cell import Cell
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.report import notes, progress, table
 from isobit.check.worst import worst_first
-from isobit.cli import app
-from isobit.contract import ContractError
-from isobit.pages import page
-from isobit.pages.bench import section
-from isobit.pages.check import section as check_section
-from isobit.pages.saved import compare, read_report, summary_line
+from isobit.cli.html import page
+from isobit.cli.html.bench import section
+from isobit.cli.html.check import section as check_section
+from isobit.cli.html.saved import compare, read_report, summary_line
+from isobit.cli.main import app
+from isobit.frame.contract import ContractError
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from chromium import Chromium, Tab
-from isobit.pages import page
-from isobit.pages.saved import read_report
+from isobit.cli.html import page
+from isobit.cli.html.saved import read_report
 from test_pages import report_of_a_check
 
 LOOK = Path(__file__).with_name("look.js").read_text()

@@ -18,8 +18,8 @@ import typer.main
 import isobit
 from isobit.bench import tables
 from isobit.bench.declared import render_declared
-from isobit.cli import app
-from isobit.op import public_ops
+from isobit.cli.main import app
+from isobit.frame.op import public_ops
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})

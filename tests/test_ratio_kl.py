@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError, logp, ratio_kl
-from isobit.blocks.k3 import k3
+from isobit.kernels.host.k3 import k3
 
 INF, NAN = float("inf"), float("nan")
 F64 = torch.float64

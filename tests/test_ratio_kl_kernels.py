@@ -17,9 +17,9 @@ from torch import Tensor
 import ptx
 from interpreted import in_interpreter
 from isobit import logp, ratio_kl
-from isobit.blocks.interpreter import INTERPRETED
-from isobit.blocks.launch import Recorder, run
-from isobit.blocks.triton_exp import exp, k3_and_expm1
+from isobit.frame.launch import Recorder, run
+from isobit.kernels.triton.exp import exp, k3_and_expm1
+from isobit.kernels.triton.interpreter import INTERPRETED
 from isobit.ops.logp import kernels_hopper as logp_hopper
 from isobit.ops.logp import kernels_triton as logp_triton
 from isobit.ops.ratio_kl import kernels_hopper, kernels_triton, proof, reference
@@ -364,7 +364,7 @@ assert all(torch.equal(bits[0], other) for other in bits[1:])
 JOINED = """
 import torch
 from isobit import logp, ratio_kl
-from isobit.blocks.triton_logits import plan_of
+from isobit.kernels.triton.logits import plan_of
 from isobit.ops.ratio_kl import kernels_triton as kernels
 
 V = 2 * 16384 + 3  # three splits, the last one short

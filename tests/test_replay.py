@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks import entry, launch, replay
-from isobit.blocks.launch import launched
-from isobit.check.proofs import proofs
+from isobit.frame import entry, launch, replay
+from isobit.frame.launch import launched
+from isobit.spec.proofs import proofs
 from replay_calls import (
     CALLS,
     REFUSED,

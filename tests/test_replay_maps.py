@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from isobit.blocks import entry
-from isobit.blocks.entry import Maps
+from isobit.frame import entry
+from isobit.frame.entry import Maps
 
 
 class Descriptor:

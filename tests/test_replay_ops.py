@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 import isobit
-from isobit.blocks import launch as launching
+from isobit.frame import launch as launching
 from replay_calls import (
     CALLS,
     F32,

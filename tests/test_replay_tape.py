@@ -7,7 +7,7 @@ import threading
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from isobit.blocks.replay import Tape
+from isobit.frame.replay import Tape
 
 
 def test_threads_that_record_at_the_same_time_leave_the_process_as_it_was() -> None:
@@ -55,7 +55,7 @@ def test_a_tape_does_not_import_the_compiler() -> None:
     code = """
 import sys
 import torch
-from isobit.blocks.replay import Tape
+from isobit.frame.replay import Tape
 assert "torch._dynamo" not in sys.modules
 with Tape():
     torch.empty(1)

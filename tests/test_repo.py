@@ -20,10 +20,10 @@ import pytest
 import torch
 
 import isobit
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.request import small_args
+from isobit.frame.op import OPS, public_ops
 from isobit.numerics import NUMERICS
-from isobit.op import OPS, public_ops
 from shots import SHOTS
 
 ROOT = Path(__file__).parent.parent
@@ -272,7 +272,7 @@ def in_the_guide(place: Path, *commands: str, interpreted: bool = True) -> str:
     """What commands say, one after another in one process. In the interpreter a check starts no others."""
     program = """
 import shlex, sys
-from isobit.cli import main
+from isobit.cli.main import main
 for line in sys.argv[1:]:
     sys.argv = ["isobit", *shlex.split(line), "--op", "weighted_sum", "--device", "cpu"]
     try:
@@ -327,7 +327,7 @@ def references(text: str) -> list[str]:
 
 
 def exists(path: str, page: Path) -> bool:
-    """As seen from the root, from the page, or from the package (`blocks/rows.py`, `kernels_triton.py`)."""
+    """As seen from the root, the page, or the package (`kernels/host/rows.py`, `kernels_triton.py`)."""
     if any((base / path).exists() for base in (ROOT, page.parent, PACKAGE, PACKAGE.parent)):
         return True
     return "/" not in path and any(PACKAGE.rglob(path))
@@ -351,11 +351,11 @@ def test_every_picture_is_taken_and_shown() -> None:
 
 def test_references_are_found_and_looked_up() -> None:
     text = (
-        "See `src/isobit/op.py`, `op.py:12`, `docs/`, `tests/data` and [a page](docs/numerics.md#laws), not"
-        " `x`, `a.b`, `--json` or [the web](https://example.org/x.md), [here](#there)."
+        "See `src/isobit/frame/op.py`, `op.py:12`, `docs/`, `tests/data` and [a page](docs/numerics.md#laws),"
+        " not `x`, `a.b`, `--json` or [the web](https://example.org/x.md), [here](#there)."
     )
-    assert references(text) == ["docs/", "docs/numerics.md", "op.py", "src/isobit/op.py", "tests/data"]
-    assert exists("src/isobit/op.py", ROOT / "README.md") and exists("contract.py", ROOT / "README.md")
+    assert references(text) == ["docs/", "docs/numerics.md", "op.py", "src/isobit/frame/op.py", "tests/data"]
+    assert exists("src/isobit/frame/op.py", ROOT / "README.md") and exists("contract.py", ROOT / "README.md")
     assert not exists("src/isobit/no_such_file.py", ROOT / "README.md")
     assert not exists("no_such_file.py", ROOT / "README.md")
 

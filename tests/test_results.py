@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from isobit import stale
-from isobit.bench import charts, tables
+from isobit.bench import charts, stale, tables
 from isobit.bench.cases import parse_case
-from isobit.bench.goals import Goal, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
-from isobit.bench.truth import Errors, errors_of
 from isobit.check import report as check_report
 from isobit.check.memcheck import Run
 from isobit.check.request import Request
 from isobit.check.runner import run as check
-from isobit.op import known_op
+from isobit.frame.op import known_op
+from isobit.spec.goals import Goal, summary
+from isobit.spec.truth import Errors, errors_of
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = sorted((ROOT / "results").rglob("*.json"))
@@ -122,7 +121,7 @@ def test_a_case_says_from_what_it_can_be_made_again() -> None:
 
 def test_comparisons_are_passed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a comparison says of itself reaches the file."""
-    from isobit.check.compare import OutputCheck
+    from isobit.spec.compare import OutputCheck
 
     plain = OutputCheck.to_json
     monkeypatch.setattr(OutputCheck, "to_json", lambda self: plain(self) | {"torch_abs": 1e-7})

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from interpreted import in_interpreter
-from isobit.blocks.launch import Recorder
+from isobit.frame.launch import Recorder
 from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
 
 pytestmark = pytest.mark.compat

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from isobit import testing
-from isobit.check import laws_bits, process, runner, workers
-from isobit.check.compare import OutputCheck
-from isobit.check.law import LAWS
-from isobit.check.proofs import proof_of
+from isobit.check import process, runner, workers
+from isobit.check.laws import LAWS
+from isobit.check.laws import bits as laws_bits
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, run
-from isobit.check.trial import NeverEnds, Trial
-from isobit.op import OPS
+from isobit.frame.op import OPS
 from isobit.ops.linear_logp.kernels_hopper import schedule_for
+from isobit.spec.compare import OutputCheck
+from isobit.spec.proofs import proof_of
+from isobit.spec.trial import NeverEnds, Trial
 
 #: Cells of a check, and the case whose calls never end: not the first, and not the last.
 ASKED = Request(ops=("group_advantages",), backends=("reference",), laws=("repeatable",))
@@ -155,7 +156,7 @@ def stuck_worker() -> None:
 
 def stuck_command() -> None:
     stick()
-    from isobit.cli import main
+    from isobit.cli.main import main
 
     main()
 

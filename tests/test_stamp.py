@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import isobit
-from isobit import ContractError, stale
+from isobit import ContractError
+from isobit.bench import stale
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
-from isobit.op import known_op
-from isobit.sources import _Text, compiled_backends, decisive_code, kernel_sha
-from isobit.stamp import source_sha
+from isobit.check.source_hash import _Writer, compiled_backends, decisive_code, kernel_sha
+from isobit.check.stamp import source_sha
+from isobit.frame.op import known_op
 
 PACKAGE = Path(isobit.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -36,11 +37,17 @@ def replaced(path: Path, old: str, new: str) -> None:
 
 
 OTHERS = [
-    "cli.py", "op.py", "check/runner.py", "bench/timing.py", "ops/logp/proof.py", "ops/logp/rivals.py",
-    "ops/det_gemm/kernels_triton.py", "blocks/hopper_product.py",
+    "cli/main.py", "frame/op.py", "frame/launch.py", "check/runner.py", "bench/timing.py",
+    "ops/logp/proof.py", "ops/logp/rivals.py",
+    "ops/det_gemm/kernels_triton.py", "kernels/hopper/product.py",
 ]  # fmt: skip
 OWN = ["op.py", "reference.py", "kernels_triton.py", "kernels_hopper.py"]
-SHARED = ["blocks/triton_rows.py", "blocks/triton_logits.py", "blocks/hopper_pipe.py", "blocks/rows.py"]
+SHARED = [
+    "kernels/triton/rows.py",
+    "kernels/triton/logits.py",
+    "kernels/hopper/pipeline.py",
+    "kernels/host/rows.py",
+]
 
 
 @pytest.mark.parametrize("name", [*OTHERS, *SHARED])
@@ -68,7 +75,7 @@ def test_comments_and_layout_do_not_change_the_hash(package: Path, name: str) ->
 
 def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> None:
     """Here and through others, named or in a whole file; another constant is another number."""
-    replaced(package / "blocks" / "triton_rows.py", "tl.maximum(u, -1000.0)", "tl.maximum(u, -900.0)")
+    replaced(package / "kernels" / "triton" / "rows.py", "tl.maximum(u, -1000.0)", "tl.maximum(u, -900.0)")
     changed = {
         name: kernel_sha(name, package) != kernel_sha(name)
         for name in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "det_gemm")
@@ -80,11 +87,16 @@ def test_a_shared_definition_counts_for_the_ops_that_use_it(package: Path) -> No
 def test_the_hash_does_not_depend_on_how_python_writes_what_is_empty() -> None:
     """Python 3.12 has type parameters on every function, 3.11 has none."""
     (function,) = ast.parse("def f(): return None").body
-    text = _Text(frozenset(), frozenset())
-    form = text.of(function)
+
+    def written() -> list[Any]:
+        writer = _Writer()
+        writer.write(function)
+        return writer.tokens
+
+    before = written()
     function.type_params = []  # type: ignore[attr-defined]
     function._fields = (*function._fields, "type_params")  # type: ignore[misc]
-    assert text.of(function) == form and "name='f'" in form
+    assert written() == before and ("name", "f") in before
 
 
 BLOCK = """
@@ -137,17 +149,74 @@ def test_a_function_of_the_package_may_be_renamed(package: Path) -> None:
     assert kernel_sha("logp", package) == kernel_sha("logp")
 
 
+def test_a_function_may_move_to_another_file(package: Path) -> None:
+    """Whether it is imported from its new place, or from the old one, which only passes it on."""
+    rows, place = package / "kernels" / "triton" / "rows.py", package / "kernels" / "place.py"
+    source = rows.read_text()
+    (function,) = (node for node in ast.parse(source).body if getattr(node, "name", "") == "row_offset")
+    lines = source.splitlines(keepends=True)
+    first, last = function.decorator_list[0].lineno - 1, function.end_lineno  # type: ignore[attr-defined]
+    place.write_text("import triton\nimport triton.language as tl\n" + "".join(lines[first:last]))
+    lines[first:last] = ["from isobit.kernels.place import row_offset\n"]
+    rows.write_text("".join(lines))
+    for path in (package / "ops" / "rms_norm").glob("kernels_*.py"):
+        replaced(path, "from isobit.kernels.triton.rows import row_offset", lines[first].strip())
+    assert kernel_sha("logp", package) == kernel_sha("logp")
+    assert kernel_sha("rms_norm", package) == kernel_sha("rms_norm")
+    append(place, "\nrow_offset.of = 1\n")
+    assert kernel_sha("logp", package) != kernel_sha("logp")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("box.right - box.left", "box.left - box.right"),
+        ("two(right=1, left=2)", "two(right=2, left=1)"),
+        ("return more(two", "return less(two"),
+    ],
+)
+def test_to_swap_names_in_one_place_changes_the_hash(package: Path, old: str, new: str) -> None:
+    """Fields, keywords, and functions of one shape."""
+    path = package / "ops" / "logp" / "kernels_triton.py"
+    append(path, SWAPPED)
+    before = kernel_sha("logp", package)
+    replaced(path, old, new)
+    assert kernel_sha("logp", package) != before
+
+
+SWAPPED = """
+class Two(Base):
+    left: int
+    right: int
+
+def two(left, right):
+    return Two(left, right)
+
+def more(box):
+    return box.right + 1
+
+def less(box):
+    return box.right - 1
+
+def width(box):
+    return box.right - box.left
+
+def used():
+    return more(two(right=1, left=2))
+"""
+
+
 def test_imports_are_followed_wherever_they_stand(package: Path) -> None:
     """In a function, through other files, of a module or of its package; cycles end."""
-    (package / "blocks" / "first.py").write_text("def f():\n    from isobit.blocks import second\n")
-    (package / "blocks" / "second.py").write_text("import isobit.ops.other.kernels_x\nimport os, torch\n")
+    (package / "kernels" / "first.py").write_text("def f():\n    from isobit.kernels import second\n")
+    (package / "kernels" / "second.py").write_text("import isobit.ops.other.kernels_x\nimport os, torch\n")
     other = package / "ops" / "other"
     other.mkdir()
-    (other / "kernels_x.py").write_text("from isobit.blocks.first import f\n")
-    (other / "proof.py").write_text("from isobit.blocks.first import f\n")
-    append(package / "ops" / "logp" / "op.py", "\n\ndef g():\n    import isobit.blocks.first as f\n")
+    (other / "kernels_x.py").write_text("from isobit.kernels.first import f\n")
+    (other / "proof.py").write_text("from isobit.kernels.first import f\n")
+    append(package / "ops" / "logp" / "op.py", "\n\ndef g():\n    import isobit.kernels.first as f\n")
     found = {path.relative_to(package).as_posix() for path in decisive_code("logp", package)}
-    assert {"blocks/first.py", "blocks/second.py", "ops/other/kernels_x.py"} <= found
+    assert {"kernels/first.py", "kernels/second.py", "ops/other/kernels_x.py"} <= found
     assert "ops/other/proof.py" not in found and "op.py" not in found
     assert kernel_sha("no_such_op", package) is None
 
@@ -198,7 +267,7 @@ def test_an_unfinished_benchmark_is_not_up_to_date(tmp_path: Path) -> None:
 
 def test_the_path_to_the_driver_decides_no_number(package: Path) -> None:
     for name in ("launch", "entry", "context", "replay"):
-        path = package / "blocks" / f"{name}.py"
+        path = package / "frame" / f"{name}.py"
         path.write_text(path.read_text().replace("return", "return None and"))
     assert kernel_sha("det_gemm", package) == kernel_sha("det_gemm")
 

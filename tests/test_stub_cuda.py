@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks import launch as launching
-from isobit.contract import MISSING
+from isobit.frame import launch as launching
+from isobit.frame.contract import MISSING
 from stub_cuda import (
     STREAM,
     Counts,
@@ -137,7 +137,7 @@ def linear_logp_bwd(launch: Callable[..., None]) -> None:
 
 
 def short(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """The way that `isobit.blocks.launch.run` takes on a GPU, to a kernel that it has launched before."""
+    """The way that `isobit.frame.launch.run` takes on a GPU, to a kernel that it has launched before."""
     launching.launched(kernel, grid, args, options)
     clear()
     if not launching._learn(kernel).known:  # only Triton knows for what it is compiled

@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from isobit.check.tolerances import Tolerances, read_tolerances
-from isobit.cli import app
-from isobit.contract import ContractError
+from isobit.cli.main import app
+from isobit.frame.contract import ContractError
+from isobit.spec.tolerances import Tolerances, read_tolerances
 
 LOGP = ["check", "--op", "logp", "--backend", "reference", "--law", "accuracy"]
 SMALL = [*LOGP, "--dim", "N=3", "--dim", "V=9"]

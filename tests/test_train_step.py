@@ -13,14 +13,14 @@ import torch
 from isobit import ContractError
 from isobit.bench import tables
 from isobit.bench.cases import Subject, suite_of
-from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.series import Pool
 from isobit.bench.suites import train_step
 from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
 from isobit.ops.det_gemm import kernels_hopper
+from isobit.spec.goals import summary
+from isobit.spec.series import Pool
 
 CPU = torch.device("cpu")
 

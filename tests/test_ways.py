@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from isobit.op import OPS
+from isobit.frame.op import OPS
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = 5

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from isobit.check import runner, workers
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.process import ask
-from isobit.check.proofs import proof_of
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, Cell, Interrupted, _cells_here, _elsewhere, _is_shared, _shared, run
 from isobit.check.share import Share
-from isobit.op import OPS
+from isobit.frame.op import OPS
+from isobit.spec.proofs import proof_of
 
 #: A case of the invariant law alone.
 BITS = "N=5 V=3001 fp32 random each=True"

@@ -1,4 +1,4 @@
-"""A toy op with a backward, several backends and rules: what the tests of `isobit.op` play with."""
+"""A toy op with a backward, several backends and rules: what the tests of `isobit.frame.op` play with."""
 
 # ruff: noqa: F722, F821
 # "* V" in an annotation names dimensions, not types.
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.backend import NONE
-from isobit.contract import F32, Contract, Float, Like
-from isobit.op import op
+from isobit.frame.backend import NONE
+from isobit.frame.contract import F32, Contract, Float, Like
+from isobit.frame.op import op
 
 #: (backend, its arguments, whether autocast was on) of every backend that ran.
 RAN: list[tuple[str, dict[str, Any], bool]] = []

@@ -16,9 +16,9 @@ import time
 from functools import cache
 from pathlib import Path
 
-from isobit.arch import default_device
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.runner import Cell, Request, run
+from isobit.frame.device import default_device
 
 #: The laws of this check.
 HERE = tuple(law for law in LAWS if law != "compile")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chromium import Chromium, executable
-from isobit.pages import page
-from isobit.pages.saved import read_report
+from isobit.cli.html import page
+from isobit.cli.html.saved import read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -3,9 +3,9 @@
 import inspect
 
 from isobit import integrations, losses, nn
-from isobit.backend import Explanation, UnsupportedError
-from isobit.contract import ContractError
-from isobit.op import OPS, known_op
+from isobit.frame.backend import Explanation, UnsupportedError
+from isobit.frame.contract import ContractError
+from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear

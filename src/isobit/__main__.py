@@ -1,6 +1,6 @@
 """`python -m isobit` is the `isobit` command."""
 
-from isobit.cli import main
+from isobit.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from isobit.contract import ContractError, describe
+from isobit.frame.contract import ContractError, describe
+from isobit.frame.op import known_op
 from isobit.numerics import CHAIN16, NO_CLASS, Numerics
-from isobit.op import known_op
 from isobit.ops.det_gemm import det_linear
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from isobit.arch import default_device
 from isobit.check import report
 from isobit.check.candidate import candidate_of
 from isobit.check.effects import check_effects
-from isobit.check.law import LAWS
-from isobit.check.proofs import proof_of
+from isobit.check.laws import LAWS
 from isobit.check.request import Request
 from isobit.check.runner import Stuck, run
-from isobit.contract import ContractError, dtype_name
-from isobit.op import known_op
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import default_device
+from isobit.frame.op import known_op
+from isobit.spec.proofs import proof_of
 
 
 def check(

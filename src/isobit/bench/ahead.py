@@ -19,13 +19,13 @@ import torch
 
 from isobit.bench.cases import Subject, subject_of, suite_of
 from isobit.bench.lineup import Lineup, implementations
-from isobit.bench.series import Pool, Series
 from isobit.bench.vouch import Vouch
 from isobit.check.process import ProcessEnded, ask, serve, started
-from isobit.check.proof import Case
 from isobit.check.share import Share
 from isobit.check.workers import most_on_a_gpu
-from isobit.op import known_op
+from isobit.frame.op import known_op
+from isobit.spec.proof import Case
+from isobit.spec.series import Pool, Series
 
 #: Memory that a case may take, with gradients and what rivals keep, as a multiple of the bytes it must move.
 KEPT = 4

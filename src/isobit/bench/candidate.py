@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from isobit.backend import UnsupportedError
 from isobit.bench.cases import Subject
-from isobit.bench.rival import Rival
 from isobit.bench.vouch import CheckFailed
 from isobit.check.candidate import Candidate
-from isobit.check.proof import Args
 from isobit.check.report import brief
 from isobit.check.request import Request
 from isobit.check.runner import run
+from isobit.frame.backend import UnsupportedError
+from isobit.spec.proof import Args
+from isobit.spec.rival import Rival
 
 NAME = "candidate"
 

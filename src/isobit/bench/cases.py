@@ -6,10 +6,10 @@ from importlib import import_module
 
 import torch
 
-from isobit.bench.series import Series
-from isobit.check.proof import DTYPES, Case
-from isobit.contract import ContractError
-from isobit.op import Op, known_op
+from isobit.frame.contract import ContractError
+from isobit.frame.op import Op, known_op
+from isobit.spec.proof import DTYPES, Case
+from isobit.spec.series import Series
 
 #: Options that are sizes of a case, as its dimensions are: a check has cases of its own for them, and other
 #: cases cannot take them.

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.bench.goals import Cell, cells
 from isobit.bench.report import format_stamp
+from isobit.spec.goals import Cell, cells
 
 #: Colours that most people can distinguish, on white and on black; ours is the first. With more shapes the
 #: colours repeat, dashed.

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isobit.op import public_ops
+from isobit.frame.op import public_ops
 
 
 def checked(results_dir: Path, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.rival import Rival
 from isobit.bench.timing import Call
-from isobit.bench.truth import cotangent_like
-from isobit.check.compare import differing
-from isobit.check.proof import Args
+from isobit.spec.compare import differing
+from isobit.spec.proof import Args
+from isobit.spec.rival import Rival
+from isobit.spec.truth import cotangent_like
 
 #: Number of elements whose bits are compared, if there are that many: with fewer, a difference in one of a
 #: thousand might be missed.

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.checked import checked
-from isobit.contract import Param, dtype_name
-from isobit.op import Op, public_ops
-from isobit.stamp import why_stale
+from isobit.check.stamp import why_stale
+from isobit.frame.contract import Param, dtype_name
+from isobit.frame.op import Op, public_ops
 
 #: Every op has these; the README explains them.
 _COMMON = ("validate", "numerics", "backend")

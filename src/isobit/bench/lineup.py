@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from isobit.backend import UnsupportedError
 from isobit.bench.cases import OF_SIZES, case_name
 from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
 from isobit.bench.report import NEW, Row
-from isobit.bench.rival import Rival
-from isobit.bench.series import Judge, Pool, Series
-from isobit.bench.timing import Call, Contender, Timing, Verdict, copy_contender, measure, measure_steps
-from isobit.bench.truth import Errors
+from isobit.bench.timing import Call, Contender, Timing, copy_contender, measure, measure_steps
 from isobit.bench.vouch import Vouch
-from isobit.check.options import options_of, varied, words
-from isobit.check.proof import Args, Case
 from isobit.check.state import in_words, kept
-from isobit.contract import dtype_name
-from isobit.op import Op
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.contract import dtype_name
+from isobit.frame.op import Op
+from isobit.spec.options import options_of, varied, words
+from isobit.spec.proof import Args, Case
+from isobit.spec.rival import Rival
+from isobit.spec.series import Judge, Pool, Series
+from isobit.spec.truth import Errors, Verdict
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from isobit.bench.checked import checked
 from isobit.bench.overview import OLDER
-from isobit.op import public_ops
-from isobit.stamp import why_stale
+from isobit.check.stamp import why_stale
+from isobit.frame.op import public_ops
 
 HEAD = ["ops", "laws, on all cases and backends", "compute-sanitizer", "timed"]
 

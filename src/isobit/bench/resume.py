@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.report import Report, Row
-from isobit.contract import ContractError
+from isobit.frame.contract import ContractError
 
 #: Prefix of the note of an interrupted run.
 UNFINISHED = "unfinished: "

@@ -13,24 +13,23 @@ from typing import Any
 
 import torch
 
-from isobit.arch import default_device
 from isobit.bench.ahead import compile_ahead
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
-from isobit.bench.goals import summary
 from isobit.bench.lineup import Lineup, implementations
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
-from isobit.bench.rival import cannot_import
-from isobit.bench.series import NotHere, Pool, Series
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.bench.vouch import Vouch
-from isobit.blocks.devices import triton_is_interpreted
-from isobit.check.options import fit, options_of, text_of, varied
-from isobit.check.proof import Case
-from isobit.contract import ContractError, dtype_name
-from isobit.files import check_writable, write
-from isobit.op import known_op
-from isobit.stamp import results_folder, stamp
+from isobit.check.files import check_writable, write
+from isobit.check.stamp import results_folder, stamp
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import default_device, triton_is_interpreted
+from isobit.frame.op import known_op
+from isobit.spec.goals import summary
+from isobit.spec.options import fit, options_of, text_of, varied
+from isobit.spec.proof import Case
+from isobit.spec.rival import cannot_import
+from isobit.spec.series import NotHere, Pool, Series
 
 
 def run(

@@ -25,14 +25,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from isobit.bench.declared import render_declared
-from isobit.bench.goals import Cell, cells, why_unmeasured
 from isobit.bench.overview import OLDER, limit_of, overview, shown_of
 from isobit.bench.proven import proven
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
-from isobit.op import public_ops
-from isobit.stamp import why_stale
+from isobit.check.stamp import why_stale
+from isobit.frame.op import public_ops
+from isobit.spec.goals import Cell, cells, why_unmeasured
 
 RESULTS = Path("results/h200")
 #: The names in a mark for the tables over all files.

@@ -20,7 +20,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.spec.rotation import copies_for
+from isobit.spec.truth import Verdict
+
 Call = Callable[[], Any]
 
-#: The rotation of inputs exceeds the L2 cache this many times, unless that needs more copies than this.
-L2_TIMES, MAX_COPIES = 4, 256
 #: Calls per event-timed sample: their launches must fit in the queue that the sleep holds back.
 MAX_EVENT_CALLS = 16
 #: Samples per contender, the minimum, and the time for all of them together.
@@ -54,16 +55,6 @@ STEPS, MIN_STEPS, STEPS_MS = 15, 7, 2000.0
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
 MB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The quality of a result: its errors, and the fraction of its elements that have isobit's bits."""
-
-    max_abs: float | None = None
-    equal_bits: float | None = None
-    #: More keys of a row, if the judge knows them: `mean_abs`, `max_rel` and `rel_rms`, for example.
-    more: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -379,14 +370,6 @@ def tidy(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def copies_for(nbytes: int, device: torch.device) -> int:
-    """Number of copies of inputs of this size for a cold L2 cache."""
-    if device.type != "cuda":
-        return 1
-    wanted = L2_TIMES * torch.cuda.get_device_properties(device).L2_cache_size
-    return min(MAX_COPIES, math.ceil(wanted / max(1, nbytes)))
 
 
 def copy_contender(nbytes: int, device: torch.device) -> Contender:

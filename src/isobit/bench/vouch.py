@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from isobit.check.options import text_of
 from isobit.check.request import small_args
-from isobit.contract import ContractError
-from isobit.op import known_op
-from isobit.sources import kernel_sha
-from isobit.stamp import gpu_name
+from isobit.check.source_hash import kernel_sha
+from isobit.check.stamp import gpu_name
+from isobit.frame.contract import ContractError
+from isobit.frame.op import known_op
+from isobit.spec.options import text_of
 
 
 class CheckFailed(RuntimeError):

@@ -8,7 +8,7 @@ import torch
 
 from isobit.bench.cases import Subject, parse_case
 from isobit.bench.runner import Job, planned
-from isobit.check.proof import Case
+from isobit.spec.proof import Case
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.check.candidate import Candidate
-from isobit.op import OPS, Op
+from isobit.frame.op import OPS, Op
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.backend import Backend, UnsupportedError
-from isobit.check.proof import Args, Case, InputOptions, Proof
 from isobit.check.state import in_words, kept
-from isobit.composed import Composed
-from isobit.contract import MISSING, ContractError, Param, dtype_name
-from isobit.op import CONTROLS, Op
+from isobit.frame.backend import Backend, UnsupportedError
+from isobit.frame.composed import Composed
+from isobit.frame.contract import MISSING, ContractError, Param, dtype_name
+from isobit.frame.op import CONTROLS, Op
+from isobit.spec.proof import Args, Case, InputOptions, Proof
 
 Function = Callable[..., Any]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobit.backend import NONE
+from isobit.frame.backend import NONE
 
 OK, FAIL, UNSUPPORTED = "ok", "FAIL", "UNSUPPORTED"
 

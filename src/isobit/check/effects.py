@@ -12,12 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import arch_key
 from isobit.check.candidate import Candidate
-from isobit.check.compare import differing
-from isobit.check.law import LAWS
-from isobit.check.proof import Args, Case
-from isobit.check.proofs import proof_of
+from isobit.check.laws import LAWS
 from isobit.check.request import (
     BEHIND,
     Request,
@@ -29,8 +25,12 @@ from isobit.check.request import (
     check_options,
     ops_of,
 )
-from isobit.contract import ContractError, dtype_name
-from isobit.op import Op
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import arch_key
+from isobit.frame.op import Op
+from isobit.spec.compare import differing
+from isobit.spec.proof import Args, Case
+from isobit.spec.proofs import proof_of
 
 #: Cases up to this product of sizes are used to test what changes inputs.
 SMALL = 1 << 18

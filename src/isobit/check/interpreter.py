@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from isobit.blocks.devices import triton_is_interpreted
+from isobit.frame.device import triton_is_interpreted
 
 #: What is replaced here: owner and name.
 REPLACED: tuple[tuple[Any, str], ...] = (

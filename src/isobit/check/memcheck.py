@@ -29,14 +29,14 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit.arch import arch_key, default_device
-from isobit.backend import UnsupportedError
-from isobit.check.proof import Args
-from isobit.check.proofs import proof_of
-from isobit.check.trial import Trial, Unsupported
-from isobit.contract import ContractError
-from isobit.op import known_op
-from isobit.stamp import stamp
+from isobit.check.stamp import stamp
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.contract import ContractError
+from isobit.frame.device import arch_key, default_device
+from isobit.frame.op import known_op
+from isobit.spec.proof import Args
+from isobit.spec.proofs import proof_of
+from isobit.spec.trial import Trial, Unsupported
 
 SCHEMA = 1
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from isobit.check.candidate import Candidate, candidate_of
-from isobit.check.proofs import proof_of
 from isobit.check.state import kept
-from isobit.contract import ContractError, dtype_name
-from isobit.op import known_op
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.op import known_op
+from isobit.spec.proofs import proof_of
 
 
 def load_candidate(

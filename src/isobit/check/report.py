@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from isobit.backend import NONE
-from isobit.check.law import LAWS
+from isobit.check.laws import LAWS
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
+from isobit.check.stamp import stamp
 from isobit.check.worst import worst_first
-from isobit.op import OPS
-from isobit.stamp import stamp
+from isobit.frame.backend import NONE
+from isobit.frame.op import OPS
 
 #: Maximum width of printed lines, except for commands and names of cases.
 COLUMNS = 80

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from isobit.backend import UnsupportedError
-from isobit.blocks.devices import triton_is_interpreted
 from isobit.check.candidate import Candidate
-from isobit.check.law import LAWS, OF_BITS, small_case
-from isobit.check.options import fit, known_options, options_of, text_of, varied, words
-from isobit.check.proof import Args, Case, InputOptions
-from isobit.check.proofs import proof_of, proofs
-from isobit.check.tolerances import Tolerances
-from isobit.contract import ContractError, dtype_name
-from isobit.op import Op, known_op
+from isobit.check.laws import LAWS, OF_BITS, small_case
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import triton_is_interpreted
+from isobit.frame.op import Op, known_op
+from isobit.spec.options import fit, known_options, options_of, text_of, varied, words
+from isobit.spec.proof import Args, Case, InputOptions
+from isobit.spec.proofs import proof_of, proofs
+from isobit.spec.tolerances import Tolerances
 
 
 @dataclass(frozen=True)

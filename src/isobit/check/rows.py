@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args
-from isobit.check.proofs import proof_of
-from isobit.contract import Spec
-from isobit.op import Op
+from isobit.frame.contract import Spec
+from isobit.frame.op import Op
+from isobit.spec.proof import Args
+from isobit.spec.proofs import proof_of
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 
-from isobit.arch import arch_key
-from isobit.backend import UnsupportedError
-from isobit.blocks.devices import triton_is_interpreted
 from isobit.check import workers
 from isobit.check.blame import raised_at
 from isobit.check.candidate import BadOutputs, Candidate
 from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.interpreter import quick_interpreter
-from isobit.check.law import LAWS, small_case
-from isobit.check.proof import Case
-from isobit.check.proofs import proof_of
+from isobit.check.laws import LAWS, small_case
 from isobit.check.request import (
     Request,
     candidates,
@@ -30,9 +25,13 @@ from isobit.check.request import (
     small_args,
 )
 from isobit.check.state import compiled_anew, in_words, kept
-from isobit.check.trial import LawBroken, NeverEnds, Trial, Unsupported
-from isobit.contract import ContractError, dtype_name
-from isobit.op import Op, known_op
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import arch_key, triton_is_interpreted
+from isobit.frame.op import Op, known_op
+from isobit.spec.proof import Case
+from isobit.spec.proofs import proof_of
+from isobit.spec.trial import LawBroken, NeverEnds, Trial, Unsupported
 
 
 def run(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contract import dtype_name
+from isobit.frame.contract import dtype_name
 
 
 @dataclass(frozen=True)

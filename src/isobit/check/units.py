@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args, Groups, Proof
+from isobit.spec.proof import Args, Groups, Proof
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from isobit.check import process
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request, cases_of
 from isobit.check.share import Share
-from isobit.op import known_op
+from isobit.frame.op import known_op
 
 #: Number of workers on a CPU, beside this process; and the maximum on a GPU, where each takes half a gigabyte
 #: before it starts.

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from isobit.contract import ContractError
+from isobit.check.files import check_file, write
+from isobit.check.stamp import gpu_name, stamp
+from isobit.cli.html import page
 from isobit.demo.grpo import Config, exam, new_policy, train
 from isobit.demo.policy import ISOBIT, TORCH
-from isobit.files import check_file, write
-from isobit.pages import page
-from isobit.stamp import gpu_name, stamp
+from isobit.frame.contract import ContractError
 
 #: Mean rewards that count as chance and as solved, and the steps at the end that are averaged.
 CHANCE, SOLVED, LAST = 0.25, 0.9, 10

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from isobit.backend import Backend, UnsupportedError
-from isobit.contract import dtype_name
+from isobit.frame.backend import Backend, UnsupportedError
+from isobit.frame.contract import dtype_name
 from isobit.integrations.session import Enabled, Session, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu

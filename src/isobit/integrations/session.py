@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from isobit.backend import UnsupportedError
-from isobit.caller import warn
+from isobit.frame.backend import UnsupportedError
+from isobit.frame.caller import warn
 
 H = TypeVar("H", bound="Handle")
 

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from isobit.backend import UnsupportedError
+from isobit.frame.backend import UnsupportedError
 from isobit.integrations.logprobs import Call
 from isobit.integrations.session import Enabled, Session, Switch
 from isobit.ops.linear_logp.op import forward

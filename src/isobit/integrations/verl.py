@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.backend import UnsupportedError
+from isobit.frame.backend import UnsupportedError
 from isobit.integrations.logprobs import Call
 from isobit.integrations.session import Enabled, Session, Switch
 from isobit.ops.linear_logp.op import forward

@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from isobit import losses
-from isobit.contract import ContractError
+from isobit.frame.contract import ContractError
 
 #: The loss of isobit with the same reduction, by verl's loss_agg_mode.
 LOSSES = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contract import ContractError, describe
+from isobit.frame.contract import ContractError, describe
 
 Stats = dict[str, Tensor]
 INF = float("inf")

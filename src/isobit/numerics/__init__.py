@@ -3,15 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from isobit.numerics.classes import (
-    CHAIN16,
-    LSE_TRITON_1,
-    NO_CLASS,
-    NUMERICS,
-    SEG16_512,
-    Numerics,
-    known_numerics,
-)
+from isobit.frame.numerics_class import NUMERICS, Numerics, known_numerics
+from isobit.numerics.classes import CHAIN16, LSE_TRITON_1, NO_CLASS, SEG16_512
 
 if TYPE_CHECKING:
     from isobit.numerics.mma import HOPPER, Step, canonical, chain, cut, segments, step

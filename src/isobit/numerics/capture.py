@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import default_device
+from isobit.check.stamp import stamp
+from isobit.frame.device import default_device
 from isobit.numerics.mma import Step, chain
-from isobit.stamp import stamp
 
 SIDE = 64  # rows and columns of a tile
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.contract import ContractError, describe
+from isobit.frame.contract import ContractError, describe
 
 #: Exponent of the smallest normal number: subnormal factors are treated as if they had it.
 _LEAST = {torch.bfloat16: -126, torch.float16: -14}

@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Sequence
 from importlib import import_module
 
-from isobit.bench.series import Series
+from isobit.spec.series import Series
 
 
 def suite_names() -> list[str]:

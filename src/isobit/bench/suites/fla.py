@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.bench.goals import Cell, Goal
-from isobit.bench.rival import Rival
-from isobit.bench.series import NotHere, Pool, Series
-from isobit.bench.timing import copies_for
 from isobit.bench.vouch import CheckFailed
-from isobit.blocks.devices import triton_cannot_run
-from isobit.check.proof import Args, Case, Cost
-from isobit.contract import ContractError
+from isobit.frame.contract import ContractError
+from isobit.frame.device import triton_cannot_run
 from isobit.integrations import fla
 from isobit.ops.delta_rule.rivals import forget_tuning
+from isobit.spec.goals import Cell, Goal
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival
+from isobit.spec.rotation import copies_for
+from isobit.spec.series import NotHere, Pool, Series
 
 #: Maximum root mean square of a gradient's difference, relative to that of the gradient.
 LIMITS = {"q": 0.008, "k": 0.008, "v": 0.008, "g": 0.02, "beta": 0.02}

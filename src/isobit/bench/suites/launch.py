@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.bench.goals import Base, Cell, Goal, limit
-from isobit.bench.rival import Rival
-from isobit.bench.series import Pool, Series, by_rows
 from isobit.bench.timing import ONCE_CALLS
-from isobit.check.proof import Args, Case, Cost
 from isobit.ops.attention import rivals as attentions
 from isobit.ops.det_gemm import rivals as products
 from isobit.ops.linear_logp import rivals as heads
 from isobit.ops.logp import rivals as logits
 from isobit.ops.rms_norm import rivals as norms
+from isobit.spec.goals import Base, Cell, Goal, limit
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival
+from isobit.spec.series import Pool, Series, by_rows
 
 DIRECTIONS = ("fwd", "fwd_bwd")
 

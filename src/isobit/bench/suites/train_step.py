@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isobit.bench.goals import Cell, Goal
-from isobit.bench.rival import Rival
-from isobit.bench.series import Pool, Series
 from isobit.bench.vouch import CheckFailed
-from isobit.check.proof import Args, Case, Cost
 from isobit.nn import swap_linear
 from isobit.ops.linear_logp.op import linear_logp
+from isobit.spec.goals import Cell, Goal
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival
+from isobit.spec.series import Pool, Series
 
 #: Allowed relative differences from `plain`: of the loss, of the norm of all gradients, and of the norm of
 #: each matrix's gradient. Vectors are left out of the last: the gradient of the bias of keys is nearly pure

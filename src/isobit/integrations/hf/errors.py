@@ -1,6 +1,6 @@
 """Errors for models that isobit cannot serve."""
 
-from isobit.backend import UnsupportedError
+from isobit.frame.backend import UnsupportedError
 
 
 class HFError(UnsupportedError):

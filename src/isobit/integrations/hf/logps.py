@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from isobit.contract import ContractError, describe
+from isobit.frame.contract import ContractError, describe
 from isobit.integrations.hf.errors import HFError
 from isobit.nn import DetLinear, class_of, in_forward
 from isobit.numerics import Numerics

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 
 #: Keys of a segment: part of the class.
 SEGMENT = 1024

@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.pipeline import (
     ROWS,
     accumulator_layout,
     after,
@@ -46,7 +47,6 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.blocks.launch import Launch, run
 from isobit.ops.attention.calls import SEGMENT, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_hopper_io import (
     AT_LAUNCH,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_pipe import accumulator_layout
-from isobit.blocks.launch import Launch, run
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.pipeline import accumulator_layout
 from isobit.ops.attention import kernels_hopper, kernels_hopper_dkv, kernels_hopper_dq
 from isobit.ops.attention.calls import call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_hopper_io import AT_LAUNCH, descriptor, flat_layout, why_not_tma

@@ -1,6 +1,6 @@
 """What the two gradient kernels of attention on Hopper have in common."""
 
-from isobit.blocks.hopper_pipe import gl, gluon
+from isobit.kernels.hopper.pipeline import gl, gluon
 from isobit.ops.attention.kernels_hopper_parts import tanh
 
 #: A tile on its way out: eight rows of one store lie in different banks.

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.pipeline import (
     fence_async_shared,
     gl,
     gluon,
@@ -39,7 +40,6 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.blocks.launch import Launch, run
 from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, Call, call_of, factors_of
 from isobit.ops.attention.kernels_hopper_io import barrier, clamped, descriptor, flat_layout, reinterpreted
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS, finite, tanh

@@ -20,7 +20,7 @@ The order of sums is that of `kernels_triton_bwd`:
 - Keys after a sequence's last only affect their own rows, which are not stored.
 """
 
-from isobit.blocks.hopper_pipe import (
+from isobit.kernels.hopper.pipeline import (
     ROWS,
     after,
     fence_async_shared,

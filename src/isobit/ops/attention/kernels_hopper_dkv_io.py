@@ -10,7 +10,7 @@ same time. Nothing of this decides bits.
 What is outside of a tensor comes from TMA as zeros, in front of its first row too.
 """
 
-from isobit.blocks.hopper_pipe import (
+from isobit.kernels.hopper.pipeline import (
     ROWS,
     after,
     fence_async_shared,
@@ -20,7 +20,7 @@ from isobit.blocks.hopper_pipe import (
     record,
     tma,
 )
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.attention.kernels_hopper_bwd_parts import taken
 from isobit.ops.attention.kernels_hopper_io import (
     ONE,

@@ -14,7 +14,7 @@ behind a sequence's last may be anything, and 0 NaN is NaN: they are set to zero
 has not done it.
 """
 
-from isobit.blocks.hopper_pipe import (
+from isobit.kernels.hopper.pipeline import (
     ROWS,
     after,
     gl,
@@ -26,7 +26,7 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.attention.kernels_hopper_bwd_parts import LEAVING, gradient_of_scores, probabilities, taken
 from isobit.ops.attention.kernels_hopper_io import (
     OF_LOADER,

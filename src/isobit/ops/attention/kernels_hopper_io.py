@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.cache_key import CacheKey, remember
+from isobit.kernels.hopper.pipeline import (
     ROWS,
     TensorDescriptor,
     after,
@@ -27,7 +28,6 @@ from isobit.blocks.hopper_pipe import (
     tma,
     tma_load,
 )
-from isobit.cache_key import CacheKey, remember
 from isobit.ops.attention.calls import call_of, decodes
 from isobit.ops.attention.kernels_hopper_parts import BY_ROWS
 

@@ -11,7 +11,7 @@ the two, and a / b, which for a, b from 1 to 2 is at least 2^-24 ulp / b from it
 steps, and the one pair of significands that is left, are in `tests/test_attention_division.py`.
 """
 
-from isobit.blocks.hopper_pipe import ROWS, accumulator_layout, gl, gluon
+from isobit.kernels.hopper.pipeline import ROWS, accumulator_layout, gl, gluon
 
 
 def _lanes(block: int) -> gl.DistributedLinearLayout:

@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isobit.blocks.interpreter import narrow, rounded
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_tiles import Tile, compile_options
-from isobit.contract import dtype_name
+from isobit.frame.contract import dtype_name
+from isobit.frame.launch import Launch, run
+from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import (
     FEW_ROWS,
     SEGMENT,

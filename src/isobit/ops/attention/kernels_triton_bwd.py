@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import narrow, rounded
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.temperature import LOG2E
-from isobit.blocks.triton_tiles import Tile, compile_options
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.temperature import LOG2E
+from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
 from isobit.ops.attention.kernels_triton import count_tiles, strides_of, tile_of, tile_rows
 from isobit.ops.attention.kernels_triton_parts import (

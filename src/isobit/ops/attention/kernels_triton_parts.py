@@ -12,7 +12,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from isobit.blocks.interpreter import INTERPRETED
+from isobit.kernels.triton.interpreter import INTERPRETED
 from isobit.ops.attention.model import fused
 
 #: Products that are added to an accumulator in one matrix step.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.attention.calls import call_of, factors_of, key_bounds
 
 Array = np.ndarray

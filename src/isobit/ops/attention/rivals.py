@@ -21,14 +21,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.bench.goals import Base, Cell, Goal, Group
-from isobit.bench.rival import Rival
-from isobit.bench.series import Series, by_rows
-from isobit.bench.truth import cotangent_like
-from isobit.check.proof import Args, Case, Cost
 from isobit.ops.attention.op import forward
 from isobit.ops.attention.proof.inputs import BY_TOKEN
 from isobit.ops.attention.proof.truth import formula
+from isobit.spec.goals import Base, Cell, Goal, Group
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival
+from isobit.spec.series import Series, by_rows
+from isobit.spec.truth import cotangent_like
 
 BF16 = torch.bfloat16
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.pipeline import (
     LOADER_REGISTERS,
     accumulator_layout,
     after,
@@ -45,8 +46,7 @@ from isobit.blocks.hopper_pipe import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.delta_rule.kernels_hopper_io import (
     CHUNK,
     COLUMNS,

@@ -1,7 +1,7 @@
 """Everything around the walker of `kernels_hopper`: work items, loads of tiles and gates, stores of results.
 Each kind of traffic has its own warp, which waits for its own barriers only."""
 
-from isobit.blocks.hopper_pipe import (
+from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
     after,
     fence_async_shared,

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import narrow, rounded
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.temperature import LOG2E
-from isobit.blocks.triton_tiles import steps
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.temperature import LOG2E
+from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.kernels.triton.tiles import steps
 
 
 @triton.jit

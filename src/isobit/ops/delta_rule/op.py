@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.backend import NONE, Lazy
-from isobit.blocks import bounds
-from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
-from isobit.contract import F32, Contract, Float, Int, dtype_name
+from isobit.frame.backend import NONE, Lazy
+from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
+from isobit.frame.device import hopper_cannot_run, triton_cannot_run
+from isobit.frame.op import op
+from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
-from isobit.op import op
 
 DHU_1 = Numerics(
     "dhu/1",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.host.temperature import LOG2E
 
 
 def dhu(**args: Any) -> tuple[Tensor, Tensor | None, Tensor]:

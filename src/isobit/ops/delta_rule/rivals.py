@@ -12,18 +12,18 @@ import torch
 import triton.testing
 from torch import Tensor
 
-from isobit.bench.goals import Cell, Goal, limit
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Pool, Series
-from isobit.bench.timing import copies_for
-from isobit.bench.truth import Errors, errors_of
-from isobit.check.options import known_options
-from isobit.check.proof import Args, Case, Cost
-from isobit.check.trial import cloned
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward, chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.delta_rule.proof import PROOF
 from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
+from isobit.spec.goals import Cell, Goal, limit
+from isobit.spec.options import known_options
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.rotation import copies_for
+from isobit.spec.series import Pool, Series
+from isobit.spec.trial import cloned
+from isobit.spec.truth import Errors, errors_of
 
 FLA = "fla.ops.common.chunk_delta_h"
 

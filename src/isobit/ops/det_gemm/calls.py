@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from isobit.blocks import stream as token_stream
+from isobit.kernels.host import token_stream
 
 
 def matrices(t: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Every tile below gives the same bits, because no sum depends on the tile: output element (i, j) is one chain
 of `wgmma` steps over ascending k, whatever the tile, the orientation, the number of stages or the program.
-So `choose_tile` is free to choose, from the shape alone, by the time model in `isobit.blocks.hopper_tiles`.
+So `choose_tile` is free to choose, from the shape alone, by the time model in `isobit.kernels.hopper.tiles`.
 
 Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns, so that 16 tokens do not
 cost as much as 64. This is *swapped*: the kernel computes the transpose and stores it transposed.
@@ -13,8 +13,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.pipeline import (
     LOADER_REGISTERS,
     Matrix,
     Pipe,
@@ -31,11 +32,10 @@ from isobit.blocks.hopper_pipe import (
     operand_descriptor,
     tma,
 )
-from isobit.blocks.hopper_product import Output, pack, sum_into
-from isobit.blocks.hopper_tiles import Tile, fitted, microseconds, tiles_of
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.stream import Stream
-from isobit.blocks.triton_tiles import ones_kernel
+from isobit.kernels.hopper.product import Output, pack, sum_into
+from isobit.kernels.hopper.tiles import Tile, fitted, microseconds, tiles_of
+from isobit.kernels.host.token_stream import Stream
+from isobit.kernels.triton.tiles import ones_kernel
 
 # Tiles
 

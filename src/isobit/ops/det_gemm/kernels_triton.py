@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks import stream as token_stream
-from isobit.blocks.interpreter import narrow
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.stream import Stream
-from isobit.blocks.triton_tiles import SEGMENT, Tile, compile_options, ones_kernel, place, steps
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host import token_stream
+from isobit.kernels.host.token_stream import Stream
+from isobit.kernels.triton.interpreter import narrow
+from isobit.kernels.triton.tiles import SEGMENT, Tile, compile_options, ones_kernel, place, steps
 
 #: Rows of the stream that are loaded at once: a block of its tables.
 BLOCK_T = tl.constexpr(token_stream.BLOCK)

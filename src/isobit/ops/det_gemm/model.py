@@ -9,8 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from isobit.blocks.stream import BLOCK, SEGMENT, Stream
-from isobit.caller import warn
+from isobit.frame.caller import warn
+from isobit.kernels.host.token_stream import BLOCK, SEGMENT, Stream
 from isobit.numerics import canonical, chain, cut, segments
 
 

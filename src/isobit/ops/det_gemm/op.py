@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.arch import arch_key
-from isobit.backend import Lazy
-from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
-from isobit.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
+from isobit.frame.backend import Lazy
+from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
+from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
+from isobit.frame.op import Op, op
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
-from isobit.op import Op, op
 from isobit.ops.det_gemm import calls
 
 

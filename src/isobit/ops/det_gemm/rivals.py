@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.arch import sm_count
-from isobit.bench.goals import Cell, Goal, prediction
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Pool, Series, by_rows
-from isobit.bench.timing import copies_for
-from isobit.bench.truth import Window, spread_evenly
-from isobit.check.proof import Args, Case, Cost
+from isobit.frame.device import sm_count
 from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, gemm, gemm_dw
 from isobit.ops.det_gemm.proof.cublas import BASELINE, mm, needs_cublas, unsplit
+from isobit.spec.goals import Cell, Goal, prediction
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.rotation import copies_for
+from isobit.spec.series import Pool, Series, by_rows
+from isobit.spec.truth import Window, spread_evenly
 
 #: (K, N): projections of models with hidden sizes 4096 and 7168, and three vocabularies.
 SHAPES = (
@@ -203,7 +203,7 @@ def _predict_product(backend: str | None, args: Args) -> float | None:
 def _predict_dw(backend: str | None, args: Args) -> float | None:
     if backend != "hopper":
         return None
-    from isobit.blocks.hopper_product import choose_sum_tile
+    from isobit.kernels.hopper.product import choose_sum_tile
 
     x, dy = args["x"], args["dy"]
     return 1e-3 * choose_sum_tile(dy.shape[1], x.shape[1], len(x), sm_count(x.device))[1]

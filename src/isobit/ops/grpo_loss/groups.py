@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks import bounds
-from isobit.contract import INTS, Contract
+from isobit.frame.contract import INTS, Contract
+from isobit.kernels.host import bounds
 
 Boundaries = Sequence[int] | Tensor
 

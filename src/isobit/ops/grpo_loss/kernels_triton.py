@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_early import early_options, start_next_launch, wait_for_last_launch
-from isobit.blocks.triton_logits import as_bytes, gradient_of
-from isobit.blocks.triton_rows import tree_sum
+from isobit.frame.launch import Launch, run
+from isobit.kernels.triton.dependent_launch import early_options, start_next_launch, wait_for_last_launch
+from isobit.kernels.triton.logits import as_bytes, gradient_of
+from isobit.kernels.triton.rows import tree_sum
 
 #: log2 of the lanes of sums over rewards or sequences, log2 of those of sums over tokens, and the number of
 #: tokens per lane in a chunk. These determine the order of sums.

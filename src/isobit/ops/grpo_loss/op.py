@@ -30,12 +30,12 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.backend import NONE, Backend, Lazy
-from isobit.blocks.devices import triton_cannot_run
-from isobit.blocks.tokens import live_rows
-from isobit.contract import F32, Contract, Float, Int, Like, Mask, Number
+from isobit.frame.backend import NONE, Backend, Lazy
+from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask, Number
+from isobit.frame.device import triton_cannot_run
+from isobit.frame.op import op
+from isobit.kernels.host.tokens import live_rows
 from isobit.numerics import Numerics
-from isobit.op import op
 from isobit.ops.grpo_loss import groups
 from isobit.ops.ratio_kl.op import backward as rows_backward
 from isobit.ops.ratio_kl.op import forward as rows_forward

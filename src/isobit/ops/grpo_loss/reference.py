@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference as ratio_kl
 
 # Formulas

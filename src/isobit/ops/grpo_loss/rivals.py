@@ -13,15 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Base, Cell, Goal, floors, limit
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Series, by_rows
-from isobit.bench.truth import ROWS, cotangent_like, spread_evenly
-from isobit.blocks.tokens import live_rows
-from isobit.check.proof import Args, Case
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import grpo_loss
 from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, cost
+from isobit.spec.goals import Base, Cell, Goal, floors, limit
+from isobit.spec.proof import Args, Case
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.series import Series, by_rows
+from isobit.spec.truth import ROWS, cotangent_like, spread_evenly
 
 # Rivals
 

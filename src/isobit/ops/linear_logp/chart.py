@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.charts import COLOURS, HEIGHT, LEFT, LINE, TOP, WIDTH
-from isobit.bench.goals import sizes_of
 from isobit.bench.report import format_stamp
+from isobit.spec.goals import sizes_of
 
 #: The shapes that are drawn differ in V alone.
 ROWS, FEATURES = 4096, 2048

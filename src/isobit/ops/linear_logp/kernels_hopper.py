@@ -1,11 +1,11 @@
 """`linear_logp` on Hopper: one matrix product forward, no logits stored; class lse/1.
 
 A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
-logits, which stay in registers, into running sums (`isobit.blocks.hopper_lse`). With a mask the rows that
+logits, which stay in registers, into running sums (`isobit.kernels.hopper.lse`). With a mask the rows that
 count are packed first, so that the others cost nothing. Without a mask hidden states are read in place, and
 ranges of 64 rows in which every token is `ignore_index` are skipped. None of this affects a row's bits; nor
 does the tile height, which is 64 for few rows, nor whether a program computes whole splits of the vocabulary
-or pieces of them (`isobit.blocks.hopper_pieces`).
+or pieces of them (`isobit.kernels.hopper.pieces`).
 
 If [N, V] fits in memory it also stores e = 2^((z - m) c) of every logit, and the m that was used, for the
 backward in `kernels_hopper_bwd`.
@@ -19,9 +19,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_bias import in_words, multiply_add
-from isobit.blocks.hopper_lse import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.bias import in_words, multiply_add
+from isobit.kernels.hopper.lse import (
     COLUMNS,
     LANES,
     OF_ROWS,
@@ -36,8 +37,8 @@ from isobit.blocks.hopper_lse import (
     store_picked,
     store_split,
 )
-from isobit.blocks.hopper_pieces import Pieces, load_pieces, numbers_of, sums_of
-from isobit.blocks.hopper_pipe import (
+from isobit.kernels.hopper.pieces import Pieces, load_pieces, numbers_of, sums_of
+from isobit.kernels.hopper.pipeline import (
     LOADER_REGISTERS,
     ROWS,
     Pipe,
@@ -55,10 +56,9 @@ from isobit.blocks.hopper_pipe import (
     tma,
     triton_kernel,
 )
-from isobit.blocks.hopper_product import pack
-from isobit.blocks.hopper_tiles import HBM_BYTES, Tile
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.temperature import LOG2E
+from isobit.kernels.hopper.product import pack
+from isobit.kernels.hopper.tiles import HBM_BYTES, Tile
+from isobit.kernels.host.temperature import LOG2E
 
 #: Tiles of the kernels here. Staging a 16-bit tile takes the shared memory of a fourth stage. The tile of 64
 #: rows is for few rows, which are limited by reading the weight: as many stages as fit keep more of it in
@@ -258,7 +258,7 @@ def zero_kernel(out, size, BLOCK: tl.constexpr):
 
 def zero(out: Tensor, launch: Launch) -> Tensor:
     """The same tensor, contiguous, filled with zeros. PyTorch's own zeros between two launches would keep
-    them from being replayed (`isobit.blocks.replay`)."""
+    them from being replayed (`isobit.frame.replay`)."""
     launch(zero_kernel, (-(-out.numel() // 1024),), out, out.numel(), 1024, enable_fp_fusion=False)
     return out
 

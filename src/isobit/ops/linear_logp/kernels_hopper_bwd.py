@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.hopper_bias import in_words, multiply_add
-from isobit.blocks.hopper_lse import COLUMNS, Slots
-from isobit.blocks.hopper_pipe import (
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper.bias import in_words, multiply_add
+from isobit.kernels.hopper.lse import COLUMNS, Slots
+from isobit.kernels.hopper.pipeline import (
     LOADER_REGISTERS,
     ROWS,
     Pipe,
@@ -41,8 +42,7 @@ from isobit.blocks.hopper_pipe import (
     tma,
     triton_kernel,
 )
-from isobit.blocks.hopper_product import pack, sum_into
-from isobit.blocks.launch import Launch, run
+from isobit.kernels.hopper.product import pack, sum_into
 from isobit.ops.linear_logp.kernels_hopper import (
     ROUND,
     TILE_STAGED,

@@ -7,7 +7,7 @@ Kernels read hidden states through that list, so all other rows cost nothing, wh
 
 A program takes a tile of slots and a *split* of 2048 columns. It loops over the split in tiles of columns:
 one chain of matrix steps over ascending D, then an online log-sum-exp (m, s, t) as in
-`isobit.blocks.triton_rows`, rescaled to a new maximum once per tile, with the tile's columns added by a tree
+`isobit.kernels.triton.rows`, rescaled to a new maximum once per tile, with the tile's columns added by a tree
 of halves. A second kernel folds the splits of a row in ascending order.
 
 Tiles and splits are constants of the dtype, the order over the vocabulary depends on V alone, and no two
@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import INTERPRETED, rounded
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.rows import row_strides
-from isobit.blocks.temperature import Scaling, scaling
-from isobit.blocks.tokens import live_rows
-from isobit.blocks.triton_rows import finite_or_zero, own_or, rescale, row_offset, row_results
-from isobit.blocks.triton_tiles import Tile, compile_options, place, steps
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.rows import row_strides
+from isobit.kernels.host.temperature import Scaling, scaling
+from isobit.kernels.host.tokens import live_rows
+from isobit.kernels.triton.interpreter import INTERPRETED, rounded
+from isobit.kernels.triton.rows import finite_or_zero, own_or, rescale, row_offset, row_results
+from isobit.kernels.triton.tiles import Tile, compile_options, place, steps
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 
 #: Columns per split: enough work for a program, and enough splits to fill a GPU with a few rows.

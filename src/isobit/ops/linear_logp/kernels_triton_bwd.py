@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.interpreter import narrow
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_rows import given_at, own_or, row_offset, row_weights
-from isobit.blocks.triton_tiles import SEGMENT, place, steps
+from isobit.frame.launch import Launch, run
+from isobit.kernels.triton.interpreter import narrow
+from isobit.kernels.triton.rows import given_at, own_or, row_offset, row_weights
+from isobit.kernels.triton.tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
 

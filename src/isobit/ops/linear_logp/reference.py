@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.blocks import logprob
-from isobit.blocks.tokens import live_rows
+from isobit.kernels.host import logprob
+from isobit.kernels.host.tokens import live_rows
 
 #: Bytes of one [rows, V] temporary, unless `workspace_bytes` is given; a few exist at a time.
 CHUNK_BYTES = 1 << 26

@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.arch import sm_count
-from isobit.bench.goals import Cell, Goal, longer_of_floor_and, prediction
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Series, by_rows
-from isobit.bench.truth import Truth, truth_of
-from isobit.check.proof import Args, Case, Cost
-from isobit.check.proofs import proof_of
-from isobit.check.trial import in_fp64
+from isobit.frame.device import sm_count
 from isobit.ops.linear_logp.op import forward, linear_logp
 from isobit.ops.linear_logp.proof.inputs import FULL
+from isobit.spec.goals import Cell, Goal, longer_of_floor_and, prediction
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.proofs import proof_of
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.series import Series, by_rows
+from isobit.spec.trial import in_fp64
+from isobit.spec.truth import Truth, truth_of
 
 #: (N, D, V). Vocabularies of GPT-2 (as is and padded), Llama 3, DeepSeek V3, Qwen 2.5, and two round numbers.
 SHAPES = (
@@ -299,7 +299,7 @@ def predict(backend: str | None, args: Args) -> float | None:
     four with shared splits, take beside their work."""
     if backend != "hopper":
         return None
-    from isobit.blocks.hopper_tiles import FIXED_US
+    from isobit.kernels.hopper.tiles import FIXED_US
     from isobit.ops.linear_logp.kernels_hopper import schedule_for
 
     (V, D), N, sms = args["weight"].shape, args["token_ids"].numel(), sm_count(args["weight"].device)

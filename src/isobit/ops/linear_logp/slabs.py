@@ -17,7 +17,7 @@ None of this changes a bit: slab widths are multiples of 512 (except the last), 
 from functools import lru_cache
 from typing import NamedTuple
 
-from isobit.blocks.stream import SEGMENT
+from isobit.kernels.host.token_stream import SEGMENT
 
 #: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
 #: the caller gives another limit. On Hopper it is ROW_BYTES per row if that is more.

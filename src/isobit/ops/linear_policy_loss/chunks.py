@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.stream import SEGMENT
+from isobit.kernels.host.token_stream import SEGMENT
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.autograd import Refusal
-from isobit.blocks import bounds
-from isobit.composed import composed
-from isobit.contract import F32, Contract, Float, Int, Mask
+from isobit.frame.autograd import Refusal
+from isobit.frame.composed import composed
+from isobit.frame.contract import F32, Contract, Float, Int, Mask
+from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
-from isobit.ops.linear_policy_loss.chunks import Batch
-from isobit.ops.linear_policy_loss.shares import Loss
-from isobit.ops.linear_policy_loss.sweep import (
+from isobit.ops.linear_policy_loss.chunked import (
     PLAIN,
     Call,
     Gradients,
@@ -43,6 +41,8 @@ from isobit.ops.linear_policy_loss.sweep import (
     evaluate,
     without_keeping,
 )
+from isobit.ops.linear_policy_loss.chunks import Batch
+from isobit.ops.linear_policy_loss.loss_call import Loss
 
 
 @composed("linear_policy_loss")

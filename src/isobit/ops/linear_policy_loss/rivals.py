@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Base, Cell, Goal, Group, sizes_of
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Pool, Series
-from isobit.bench.timing import copies_for
-from isobit.bench.truth import ROWS, cotangent_like, spread_evenly
-from isobit.check.options import known_options
-from isobit.check.proof import Args, Case
-from isobit.check.trial import cloned
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import linear_logp
 from isobit.ops.linear_logp.rivals import BASELINE, bare_product, cost_of_training, filled_weight, native
 from isobit.ops.linear_policy_loss.op import declared, linear_policy_loss
 from isobit.ops.linear_policy_loss.proof.inputs import make as make_rows
+from isobit.spec.goals import Base, Cell, Goal, Group, sizes_of
+from isobit.spec.options import known_options
+from isobit.spec.proof import Args, Case
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.rotation import copies_for
+from isobit.spec.series import Pool, Series
+from isobit.spec.trial import cloned
+from isobit.spec.truth import ROWS, cotangent_like, spread_evenly
 
 SHAPES = ((4096, 2048, 131072), (8192, 4096, 151936), (16384, 4096, 128256))
 

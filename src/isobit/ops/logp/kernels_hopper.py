@@ -2,7 +2,7 @@
 stores.
 
 With it a fused and an unfused path can agree bit for bit: fp32 logits of `det_gemm`, read by the kernel of
-`isobit.blocks.hopper_logits`, go through the same functions. The triton backend is faster; this one is used
+`isobit.kernels.hopper.logits`, go through the same functions. The triton backend is faster; this one is used
 only if it is requested by name.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.blocks import hopper_logits
-from isobit.blocks.launch import Launch, run
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper import logits as hopper_logits
 
 
 def why_not(args: dict[str, Any]) -> str | None:

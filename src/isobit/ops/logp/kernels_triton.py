@@ -2,9 +2,9 @@
 
 The forward reads the logits once. With many rows one program takes a whole row. With few rows one program
 takes a split of a row, and a second kernel adds the splits. Both add in the order of
-`isobit.blocks.triton_rows`, so N and the number of SMs affect the schedule and never the bits.
+`isobit.kernels.triton.rows`, so N and the number of SMs affect the schedule and never the bits.
 
-The backward reads and writes once: `isobit.blocks.triton_logits`, which also has the rest of the forward.
+The backward reads and writes once: `isobit.kernels.triton.logits`, which also has the rest of the forward.
 
 Token ids: a row whose id is `ignore_index` or whose mask is 0 is not read; its results and gradients are
 0. A live row with an id outside [0, V) reads nothing at that id; its results and gradients are NaN.
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.rows import row_strides
-from isobit.blocks.temperature import scaling
-from isobit.blocks.triton_logits import (
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.rows import row_strides
+from isobit.kernels.host.temperature import scaling
+from isobit.kernels.triton.logits import (
     BATCH,
     as_bytes,
     gradient_of,
@@ -32,7 +32,7 @@ from isobit.blocks.triton_logits import (
     store_split,
     word_of,
 )
-from isobit.blocks.triton_rows import own_or, row_offset, row_results, split_sums
+from isobit.kernels.triton.rows import own_or, row_offset, row_results, split_sums
 
 
 @triton.jit

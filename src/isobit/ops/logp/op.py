@@ -15,12 +15,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.backend import NONE, Lazy
-from isobit.blocks import tokens
-from isobit.blocks.devices import hopper_cannot_run, triton_cannot_run
-from isobit.contract import F32, Contract, Float, Int, Like, Mask
+from isobit.frame.backend import NONE, Lazy
+from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask
+from isobit.frame.device import hopper_cannot_run, triton_cannot_run
+from isobit.frame.op import op
+from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
-from isobit.op import op
 
 
 @op("logp")

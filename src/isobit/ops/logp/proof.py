@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.logits import CHUNK_ELEMENTS
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
+from isobit.kernels.host.logits import CHUNK_ELEMENTS
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.logp import reference
 from isobit.ops.logp.op import forward
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 IGNORE, NAN = -100, float("nan")

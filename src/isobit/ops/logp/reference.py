@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks import logits as stored
-from isobit.blocks import logprob
+from isobit.kernels.host import logits as stored
+from isobit.kernels.host import logprob
 
 
 def formula(

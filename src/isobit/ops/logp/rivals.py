@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import by_rows
-from isobit.blocks.tokens import live_rows
-from isobit.check.proof import Args, Case, Cost
+from isobit.kernels.host.tokens import live_rows
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.series import by_rows
 
 
 def native(args: Args) -> Tensor:

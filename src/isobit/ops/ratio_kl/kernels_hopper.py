@@ -1,7 +1,7 @@
 """`ratio_kl` in the summation order of class lse/1, which `linear_logp` uses for logits that it never stores.
 
 With it a policy whose log-probabilities came from `linear_logp` has a ratio of exactly 1 to itself. The
-logits of policy and reference are folded one after the other (`isobit.blocks.hopper_logits`), and a small
+logits of policy and reference are folded one after the other (`isobit.kernels.hopper.logits`), and a small
 kernel computes ratio and kl from the results. The triton backend is faster; this one is used only if it is
 requested by name. The backward is that of the triton backend: it is elementwise, so no order of additions is
 involved.
@@ -14,12 +14,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from isobit.blocks import hopper_logits
-from isobit.blocks.hopper_pipe import triton_kernel
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.rows import row_strides, walkable
-from isobit.blocks.triton_exp import exp, k3_and_expm1
-from isobit.blocks.triton_rows import row_offset
+from isobit.frame.launch import Launch, run
+from isobit.kernels.hopper import logits as hopper_logits
+from isobit.kernels.hopper.pipeline import triton_kernel
+from isobit.kernels.host.rows import row_strides, walkable
+from isobit.kernels.triton.exp import exp, k3_and_expm1
+from isobit.kernels.triton.rows import row_offset
 
 BLOCK = 128
 

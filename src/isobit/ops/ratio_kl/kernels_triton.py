@@ -13,7 +13,7 @@ of exactly 1. Where the hardware allows it `finish_rows` is started early: it re
 while `sum_parts` is still running, and then waits for it.
 
 The backward reads and writes the policy's logits once, with the sums and the derivatives of ratio and kl that
-the forward kept: `isobit.blocks.triton_logits`.
+the forward kept: `isobit.kernels.triton.logits`.
 
 Token ids: for a row whose id is `ignore_index` or whose mask is 0 nothing else is read; its ratio is 1, its
 other results and its gradient are 0. A row that counts with an id outside [0, V) reads nothing at that id;
@@ -28,15 +28,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import launches_early, sm_count
-from isobit.blocks.interpreter import INTERPRETED
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.rows import row_strides, walkable
-from isobit.blocks.temperature import scaling
-from isobit.blocks.triton_early import start_next_launch, wait_for_last_launch
-from isobit.blocks.triton_exp import exp, k3_and_expm1
-from isobit.blocks.triton_logits import BATCH, as_bytes, gradient_of, plan_of, word_of
-from isobit.blocks.triton_rows import (
+from isobit.frame.device import launches_early, sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.rows import row_strides, walkable
+from isobit.kernels.host.temperature import scaling
+from isobit.kernels.triton.dependent_launch import start_next_launch, wait_for_last_launch
+from isobit.kernels.triton.exp import exp, k3_and_expm1
+from isobit.kernels.triton.interpreter import INTERPRETED
+from isobit.kernels.triton.logits import BATCH, as_bytes, gradient_of, plan_of, word_of
+from isobit.kernels.triton.rows import (
     finite_or_zero,
     fold,
     own_or,

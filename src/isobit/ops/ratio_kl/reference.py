@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks import logits as stored
-from isobit.blocks import logprob
-from isobit.blocks.k3 import k3
-from isobit.blocks.tokens import live_rows
+from isobit.kernels.host import logits as stored
+from isobit.kernels.host import logprob
+from isobit.kernels.host.k3 import k3
+from isobit.kernels.host.tokens import live_rows
 
 
 def formula(

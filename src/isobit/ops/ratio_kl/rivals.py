@@ -12,14 +12,14 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Base, Cell, Goal, floors, limit
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Series, by_rows
-from isobit.bench.truth import ROWS, cotangent_like, spread_evenly
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Cost
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
+from isobit.spec import inputs as alter
+from isobit.spec.goals import Base, Cell, Goal, floors, limit
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.series import Series, by_rows
+from isobit.spec.truth import ROWS, cotangent_like, spread_evenly
 
 # Rivals
 

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.interpreter import narrow, rounded
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.rows import row_strides
-from isobit.blocks.triton_rows import row_offset
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.host.rows import row_strides
+from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.kernels.triton.rows import row_offset
 from isobit.ops.rms_norm.order import log_lanes
 
 #: Elements of a tile of several short rows: 16 for each thread of four warps.

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.arch import sm_count
-from isobit.blocks.interpreter import INTERPRETED, narrow
-from isobit.blocks.launch import Launch, run
-from isobit.blocks.triton_rows import row_offset
+from isobit.frame.device import sm_count
+from isobit.frame.launch import Launch, run
+from isobit.kernels.triton.interpreter import INTERPRETED, narrow
+from isobit.kernels.triton.rows import row_offset
 from isobit.ops.rms_norm.kernels_triton import (
     UNROLL,
     load_tile,

@@ -20,11 +20,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.backend import NONE, Lazy
-from isobit.blocks.devices import triton_cannot_run
-from isobit.contract import F32, Contract, Float, dtype_name
+from isobit.frame.backend import NONE, Lazy
+from isobit.frame.contract import F32, Contract, Float, dtype_name
+from isobit.frame.device import triton_cannot_run
+from isobit.frame.op import op
 from isobit.numerics import Numerics
-from isobit.op import op
 
 RMS_1 = Numerics(
     "rms/1",

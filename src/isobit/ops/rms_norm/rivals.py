@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.bench.goals import Base, Cell, Goal, floors
-from isobit.bench.rival import Rival, cannot_import
-from isobit.bench.series import Series, by_rows
-from isobit.bench.truth import Truth, cotangent_like, truth_of
-from isobit.check.proof import Args, Case, Cost
 from isobit.ops.rms_norm.op import forward
+from isobit.spec.goals import Base, Cell, Goal, floors
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival, cannot_import
+from isobit.spec.series import Series, by_rows
+from isobit.spec.truth import Truth, cotangent_like, truth_of
 
 BF16 = torch.bfloat16
 

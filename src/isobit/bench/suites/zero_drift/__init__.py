@@ -25,9 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.goals import Cell, Goal, limit
-from isobit.bench.rival import Rival
-from isobit.bench.series import Pool, Series
 from isobit.bench.suites.train_step import Config, Models, agreement, plain
 from isobit.bench.suites.zero_drift.drift import (
     FEW_RUNS,
@@ -40,11 +37,14 @@ from isobit.bench.suites.zero_drift.drift import (
     gradients_that_differ,
     trained_logp,
 )
-from isobit.bench.timing import Verdict
 from isobit.bench.vouch import CheckFailed
-from isobit.check.compare import differing
-from isobit.check.proof import Args, Case, Cost
 from isobit.integrations.hf import zero_drift
+from isobit.spec.compare import differing
+from isobit.spec.goals import Cell, Goal, limit
+from isobit.spec.proof import Args, Case, Cost
+from isobit.spec.rival import Rival
+from isobit.spec.series import Pool, Series
+from isobit.spec.truth import Verdict
 
 #: Allowed relative difference of the mean log-probability of decoded tokens from that of `sdpa`.
 CLOSE = 1e-2

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.compare import differing
 from isobit.ops.logp.op import logp
+from isobit.spec.compare import differing
 
 
 @dataclass(frozen=True)

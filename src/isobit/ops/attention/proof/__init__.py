@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, Kernels, Mutant, Proof
 from isobit.ops.attention.op import forward
 from isobit.ops.attention.proof.bits import same_elsewhere
 from isobit.ops.attention.proof.exact import exact
 from isobit.ops.attention.proof.inputs import BY_TOKEN, features_reversed, lay_out, make, padding
 from isobit.ops.attention.proof.truth import formula, scale
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, Kernels, Mutant, Proof
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -8,10 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args
-from isobit.check.trial import Trial
 from isobit.ops.attention.proof.inputs import BY_TOKEN, NAN, paged
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args
+from isobit.spec.trial import Trial
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 

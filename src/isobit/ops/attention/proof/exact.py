@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.check.proof import Args, Sample
 from isobit.numerics import chain
 from isobit.ops.attention import model
 from isobit.ops.attention.op import backward, forward
+from isobit.spec.proof import Args, Sample
 
 Array = np.ndarray
 

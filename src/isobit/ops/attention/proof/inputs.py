@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, InputOptions
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, InputOptions
 
 NAN = float("nan")
 SCALARS = ("causal", "window", "softcap", "scale")

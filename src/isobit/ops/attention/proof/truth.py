@@ -4,7 +4,7 @@ a correct kernel.
 The bounds follow the computation step by step; nothing in them is fitted. With U = 2^-23, u half a unit of
 the 16-bit dtype, w the probabilities, and z the scores in natural units:
 
-    z         truncation in a chain over D (`isobit.check.errors`), times scale
+    z         truncation in a chain over D (`isobit.spec.error_bounds`), times scale
     p         the error of its exponent, which includes rounding z and the maximum; some units of exp2;
               the same again for every block in which the maximum may change; and u, where p multiplies v
     out       sum w |v| times all of this; truncation in the chains over keys; rounding
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.check.errors import chain_error, narrow_dtype
-from isobit.check.proof import Args
 from isobit.ops.attention.proof.inputs import sequences
+from isobit.spec.error_bounds import chain_error, narrow_dtype
+from isobit.spec.proof import Args
 
 UNIT = 2.0**-23
 
@@ -33,7 +33,7 @@ POWER, TANGENT = 4.0, 32.0
 #: Six standard deviations of a rounding error, which is uniform in half a unit to either side.
 SIX = 6 / 3**0.5
 
-#: Truncation of one step: see `isobit.check.errors`.
+#: Truncation of one step: see `isobit.spec.error_bounds`.
 STEP = 21 / 4
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
-from isobit.check.trial import Trial
 from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward
 from isobit.ops.delta_rule.proof.bounds import error_bounds
 from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
+from isobit.spec import inputs as alter
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof
+from isobit.spec.trial import Trial
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")

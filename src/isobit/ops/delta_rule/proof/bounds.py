@@ -1,8 +1,8 @@
 """Bounds on the error of a kernel, propagated along the recurrence.
 
 e is the error of D. Rounding D to 16 bits adds half a unit u of it. In a product a b of n terms every step of
-a chain of 16 truncates at most 21/4 units of 2^-23 of |a| |b| (see `isobit.check.errors`). Then, with all
-factors in absolute value,
+a chain of 16 truncates at most 21/4 units of 2^-23 of |a| |b| (see `isobit.spec.error_bounds`). Then, with
+all factors in absolute value,
 
     dh        e + u (|D| + e)
     dv2       2^(g[last] - g) (|K| (the error of dh) + chain) + few units of its parts, then rounded
@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args
+from isobit.spec.proof import Args
 
 UNIT = 2.0**-23
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.compare import differing
-from isobit.check.proof import Args, Case
 from isobit.numerics import CHAIN16
 from isobit.ops.det_gemm.op import det_linear, linear
+from isobit.spec.compare import differing
+from isobit.spec.proof import Args, Case
 
 #: Batch sizes around which a kernel might change its tile or algorithm.
 BATCH_SIZES = (

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks import stream
-from isobit.check import errors
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample, Stream
+from isobit.kernels.host import token_stream as stream
 from isobit.ops.det_gemm.op import gemm_dw
 from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.gemm import HOPPER, MB, memory_of_model
+from isobit.spec import error_bounds as errors
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample, Stream
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOOL, UINT8, INT64 = torch.bool, torch.uint8, torch.int64

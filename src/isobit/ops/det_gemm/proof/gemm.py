@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import errors
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
 from isobit.ops.det_gemm.op import gemm
 from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES, where_torch_agrees
+from isobit.spec import error_bounds as errors
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant, Proof, Sample
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

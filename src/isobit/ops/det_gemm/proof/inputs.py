@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Case, InputOptions
+from isobit.spec.proof import Case, InputOptions
 
 #: Kinds of data for bit comparison only: results are not accurate, but bits must agree.
 ADVERSARIAL = ("cancelling", "spread", "subnormal", "special")

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isobit.check import errors
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
 from isobit.ops.det_gemm.op import linear
 from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES
 from isobit.ops.det_gemm.proof.gemm import memory_product, record_product
+from isobit.spec import error_bounds as errors
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

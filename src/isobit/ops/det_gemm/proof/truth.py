@@ -1,14 +1,14 @@
 """The truth of products: the formula, and the exact bits of the class on a sample of outputs. Bounds on the
-difference of the two are in `isobit.check.errors`."""
+difference of the two are in `isobit.spec.error_bounds`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from isobit.blocks.stream import SEGMENT
-from isobit.check.proof import Sample
+from isobit.kernels.host.token_stream import SEGMENT
 from isobit.numerics import canonical, chain, cut, segments
+from isobit.spec.proof import Sample
 
 #: Rows and columns in a sample.
 SAMPLED = 32

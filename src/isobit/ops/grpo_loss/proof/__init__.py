@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.logits import CHUNK_ELEMENTS
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, Groups, Kernels, Proof
+from isobit.kernels.host.logits import CHUNK_ELEMENTS
 from isobit.ops.grpo_loss.op import forward
 from isobit.ops.grpo_loss.proof import inputs, model, truth
 from isobit.ops.grpo_loss.proof.advantages import ADVANTAGES
 from isobit.ops.ratio_kl.proof.inputs import rolled
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, Groups, Kernels, Proof
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, Groups, InputOptions, Kernels, Mutant, Proof
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import advantages_of
 from isobit.ops.grpo_loss.proof import model
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, Groups, InputOptions, Kernels, Mutant, Proof
 
 F16, F32, F64, NAN = torch.float16, torch.float32, torch.float64, float("nan")
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, InputOptions, Mutant
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
 from isobit.ops.ratio_kl.proof import inputs as rows
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, InputOptions, Mutant
 
 F32, NAN = torch.float32, float("nan")
 

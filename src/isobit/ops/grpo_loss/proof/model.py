@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args, Sample
-from isobit.check.trial import Trial
-from isobit.op import OPS
+from isobit.frame.op import OPS
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss.op import group_advantages
 from isobit.ops.grpo_loss.proof.truth import OUTPUTS
 from isobit.ops.ratio_kl.op import ratio_kl
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args, Sample
+from isobit.spec.trial import Trial
 
 REWARDS, TOKENS, CHUNK, SEQUENCES = 128, 512, 4096, 128
 

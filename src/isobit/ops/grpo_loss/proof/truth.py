@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check.proof import Args
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import of_rows
 from isobit.ops.ratio_kl import reference as rows
 from isobit.ops.ratio_kl.proof import truth as rows_truth
+from isobit.spec.proof import Args
 
 FP32 = torch.finfo(torch.float32)
 

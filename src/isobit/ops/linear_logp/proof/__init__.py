@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
-from isobit.check.trial import in_fp64
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import forward, linear_logp, vocabulary
 from isobit.ops.linear_logp.proof import inputs, truth
 from isobit.ops.linear_logp.proof.bits import fused
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
+from isobit.spec.trial import in_fp64
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -6,13 +6,13 @@
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args
-from isobit.check.trial import Trial
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof.inputs import rolled_vocabulary
 from isobit.ops.logp import logp
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args
+from isobit.spec.trial import Trial
 
 FUSED = "lse/1"
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.inputs import INF, NAN
-from isobit.check.proof import Args, Case, InputOptions, Mutant
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.linear_logp.op import kept_bytes, vocabulary
+from isobit.spec import inputs as alter
+from isobit.spec.inputs import INF, NAN
+from isobit.spec.proof import Args, Case, InputOptions, Mutant
 
 IGNORE = -100
 

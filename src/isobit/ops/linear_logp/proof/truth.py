@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check.errors import SEGMENT, UNIT, chain_error, narrow_dtype, segment_error
-from isobit.check.proof import Args
+from isobit.kernels.host.tokens import live_rows
 from isobit.numerics import cut
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import vocabulary
 from isobit.ops.linear_logp.proof.inputs import keeps
+from isobit.spec.error_bounds import SEGMENT, UNIT, chain_error, narrow_dtype, segment_error
+from isobit.spec.proof import Args
 
 #: Relative error of the kernels' tanh in units: exp2 has 2^-22, and a division follows.
 TANH = 8.0

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Kernels, Proof
-from isobit.ops.linear_logp import rooms
 from isobit.ops.linear_logp.proof import memory as memory_of_rows
 from isobit.ops.linear_logp.proof import record_triton
+from isobit.ops.linear_policy_loss import chunk_buffers
 from isobit.ops.linear_policy_loss.op import declared
 from isobit.ops.linear_policy_loss.proof import bits, inputs, truth
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Kernels, Proof
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -38,15 +38,15 @@ def memory(case: Case, backend: str, direction: str) -> int:
     if direction == "fwd":
         return of_rows + of_loss
     given = case.options.get("workspace_bytes")
-    room, sums = rooms.WORKSPACE_BYTES if given is None else given, 4 * V * D + 4 * N * D
+    room, sums = chunk_buffers.WORKSPACE_BYTES if given is None else given, 4 * V * D + 4 * N * D
     if backend == "triton":
         return of_rows + (given or 0) + of_loss
     if backend == "reference":  # a few temporaries per chunk, and converted weights
         rows = min(N, max(1, room // (4 * V)))
         return 4 * 14 * rows * V + 3 * 4 * V * D + 4 * 4 * N * D + sums + of_loss
-    if rooms.capacity("hopper", V, D, case.dtype, room) is None:
+    if chunk_buffers.capacity("hopper", V, D, case.dtype, room) is None:
         return of_rows + room + 4 * V * D + of_loss
-    return min(room, rooms.bytes_for(rooms.slots_of(N), V, D)) + sums + of_loss
+    return min(room, chunk_buffers.bytes_for(chunk_buffers.slots_of(N), V, D)) + sums + of_loss
 
 
 # Kernels
@@ -69,14 +69,14 @@ def _empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     """A chunk that is kept, in the middle and at the end; and one whose logits are recomputed, because the
     entropy has a gradient or because it does not fit. All rows at once are covered by `linear_logp`."""
-    from isobit.ops.linear_logp import kernels_hopper_chunk
+    from isobit.ops.linear_policy_loss import kernels_hopper as kernels_hopper_chunk
 
     narrow = F16 if dtype == F32 else dtype  # tensor cores take no fp32: the second dtype is fp16 here
     N, D, V = 4096, 2048, 131072
     for full in (False, True):
         args = _call(narrow, N, D, V, full)
         again = 2 * N if full else 0
-        shared = rooms.Memory.of("hopper", args["hidden"], V, N, again, True, 0)._asdict()
+        shared = chunk_buffers.Memory.of("hopper", args["hidden"], V, N, again, True, 0)._asdict()
         own = args | shared | {"queued": _empty(1, dtype=torch.int32)}
         kernels_hopper_chunk.linear_logp_chunk(launch, **own, return_entropy=full)
         own |= {"stats": _empty(2, N), "entropy": _empty(N), "dlogp": _empty(N), "dentropy": None}
@@ -117,7 +117,7 @@ _SMALL = [
 def _heavy(dims: dict[str, int], dtype: torch.dtype, rows: int | None = None, **options: Any) -> Case:
     """A case for a GPU, with a workspace for chunks of `rows` rows on Hopper."""
     if rows is not None:
-        options["workspace_bytes"] = rooms.bytes_for(rows, dims["V"], dims["D"])
+        options["workspace_bytes"] = chunk_buffers.bytes_for(rows, dims["V"], dims["D"])
     return Case(dims, dtype, "random", options=options, heavy=True, gpu_gb=16)
 
 

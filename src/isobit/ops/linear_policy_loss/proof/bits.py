@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.laws_stream import GROUP
-from isobit.check.proof import Args
-from isobit.check.trial import Trial, Unsupported
-from isobit.ops.linear_logp import rooms
+from isobit.kernels.host.token_stream import GROUP
 from isobit.ops.linear_logp.op import linear_logp
 from isobit.ops.linear_logp.proof.inputs import rolled_vocabulary
+from isobit.ops.linear_policy_loss import chunk_buffers
+from isobit.ops.linear_policy_loss.chunked import PLAIN
 from isobit.ops.linear_policy_loss.op import batch_of, linear_policy_loss
 from isobit.ops.linear_policy_loss.proof import inputs
-from isobit.ops.linear_policy_loss.sweep import PLAIN
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args
+from isobit.spec.trial import Trial, Unsupported
 
 Gradients = dict[str, Tensor]
 
@@ -79,8 +79,8 @@ def results(trial: Trial, args: Args) -> list[Tensor]:
 
 def chunks_of(trial: Trial, args: Args) -> list[Any]:
     (V, D), dtype = args["weight"].shape, args["hidden"].dtype
-    room = rooms.WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
-    return batch_of(args).chunks(rooms.capacity(trial.backend, V, D, dtype, room))
+    room = chunk_buffers.WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
+    return batch_of(args).chunks(chunk_buffers.capacity(trial.backend, V, D, dtype, room))
 
 
 # Independent of chunks and other rows
@@ -125,8 +125,8 @@ def invariant(trial: Trial) -> list[OutputCheck]:
 def schedules(trial: Trial, args: Args) -> Iterator[tuple[str, Args]]:
     """Other chunk boundaries, and other slabs of d-logits, that keep the same rows."""
     V, D = args["weight"].shape
-    least = rooms.LEAST_ROWS
-    sizes = [rooms.bytes_for(n, V, D) for n in (least, least + 128, 2 * least + 384)] + [0]
+    least = chunk_buffers.LEAST_ROWS
+    sizes = [chunk_buffers.bytes_for(n, V, D) for n in (least, least + 128, 2 * least + 384)] + [0]
     kept = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args) if chunk.kept]
     for size in sizes:
         changes = {"workspace_bytes": size}

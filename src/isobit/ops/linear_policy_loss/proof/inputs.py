@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.inputs import NAN, in_other_dtype
-from isobit.check.proof import Args, Case, InputOptions, Mutant
 from isobit.ops.linear_logp.proof import inputs as rows
-from isobit.ops.linear_policy_loss.sweep import PLAIN
+from isobit.ops.linear_policy_loss.chunked import PLAIN
+from isobit.spec.inputs import NAN, in_other_dtype
+from isobit.spec.proof import Args, Case, InputOptions, Mutant
 
 LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "every other")
 

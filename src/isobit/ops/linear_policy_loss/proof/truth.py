@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args
 from isobit.ops.linear_logp import reference as rows
 from isobit.ops.linear_logp.proof import truth as of_rows
 from isobit.ops.linear_policy_loss import reference
 from isobit.ops.linear_policy_loss.proof.inputs import as_linear_logp
+from isobit.spec.proof import Args
 
 _BESIDE = ("cu_seqlens", "workspace_bytes")
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.blocks.logits import CHUNK_ELEMENTS
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, Kernels, Proof
+from isobit.kernels.host.logits import CHUNK_ELEMENTS
 from isobit.ops.ratio_kl.op import forward
 from isobit.ops.ratio_kl.proof import inputs, truth
 from isobit.ops.ratio_kl.proof.bits import as_logp
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, Kernels, Proof
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args
-from isobit.check.trial import Trial
-from isobit.contract import dtype_name
+from isobit.frame.contract import dtype_name
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl.op import ratio_kl
 from isobit.ops.ratio_kl.proof.inputs import reversed_, rolled
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args
+from isobit.spec.trial import Trial
 
 FUSED = "lse/1"
 

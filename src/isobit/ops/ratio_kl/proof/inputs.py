@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.blocks.tokens import live_rows
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, InputOptions, Mutant
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, InputOptions, Mutant
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 IGNORE, NAN = -100, float("nan")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isobit.blocks import logits as stored
-from isobit.blocks.tokens import live_rows
-from isobit.check.proof import Args
+from isobit.kernels.host import logits as stored
+from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
+from isobit.spec.proof import Args
 
 EPS = 2.0**-23
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, Control, Kernels, Mutant, Proof
 from isobit.ops.rms_norm import model
 from isobit.ops.rms_norm.op import forward
 from isobit.ops.rms_norm.order import GROUP
@@ -16,6 +14,8 @@ from isobit.ops.rms_norm.proof.bits import same_elsewhere
 from isobit.ops.rms_norm.proof.exact import exact
 from isobit.ops.rms_norm.proof.inputs import half_rolled, lay_out, make, padding, reordered
 from isobit.ops.rms_norm.proof.truth import formula, judged, scale
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, Control, Kernels, Mutant, Proof
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 MB = 1 << 20

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from isobit.check.compare import OutputCheck, same_bits
-from isobit.check.proof import Args
-from isobit.check.trial import Trial
 from isobit.ops.rms_norm.proof.exact import exact
 from isobit.ops.rms_norm.proof.inputs import BY_ROWS, lay_out
+from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.proof import Args
+from isobit.spec.trial import Trial
 
 
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args, Sample
+from isobit.spec.proof import Args, Sample
 
 f32 = np.float32
 

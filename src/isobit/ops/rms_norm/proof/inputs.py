@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.check import inputs as alter
-from isobit.check.proof import Args, Case, InputOptions
+from isobit.spec import inputs as alter
+from isobit.spec.proof import Args, Case, InputOptions
 
 BY_ROWS = ("x", "residual")
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isobit.check.proof import Args
 from isobit.ops.rms_norm import reference
 from isobit.ops.rms_norm.order import GROUP, log_lanes
+from isobit.spec.proof import Args
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,1 +1,0 @@
-"""Code that kernels of several ops share."""

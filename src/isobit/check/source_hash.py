@@ -1,0 +1,362 @@
+"""Which code determines the numbers of an op, and a hash of it.
+
+A measurement is stale when the code that ran has changed, but not when a comment, a name, an unused function
+or the place of a function has. The code is found by parsing: the op's own files completely, and of shared
+files the definitions whose names it uses, and those that these use. Nothing is imported, so it needs no GPU.
+
+Names that are defined in this code, and the files they are in, do not count. What counts is the graph: each
+definition is a text in which such names are references. The hash of a definition begins as that of its text
+without references, and is refined in rounds: with the hashes of what it refers to. Fields and parameters are
+refined by where they occur. So to swap two fields in one place changes the hash, to rename one does not.
+Other names (`gl.load`, `torch.empty`) count as they are.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parent.parent
+
+#: Files of an op's folder that determine its numbers, and parts of the package that they may use. Proofs and
+#: rivals do not; the frame affects host times but no number.
+_DECIDES = ("op.py", "reference.py", "model.py", "kernels_*.py")
+_FOLLOWED = ("kernels", "numerics", "ops")
+_DECIDES_NOTHING = ("proof", "rivals")
+
+#: Enough for a change to reach everything that depends on it through this many definitions.
+_ROUNDS = 12
+
+#: A file, and which of its statements.
+Used = dict[Path, set[int]]
+#: A reference: ("name", a name of the module), ("word", a field or parameter of any class or function), or
+#: ("member", "base.attribute"), where the base may be an imported module.
+Ref = tuple[str, str]
+
+
+def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None) -> str | None:
+    """SHA-256 over the code that determines the numbers of the ops in a folder, without comments, docstrings,
+    layout, paths and the names of what is defined there; with `backend`, without the kernels of other
+    backends. None if there is no such folder."""
+    used = decisive_code(folder, package, backend)
+    files = tuple((path, path.read_text(), tuple(sorted(chosen))) for path, chosen in sorted(used.items()))
+    return _digest(files, package) if files else None
+
+
+@lru_cache(maxsize=256)
+def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], package: Path) -> str:
+    """The hash of some statements of some files."""
+    texts = {(path, i): _text_of(_parts_of(source)[i]) for path, source, chosen in files for i in chosen}
+    words = frozenset[str]().union(*(text.words for text in texts.values()))
+    owners = {(path, name): (path, i) for path, i in texts for name in texts[path, i].names}
+    graph = {
+        key: [_reference(token, key[0], owners, words, package) for token in text.tokens]
+        for key, text in texts.items()
+        if not text.imported
+    }
+    colours: dict[Any, str] = {}
+    for _ in range(_ROUNDS):
+        found: dict[Any, str] = {}
+        places: dict[str, list[str]] = {}
+        for key, tokens in graph.items():
+            resolved = (t if isinstance(t, str) else colours.get(t, "?") for t in tokens)
+            found[key] = _sha("\x1f".join(resolved))
+            for i, token in enumerate(tokens):
+                if isinstance(token, tuple) and token[0] == "word":
+                    places.setdefault(token[1], []).append(f"{i}:{found[key]}")
+        found.update({("word", name): _sha("".join(sorted(where))) for name, where in places.items()})
+        # A name of a statement that defines several is also its position there.
+        for path, i in graph:
+            for n, name in enumerate(texts[path, i].names):
+                found["name", path, name] = f"{found[path, i]}.{n}"
+        colours = found
+    return _sha("".join(sorted(colours[key] for key in graph)))[:16]
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _reference(
+    token: str | Ref, path: Path, owners: dict[tuple[Path, str], Any], words: frozenset[str], package: Path
+) -> Any:
+    """A token as text, or as the key of what it refers to."""
+    if isinstance(token, str):
+        return token
+    kind, name = token
+    if kind == "member":
+        base, _, attribute = name.partition(".")
+        module = _module_file(path, base, owners, package)
+        if module is None:
+            return ("word", attribute) if attribute in words else attribute
+        return ("name", module, attribute) if (module, attribute) in owners else "of the package"
+    if kind == "word":
+        return token if name in words else name
+    for _ in range(8):  # through files that only import it
+        if (path, name) not in owners:
+            return name
+        part = _parts_of(path.read_text())[owners[path, name][1]]
+        if not part.imports:
+            return ("name", path, name)
+        (target,) = part.imports
+        if target[0].split(".")[0] != package.name:
+            return ".".join(filter(None, target))
+        places = [place for place in _resolved(target, package) if place[1] is not None]
+        if not places:  # a module, or the frame, whose names do not count either
+            return "of the package"
+        path, name = places[0][0], str(places[0][1])
+    return name
+
+
+def _module_file(path: Path, name: str, owners: dict[tuple[Path, str], Any], package: Path) -> Path | None:
+    """The file that a name stands for, if it is an imported module of the package."""
+    if (path, name) not in owners:
+        return None
+    part = _parts_of(path.read_text())[owners[path, name][1]]
+    if not isinstance(part.node, ast.Import | ast.ImportFrom):
+        return None
+    (target,) = part.imports
+    return next((file for file, wanted in _resolved(target, package) if wanted is None), None)
+
+
+def compiled_backends(folder: str, package: Path = PACKAGE) -> list[str]:
+    """The backends that have kernels in a folder: hopper for kernels_hopper.py and kernels_hopper_bwd.py."""
+    return sorted({path.stem.split("_")[1] for path in (package / "ops" / folder).glob("kernels_*.py")})
+
+
+def decisive_code(folder: str, package: Path = PACKAGE, backend: str | None = None) -> Used:
+    """The code that `kernel_sha` hashes. An op that uses another op includes its whole folder, because that
+    op imports its kernels only when they are called."""
+    own = package / "ops" / folder
+    found: Used = {}
+    parts_of: dict[Path, list[_Part]] = {}  # each file is read once, and asked for many names
+    pending: list[tuple[Path, str | None]] = [(path, None) for path in _deciding(own, backend)]
+    seen = set(pending)
+    while pending:
+        path, name = pending.pop()
+        new: list[tuple[Path, str | None]] = []
+        if path not in parts_of:
+            parts_of[path] = _parts_of(path.read_text())
+            if path.name == "op.py" and path.parent.parent == package / "ops":
+                only = backend if path.parent == own else None
+                new += [(each, None) for each in _deciding(path.parent, only)]
+        parts, mine = parts_of[path], found.setdefault(path, set())
+        wanted = {i for i, part in enumerate(parts) if name is None or name in part.names or part.acts}
+        for i in wanted - mine:
+            mine.add(i)
+            new += [(path, used) for used in parts[i].uses]
+            for target in parts[i].imports:
+                new += _resolved(target, package)
+        for each in new:
+            if each not in seen:
+                seen.add(each)
+                pending.append(each)
+    return {path: chosen for path, chosen in found.items() if chosen}
+
+
+def _deciding(folder: Path, backend: str | None) -> list[Path]:
+    names = (
+        f"kernels_{backend}*.py" if backend and name.startswith("kernels_") else name for name in _DECIDES
+    )
+    return [path for name in names for path in folder.glob(name)]
+
+
+def _resolved(target: tuple[str, str], package: Path) -> Iterator[tuple[Path, str | None]]:
+    """The file in which a name of a module is defined, if it may affect a number: the module's, or a file of
+    that name."""
+    module, name = target
+    root, *place = module.split(".")
+    if root != package.name:
+        return
+    own_file = [([*place, name], None)] if name else []
+    for parts, wanted in (*own_file, (place, name or None)):
+        if not parts or parts[0] not in _FOLLOWED or parts[-1].startswith(_DECIDES_NOTHING):
+            continue
+        there = package.joinpath(*parts)
+        for path in (there.with_suffix(".py"), there / "__init__.py"):
+            if path.is_file():
+                yield path, wanted
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A statement of a module, or one name of an import: its node, the names it defines, those it uses, and
+    what it imports as (module, name). A statement that `acts` defines nothing and is executed for its
+    effect."""
+
+    node: ast.stmt
+    names: tuple[str, ...]
+    uses: frozenset[str]
+    imports: frozenset[tuple[str, str]]
+    acts: bool
+
+
+@cache
+def _parts_of(source: str) -> list[_Part]:
+    """Cached: the ops of a report share most of their files."""
+    parts = []
+    for node in _without_docstring(ast.parse(source).body):
+        imported = list(_imports_in(node))
+        if isinstance(node, ast.Import | ast.ImportFrom):  # each name counts only where it is used
+            none = frozenset[str]()
+            for name, target in imported:
+                parts.append(_Part(node, (name,), none, frozenset([target]), False))
+            continue
+        names = tuple(dict.fromkeys(_defined_by(node)))
+        uses = frozenset(n.id for n in ast.walk(node) if isinstance(n, ast.Name)) - set(names)
+        parts.append(_Part(node, names, uses, frozenset(t for _, t in imported), not names))
+    return parts
+
+
+def _imports_in(node: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The names that imports in a statement define, at any depth, each with (module, name) of what it is; the
+    name is empty for a module."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], (alias.name, "")) for alias in each.names)
+        elif isinstance(each, ast.ImportFrom) and each.module and not each.level:
+            yield from ((alias.asname or alias.name, (each.module, alias.name)) for alias in each.names)
+
+
+def _defined_by(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement of a module defines, including those inside an `if` or a `with`."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+    else:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.ExceptHandler):
+                yield from _defined_by(child)  # type: ignore[arg-type]
+
+
+def _without_docstring(body: list[Any]) -> list[Any]:
+    return body[1:] if body and isinstance(_constant_of(body[0]), str) else body
+
+
+def _constant_of(node: ast.stmt) -> Any:
+    return node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+
+
+# A statement as text with references
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """The text of a statement: pieces of it, and references between them. `names` are those it defines,
+    `words` its fields and parameters. Of an import only what it `imported` counts, where it is used."""
+
+    names: tuple[str, ...]
+    tokens: list[str | Ref]
+    words: frozenset[str]
+    imported: bool
+
+
+_text_cache: dict[int, tuple[_Part, _Text]] = {}
+
+
+def _text_of(part: _Part) -> _Text:
+    known = _text_cache.get(id(part))
+    if known is None:
+        imported = isinstance(part.node, ast.Import | ast.ImportFrom)
+        writer = _Writer()
+        if not imported:
+            writer.write(part.node)
+        text = _Text(part.names, writer.tokens, frozenset(_words(part.node)), imported)
+        known = _text_cache[id(part)] = (part, text)  # the part too: its id stays its own
+    return known[1]
+
+
+def _words(node: ast.stmt) -> Iterator[str]:
+    """Fields and methods of classes, parameters of functions, and what is stored in attributes."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.ClassDef):
+            yield from (name for inner in each.body for name in _defined_by(inner))
+        elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            yield each.attr
+        elif isinstance(each, ast.arg):
+            yield each.arg
+
+
+def _variables(function: ast.AST) -> set[str]:
+    """Arguments and variables of a function and of functions inside it, and the names of these."""
+    found = set()
+    for each in ast.walk(function):
+        if isinstance(each, ast.arg):
+            found.add(each.arg)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.id)
+        elif isinstance(each, ast.FunctionDef | ast.ClassDef) and each is not function:
+            found.add(each.name)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            found.update(name for name, _ in _imports_in(each))
+    return found
+
+
+class _Writer:
+    """Writes a syntax tree: no positions, no docstrings, and no empty fields, which differ between versions
+    of Python. Variables of a function count by their first occurrence in it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str | Ref] = []
+        self._local: dict[str, int] = {}
+        self._variables: set[str] | None = None  # of the outermost function
+        self._in_class = False
+
+    def write(self, node: Any) -> None:
+        if isinstance(node, list):
+            for each in node:
+                self.write(each)
+            self.tokens.append("]")
+        elif not isinstance(node, ast.AST):
+            self.tokens.append(repr(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._variables is None:
+            self._name(node.name)
+            before = self._in_class, self._local, self._variables
+            self._in_class, self._local, self._variables = False, {}, _variables(node)
+            self._fields(node, {"name"})
+            self._in_class, self._local, self._variables = before
+        elif isinstance(node, ast.ClassDef) and self._variables is None:
+            self._name(node.name)
+            self._in_class = True
+            self._fields(node, {"name"})
+            self._in_class = False
+        else:
+            self._fields(node, set())
+
+    def _fields(self, node: ast.AST, without: set[str]) -> None:
+        self.tokens.append(type(node).__name__)
+        for field, value in ast.iter_fields(node):
+            if value is None or value == [] or field in without:
+                continue
+            self.tokens.append(field)
+            if field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self.write(_without_docstring(value))
+            elif isinstance(node, ast.Attribute) and field == "attr":
+                base = node.value.id if isinstance(node.value, ast.Name) else ""
+                own = self._variables is not None and base in self._variables
+                self.tokens.append(("word", value) if own or not base else ("member", f"{base}.{value}"))
+            elif isinstance(node, ast.keyword) and field == "arg":
+                self.tokens.append(("word", value))
+            elif isinstance(node, ast.arg) and field == "arg":
+                self._name(value)
+                self.tokens.append(("word", value))
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                self.tokens.append("import")  # what is imported counts where it is used
+            elif isinstance(value, str) and field in ("id", "name", "asname"):
+                self._name(value)
+            else:
+                self.write(value)
+        self.tokens.append(")")
+
+    def _name(self, name: str) -> None:
+        if self._variables is not None and name in self._variables:
+            self.tokens.append(f"variable {self._local.setdefault(name, len(self._local))}")
+        elif self._in_class:
+            self.tokens.append(("word", name))
+        else:
+            self.tokens.append(("name", name))

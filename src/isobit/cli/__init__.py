@@ -1,0 +1,1 @@
+"""The command line: `isobit check`, `bench`, `report`, `memcheck`, `info` and `demo`."""

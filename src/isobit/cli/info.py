@@ -1,0 +1,42 @@
+"""The output of `isobit info`: versions, device, where isobit is enabled, and the default backend of each
+op."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import isobit
+from isobit.check.laws import small_case
+from isobit.check.runner import default_backend
+from isobit.check.source_hash import kernel_sha
+from isobit.check.stamp import stamp
+from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.op import OPS, public_ops
+from isobit.integrations.seams import seams
+from isobit.spec.proof import InputOptions
+from isobit.spec.proofs import proof_of
+
+
+def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
+    """Yields line by line, because some take a while. `try_them` turns isobit on and off in other
+    libraries."""
+    if device.type == "meta":
+        raise ContractError("device 'meta' holds no values, so no backend runs there: choose cpu or cuda")
+    known = {"isobit": isobit.__version__, **stamp(device), "arch": arch_key(device)}
+    yield from (f"{key:12s}{value}" for key, value in known.items())
+    names = sorted(public_ops())
+    for folder in sorted({OPS[name].folder for name in names}):
+        yield f"{'kernels':12s}{kernel_sha(folder)} of {folder}"
+    yield f"{'triton runs':12s}{triton_cannot_run(device) or f'on {device}'}"
+    yield from (f"{name:12s}{state}" for name, state in seams(try_them).items())
+    yield ""
+    for name in names:
+        yield f"{name}: {default_backend(OPS[name], device)}"
+        op: Any = OPS[name]
+        spec = next(p.spec for p in op.contract.params if p.spec is not None)
+        for dtype in (d for d in (torch.bfloat16, torch.float64) if d in spec.dtypes):
+            args = proof_of(op).make(replace(small_case(proof_of(op)), dtype=dtype), device, InputOptions())
+            yield f"  {dtype_name(dtype)} " + str(op.explain(**args)).replace("\n", "\n  ")

@@ -1,0 +1,1 @@
+"""What every op stands in: contract, choice of a backend, autograd, call plans, launches."""

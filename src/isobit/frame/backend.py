@@ -1,0 +1,150 @@
+"""Backends of an op: their properties, and the choice among them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from isobit.frame.contract import Contract, ContractError
+from isobit.frame.device import arch_key
+
+Args = dict[str, Any]
+
+#: Numerics class of a backend that promises accuracy but no bits.
+NONE = "none"
+
+
+class UnsupportedError(ContractError):
+    """A backend that was selected by name cannot run this call; the message is the reason."""
+
+
+class Lazy:
+    """A module that is imported when an attribute of it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._module: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._module is None:
+            self._module = import_module(self._name)
+        return getattr(self._module, name)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op. `when(args)` returns None, or the reason why it cannot serve the call.
+    Like all functions here it must not read tensor values: its answer is cached for calls with the same key.
+
+    `numerics`: its class, or a function of the device if it depends on the hardware.
+    `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
+    kernels, so there it is used only if it is requested by name.
+    `not_by_default(args)`: any other reason to use it only if it is requested by name.
+    `launches`: its run takes `launch`, and uses it for all of its launches. If there are only allocations and
+    views between them, they are recorded once, and repeated without its run.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    numerics: str | Callable[[torch.device], str]
+    when: Callable[[Args], str | None]
+    interpreted: bool
+    not_by_default: Callable[[Args], str | None]
+    launches: bool = False
+
+    def numerics_on(self, device: torch.device) -> str:
+        return self.numerics if isinstance(self.numerics, str) else self.numerics(device)
+
+    def other_class(self, numerics: str | None, device: torch.device) -> str | None:
+        """The reason why it cannot keep a required class, or None."""
+        if numerics is None or (own := self.numerics_on(device)) == numerics:
+            return None
+        return f"its numerics class here is {own!r}, not {numerics!r}"
+
+    def why_not(self, args: Args, device: torch.device) -> str | None:
+        """The reason not to choose this backend by default."""
+        if self.interpreted and device.type == "cpu":
+            return "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
+        return self.not_by_default(args) or self.when(args)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, under which numerics class, and why the others do not."""
+
+    op: str
+    backend: str | None
+    numerics: str | None
+    reasons: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.backend or 'no backend'} (numerics {self.numerics})"]
+        for name, reason in self.reasons.items():
+            mark = "serves this call" if name == self.backend else (reason or "can serve; a faster one does")
+            lines.append(f"  {name:10s} {mark}")
+        return "\n".join(lines)
+
+
+# The choice among the backends of an op, fastest first. `controls` are the caller's requirements.
+
+
+def backend_named(contract: Contract, backends: Sequence[Backend], name: str) -> Backend:
+    for backend in backends:
+        if backend.name == name:
+            return backend
+    known = ", ".join(b.name for b in backends)
+    raise ContractError(f"{contract.name}(backend={name!r}): unknown backend; known: {known}")
+
+
+def choose(
+    contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
+) -> Backend:
+    """The backend that serves a call; an error with all reasons if none does."""
+    forced, numerics, prefer = (controls[name] for name in ("backend", "numerics", "prefer"))
+    if numerics is not None and prefer is None:
+        _knows_class(contract, backends, numerics, device)
+    if forced is not None:
+        backend = backend_named(contract, backends, forced)
+        reason = backend.other_class(numerics, device) or backend.when(args)
+        if reason is not None:
+            raise UnsupportedError(f"{contract.name}(backend={forced!r}): {reason}")
+        return backend
+    reasons = {}
+    for backend in sorted(backends, key=lambda b: b.name != prefer):
+        if backend.other_class(numerics, device) is None:
+            # The preferred backend was requested by name before, so `not_by_default` does not apply.
+            reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device)
+            if reason is None:
+                return backend
+            reasons[backend.name] = reason
+    of_class = "" if numerics is None else f" of numerics class {numerics!r}"
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "there are none"
+    raise UnsupportedError(f"{contract.name}: no backend{of_class} can serve this call ({why})")
+
+
+def explain(
+    contract: Contract, backends: Sequence[Backend], args: Args, controls: Args, device: torch.device
+) -> Explanation:
+    """What `choose` would return, and why not the others."""
+    forced, numerics = controls["backend"], controls["numerics"]
+    if numerics is not None:
+        _knows_class(contract, backends, numerics, device)
+    reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device) for b in backends}
+    if not forced and None not in reasons.values():
+        return Explanation(contract.name, None, None, reasons)
+    chosen = choose(contract, backends, args, controls, device)
+    if forced:
+        asked = f"can serve; backend={forced!r} was selected"
+        reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
+    return Explanation(contract.name, chosen.name, chosen.numerics_on(device), reasons)
+
+
+def _knows_class(
+    contract: Contract, backends: Sequence[Backend], numerics: str, device: torch.device
+) -> None:
+    known = {b.numerics_on(device): None for b in backends}  # in order, without duplicates
+    if numerics not in known:
+        rule = f"unknown numerics class on {arch_key(device)}; known: {', '.join(known)}"
+        raise contract.error("numerics", numerics, rule)

@@ -1,0 +1,147 @@
+"""How calls with one cache key are served: found out once, and cached.
+
+The first call runs the backend's launcher. The second is recorded (`isobit.frame.replay`), and from the
+third on the recorded launches are repeated, without the launcher. So a number of rows that occurs only once
+costs no recording. If most numbers of rows recur, as in the layers of a model, the first call is recorded
+already.
+
+Every call goes through here, tens of thousands of times a second, so the code is written for few steps.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isobit.frame.autograd import Applied, Body, Saved
+from isobit.frame.backend import Backend
+
+if TYPE_CHECKING:
+    from isobit.frame.replay import Plan
+
+
+_profiler = torch.autograd.profiler
+
+
+class _Recurrence:
+    """How often numbers of rows recur in the calls of a family, from samples of them."""
+
+    __slots__ = ("_new", "_recurred", "_samples")
+
+    def __init__(self) -> None:
+        self._new = self._samples = self._recurred = 0
+
+    def expected(self) -> bool:
+        """Whether a new number of rows is likely to recur. False for at least every eighth, which is a
+        sample: its second call, if there is one, counts as a recurrence."""
+        self._new += 1
+        if 2 * self._recurred > self._samples and self._new % 8:
+            return True
+        self._samples += 1
+        return False
+
+    def count(self) -> None:
+        """A sample has recurred."""
+        self._recurred += 1
+
+
+class Way(Body):
+    """From the tensors of a call to its results: through autograd if `applied` is given, through the recorded
+    plan if there is one, or else through the backend."""
+
+    __slots__ = (
+        "_applied", "_backend", "_check", "_expected", "_name", "_names", "_plan", "_recurrence",
+        "_seen", "_tried", "_validate",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        backend: Backend,
+        check: Callable[[Sequence[Any]], None],
+        validate: bool | None,
+        applied: Applied | None,
+        values: Sequence[Any],
+    ) -> None:
+        """`names` are those of the arguments that a backend gets; they come first. `check` reads tensor
+        values: always or never, or, if `validate` is None, as the environment variable says."""
+        super().__init__(values)
+        self._name, self._names, self._backend = name, names, backend
+        self._check, self._validate, self._applied = check, validate, applied
+        self._plan: Plan | None = None
+        self._seen = self._tried = False
+        self._recurrence, self._expected = _Recurrence(), False
+
+    def another(self) -> "Way":
+        """The same for calls with another number of rows: only their launches differ."""
+        made = object.__new__(Way)
+        made.positions, made.template = self.positions, self.template
+        made.kept, made.saved = self.kept, self.saved
+        made._name, made._names, made._backend = self._name, self._names, self._backend
+        made._check, made._validate, made._applied = self._check, self._validate, self._applied
+        made._plan, made._seen, made._tried = None, False, False
+        made._recurrence, made._expected = self._recurrence, self._recurrence.expected()
+        return made
+
+    def settle(self, saved: Saved) -> None:
+        self.saved = saved
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        tensors = [values[i] for i in self.positions]
+        return self.run(tensors) if self._applied is None else self._applied.eager(self, *tensors)
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        plan = self._plan
+        if (
+            plan is None
+            or _profiler._is_profiler_enabled
+            or (self._validate is not False and self._must_check())
+            or not plan.can_run()
+        ):
+            return self._run(tensors)
+        return plan(tensors)
+
+    def _must_check(self) -> bool:
+        """Whether tensor values must be checked."""
+        if self._validate is not None:
+            return self._validate
+        return os.environ.get("ISOBIT_VALIDATE") == "1"
+
+    def _run(self, tensors: Sequence[Tensor]) -> Any:
+        """With the steps that most calls skip."""
+        if self._must_check():
+            self._check(self.values(tensors))
+        if not _profiler._is_profiler_enabled:
+            return self._serve(tensors)
+        with torch.profiler.record_function(f"isobit::{self._name}"):  # as the dispatcher would have said
+            return self._serve(tensors)
+
+    def _serve(self, tensors: Sequence[Tensor]) -> Any:
+        if self._plan is not None and self._plan.can_run():
+            return self._plan(tensors)
+        device = tensors[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return self._launch(tensors)
+        with torch.autocast(device, enabled=False):  # dtypes of the inputs decide, not the autocast context
+            return self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor]) -> Any:
+        args = dict(zip(self._names, self.values(tensors), strict=False))
+        # Below autograd's view tracking. A result may be a view of memory that the launcher allocated. Nobody
+        # else has that memory, but PyTorch would forbid to change the view in place, by a ReLU after a layer
+        # for example.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            if (self._seen or self._expected) and not self._tried and self._backend.launches:
+                from isobit.frame import replay
+
+                if replay.recordable(tensors):
+                    if not self._expected:
+                        self._recurrence.count()
+                    outputs, self._plan = replay.record(self._backend.run, args, tensors)
+                    self._tried = True  # not if it was interrupted
+                    return outputs
+            self._seen = True
+            return self._backend.run(**args)

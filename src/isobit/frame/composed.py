@@ -1,0 +1,104 @@
+"""Functions over ops: public functions that combine several ops with the caller's own code between them.
+
+    @composed("linear_policy_loss")
+    def declared(hidden: Float[Tensor, "* D"], loss_fn: object, ...) -> F32[Tensor, ""]: ...
+
+Such a function has a contract, rules, backends and a proof, like an op. It is not a `torch.library` op,
+because a graph cannot contain code that is unknown before it runs. An argument that is declared as `object`
+may be anything; its rules check it.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from isobit.frame.backend import Args, Backend, choose
+from isobit.frame.contract import Contract, ContractError
+from isobit.frame.op import CONTROLS, OPS, F, Op
+
+
+class Served(NamedTuple):
+    """A call that satisfies the contract: its arguments, its backend, and whether tensor values are
+    checked."""
+
+    args: Args
+    backend: str
+    validated: bool
+
+
+@dataclass(eq=False)
+class Composed(Op):
+    """A function over ops, with its public name."""
+
+    def __post_init__(self) -> None:
+        self.forget()
+        OPS[self.name] = self
+
+    @property
+    def untraceable(self) -> str:
+        """Why a graph cannot contain a call."""
+        return f"{self.name} is a function over ops: it runs the caller's own code between them"
+
+    def __call__(self, **given: Any) -> Any:
+        raise TypeError(f"{self.untraceable}; call isobit.{self.name}")
+
+    def public(self, function: F) -> F:
+        """Mark the public function, as for an op; and exclude it from `torch.compile`: a compiled caller has
+        a graph break there, or an error with the reason if it allows no breaks."""
+        super().public(function)
+        uncompiled: list[Callable[..., Any]] = []  # created when needed
+
+        @wraps(function)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            if "torch._dynamo" not in sys.modules:  # nobody compiles; importing it takes seconds
+                return function(*args, **kwargs)
+            if not uncompiled:
+                uncompiled.append(torch.compiler.disable(function, reason=self.untraceable))
+            return uncompiled[0](*args, **kwargs)
+
+        made: Any = outside
+        made._torchdynamo_disable, made._torchdynamo_disable_msg = True, self.untraceable
+        self.function = made
+        return made
+
+    def like(self, op: Op, more: Args) -> None:
+        """Take over the backends of an op: a backend can serve this if it can serve the op with these
+        additional arguments."""
+
+        def when_with_more(backend: Backend) -> Callable[[Args], str | None]:
+            return lambda args: backend.when(args | more)
+
+        for each in op.backends:
+            self.backend(
+                each.name, numerics=each.numerics, when=when_with_more(each), interpreted=each.interpreted
+            )(self)
+
+    def serve(self, given: Args) -> Served:
+        """Check a call against the contract and choose its backend, or raise an error."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ContractError(f"{self.untraceable}, so no transform of torch.func can see through it")
+        values = self.bind(given)
+        args, _ = self._validated(values)
+        controls = {p.name: args.pop(p.name) for p in CONTROLS}
+        device = values[0].device
+        backend = choose(self.contract, self.backends, args, controls, device)
+        validate = controls["validate"]
+        if validate is None:
+            validate = device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
+        if validate:
+            self._check_values(values)
+        return Served(args, backend.name, validate)
+
+
+def composed(name: str) -> Callable[[Callable[..., Any]], Composed]:
+    """Declare a function over ops: the signature of the decorated function is the contract."""
+
+    def declare(fn: Callable[..., Any]) -> Composed:
+        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0])
+
+    return declare

@@ -1,0 +1,499 @@
+"""One declaration per op: validate, choose a backend, run; and everything that PyTorch needs around that.
+
+    @op("logp")
+    def forward(logits: Float[Tensor, "* V"], ...) -> tuple[F32[Tensor, "*"], ...]: ...
+
+    @forward.backend("triton", numerics="lse/triton-1", when=cannot_serve)
+    def _(**args): ...
+
+The signature is the contract (`isobit.frame.contract`). It becomes a `torch.library` op, so that
+`torch.compile`, `opcheck`, CUDA graphs and autocast work. Its body checks the contract, picks the first
+backend that can serve the call and runs it. Autograd is written once per op, above the backends, in terms of
+other ops. Ops are called by keyword.
+
+Every op takes the same controls beside its own arguments: `validate`, `numerics`, `backend`. They are read
+here and never reach a backend. A fourth, `prefer`, is only for backwards, see `Op.derivative`.
+
+The backend is chosen when the op runs, not when it is traced: the choice depends on strides, alignment and
+the device, and a compiled graph must not freeze these.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from isobit.frame.autograd import Applied, Body, Refusal, Saved, Through, function_of
+from isobit.frame.backend import Args, Backend, Explanation, backend_named, choose, explain
+from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
+from isobit.frame.call_plan import Way
+from isobit.frame.contract import Contract, ContractError, Param, is_given
+from isobit.frame.numerics_class import Numerics
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Every op by name. Declarations add themselves when they are imported.
+OPS: dict[str, "Op"] = {}
+
+_LIBRARY = torch.library.Library("isobit", "FRAGMENT")
+
+#: Arguments that every op takes. `prefer`: the backend to try first, before all others of the numerics class.
+CONTROLS = tuple(
+    Param(name, None, kind, True, None)
+    for name, kind in (("validate", bool), ("numerics", str), ("backend", str), ("prefer", str))
+)
+_VALIDATE, _NUMERICS = -4, -3  # positions among the values of a call
+
+
+@dataclass(eq=False)
+class Op:
+    """An op: its contract, its backends (fastest first) and its derivative."""
+
+    contract: Contract
+    package: str  # in which it is declared, as `isobit.ops.logp`; its proof and its rivals are there too
+    #: (args) -> sizes by name, for dimensions of outputs that do not occur in an input.
+    sizes: Callable[[Args], dict[str, int]] | None = None
+    #: (args) -> floating-point operations of the call, for PyTorch's FLOP counter.
+    flops: Callable[[Args], int] | None = None
+    backends: list[Backend] = field(default_factory=list)
+    rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
+    value_rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
+    function: Callable[..., Any] | None = None  # the public function, for ops that have one
+    differentiable: tuple[str, ...] = ()  # arguments that get a gradient
+    #: Converts what the public function accepts into what the contract takes, if that is more: a list, say.
+    adapt: Callable[[Args], Args] = lambda args: args
+
+    @property
+    def name(self) -> str:
+        return self.contract.name
+
+    @property
+    def folder(self) -> str:
+        """`logp` for `isobit/ops/logp`. Result files are named after it."""
+        return self.package.rpartition(".")[2]
+
+    def __post_init__(self) -> None:
+        _LIBRARY.define(self.contract.schema())
+        _LIBRARY.impl(self.name, self._run_for_torch, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"isobit::{self.name}", self._fake_for_torch, lib=_LIBRARY)
+        self.torch_op = getattr(torch.ops.isobit, self.name).default
+        if self.flops is not None:
+            register_flop_formula(getattr(torch.ops.isobit, self.name), get_raw=True)(self._count_flops)
+        self._applied: Applied | None = None  # the autograd function, if the op has a gradient or refuses one
+        self._made_true: tuple[int, ...] = ()  # positions of flags that are set where a backward may follow
+        self.forget()
+        OPS[self.name] = self
+
+    def forget(self) -> None:
+        """Drop every cached call. New dictionaries, because another thread may hold the old ones."""
+        self._ways: dict[CacheKey, Way] = {}
+        self._families: dict[CacheKey, Way] = {}  # for calls with any number of rows
+        self._served_of = list(self.backends)  # the backends that cached choices were made from
+
+    # Declaring
+
+    def backend(
+        self,
+        name: str,
+        *,
+        numerics: str | Callable[[torch.device], str],
+        when: Callable[[Args], str | None] = lambda args: None,
+        interpreted: bool = False,
+        not_by_default: Callable[[Args], str | None] = lambda args: None,
+        launches: bool = False,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Add a backend; the order of declaration is the order of preference."""
+
+        def add(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.backends.append(Backend(name, run, numerics, when, interpreted, not_by_default, launches))
+            self.forget()
+            return run
+
+        return add
+
+    def rule(self, check: Callable[[Contract, Args], None]) -> None:
+        """Add a check that annotations cannot express, on shapes, dtypes and scalars; not on tensor
+        values."""
+        self.rules.append(check)
+        self.forget()
+
+    def value_rule(self, check: Callable[[Contract, Args], None]) -> None:
+        """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
+        self.value_rules.append(check)
+        self.forget()
+
+    def public(self, function: F) -> F:
+        """Mark the public function of this op. It must have the same names with the same defaults, including
+        the controls. The contract may have more, which the function fills in."""
+        declared = {p.name: p.default for p in self.contract.params}
+        given = inspect.signature(function).parameters
+        for p in given.values():
+            default = declared.get(p.name, inspect)  # inspect: a value that no default equals
+            if default != p.default and not (p.default is p.empty and p.name in declared):
+                raise TypeError(f"{self.name}: {function.__name__}({p}) differs from the contract")
+        missing = {p.name for p in CONTROLS if p.name != "prefer"} - given.keys()
+        if missing:
+            raise TypeError(f"{self.name}: {function.__name__} has no {', '.join(sorted(missing))}")
+        self.function = function
+        return function
+
+    def derivative(
+        self,
+        *inputs: str,
+        save: Callable[[Args, Any], dict[str, Any]],
+        gradient: Callable[[Args, tuple[Tensor | None, ...]], dict[str, Tensor | None]],
+        constant: tuple[int, ...] = (),
+        flags: tuple[str, ...] = (),
+        once: str | None = None,
+    ) -> None:
+        """Autograd for this op with respect to these arguments, for all backends.
+
+        `save(args, outputs)` names the tensors to save, inputs and outputs, and anything else for the
+        backward that is the same for all calls with one cache key. `gradient(kept, grads)` calls any ops and
+        returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names of the
+        arguments that need a gradient; and `follow`, controls to pass on to those ops, so that gradients have
+        the numerics class that the forward was bound to: `numerics`, and `prefer`, the backend that was
+        requested. Outputs numbered in `constant` have no gradient, and neither have optional ones that were
+        not requested. Arguments named in `flags` are set to true where a backward may follow. `once` is the
+        error for a second derivative, if the ops that `gradient` calls would not raise one themselves.
+        """
+        self.differentiable = inputs
+        names, specs = self.contract.names, self.contract.outputs
+        optional = tuple((i, spec.when) for i, spec in enumerate(specs) if i in constant or spec.when)
+
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
+            body, *tensors = inputs
+            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            saved = body.saved
+            if saved is None:
+                args = dict(zip(names, body.values(tensors), strict=True))
+                not_given = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
+                saved = Saved.of(save(args, outputs), (*tensors, *several), not_given)
+                # A tensor that is given twice, as in a a^T, is saved from its first position. The next call
+                # may have two different tensors there, so this cannot be cached.
+                if len({id(t) for t in tensors}) == len(tensors):
+                    body.settle(saved)
+            ctx.save_for_backward(*saved.among((*tensors, *several)))
+            ctx.call = body, saved
+            ctx.set_materialize_grads(False)
+            if saved.constant:
+                found = [several[i] for i in saved.constant]
+                ctx.mark_non_differentiable(*[t for t in found if t is not None])
+
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            (body, saved), wanted = ctx.call, ctx.needs_input_grad[1:]
+            common = body.kept.get(wanted)
+            if common is None:
+                scalars = dict(zip(names, body.template, strict=True))
+                needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
+                follow = self._bound_to(scalars, saved.device)
+                common = body.kept[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
+            kept = common.copy()
+            kept.update(zip(saved.names, ctx.saved_tensors, strict=True))
+            if not torch.is_grad_enabled():
+                found = gradient(kept, grads)
+            else:  # double backward: a graph of the backward is needed
+                with torch.set_grad_enabled(once is None):
+                    found = gradient(kept, grads)
+                if once is not None:
+                    watched = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
+                    made = {name: g for name, g in found.items() if g is not None}
+                    found = {name: Refusal.apply(_first, once, g, *watched) for name, g in made.items()}
+            return (None, *[found.get(names[p]) for p in body.positions])
+
+        self._set_autograd(function_of(self.name, setup_context, backward), flags)
+
+    def not_differentiable(self, why: str) -> None:
+        """Make a gradient through this op an error with this message (used by backwards)."""
+
+        def refused(body: Body, *tensors: Tensor) -> Any:
+            return Refusal.apply(lambda *given: body.run(given), why, *tensors)
+
+        self._set_autograd(Applied(refused, refused))
+
+    def _bound_to(self, scalars: Args, device: torch.device) -> dict[str, str | None]:
+        """The class or backend that a call named: gradients must not come from another class."""
+        forced = scalars["prefer"] if scalars["backend"] is None else scalars["backend"]
+        numerics = scalars["numerics"]
+        if forced is not None:
+            numerics = self.backend_named(forced).numerics_on(device)
+        return {"prefer": forced, "numerics": numerics}
+
+    def _set_autograd(self, applied: Applied, flags: tuple[str, ...] = ()) -> None:
+        self._applied = applied
+        self._made_true = tuple(self.contract.names.index(name) for name in flags)
+        self.forget()
+
+        def below_autograd(*values: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.torch_op(*self.contract.to_torch(values))
+
+        def autograd(*given: Any) -> Any:
+            values = self.contract.from_torch(given)
+            if self._needs_grad(values):
+                return self._differentiated(below_autograd, values)
+            return below_autograd(*values)
+
+        _LIBRARY.impl(self.name, autograd, "Autograd")
+
+    def _differentiated(self, run: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """A call under autograd, through the function that runs the op."""
+        assert self._applied is not None
+        values = self._followed(values)
+        body = Through(run, values)
+        return self._applied.anywhere(body, *[values[i] for i in body.positions])
+
+    def _followed(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The values of a call that a backward may follow; raises an error for a tensor that gets no
+        gradient."""
+        for i in self.contract.tensor_positions if self.differentiable else ():
+            name, t = self.contract.names[i], values[i]
+            if isinstance(t, Tensor) and t.requires_grad and name not in self.differentiable:
+                raise self.contract.error(name, t, "no gradient goes to it; detach() it")
+        return tuple(True if i in self._made_true else v for i, v in enumerate(values))
+
+    def _needs_grad(self, values: tuple[Any, ...]) -> bool:
+        """Whether autograd is involved: a tensor requires grad, or has a forward-mode tangent (which the
+        autograd functions refuse, because dropping it would silently give zero)."""
+        if torch.is_grad_enabled():
+            for i in self.contract.tensor_positions:
+                t = values[i]
+                if t is not None and type(t) is not float and t.requires_grad:
+                    return True
+        if forward_ad._current_level >= 0:
+            tensors = (values[i] for i in self.contract.tensor_positions if isinstance(values[i], Tensor))
+            return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+        return False
+
+    # Running
+
+    def __call__(self, **given: Any) -> Any:
+        """Call by keyword; omitted arguments have their defaults.
+
+        Plain tensors outside of any tracing go directly to the body, past the `torch.library` op: PyTorch's
+        dispatcher needs two hops to a Python body, which cost tens of microseconds per call. And for calls
+        with a known cache key nothing is checked or chosen again.
+        """
+        if torch.compiler.is_compiling():
+            return self.torch_op(*self.contract.to_torch(self.bind(given)))
+        values = self.contract.in_order(given)
+        if _watched() or forward_ad._current_level >= 0:
+            return self._first_call(self._typed(values), None)
+        key = cache_key_of(values, _grad_enabled())
+        way = self._find(key)
+        if way is None:
+            typed = self._typed(values)
+            if typed is values:
+                return self._first_call(values, key)
+            values = typed  # for example, a numpy number has become a Python number
+            key = cache_key_of(values, _grad_enabled())
+            way = self._find(key)
+        return self._first_call(values, key) if way is None else way(values)
+
+    def _find(self, key: CacheKey | None) -> Way | None:
+        """The cached way to serve calls with this key, or with its family's key."""
+        if key is None or self._served_of != self.backends:
+            return None
+        way = self._ways.get(key)
+        if way is None:
+            family = family_key_of(key, self.contract.rows_at)
+            way = None if family is None else self._families.get(family)
+            if way is not None:
+                way = way.another()
+                remember(self._ways, key, way)
+        return way
+
+    def _keep(self, key: CacheKey | None, way: Way) -> None:
+        if key is not None:
+            remember(self._ways, key, way)
+            remember(self._families, family_key_of(key, self.contract.rows_at), way)
+
+    def _first_call(self, values: tuple[Any, ...], key: CacheKey | None) -> Any:
+        """A call whose key is not cached, or that has none."""
+        if not self._plain(values):
+            if self._applied is not None and torch._C._are_functorch_transforms_active():
+                return self._differentiated(self._run_transformed, values)
+            return self.torch_op(*self.contract.to_torch(values))
+        if self._applied is None or not self._needs_grad(values):
+            if values[0].device.type == "meta":  # shapes without values: nothing to compute
+                return self._fake(*values)
+            way = self._way(values)
+        elif values[0].device.type == "meta":
+            return self._differentiated(self._fake, values)
+        else:
+            values = self._followed(values)
+            way = self._way(values, self._applied)
+        found = way(values)
+        self._keep(key, way)
+        return found
+
+    def bind(self, given: Args) -> tuple[Any, ...]:
+        """The values of a call, in the order of the contract, converted to the declared types."""
+        return self._typed(self.contract.in_order(given))
+
+    def _typed(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if isinstance(values[_NUMERICS], Numerics):
+            values = (*values[:_NUMERICS], str(values[_NUMERICS]), *values[_NUMERICS + 1 :])
+        return self.contract.typed(values)
+
+    def _plain(self, values: tuple[Any, ...]) -> bool:
+        """No tensor subclass, no dispatch mode, no functorch transform or trace, no lazy negation or zeros:
+        nothing that the dispatcher would have to handle first."""
+        for i in self.contract.tensor_positions:
+            t = values[i]
+            if t is None or type(t) is float:
+                continue
+            if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t._is_zerotensor():
+                return False
+            if torch._C._functorch.is_functorch_wrapped_tensor(t):  # also after its transform has ended
+                return False
+            if torch._C._functorch.is_legacy_batchedtensor(t):
+                return False
+        return not _watched()
+
+    def _run(self, *values: Any) -> Any:
+        """The body, below autograd."""
+        if values[0].device.type == "meta":
+            return self._fake(*values)
+        key = cache_key_of(values, False)
+        way = self._find(key)
+        if way is None:
+            way = self._way(values)
+            self._keep(key, way)
+        return way(values)
+
+    def _run_for_torch(self, *given: Any) -> Any:
+        """The body as `torch.library` needs it: an output that was not requested is an empty tensor, where
+        backends return None to save an allocation."""
+        values = self.contract.from_torch(given)
+        outputs = self._run(*values)
+        if isinstance(outputs, Tensor):
+            return outputs
+        specs, dtype_of = self.contract.outputs, self.contract.output_dtype
+        return tuple(
+            values[0].new_empty(0, dtype=dtype_of(spec, values)) if o is None else o
+            for spec, o in zip(specs, outputs, strict=True)
+        )
+
+    def _run_transformed(self, *values: Any) -> Any:
+        """Inside of `torch.func`: the dispatcher handles the remaining transforms."""
+        return self.torch_op(*self.contract.to_torch(values))
+
+    def fake(self, **given: Any) -> tuple[Tensor, ...]:
+        """The outputs of a call on the meta device: shapes and dtypes, no values."""
+        there = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given.items()}
+        outputs = self._fake(*self.bind(there))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _fake_for_torch(self, *given: Any) -> Any:
+        return self._fake(*self.contract.from_torch(given))
+
+    def _fake(self, *values: Any) -> Any:
+        _, dims = self._validated(values)
+        if self.sizes is not None:
+            found = self.sizes(dict(zip(self.contract.names, values, strict=True)))
+            dims |= {name: (size, "sizes") for name, size in found.items()}
+        outputs = self.contract.empty_outputs(values, dims)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _count_flops(self, *given: Any, **rest: Any) -> int:
+        assert self.flops is not None
+        return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
+
+    def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
+        """How calls like this one are served; raises an error if none can be.
+
+        The contract, its rules and the choice of a backend depend on everything but tensor values and the
+        number of rows. So the result holds for all calls with the same key, and for its family.
+        """
+        if self._served_of != self.backends:
+            self.forget()
+        args, _ = self._validated(values)
+        controls = _pop_controls(args)
+        backend = choose(self.contract, self.backends, args, controls, values[0].device)
+        validate = values[_VALIDATE] if self.value_rules else False
+        if validate is None and values[0].device.type == "cpu":
+            validate = True
+        return Way(self.name, tuple(args), backend, self._check_values, validate, applied, values)
+
+    def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
+        """(arguments, dimensions) of a call that satisfies the contract, except for its value rules."""
+        dims = self.contract.check(values)
+        args = dict(zip(self.contract.names, values, strict=True))
+        for rule in self.rules:
+            rule(self.contract, args)
+        return args, dims
+
+    def _check_values(self, values: Sequence[Any]) -> None:
+        """Apply the rules that read tensor values."""
+        args = dict(zip(self.contract.names, values, strict=True))
+        for rule in self.value_rules:
+            rule(self.contract, args)
+
+    # Choosing
+
+    def refusal(self, args: Args) -> str | None:
+        """Why it is not called with these arguments, where it cannot raise that itself: a function that is
+        checked in place of an op may take fewer options."""
+        return None
+
+    def backend_named(self, name: str) -> Backend:
+        return backend_named(self.contract, self.backends, name)
+
+    def explain(self, **given: Any) -> Explanation:
+        """Which backend would run this call, and why not the others. Validates like a call; launches
+        nothing."""
+        values = self.bind(given)
+        args, _ = self._validated(values)
+        controls, device = _pop_controls(args), values[0].device
+        return explain(self.contract, self.backends, args, controls, device)
+
+
+_grad_enabled = torch.is_grad_enabled
+_dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode, a trace or a transform is active, which must see every call."""
+    return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
+
+
+def _first(gradient: Tensor, *watched: Tensor) -> Tensor:
+    return gradient.view_as(gradient)
+
+
+def _pop_controls(args: Args) -> Args:
+    return {p.name: args.pop(p.name) for p in CONTROLS}
+
+
+def op(
+    name: str,
+    *,
+    sizes: Callable[[Args], dict[str, int]] | None = None,
+    flops: Callable[[Args], int] | None = None,
+) -> Callable[[Callable[..., Any]], Op]:
+    """Declare an op: the signature of the decorated function is the contract, its body is empty."""
+
+    def declare(fn: Callable[..., Any]) -> Op:
+        return Op(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], sizes, flops)
+
+    return declare
+
+
+def known_op(name: str) -> Op:
+    """The public op of this name, or an error that lists the known ones."""
+    public = public_ops()
+    if name not in public:
+        raise ContractError(f"unknown op {name!r}; known: {', '.join(sorted(public))}")
+    return public[name]
+
+
+def public_ops() -> dict[str, Op]:
+    """The ops that people call, by name."""
+    return {name: op for name, op in OPS.items() if op.function is not None}

@@ -1,0 +1,1 @@
+"""Parts of kernels for Hopper, written in Gluon."""

@@ -1,0 +1,1 @@
+"""The host side of kernels, and plain PyTorch that several references share."""

@@ -1,0 +1,1 @@
+"""Parts of portable kernels, written in Triton."""

@@ -1,0 +1,1 @@
+"""The words in which an op declares its proof and its rivals."""
