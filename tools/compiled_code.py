@@ -98,7 +98,7 @@ def _recorder() -> Any:
     try:
         from isobit.frame.launch import Recorder
     except ImportError:  # trees before the frame had a folder of its own
-        from isobit.frame.launch import Recorder  # type: ignore[no-redef]
+        from isobit.frame.launch import Recorder
     return Recorder()
 
 
