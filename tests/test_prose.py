@@ -105,7 +105,7 @@ def test_commands_and_flags_exist() -> None:
 # Symbols
 
 
-#: The op of the guide in CONTRIBUTING.md, which tests/test_repo.py adds to a copy of the package.
+#: The op of docs/dev/adding_an_op.md, which tests/test_repo.py adds to a copy of the package.
 GUIDE = "weighted_sum"
 
 
@@ -271,11 +271,67 @@ def test_anchors_exist() -> None:
 # The site
 
 
+SITE = runpy.run_path(str(ROOT / "tools" / "site" / "conf.py"))
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    groups = runpy.run_path(str(ROOT / "tools" / "site" / "conf.py"))["NAVIGATION"].values()
-    listed = [page for group in groups for page in group.values()]
-    pages = {str(page.relative_to(ROOT).with_suffix("")) for page in PAGES}
-    assert len(listed) == len(set(listed)) and {*listed} - {"self"} | {"README"} == pages
+    listed = [page for group in SITE["navigation"]().values() for page in group]
+    pages = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
+    assert sorted(listed) == sorted(pages)
+    groups = {page: SITE["group_of"](page) for page in ("docs/logp", "docs/dev/laws", "docs/numerics/lse_1")}
+    assert list(groups.values()) == ["Ops", "Contributing", "Promises and numerics"]
+
+
+def test_everything_public_is_in_the_api_reference() -> None:
+    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
+    filled = "\n".join(SITE["api"].filled(page) for page in pages)
+    modules = set(re.findall(r"<!-- api:([\w.]+) -->", "".join(pages)))
+    assert {f"isobit.{name}" for name in MODULES - {"integrations"}} | {"isobit"} <= modules
+    assert {f"isobit.integrations.{name}" for name in isobit.integrations.__all__} <= modules
+    for name in (*(f"isobit.{op}" for op in public_ops()), "isobit.nn.DetLinear", "isobit.losses.grpo",
+                 "isobit.testing.check", "isobit.integrations.trl.enable"):  # fmt: skip
+        assert re.search(rf"^````{{py:\w+}} {re.escape(name)}\(", filled, re.M), name
+
+
+def test_docstrings_become_markdown() -> None:
+    shown = SITE["api"]._markdown(
+        "What, of [*, V] and `a_b`.\n\n    y = a * b\n\nArgs:\n    x, y: one\n        two.\n\nReturns:\n    z_1.\n"
+        "\nExample:\n    >>> 1 + 1\n    2"
+    )
+    assert shown.split("\n") == [
+        "What, of \\[\\*, V\\] and `a_b`.", "", "```text", "y = a * b", "```", "", "", "**Args**", "",
+        "- `x`, `y`: one", "  two.", "", "", "**Returns**", "", "z\\_1.", "", "", "**Example**", "",
+        "```pycon", ">>> 1 + 1", "2", "```", "",
+    ]  # fmt: skip
+
+
+# Links
+
+
+def file_names(text: str) -> Iterator[str]:
+    """Links whose text is the name of a page. A reader wants its title."""
+    yield from re.findall(r"\[[^\]\[]*\w\.md[^\]\[]*\]\([^)]*\)", text)
+
+
+def test_links_have_titles() -> None:
+    assert not wrong(file_names, PAGES)
+
+
+# Figures
+
+
+def test_the_figures_in_the_readme_are_measured() -> None:
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    report = json.loads((ROOT / "results" / "h200" / "train_step.json").read_text())
+    rows = {(row["op"], row["impl"]): row for row in report["rows"] if row["case"] == "B=8 T=2048 bf16"}
+    for op, what in (("qwen2.5-0.5b", "needs {} GB instead of {} GB and takes {} ms instead of {}"),
+                     ("llama-3-8b-4-layers", "{} GB instead of {} GB and {} ms instead of {}")):  # fmt: skip
+        both = rows[op, "isobit:head"], rows[op, "plain"]
+        figures = [row["peak_mb"] / 1000 for row in both] + [row["ms"] for row in both]
+        assert what.format(*(f"{figure:.0f}" for figure in figures)) in text, (op, figures)
+
+
+# Generated tables
 
 
 def test_every_generated_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,6 +434,8 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_keywords, "`isobit.logp(..., backend=\"hopper\")`", "`isobit.logp(x, softcaps=f(1))`",
          ["isobit.logp(softcaps=)"]),
         (bad_targets, "`make docs`", "```\nmake doc   what\n```\n", ["make doc"]),
+        (file_names, "[Numerics](docs/numerics.md#a)", "[docs/numerics.md](docs/numerics.md#a)",
+         ["[docs/numerics.md](docs/numerics.md#a)"]),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(check: Check, good: str, bad: str, found: list[str]) -> None:
