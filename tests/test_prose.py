@@ -295,8 +295,8 @@ def test_everything_public_is_in_the_api_reference() -> None:
 
 def test_docstrings_become_markdown() -> None:
     shown = SITE["api"]._markdown(
-        "What, of [*, V] and `a_b`.\n\n    y = a * b\n\nArgs:\n    x, y: one\n        two.\n\nReturns:\n    z_1.\n"
-        "\nExample:\n    >>> 1 + 1\n    2"
+        "What, of [*, V] and `a_b`.\n\n    y = a * b\n\nArgs:\n    x, y: one\n        two.\n"
+        "\nReturns:\n    z_1.\n\nExample:\n    >>> 1 + 1\n    2"
     )
     assert shown.split("\n") == [
         "What, of \\[\\*, V\\] and `a_b`.", "", "```text", "y = a * b", "```", "", "", "**Args**", "",
@@ -320,15 +320,17 @@ def test_links_have_titles() -> None:
 # Figures
 
 
-def test_the_figures_in_the_readme_are_measured() -> None:
-    text = (ROOT / "README.md").read_text().replace("\n", " ")
+def test_figures_in_sentences_are_measured() -> None:
     report = json.loads((ROOT / "results" / "h200" / "train_step.json").read_text())
     rows = {(row["op"], row["impl"]): row for row in report["rows"] if row["case"] == "B=8 T=2048 bf16"}
-    for op, what in (("qwen2.5-0.5b", "needs {} GB instead of {} GB and takes {} ms instead of {}"),
-                     ("llama-3-8b-4-layers", "{} GB instead of {} GB and {} ms instead of {}")):  # fmt: skip
+    measured = []
+    for op in ("qwen2.5-0.5b", "llama-3-8b-4-layers"):
         both = rows[op, "isobit:head"], rows[op, "plain"]
         figures = [row["peak_mb"] / 1000 for row in both] + [row["ms"] for row in both]
-        assert what.format(*(f"{figure:.0f}" for figure in figures)) in text, (op, figures)
+        measured.append(tuple(f"{figure:.0f}" for figure in figures))
+    said = re.compile(r"(\d+) GB instead of (\d+) GB.*?(\d+) ms instead of (\d+)")
+    for page in ("README.md", "docs/trl.md"):
+        assert said.findall((ROOT / page).read_text().replace("\n", " ")) == measured, page
 
 
 # Generated tables
@@ -402,6 +404,61 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
     assert "| `logp` | - | 10 calls, 2 errors | 2 cases |\n" in tables.render_proven(tmp_path)
 
 
+# One vocabulary
+
+#: What has a better word, and that word. In comments and docstrings, in names, and on pages.
+WORDS_TO_AVOID = {
+    r"rows? (that|which) (do(es)? not )?counts?": "live row, masked row",
+    r"rows do not count": "masked rows",
+    r"inside of": "inside",
+    r"outside of": "outside",
+    r"beside": "next to, besides, in addition to",
+    r"multipliers": "consumer warpgroups",
+    r"rooms": "chunk buffers",
+    r"(tell|told)(?=\()": "write_item, read_item",
+    r"why_rather_not": "slower_because",
+    r"or_other": "unused",
+    r"apart(?=\()": "fits_separate_buffers",
+    r"nothing = gl": "zeros",
+    r"(check_)?vouch(ing|es|ed)?": "check gate",
+    r"Vouch": "CheckGate",
+    r"lineup": "implementations",
+    r"class Way": "CallPlan",
+}
+#: Variables that say nothing. There may only be fewer of them.
+AT_MOST = {r"\bfound(: [^=\n]+)? = ": 317}
+NAMES_TO_AVOID = {"utils", "ways", "rooms", "ahead", "vouch", "lineup", "apart", "shares"}
+
+#: "beside" is in names of goals, which result files have.
+GOALS = re.compile(r"(rivals|goals)(/|\.py)|/goals/")
+GENERATED = re.compile(r"^<!-- (results|op):[^\n]* -->$.*?^<!-- /\1 -->$", re.M | re.S)
+
+
+def bad_words(text: str) -> Iterator[str]:
+    for line in GENERATED.sub("", text).splitlines():
+        for word, better in WORDS_TO_AVOID.items():
+            if hit := re.search(rf"(?<![\w-]){word}(?![\w-])", line, re.I if word.islower() else 0):
+                yield f"{line.strip()[:90]}  ({hit[0]}: {better})"
+
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def test_pages_and_sources_have_one_vocabulary() -> None:
+    found = wrong(bad_words, [*PAGES, *SOURCES, *(ROOT / "examples").glob("*.py")])
+    assert not [one for one in found if not (GOALS.search(one) and "(beside: " in one)]
+
+
+def test_files_have_names_that_say_what_is_in_them() -> None:
+    assert not [str(path.relative_to(ROOT)) for path in SOURCES if path.stem in NAMES_TO_AVOID]
+
+
+def test_there_are_fewer_names_that_say_nothing() -> None:
+    text = "\n".join(path.read_text() for path in SOURCES)
+    for name, most in AT_MOST.items():
+        assert len(re.findall(name, text)) <= most, name
+
+
 # That all of it can fail
 
 
@@ -434,6 +491,11 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_keywords, "`isobit.logp(..., backend=\"hopper\")`", "`isobit.logp(x, softcaps=f(1))`",
          ["isobit.logp(softcaps=)"]),
         (bad_targets, "`make docs`", "```\nmake doc   what\n```\n", ["make doc"]),
+        (bad_words, "rows next to the mask count; inside a row", "of rows that do not count",
+         ["of rows that do not count  (rows that do not count: live row, masked row)"]),
+        (bad_words, "untold(x), foretell", "x = told(y)", ["x = told(y)  (told: write_item, read_item)"]),
+        (bad_words, "<!-- op:a -->\nbeside\n<!-- /op -->", "Inside of",
+         ["Inside of  (Inside of: inside)"]),
         (file_names, "[Numerics](docs/numerics.md#a)", "[docs/numerics.md](docs/numerics.md#a)",
          ["[docs/numerics.md](docs/numerics.md#a)"]),
     ],

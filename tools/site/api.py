@@ -1,8 +1,8 @@
 """The API reference of the site, from signatures and docstrings.
 
-A line `<!-- api:isobit.losses -->` on a page is replaced by the public functions and classes of that module: those
-in its `__all__`, or those that it defines. Docstrings are plain text with `code`, sections (`Args:`, `Returns:`,
-`Example:`) and indented formulas; here they become Markdown.
+A line `<!-- api:isobit.losses -->` on a page is replaced by the public functions and classes of that module:
+those in its `__all__`, or those that it defines. Docstrings are plain text with `code`, sections (`Args:`,
+`Returns:`, `Example:`) and indented formulas; here they become Markdown.
 """
 
 import importlib

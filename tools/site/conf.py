@@ -21,8 +21,8 @@ project = "isobit"
 copyright = "the isobit authors, Apache-2.0"
 html_title = "isobit"
 
-#: Groups of the sidebar in their order, with pages that have a short title or a place of their own there. Other
-#: pages follow, under their own titles.
+#: Groups of the sidebar in their order, with pages that have a short title or a place of their own there.
+#: Other pages follow, under their own titles.
 GROUPS: dict[str, dict[str, str]] = {
     "Start": {"README": "Overview", "docs/glossary": "Glossary", "CHANGELOG": "Changes"},
     "Use it with": {
@@ -67,7 +67,7 @@ FOLDERS = {
 
 
 def group_of(page: str) -> str:
-    """The group of a page without a place of its own: by folder; a page that shows an op's declaration is an op's."""
+    """The group of a page that `GROUPS` does not name: by folder. One with an op's declaration is an op's."""
     text = (ROOT / f"{page}.md").read_text()
     if re.search(r"^<!-- op:\w+ -->$", text, re.M):
         return "Ops"
