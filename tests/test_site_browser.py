@@ -85,9 +85,13 @@ def test_code_can_be_copied(browser: Chromium, site: Path) -> None:
 def test_a_page_that_does_not_fit_is_detected(browser: Chromium, site: Path) -> None:
     page = site / "docs" / "linear_logp.html"
     broken = page.with_name("broken.html")
-    style = "<style>.main, .content { min-width: auto; } .highlight .mi { color: #40a070; }</style></head>"
-    broken.write_text(page.read_text().replace("</head>", style))
-    found = list(wrong(browser, broken))
+    page_too_wide = ".main, .content { min-width: auto; } .highlight .mi { color: #40a070; }"
+    styles = (page_too_wide, "table.docutils td { white-space: nowrap; }")
+    found: list[str] = []
+    for style in styles:
+        broken.write_text(page.read_text().replace("</head>", f"<style>{style}</style></head>"))
+        found += wrong(browser, broken)
     broken.unlink()
-    assert all(any(f"wide in a window of {width}" in said for said in found) for width in (1100, 1280)), found
+    assert all(any(f"wide in a window of {width}" in said for said in found) for width in (1100, 1366)), found
     assert any("of span.mi" in said for said in found), found
+    assert any("tables are too wide" in said for said in found), found
