@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from isobit import ContractError
-from isobit.bench import tables
 from isobit.bench.cases import CPU_BYTES, CPU_FLOPS, case_name, parse_case, small_cases
-from isobit.bench.overview import overview
+from isobit.bench.check_gate import CheckFailed
 from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
 from isobit.bench.runner import run
-from isobit.bench.vouch import CheckFailed
 from isobit.frame.op import known_op
 from isobit.ops.det_gemm import rivals as det_gemm_rivals
 from isobit.ops.linear_logp.proof.inputs import FULL
@@ -29,6 +27,8 @@ from isobit.spec.proof import InputOptions
 from isobit.spec.proofs import proof_of, proofs
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.truth import Truth, cotangent_like, truth_of
+from publish import tables
+from publish.overview import overview
 
 LOGP = known_op("logp")
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands import Isobit, report
-from isobit.bench.vouch import proven
+from isobit.bench.check_gate import proven
 from isobit.check.files import check_writable
 from isobit.check.runner import LAWS, OK, UNSUPPORTED
 from isobit.cli import check as checking

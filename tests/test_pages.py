@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from isobit.bench import charts
-from isobit.bench.charts import COLOURS
 from isobit.check.cell import Cell
 from isobit.check.laws import LAWS
 from isobit.check.report import notes, progress, table
@@ -21,8 +19,10 @@ from isobit.cli.html import page
 from isobit.cli.html.bench import section
 from isobit.cli.html.check import section as check_section
 from isobit.cli.html.saved import compare, read_report, summary_line
+from isobit.cli.html.share_chart import COLOURS
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
+from publish import charts
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
 

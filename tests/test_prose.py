@@ -16,10 +16,10 @@ import pytest
 import typer.main
 
 import isobit
-from isobit.bench import tables
-from isobit.bench.declared import render_declared
 from isobit.cli.main import app
 from isobit.frame.op import public_ops
+from publish import tables
+from publish.declared import render_declared
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
@@ -360,15 +360,15 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_flags, "`pytest --durations=30`", "`isobit report --durations`", ["isobit report --durations"]),
         (bad_symbols, "`isobit.nn.swap_linear(model)`", "`isobit.nn.swap_linears(model)`",
          ["isobit.nn.swap_linears"]),
-        (bad_symbols, "```\npython -m isobit.bench.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
+        (bad_symbols, "```\npython -m publish.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
          ["isobit.bench.no"]),
         (bad_symbols, "`isobit.html`", "`isobit.no_such_op`", ["isobit.no_such_op"]),
         (bad_flags, "`python tools/compat.py --cheap`", "`python tools/compat.py --nope`",
          ["tools/compat.py --nope"]),
         (bad_flags, "```\n.venv/bin/python tools/compat.py --triton 3\n```\n",
          "```\n.venv/bin/python tools/compat.py --resume\n```\n", ["tools/compat.py --resume"]),
-        (bad_flags, "`python -m isobit.bench.tables --check`", "`python -m isobit.bench.tables --op x`",
-         ["isobit.bench.tables --op"]),
+        (bad_flags, "`python -m publish.tables --check`", "`python -m publish.tables --op x`",
+         ["publish.tables --op"]),
         (bad_names, "`token_logps`", "`token_logpz`", ["token_logpz"]),
         (bad_names, "`token_logps(model, ids)`", "`token_logps(modelz, ids)`", ["modelz"]),
         (bad_names, "`losses.truncated_weights(x)`", "`losses.nope(x)`", ["losses.nope"]),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.bench import charts, stale, tables
 from isobit.bench.cases import parse_case
+from isobit.bench.goals import Goal, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
 from isobit.check import report as check_report
@@ -18,8 +18,8 @@ from isobit.check.memcheck import Run
 from isobit.check.request import Request
 from isobit.check.runner import run as check
 from isobit.frame.op import known_op
-from isobit.spec.goals import Goal, summary
 from isobit.spec.truth import Errors, errors_of
+from publish import charts, stale, tables
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = sorted((ROOT / "results").rglob("*.json"))

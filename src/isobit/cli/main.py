@@ -20,12 +20,11 @@ import isobit
 from isobit.bench.candidate import NAME as CANDIDATE
 from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of, suite_of
+from isobit.bench.check_gate import CheckFailed, require_relevant_report
 from isobit.bench.report import show
 from isobit.bench.runner import NothingTimed, not_timed
 from isobit.bench.runner import run as timed
-from isobit.bench.stale import lines, results_in
 from isobit.bench.suites import suite_names
-from isobit.bench.vouch import CheckFailed, check_vouching
 from isobit.bench.wanted import Wanted
 from isobit.check.effects import check_effects
 from isobit.check.files import check_file, check_writable, write
@@ -338,7 +337,7 @@ def bench(
     if core and jobs == [replace(wanted, core=False).planned(subject, where) for subject in subjects]:
         raise ContractError(f"--core has no effect on {where}: the cases are the same without it")
     for path in check_report or ():
-        check_vouching(path, [name for subject in subjects for name in subject.ops])
+        require_relevant_report(path, [name for subject in subjects for name in subject.ops])
     end = None if minutes is None else time.monotonic() + 60 * minutes
     reports: list[dict[str, Any]] = []
     failed = None
@@ -381,8 +380,8 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="JSON files of check, memcheck and bench, shown together")
-    ] = None,
+        list[Path], typer.Argument(help="JSON files of check, memcheck and bench, shown together")
+    ],
     html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[
         Path | None, typer.Option(help="an older file: report what has become worse since")
@@ -390,26 +389,9 @@ def report_on(
     slower: Annotated[
         float | None, typer.Option(help="multiple of the older time that is worse; default: 1.05")
     ] = None,
-    results: Annotated[Path | None, typer.Option(help="folder of result files; default: results")] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="list files of changed kernels")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="exit with 1 if one is stale or unfinished")
-    ] = False,
 ) -> None:
-    """Show saved reports together, or compare one with an older one (exit code 1 if something is worse).
-    Without files: which result files are of today's kernels, and the command that renews each that is not."""
-    if files:
-        if stale or strict or results is not None:
-            raise ContractError(
-                "--stale, --strict and --results are about a folder of results: leave the files out"
-            )
-        raise typer.Exit(int(show_saved(files, html, against, slower)))
-    if html is not None or against is not None or slower is not None:
-        raise ContractError("--html, --against and --slower are for files: name them")
-    found = results_in(results or Path("results"))
-    for line in lines(found, stale):
-        print(line)
-    raise typer.Exit(int(strict and any(result.stale or result.lacks for result in found)))
+    """Show saved reports together, or compare one with an older one (exit code 1 if something is worse)."""
+    raise typer.Exit(int(show_saved(files, html, against, slower)))
 
 
 @app.command()

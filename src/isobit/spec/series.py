@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from isobit.frame.op import Op, known_op
-from isobit.spec.goals import Goal
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case, Cost, InputOptions
 from isobit.spec.proofs import proof_of
@@ -104,7 +103,7 @@ class Series:
     step: bool = False
     new: Callable[[Case, Pool], list[Args]] = lambda case, pool: []
     #: Other uses of isobit than `call`, timed beside it as `isobit:<name>`.
-    ways: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)
     #: Cases for a CPU; None makes them from the declared ones.
     small: Sequence[Case] | None = None
     #: The figure to read: the key of the row that tables show.
@@ -130,7 +129,6 @@ class Series:
     bits: bool = False
     #: Time a copy of as many bytes beside it.
     copy: bool = True
-    goals: Sequence[Goal] = ()
 
 
 def by_rows(

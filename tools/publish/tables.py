@@ -1,8 +1,8 @@
 """Markdown tables from result files, and a check that pages match the files.
 
-    python -m isobit.bench.tables                       rewrites the tables of every page here and in docs/
-    python -m isobit.bench.tables --check               exits 1 if one of them is stale
-    python -m isobit.bench.tables README.md             one page, or several
+    python -m publish.tables                    rewrites the tables of every page here and in docs/
+    python -m publish.tables --check               exits 1 if one of them is stale
+    python -m publish.tables README.md             one page, or several
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival is shown relative to that rival's speed: in a grid if it was timed at
@@ -24,15 +24,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from isobit.bench.declared import render_declared
-from isobit.bench.overview import OLDER, limit_of, overview, shown_of
-from isobit.bench.proven import proven
+from isobit.bench.goals import Cell, cells, why_unmeasured
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
 from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
-from isobit.spec.goals import Cell, cells, why_unmeasured
+from publish.declared import render_declared
+from publish.overview import OLDER, limit_of, overview, shown_of
+from publish.proven import proven
 
 RESULTS = Path("results/h200")
 #: The names in a mark for the tables over all files.
@@ -394,7 +394,7 @@ def update(path: Path, results_dir: Path = RESULTS) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m isobit.bench.tables", description="Tables from results.")
+    parser = argparse.ArgumentParser(prog="python -m publish.tables", description="Tables from results.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; default: every one with a mark")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if a table is stale")

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from isobit.bench.goals import tally
 from isobit.bench.report import NEW, Report, Row
 from isobit.check.stamp import why_stale
-from isobit.spec.goals import tally
 
 #: Directions that get a line; a backward alone only if nothing else was timed. Those with a name of their own
 #: (dx, dw) are kinds of calls already.
