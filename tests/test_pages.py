@@ -301,8 +301,9 @@ def test_the_command_shows_compares_and_writes(tmp_path: Path) -> None:
     worse = run(app, ["report", str(new), "--against", str(old)])
     assert worse.exit_code == 1 and "WORSE logp mine accuracy" in worse.output
     assert run(app, ["report", str(old), "--against", str(old)]).exit_code == 0
-    for wrong in (["--html", str(html)], [str(old), "--stale"], [str(old), str(new), "--against", str(old)]):
-        assert isinstance(run(app, ["report", *wrong]).exception, ContractError)
+    wrong = run(app, ["report", str(old), str(new), "--against", str(old)])
+    assert isinstance(wrong.exception, ContractError)
+    assert run(app, ["report", "--html", str(html)]).exit_code == 2  # no files
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ContractError, match="not a report"):
         read_report(tmp_path / "other.json")

@@ -42,7 +42,6 @@ def run(
     skip_check: bool = False,
     impls: Sequence[str] | None = None,
     repetitions: int | None = None,
-    commit: str | None = None,
     say: Callable[[str], None] = print,
     check_reports: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
@@ -74,7 +73,7 @@ def run(
     if path is not None:
         check_writable(path, "--results")
     command = _command(subject, device, cases, directions, backend, impls, options or {}, core)
-    source = stamp(device, commit, subject.folders) | {"checked": not skip_check}
+    source = stamp(device, ops=subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
         copy_rate, product_rate = machine_rates(device, repetitions)
@@ -150,14 +149,14 @@ class NothingTimed(ContractError):
         self.report = report
 
 
-def not_timed(subject: Subject, device: torch.device, commit: str | None, why: str) -> Report:
+def not_timed(subject: Subject, device: torch.device, why: str) -> Report:
     """The report of a subject that failed its check."""
     head: Report = {
         "schema": SCHEMA,
         "suite": "isobit bench",
         "command": _start(subject, device),
     }
-    return head | {"stamp": stamp(device, commit, subject.folders), "notes": [why], "rows": []}
+    return head | {"stamp": stamp(device, ops=subject.folders), "notes": [why], "rows": []}
 
 
 Job = tuple[Series, Case, Sequence[str]]
