@@ -179,6 +179,7 @@ def _series(op: str, direction: str) -> Series:
         call=partial(with_isobit, direction), cost=partial(cost, op), judge=agreement,
         rivals={"fla": Rival("fla", PLAIN[direction], directions=None, prepare=tuned_afresh)},
         directions=(direction,),
+        about=f"FLA's `{op}` with isobit inside",
         needs=(fla.NAME,), imports=("fla.ops",), against="fla", copy=False,
     )  # fmt: skip
 

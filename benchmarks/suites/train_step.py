@@ -288,6 +288,7 @@ def _series(name: str, config: Config) -> Series:
         new=partial(_new, name, config), call=whole, variants={"head": head}, cost=partial(cost, config),
         judge=agreement, rivals={"plain": Rival("plain", plain, directions=None)}, directions=("fwd_bwd",),
         needs=("linear_logp", "det_linear"), imports=("transformers",), step=True, against="plain",
+        about="a training step with isobit's linear layers and head",
         copy=False, shared=lambda case: (name, case.dtype), rehearse=(partial(rehearse, name, config),),
     )  # fmt: skip
 

@@ -253,7 +253,8 @@ def _series(name: str, config: Config, training: bool) -> Series:
         cost=partial(cost, config, training), judge=agreement if training else judge,
         rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
         needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
-        against="sdpa", copy=False, shared=lambda case: (name, case.dtype),
+        against="sdpa", copy=False,
+        about="a step of a model without drift", shared=lambda case: (name, case.dtype),
         rehearse=() if training else tuple(partial(rehearse, config, part) for part in range(PARTS)),
     )  # fmt: skip
 

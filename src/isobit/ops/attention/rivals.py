@@ -1,4 +1,4 @@
-"""What people use instead of `attention`, the sizes at which both are timed.
+"""What people use instead of `attention`, and the sizes at which both are timed.
 
 Series: training and prefill (`attention`, and backward `_bwd`), packed sequences (`_packed`), a window
 (`_window`), and decoding from a cache (`_decode`). Rivals are PyTorch's SDPA on cuDNN and on its flash
@@ -294,24 +294,30 @@ def _series(
     return replace(series, make=lambda case, pool: [change(args) for args in series.make(case, pool)])
 
 
-def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
+def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], about: str, **rest: Any) -> list[Series]:
     """Forward without autograd, and backward."""
     variants = {"one segment": one_segment}
     back = {k: v for k, v in rest.items() if k not in ("also",)}
     return [
-        _series(name, cases, rivals, inputs=(), directions=("fwd",), variants=variants, **rest),
-        _series(f"{name}_bwd", cases, rivals, directions=("bwd",), **back),
+        _series(name, cases, rivals, inputs=(), directions=("fwd",), variants=variants, about=about, **rest),
+        _series(f"{name}_bwd", cases, rivals, directions=("bwd",), about=f"{about}: backward", **back),
     ]
 
 
 SERIES = [
     *_both(
-        "attention", TRAINING, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], also={"triton": TRAINING[1:3]},
+        "attention", TRAINING, (CUDNN, FLASH, FLEX), "training and prefill", core=TRAINING[1:3],
+        also={"triton": TRAINING[1:3]},
     ),
-    *_both("attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), change=packed, core=PACKED),
-    *_both("attention_window", WINDOWED, (FLASH_OTHER, FLEX), change=windowed, core=WINDOWED),
+    *_both(
+        "attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), "packed sequences", change=packed,
+        core=PACKED,
+    ),
+    *_both(
+        "attention_window", WINDOWED, (FLASH_OTHER, FLEX), "a sliding window", change=windowed, core=WINDOWED
+    ),
     _series(
         "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
-        core=DECODING[2:3], small=[_SMALL_DECODING],
+        core=DECODING[2:3], small=[_SMALL_DECODING], about="T queries per sequence and a cache of S keys",
     ),
 ]  # fmt: skip

@@ -177,8 +177,8 @@ def _core(cases: list[Case]) -> list[Case]:
 
 
 SERIES = (
-    _series("dhu", GRID, core=_core(GRID)),
-    _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True),
-    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True),
-    _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True),
+    _series("dhu", GRID, core=_core(GRID), about="`chunk_gated_delta_rule_bwd_dhu`, a grid of sizes"),
+    _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True, about="the same with 64 heads"),
+    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True, about="with packed sequences"),
+    _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True, about="short, grouped, other layout"),
 )

@@ -1,4 +1,4 @@
-"""What people use instead of `det_gemm`, the shapes at which both are timed.
+"""What people use instead of `det_gemm`, and the shapes at which both are timed.
 
 Five series, for a layer with weight W [N, K] and M tokens:
 
@@ -236,7 +236,8 @@ def layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 LAYER_CASES = [case for case in _core(256) if case.dims["N"] == 14336 and case.dims["M"] != 1024]
 
 FORWARD = _series(
-    "det_gemm", "fwd", 1, op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
+    "det_gemm", "fwd", 1, about="y = x W^T, M tokens",
+    op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
     judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True,
     takes=("out",), predict=_predict_product,
 )  # fmt: skip
@@ -245,21 +246,24 @@ SERIES: Sequence[Series] = (
     FORWARD,
     replace(
         FORWARD, name="det_gemm_layers", declared_only=True, also={},
+        about="the layers of models from 0.5B to 70B",
         cases=[_case(M, K, N) for K, N in LAYER_SHAPES for M in LAYER_TOKENS],
         core=[_case(*sizes) for sizes in LAYER_CORE],
     ),
     _series(
-        "det_gemm_dx", "dx", 1024, op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
+        "det_gemm_dx", "dx", 1024, about="dx = dy W",
+        op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
         judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
         predict=_predict_product,
     ),
     _series(
-        "det_gemm_dw", "dw", 1024, op=gemm_dw, make=_dw_args, call=_call_dw,
+        "det_gemm_dw", "dw", 1024, about="dW = dy^T x, in fp32", op=gemm_dw, make=_dw_args, call=_call_dw,
         cost=partial(_cost, out="KN", out_itemsize=4),
         judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS, predict=_predict_dw,
     ),
     by_rows(
         "det_linear", LAYER_CASES, layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,
+        about="a linear layer, next to one of PyTorch",
         directions=("fwd", "fwd_bwd"), core=LAYER_CASES, also={"triton": LAYER_CASES},
     ),
 )  # fmt: skip

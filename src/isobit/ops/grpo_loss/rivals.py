@@ -1,4 +1,4 @@
-"""What people use instead of `grpo_loss`, the sizes at which both are timed.
+"""What people use instead of `grpo_loss`, and the sizes at which both are timed.
 
 Six series, as in `ratio_kl`: from the logits of a reference, and from its log-probabilities (`_given`), with
 all tokens counting, half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities
@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import grpo_loss
-from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, cost
+from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, about, cost
 from isobit.spec.proof import Args, Case
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
@@ -167,7 +167,8 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "grpo_loss"
     made = by_rows(
         "grpo_loss", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=known, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        judge=known, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
         also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
     return replace(made, call=_loss)

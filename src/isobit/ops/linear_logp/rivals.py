@@ -1,4 +1,4 @@
-"""What people use instead of `linear_logp`, the shapes at which both are timed.
+"""What people use instead of `linear_logp`, and the shapes at which both are timed.
 
 Six series, for N tokens with D features and a vocabulary of V:
 
@@ -297,16 +297,23 @@ SERIES: Sequence[Series] = (
     _series(
         "linear_logp", (), _rivals(*_OTHERS), CASES + _cases([*FEW_ROWS, LONG]) + _UNEVEN,
         _CORE + _cases(_CORE_FEW) + _UNEVEN, also={"triton": _CORE}, predict=predict,
+        about="log-probabilities, without gradients",
     ),
-    _bias_series("linear_logp_bias", (), _BIASED, variants={"no bias": without_bias}, predict=predict),
+    _bias_series("linear_logp_bias", (), _BIASED, variants={"no bias": without_bias}, predict=predict,
+        about="the same with a bias"),
     _series(
         "linear_logp_train", _BOTH, _rivals(*_OTHERS, _EXACT), CASES + _cases([*TRAINED, LONG]) + _UNEVEN,
         _CORE + _UNEVEN, also={"triton": _CORE},
+        about="with the gradients of hidden states and weight",
     ),
-    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[:1]),
-    _series("linear_logp_frozen", ("hidden",), _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN),
+    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[:1], about="and that of a bias"),
+    _series(
+        "linear_logp_frozen", ("hidden",), _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN,
+        about="with the gradient of the hidden states alone",
+    ),
     _series(
         "linear_logp_kept", _BOTH, _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN,
         options={"workspace_bytes": FULL},
+        about="all gradients, with memory for all probabilities between the passes",
     ),
 )  # fmt: skip

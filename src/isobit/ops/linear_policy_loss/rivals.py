@@ -1,4 +1,4 @@
-"""What people use instead of `linear_policy_loss`, the shapes at which both are timed.
+"""What people use instead of `linear_policy_loss`, and the shapes at which both are timed.
 
 N tokens in sequences of 1024, with D features and a vocabulary of V; a clipped policy loss, its value and the
 gradients of hidden states and weight. Two series:
@@ -214,16 +214,16 @@ def _call(args: Args, backend: str | None) -> Tensor:
     return linear_policy_loss(**args, backend=backend)[0]
 
 
-def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival]) -> Series:
+def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival], about: str) -> Series:
     return Series(
         op=declared, name=name, cases=CASES, make=make, call=_call, cost=cost_of_training, judge=Sampled,
         rivals=rivals, inputs=("hidden", "weight"), options={"workspace_bytes": workspace_bytes},
         takes=tuple(known_options(declared)), directions=("fwd_bwd",), against=BASELINE, copy=False,
-        core=CASES[:2],
+        core=CASES[:2], about=about,
     )  # fmt: skip
 
 
 SERIES = (
-    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS)),
-    _series("linear_policy_loss_small", SMALL, _rivals()),
+    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS), "loss and gradients"),
+    _series("linear_policy_loss_small", SMALL, _rivals(), "the same with 256 MB of workspace"),
 )

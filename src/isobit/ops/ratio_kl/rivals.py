@@ -1,4 +1,4 @@
-"""What people use instead of `ratio_kl`, the sizes at which both are timed.
+"""What people use instead of `ratio_kl`, and the sizes at which both are timed.
 
 Six series: from the logits of a reference, and from its log-probabilities (`_given`), with all rows counting,
 half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities of a reference, so it
@@ -174,6 +174,13 @@ def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) 
 
 DENSITIES = {"": 1.0, "_half": 0.5, "_tenth": 0.1}
 
+
+def about(given: bool, density: float) -> str:
+    """What kind of call it is."""
+    reference = "log-probabilities of the reference given" if given else "logits of policy and reference"
+    return reference if density == 1 else f"{reference}, {100 * density:g} % of the rows live"
+
+
 CASES = [
     Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
     Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
@@ -191,7 +198,8 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "ratio_kl"
     return by_rows(
         "ratio_kl", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        judge=Sampled, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
         also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
 

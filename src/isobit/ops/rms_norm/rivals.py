@@ -101,11 +101,11 @@ HEADS = [Case({"N": 8192, "H": 32, "D": 128}, BF16, data="random")]
 _CORE = [_case(32768, 2048), _case(32768, 4096), _case(32768, 8192), _case(4096, 4096), _case(1, 4096)]
 
 
-def _series(name: str, cases: Sequence[Case], residual: bool = False) -> Series:
+def _series(name: str, cases: Sequence[Case], about: str, residual: bool = False) -> Series:
     kept = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
     plain = name == "rms_norm"
     return by_rows(
-        "rms_norm", cases, partial(cost, residual), kept, name=name,
+        "rms_norm", cases, partial(cost, residual), kept, name=name, about=about,
         inputs=_ADDED if residual else ("x", "weight"), judge=_with_sum if residual else None,
         options={"residual": True} if residual else {}, core=_CORE if plain else cases[:1],
         directions=("fwd", "fwd_bwd") if residual else ("fwd", "bwd", "fwd_bwd"),
@@ -113,7 +113,9 @@ def _series(name: str, cases: Sequence[Case], residual: bool = False) -> Series:
 
 
 SERIES = [
-    _series("rms_norm", CASES),
-    _series("rms_norm_heads", HEADS),
-    _series("rms_norm_residual", [_case(N, 4096) for N in (16, 4096, 32768)], residual=True),
+    _series("rms_norm", CASES, "N rows of D features"),
+    _series("rms_norm_heads", HEADS, "the heads of queries or keys"),
+    _series(
+        "rms_norm_residual", [_case(N, 4096) for N in (16, 4096, 32768)], "with a residual", residual=True
+    ),
 ]
