@@ -66,7 +66,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 def own_flags(script: str) -> set[str] | None:
     """Those of a script, or of a module of the package; None if it is neither."""
-    if script.startswith("isobit."):
+    if script.startswith(("isobit.", "publish.")):
         spec = importlib.util.find_spec(script) if is_module(script) else None
         path = Path(spec.origin) if spec and spec.origin else None
     else:
@@ -88,7 +88,7 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
-        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?(isobit\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)", line):
             flags = own_flags(ran[1])
             given = ran[2].partition(" | ")[0]
             yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)
@@ -146,7 +146,7 @@ def test_symbols_exist() -> None:
 #: What names may come from. Not this file: it has names that do not exist. Results have names of cases.
 NAMING = [
     path
-    for folder in ("src", "tools", "examples", "tests", "results")
+    for folder in ("src", "tools", "benchmarks", "examples", "tests", "results")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".js", ".css", ".json", ".c", ".txt", ".html"} and path != Path(__file__)
 ]

@@ -1,6 +1,6 @@
 """Suites and goals: Python files outside the package that `isobit bench` loads.
 
-A suite is a file that declares `SERIES`, and may declare `GOALS`. `--suite my_suite.py` is any such file, and
+A suite is a file that declares `SERIES`, and may declare `GOALS`. `--suite FILE` is any such file, and
 `--suite NAME` one of `benchmarks/suites` in a checkout of isobit. The goals of a folder of ops are `GOALS` in
 `benchmarks/goals/<folder>.py`. Both are found by their names: there is no list of them. An installed package
 has neither folder, and then `isobit bench` times ops without goals.
