@@ -18,13 +18,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import capture_mma as capture
+from capture_mma import CONTROLS, DTYPES, bits
 from isobit.frame.contract import ContractError
 from isobit.numerics import (
     CHAIN16,
     NUMERICS,
     SEG16_512,
     Step,
-    capture,
     chain,
     cut,
     known_numerics,
@@ -32,7 +33,6 @@ from isobit.numerics import (
     segments,
     step,
 )
-from isobit.numerics.capture import CONTROLS, DTYPES, bits
 
 ROOT = Path(__file__).parents[1]
 NAN = 0x7FFFFFFF

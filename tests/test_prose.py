@@ -16,10 +16,10 @@ import pytest
 import typer.main
 
 import isobit
-from isobit.bench import tables
-from isobit.bench.declared import render_declared
 from isobit.cli.main import app
 from isobit.frame.op import public_ops
+from publish import tables
+from publish.declared import render_declared
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
@@ -66,7 +66,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 def own_flags(script: str) -> set[str] | None:
     """Those of a script, or of a module of the package; None if it is neither."""
-    if script.startswith("isobit."):
+    if script.startswith(("isobit.", "publish.")):
         spec = importlib.util.find_spec(script) if is_module(script) else None
         path = Path(spec.origin) if spec and spec.origin else None
     else:
@@ -88,7 +88,7 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
-        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?(isobit\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)", line):
             flags = own_flags(ran[1])
             given = ran[2].partition(" | ")[0]
             yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)
@@ -146,7 +146,7 @@ def test_symbols_exist() -> None:
 #: What names may come from. Not this file: it has names that do not exist. Results have names of cases.
 NAMING = [
     path
-    for folder in ("src", "tools", "examples", "tests", "results")
+    for folder in ("src", "tools", "benchmarks", "examples", "tests", "results")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".js", ".css", ".json", ".c", ".txt", ".html"} and path != Path(__file__)
 ]
@@ -473,15 +473,15 @@ def test_there_are_fewer_names_that_say_nothing() -> None:
         (bad_flags, "`pytest --durations=30`", "`isobit report --durations`", ["isobit report --durations"]),
         (bad_symbols, "`isobit.nn.swap_linear(model)`", "`isobit.nn.swap_linears(model)`",
          ["isobit.nn.swap_linears"]),
-        (bad_symbols, "```\npython -m isobit.bench.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
+        (bad_symbols, "```\npython -m publish.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
          ["isobit.bench.no"]),
         (bad_symbols, "`isobit.html`", "`isobit.no_such_op`", ["isobit.no_such_op"]),
         (bad_flags, "`python tools/compat.py --cheap`", "`python tools/compat.py --nope`",
          ["tools/compat.py --nope"]),
         (bad_flags, "```\n.venv/bin/python tools/compat.py --triton 3\n```\n",
          "```\n.venv/bin/python tools/compat.py --resume\n```\n", ["tools/compat.py --resume"]),
-        (bad_flags, "`python -m isobit.bench.tables --check`", "`python -m isobit.bench.tables --op x`",
-         ["isobit.bench.tables --op"]),
+        (bad_flags, "`python -m publish.tables --check`", "`python -m publish.tables --op x`",
+         ["publish.tables --op"]),
         (bad_names, "`token_logps`", "`token_logpz`", ["token_logpz"]),
         (bad_names, "`token_logps(model, ids)`", "`token_logps(modelz, ids)`", ["modelz"]),
         (bad_names, "`losses.truncated_weights(x)`", "`losses.nope(x)`", ["losses.nope"]),

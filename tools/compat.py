@@ -152,8 +152,8 @@ def compile_kernels(env: Environment, cheap: bool) -> Part:
     the only target that all of them have."""
     report = env.folder / "compile.json"
     report.unlink(missing_ok=True)
-    command = [env.python, "-m", "isobit", "check", "--law", "compile", "--device", "cpu"]
-    command += ["--dtype", "bf16", "--target", "cuda:90"] if cheap else []
+    command = [env.python, "-m", "isobit", "check", "--law", "compile=cuda:90" if cheap else "compile"]
+    command += ["--device", "cpu", *(["--dtype", "bf16"] if cheap else [])]
     code, lines = _run(env, "compile", [*command, "--json", str(report)])
     if not report.is_file():
         return _broken("compile", code, lines, command)

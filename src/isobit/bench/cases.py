@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
+from isobit.bench.goals import Goal
+from isobit.bench.suites import goals_of, load_suite
 from isobit.frame.contract import ContractError
-from isobit.frame.op import Op, known_op
+from isobit.frame.op import Op, known_op, public_ops
 from isobit.spec.proof import DTYPES, Case
 from isobit.spec.series import Series
 
@@ -33,7 +36,8 @@ class Subject:
     file: str
     series: Sequence[Series]
     backends: tuple[str, ...]
-    candidate: str | None = None  # flags that name a user's function beside the rivals
+    goals: Sequence[Goal] = ()
+    candidate: str | None = None  # flags that name a user's function, timed next to the rivals
 
     @property
     def ops(self) -> list[str]:
@@ -48,18 +52,18 @@ class Subject:
 
 
 def subject_of(op: Op) -> Subject:
-    return Subject(op.name, "--op", op.folder, series_of(op), tuple(b.name for b in op.backends))
+    names = tuple(b.name for b in op.backends)
+    return Subject(op.name, "--op", op.folder, series_of(op), names, goals_of(op.folder))
 
 
 def suite_of(name: str) -> Subject:
-    """The suite of this name, or an error that lists the known ones."""
-    from isobit.bench.suites import series_of_suite, suite_names
-
-    if name not in suite_names():
-        raise ContractError(f"unknown suite {name!r}; known: {', '.join(suite_names())}")
-    series = series_of_suite(name)
+    """The suite of this name or file. Its results file has the name of the suite."""
+    series, goals = load_suite(name)
+    file = Path(name).stem
+    if file in {op.folder for op in public_ops().values()}:
+        raise ContractError(f"--suite {name}: {file} is the results file of an op: rename the suite")
     backends = dict.fromkeys(b.name for one in series if one.op is not None for b in one.op.backends)
-    return Subject(name, "--suite", name, series, tuple(backends))
+    return Subject(name, "--suite", file, series, tuple(backends), goals)
 
 
 def series_of(op: Op) -> list[Series]:

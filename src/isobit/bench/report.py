@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from isobit.spec.goals import why_unmeasured
+from isobit.bench.goals import why_unmeasured
 
 Report = dict[str, Any]
 Row = dict[str, Any]

@@ -68,7 +68,6 @@ class Run:
 
 def memcheck(
     pairs: list[tuple[str, str]],
-    commit: str | None = None,
     timeout: float = 900.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def memcheck(
         if op == CONTROL and not found.passed:
             raise ContractError(f"compute-sanitizer has not found the control's wrong write: {found.summary}")
     device = default_device()
-    source = stamp(device, commit, {known_op(op).folder for op, _ in pairs})
+    source = stamp(device, ops={known_op(op).folder for op, _ in pairs})
     head = {"schema": SCHEMA, "suite": "isobit memcheck", "stamp": source, "tool": _version()}
     return {**head, "passed": all(r.passed for r in runs), "runs": [asdict(r) for r in runs]}
 

@@ -38,18 +38,17 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Files:
-    """Where the report goes beside the screen, and the commit for its stamp. A JSON path of - is standard
-    output; then nothing else is printed there."""
+    """Where the report goes in addition to the screen. A JSON path of - is standard output; then nothing else
+    is printed there."""
 
     json: Path | None = None
     results: Path | None = None
     html: Path | None = None
-    commit: str | None = None
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
 
     @contextmanager
     def stdout_for_json(self) -> Iterator[None]:
-        """Inside of this context other output goes to standard error, if the JSON goes to standard output."""
+        """Inside this context other output goes to standard error, if the JSON goes to standard output."""
         with redirect_stdout(sys.stderr) if self.to_stdout else nullcontext():
             yield
 
@@ -101,7 +100,7 @@ def check_and_report(request: Request, files: Files) -> int:
         atexit.register(_end_now)
     whole = nothing is None and interrupted is None
     seen, why = observations(request) if whole else [], None if nothing is None else str(nothing)
-    found = report.to_json(cells, request.device, files.commit, seen, request.command(), why, interrupted)
+    found = report.to_json(cells, request.device, None, seen, request.command(), why, interrupted)
     if request.candidate is not None:
         found["candidates"] = [one | {"serves": request.candidate.summary} for one in found["candidates"]]
         (backend,) = request.candidate.backends
@@ -115,7 +114,7 @@ def check_and_report(request: Request, files: Files) -> int:
     elif files.json is not None:
         write(files.json, json.dumps(found, indent=1) + "\n")
     if files.results is not None and interrupted is None:
-        _write_results(files.results, cells, seen, request, files.commit, say, found.get("nothing_ran"))
+        _write_results(files.results, cells, seen, request, say, found.get("nothing_ran"))
     elif files.results is not None:
         say(f"nothing was written to {files.results}: result files are of whole checks")
     if files.html is not None:
@@ -156,7 +155,6 @@ def _write_results(
     cells: list[Cell],
     seen: list[dict[str, Any]],
     request: Request,
-    commit: str | None,
     say: Callable[[str], None],
     nothing: str | None,
 ) -> None:
@@ -167,7 +165,7 @@ def _write_results(
         facts = [fact for fact in seen if fact["op"] in ops]
         command = replace(request, ops=tuple(ops)).command()
         why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
-        found = report.to_json(mine, request.device, commit, facts, command, why)
+        found = report.to_json(mine, request.device, None, facts, command, why)
         write(path, json.dumps(found, indent=1) + "\n")
         say(f"wrote {path}")
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from isobit.bench.charts import chart
+from isobit.bench.goals import tally
 from isobit.bench.report import format_summary
 from isobit.cli.html import svg
-from isobit.spec.goals import tally
+from isobit.cli.html.share_chart import chart
 
 #: The speed ratio at which the bar beside a case is full.
 SCALE = 4

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.goals import tally
 from isobit.cli.html.memcheck import runs
 from isobit.frame.contract import ContractError
-from isobit.spec.goals import tally
 
 #: What a report holds, and the kind of report that this makes it.
 KINDS = {"candidates": "a check", "runs": "a memcheck", "rows": "a benchmark"}

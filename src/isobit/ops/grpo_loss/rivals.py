@@ -1,4 +1,4 @@
-"""What people use instead of `grpo_loss`, the sizes at which both are timed, and the speed goals.
+"""What people use instead of `grpo_loss`, and the sizes at which both are timed.
 
 Six series, as in `ratio_kl`: from the logits of a reference, and from its log-probabilities (`_given`), with
 all tokens counting, half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities
@@ -6,7 +6,6 @@ of a reference, so it is timed where isobit gets them as well and reads as many 
 normalises them in groups; the others get advantages.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import grpo_loss
-from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, cost
-from isobit.spec.goals import Base, Cell, Goal, floors, limit
+from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, about, cost
 from isobit.spec.proof import Args, Case
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
@@ -162,25 +160,6 @@ def known(args: Args) -> Known:
 _CORE = [CASES[1], CASES[3]]
 
 
-def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved, plus the microseconds of launches; and never slower than
-    rivals."""
-
-    def held(what: str, directions: str, against: str | Base, series: str = "", figure: str = "ms") -> Goal:
-        def chooses(cell: Cell) -> bool:
-            return cell.direction in directions.split() and cell.op.startswith(series or "grpo_loss")
-
-        return Goal(what, chooses, most=1.0, against=against, figure=figure)
-
-    return (
-        held("forward", "fwd", floors(1.08, 8)),
-        held("forward and backward", "fwd_bwd", floors(1.12, 8)),
-        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
-        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "grpo_loss_given"),
-        held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
-    )
-
-
 def _series(given: bool, suffix: str, density: float) -> Series:
     options = {"by": "samples"} | ({"ref": "logp"} if given else {})
     name = f"grpo_loss{'_given' if given else ''}{suffix}"
@@ -188,8 +167,9 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "grpo_loss"
     made = by_rows(
         "grpo_loss", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=known, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
-        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
+        judge=known, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
     return replace(made, call=_loss)
 

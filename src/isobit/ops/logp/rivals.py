@@ -92,6 +92,7 @@ LOGP = by_rows(
     cases=CASES,
     cost=cost,
     rivals=RIVALS,
+    about="log-probabilities from logits",
     core=[*_CORE, CASES[5]],
     also={"triton": _CORE, "hopper": _CORE},
 )

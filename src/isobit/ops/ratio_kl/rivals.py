@@ -1,11 +1,10 @@
-"""What people use instead of `ratio_kl`, the sizes at which both are timed, and the speed goals.
+"""What people use instead of `ratio_kl`, and the sizes at which both are timed.
 
 Six series: from the logits of a reference, and from its log-probabilities (`_given`), with all rows counting,
 half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities of a reference, so it
 is timed where isobit gets them as well and reads as many bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
 from isobit.spec import inputs as alter
-from isobit.spec.goals import Base, Cell, Goal, floors, limit
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
@@ -176,6 +174,13 @@ def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) 
 
 DENSITIES = {"": 1.0, "_half": 0.5, "_tenth": 0.1}
 
+
+def about(given: bool, density: float) -> str:
+    """What kind of call it is."""
+    reference = "log-probabilities of the reference given" if given else "logits of policy and reference"
+    return reference if density == 1 else f"{reference}, {100 * density:g} % of the rows live"
+
+
 CASES = [
     Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
     Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
@@ -186,25 +191,6 @@ CASES = [
 _CORE = [CASES[1], CASES[3]]
 
 
-def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved, plus the microseconds of a launch; and never slower than
-    rivals."""
-
-    def held(what: str, directions: str, against: str | Base, series: str = "", **rest: str) -> Goal:
-        def chooses(cell: Cell) -> bool:
-            return cell.direction in directions.split() and cell.op.startswith(series or "ratio_kl")
-
-        return Goal(what, chooses, most=1.0, against=against, **rest)  # type: ignore[arg-type]
-
-    return (
-        held("forward", "fwd", floors(1.08, 8)),
-        held("forward and backward", "fwd_bwd", floors(1.12, 8)),
-        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
-        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "ratio_kl_given"),
-        held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
-    )
-
-
 def _series(given: bool, suffix: str, density: float) -> Series:
     options = {"ref": "logp"} if given else {}
     name = f"ratio_kl{'_given' if given else ''}{suffix}"
@@ -212,8 +198,9 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "ratio_kl"
     return by_rows(
         "ratio_kl", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
-        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
+        judge=Sampled, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Runs FLA's own tests with isobit inside, from a checkout of FLA:
 
-    python -m isobit.integrations.fla_pytest tests/ops/test_gdn.py tests/ops/test_kda.py
+    python ../isobit/tools/fla_pytest.py tests/ops/test_gdn.py tests/ops/test_kda.py
 
 The arguments are those of pytest, and `--backend` of `enable`. At the end it prints how many calls isobit has
 served, and how many it has not and why. A run in which it has served none fails.
@@ -17,9 +17,10 @@ from isobit.integrations.session import calls
 def main(arguments: Sequence[str]) -> int:
     import pytest
 
-    parser = argparse.ArgumentParser(prog="python -m isobit.integrations.fla_pytest", add_help=False)
+    parser = argparse.ArgumentParser(prog="python tools/fla_pytest.py", add_help=False)
     parser.add_argument("--backend", default="hopper")
     own, rest = parser.parse_known_args(arguments)
+    sys.path.insert(0, "")  # as `python -m pytest` does: FLA's tests import from its checkout
     with fla.enable(own.backend) as on:
         status = int(pytest.main(rest))
     print(f"isobit ({on.backend}) served {calls(on.served)} of {fla.NAME}")

@@ -1,6 +1,6 @@
 """Time and memory of training over the size of the vocabulary, from a results file.
 
-    python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
+    python -m publish.vocabulary_chart results/h200/linear_logp.json docs/linear_logp.svg
 
 Plain SVG, and the same bytes from the same file.
 """
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.bench.charts import COLOURS, HEIGHT, LEFT, LINE, TOP, WIDTH
+from isobit.bench.goals import sizes_of
 from isobit.bench.report import format_stamp
-from isobit.spec.goals import sizes_of
+from isobit.cli.html.share_chart import COLOURS, HEIGHT, LEFT, LINE, TOP, WIDTH
 
 #: The shapes that are drawn differ in V alone.
 ROWS, FEATURES = 4096, 2048

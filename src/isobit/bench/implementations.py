@@ -1,5 +1,7 @@
-"""Which implementations are timed on a case, and what is recorded of each: isobit, its other backends,
-rivals, a copy, and all of these again with new sizes."""
+"""The implementations that are timed on a case, and the row of each: isobit, its other backends, rivals, a
+copy, and all of these again with new sizes.
+
+An implementation has one call per copy of the inputs, in one direction."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -9,25 +11,30 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isobit.bench.cases import OF_SIZES, case_name
-from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_calls
+from isobit.bench.check_gate import CheckGate
 from isobit.bench.report import NEW, Row
 from isobit.bench.timing import Call, Contender, Timing, copy_contender, measure, measure_steps
-from isobit.bench.vouch import Vouch
 from isobit.check.state import in_words, kept
 from isobit.frame.backend import UnsupportedError
 from isobit.frame.contract import dtype_name
 from isobit.frame.op import Op
+from isobit.spec.compare import differing
 from isobit.spec.options import options_of, varied, words
 from isobit.spec.proof import Args, Case
 from isobit.spec.rival import Rival
 from isobit.spec.series import Judge, Pool, Series
-from isobit.spec.truth import Errors, Verdict
+from isobit.spec.truth import Errors, Verdict, cotangent_like
+
+#: Number of elements whose bits are compared, if there are that many: with fewer, a difference in one of a
+#: thousand might be missed.
+COMPARED = 1 << 18
 
 
 @dataclass(frozen=True)
-class Lineup:
+class Implementations:
     """One series on one device: everything that is the same for all cases."""
 
     series: Series
@@ -37,7 +44,7 @@ class Lineup:
     repetitions: int | None
     copy_rate: float
     product_rate: float
-    vouch: Vouch
+    gate: CheckGate
     say: Callable[[str], None]
     note: Callable[[str], None]
 
@@ -116,16 +123,16 @@ class Lineup:
         options = {name: value for name, value in self.options(case).items() if name not in OF_SIZES}
         for served in ours.values():
             if self.series.op is not None and served is not None:
-                self.vouch.check(self.series.op.name, served, options)
+                self.gate.check(self.series.op.name, served, options)
         for name in self.series.needs if ours else ():
-            self.vouch.check_default(name)
+            self.gate.check_default(name)
 
     def ours(self, case: Case, args: Args) -> dict[str, str | None]:
         """Backends by name of implementation: the default one, and beside it the requested one and those that
         the series declares, if they differ."""
         op = self.series.op
         found: dict[str, str | None] = {"isobit": None}
-        found |= {f"isobit:{way}": None for way in self.series.ways}
+        found |= {f"isobit:{variant}": None for variant in self.series.variants}
         if op is not None:
             found |= self.backends(op, case, args)
         return {name: to for name, to in found.items() if self.wanted(name) or self.wanted(f"{name}{NEW}")}
@@ -216,22 +223,98 @@ class Lineup:
         return [replace(each, once=True, graph=False, judge=_unjudged) for each in found]
 
     def function(self, name: str) -> Callable[[Args], Any]:
-        """The function of one of our implementations: another way of its own, or the usual one on some
-        backend."""
-        way = name.partition(":")[2]
-        if way in self.series.ways:
-            return self.series.ways[way]
-        return lambda args: self.series.call(args, way or None)
+        """The function of one of our implementations: a variant, or the usual one on some backend."""
+        variant = name.partition(":")[2]
+        if variant in self.series.variants:
+            return self.series.variants[variant]
+        return lambda args: self.series.call(args, variant or None)
 
 
-def implementations(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
+def implementation_names(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
     """The implementations of a series that may be timed in these directions, if they can run here."""
-    beside = [*([backend] if backend else []), *series.also, *series.ways]
+    beside = [*([backend] if backend else []), *series.also, *series.variants]
     rivals = [
         name for name, rival in series.rivals.items()
         if rival.directions is None or set(rival.directions) & set(directions)
     ]  # fmt: skip
     return ["isobit", *(f"isobit:{name}" for name in beside), *rivals, *(["copy"] if series.copy else [])]
+
+
+# Calls
+
+
+def step_calls(function: Callable[[Args], Any], copies: Sequence[Args]) -> list[Call]:
+    """Calls of a function that computes its own gradients, and returns (output, *gradients)."""
+    return [partial(function, args) for args in copies]
+
+
+def calls_of(
+    function: Callable[[Args], Any],
+    prepared: Sequence[Args],
+    inputs: tuple[str, ...],
+    direction: str,
+    once: bool = False,
+) -> list[Call]:
+    """One call per copy of the inputs. With `once`, nothing is called here: the first call of each is
+    timed."""
+    return [_call(function, args, inputs, direction, once) for args in prepared]
+
+
+def _call(
+    function: Callable[[Args], Any], args: Args, inputs: tuple[str, ...], direction: str, once: bool
+) -> Call:
+    """A call that returns (output, *gradients), as its direction has them, and accumulates nothing. If the
+    function returns several outputs, they are all returned, and each has a cotangent. A call without
+    gradients runs under a `no_grad` that surrounds all calls, so that it is not timed with each."""
+    leaves = [args[name].detach().requires_grad_() for name in inputs]
+    args = args | dict(zip(inputs, leaves, strict=True))
+
+    def fwd() -> tuple[Tensor, ...]:
+        outputs = function(args)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    if direction == "fwd" or not inputs:
+        return fwd
+
+    def fwd_bwd_once() -> tuple[Tensor, ...]:
+        outputs = fwd()
+        return (*outputs, *torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs]))
+
+    if once:
+        assert direction == "fwd_bwd"  # for a backward alone the forward has run before
+        return fwd_bwd_once
+    kept = fwd()
+    cotangents = [cotangent_like(o) for o in kept]
+    if direction == "bwd":
+        return lambda: torch.autograd.grad(kept, leaves, cotangents, retain_graph=True)
+
+    def fwd_bwd() -> tuple[Tensor, ...]:
+        outputs = fwd()
+        return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+
+    return fwd_bwd
+
+
+def prepared_for(rival: Rival, copies: Sequence[Args]) -> list[Args]:
+    with torch.no_grad():
+        return [rival.prepare(args) for args in copies]
+
+
+def equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:
+    """The fraction of first outputs with equal bits, over enough calls; None for another dtype or shape."""
+    equal = seen = 0
+    for our_call, their_call in zip(ours, theirs, strict=True):
+        mine, other = our_call()[0], their_call()[0]
+        if mine.dtype != other.dtype or mine.shape != other.shape:
+            return None
+        equal += mine.numel() - int(differing(mine, other).sum())
+        seen += mine.numel()
+        if seen >= COMPARED:
+            break
+    return equal / seen
+
+
+# Rows
 
 
 def _every(nth: int, first: int, build: Callable[[], Sequence[Call]]) -> Sequence[Call]:

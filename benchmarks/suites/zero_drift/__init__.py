@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.bench.suites.train_step import Config, Models, agreement, plain
-from isobit.bench.suites.zero_drift.drift import (
+from benchmarks.suites.train_step import Config, Models, agreement, plain
+from benchmarks.suites.zero_drift.drift import (
     FEW_RUNS,
     FEW_TRAINED,
     RUNS,
@@ -37,10 +37,10 @@ from isobit.bench.suites.zero_drift.drift import (
     gradients_that_differ,
     trained_logp,
 )
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import Cell, Goal, limit
 from isobit.integrations.hf import zero_drift
 from isobit.spec.compare import differing
-from isobit.spec.goals import Cell, Goal, limit
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.series import Pool, Series
@@ -253,14 +253,14 @@ def _series(name: str, config: Config, training: bool) -> Series:
         cost=partial(cost, config, training), judge=agreement if training else judge,
         rivals={"sdpa": Rival("sdpa", theirs, directions=None)}, directions=(direction,),
         needs=("attention", "det_linear", "rms_norm", "logp"), imports=("transformers",), step=True,
-        against="sdpa", copy=False, shared=lambda case: (name, case.dtype),
+        against="sdpa", copy=False,
+        about="a step of a model without drift", shared=lambda case: (name, case.dtype),
         rehearse=() if training else tuple(partial(rehearse, config, part) for part in range(PARTS)),
-        goals=_goals(name, training),
     )  # fmt: skip
 
 
+_MODELS = {LLAMA_NAME: LLAMA, QWEN_NAME: QWEN}
 SERIES: Sequence[Series] = tuple(
-    _series(name, config, training)
-    for name, config in ((LLAMA_NAME, LLAMA), (QWEN_NAME, QWEN))
-    for training in (False, True)
+    _series(name, config, training) for name, config in _MODELS.items() for training in (False, True)
 )
+GOALS = tuple(goal for name in _MODELS for training in (False, True) for goal in _goals(name, training))

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Does this GPU keep the class `chain16`? Compares its tensor cores with the model, bit for bit.
 
-    python -m isobit.numerics.capture                       compare, category by category
-    python -m isobit.numerics.capture --save tests/golden   and save golden vectors of its results
+    python tools/capture_mma.py                       compare, category by category
+    python tools/capture_mma.py --save tests/golden   and save golden vectors of its results
 
 A tile is 64 x 64 outputs of one step (k = 16) from a given accumulator, or of a chain (k = 512) from 0. Each
 is computed by two kernels, one with four warps on the whole tile, which is `wgmma` on Hopper, and one with a
@@ -246,7 +246,7 @@ def save(path: Path, tiles: list[tuple[str, Tensor, Tensor, Tensor, Tensor]], or
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m isobit.numerics.capture")
+    parser = argparse.ArgumentParser(prog="python tools/capture_mma.py")
     parser.add_argument("--save", type=Path, help="folder for golden vectors: mma_bf16.npz, mma_fp16.npz")
     folder = parser.parse_args().save
     device = default_device()

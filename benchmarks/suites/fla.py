@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import Cell, Goal
 from isobit.frame.contract import ContractError
 from isobit.frame.device import triton_cannot_run
 from isobit.integrations import fla
 from isobit.ops.delta_rule.rivals import forget_tuning
-from isobit.spec.goals import Cell, Goal
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.rotation import copies_for
@@ -174,17 +174,23 @@ def cost(op: str, dims: dict[str, int], dtype: torch.dtype) -> Cost:
 
 
 def _series(op: str, direction: str) -> Series:
-    def own(cell: Cell) -> bool:
-        return (cell.op, cell.direction) == (op, direction)
-
     return Series(
         op=None, name=op, cases=CASES, core=CASES[:1], small=SMALL, make=partial(make, op),
         call=partial(with_isobit, direction), cost=partial(cost, op), judge=agreement,
         rivals={"fla": Rival("fla", PLAIN[direction], directions=None, prepare=tuned_afresh)},
         directions=(direction,),
+        about=f"FLA's `{op}` with isobit inside",
         needs=(fla.NAME,), imports=("fla.ops",), against="fla", copy=False,
-        goals=[Goal(f"{op}, {direction}", own, least=1.0)],
     )  # fmt: skip
 
 
-SERIES: Sequence[Series] = tuple(_series(op, direction) for op in GATES_OF_FEATURES for direction in PLAIN)
+def _goal(op: str, direction: str) -> Goal:
+    def own(cell: Cell) -> bool:
+        return (cell.op, cell.direction) == (op, direction)
+
+    return Goal(f"{op}, {direction}", own, least=1.0)
+
+
+_TIMED = [(op, direction) for op in GATES_OF_FEATURES for direction in PLAIN]
+SERIES: Sequence[Series] = tuple(_series(*each) for each in _TIMED)
+GOALS = tuple(_goal(*each) for each in _TIMED)

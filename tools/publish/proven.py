@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from isobit.bench.checked import checked
-from isobit.bench.overview import OLDER
 from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
+from publish.checked import checked
+from publish.overview import OLDER
 
 HEAD = ["ops", "laws, on all cases and backends", "compute-sanitizer", "timed"]
 

@@ -1,9 +1,17 @@
-"""Which result files are up to date: those that were measured with the current kernels. Which are unfinished:
-benchmarks that stopped before their last case. And which are missing: an op or a suite is declared, and
-nobody has measured it on this GPU."""
+"""Lists result files that are out of date, with the command that refreshes each.
 
+    python -m publish.stale                every result file under results/
+    python -m publish.stale --only         those that are out of date
+    python -m publish.stale --strict       exits 1 if one is stale or unfinished
+
+A file is fresh if it was measured with the current kernels. An unfinished benchmark stopped before its last
+case. A file is missing if an op or a suite is declared and nobody has measured it on this GPU.
+"""
+
+import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,3 +127,22 @@ def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
     more = f", {unfinished} unfinished" if unfinished else ""
     more += f", {missing} more are missing" if missing else ""
     return [*found, f"{stale} of {len(results) - missing} result files are stale{more}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m publish.stale", description="Which results are stale.")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    parser.add_argument("--only", action="store_true", help="list only files that are out of date")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if one is stale or unfinished")
+    options = parser.parse_args(argv)
+    try:
+        results = results_in(options.results)
+    except ContractError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("\n".join(lines(results, options.only)))
+    return int(options.strict and any(result.stale or result.lacks for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,8 +18,8 @@ from threading import Event, Lock
 import torch
 
 from isobit.bench.cases import Subject, subject_of, suite_of
-from isobit.bench.lineup import Lineup, implementations
-from isobit.bench.vouch import Vouch
+from isobit.bench.check_gate import CheckGate
+from isobit.bench.implementations import Implementations, implementation_names
 from isobit.check.process import ProcessEnded, ask, serve, started
 from isobit.check.share import Share
 from isobit.check.workers import most_on_a_gpu
@@ -50,7 +50,7 @@ class First:
     part: int | None = None  # index of the part of the check
 
 
-def compile_ahead(
+def precompile(
     subject: Subject,
     jobs: Sequence[tuple[Series, Case, Sequence[str]]],
     backend: str | None,
@@ -98,7 +98,7 @@ def first_calls(
         if series.step:
             continue
         ready = {"copy", *(name for name, rival in series.rivals.items() if not rival.jit)}
-        known = [name for name in implementations(series, backend, directions) if name not in ready]
+        known = [name for name in implementation_names(series, backend, directions) if name not in ready]
         wanted = [name for name in known if impls is None or name in impls]
         for names in [(name,) for name in wanted] if nbytes < SMALL_BYTES else [tuple(wanted)] * bool(wanted):
             call = First(
@@ -122,7 +122,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
         # PyTorch's compiler would start processes of its own in each of these.
         env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         with lock:
-            process = started("isobit.bench.ahead", env, apart=True)
+            process = started("isobit.bench.precompile", env, apart=True)
             running.append(process)
             if stopped.is_set():
                 process.kill()
@@ -172,10 +172,12 @@ def _answer(first: First, say: Callable[[str], None]) -> None:
     def ignored(text: str) -> None:
         pass
 
-    series, pool, vouch = subject.series[first.series], Pool(device), Vouch(device, (), True, ignored)
+    series, pool, gate = subject.series[first.series], Pool(device), CheckGate(device, (), True, ignored)
     if first.part is None:
-        lineup = Lineup(series, pool, first.backend, first.impls, None, 1.0, 1.0, vouch, ignored, ignored)
-        lineup.call_once(first.case, first.directions)
+        implementations = Implementations(
+            series, pool, first.backend, first.impls, None, 1.0, 1.0, gate, ignored, ignored
+        )
+        implementations.call_once(first.case, first.directions)
     else:
         with suppress(Exception):  # as in `call_once`
             series.rehearse[first.part](pool)

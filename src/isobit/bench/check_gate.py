@@ -26,7 +26,7 @@ _NEEDED = {"accuracy", "invariant"}
 
 
 @dataclass
-class Vouch:
+class CheckGate:
     """What has been checked in this run: each op, backend and set of options once. A report of `isobit check`
     in `reports` replaces a new check of what it proves; with `skip` nothing is checked."""
 
@@ -62,7 +62,7 @@ class Vouch:
             self.check(op, served, {})
 
 
-def check_vouching(path: Path, ops: Sequence[str]) -> None:
+def require_relevant_report(path: Path, ops: Sequence[str]) -> None:
     """Raise ContractError unless a report of `isobit check` is about one of these ops."""
     found = {one["op"] for one in read_check(path)["candidates"]}
     if not found & set(ops):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.bench import ahead
-from isobit.bench.ahead import First, compile_ahead, first_calls, make
+from isobit.bench import precompile as module
 from isobit.bench.cases import subject_of, suite_of
-from isobit.bench.lineup import Lineup, implementations
-from isobit.bench.vouch import Vouch
+from isobit.bench.check_gate import CheckGate
+from isobit.bench.implementations import Implementations, implementation_names
+from isobit.bench.precompile import First, first_calls, make, precompile
 from isobit.check.process import ProcessEnded
 from isobit.frame.op import OPS
 from isobit.spec.proof import Case
@@ -28,9 +28,11 @@ def quiet(text: str) -> None:
     pass
 
 
-def lineup(**changes: Any) -> Lineup:
+def implementations(**changes: Any) -> Implementations:
     series = replace(subject_of(OPS["logp"]).series[0], **changes)
-    return Lineup(series, Pool(CPU), None, None, None, 1.0, 1.0, Vouch(CPU, None, True, quiet), quiet, quiet)
+    return Implementations(
+        series, Pool(CPU), None, None, None, 1.0, 1.0, CheckGate(CPU, None, True, quiet), quiet, quiet
+    )
 
 
 def first(**changes: Any) -> First:
@@ -59,7 +61,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Stub]:
         found.append(Stub())
         return found[-1]
 
-    monkeypatch.setattr(ahead, "started", start)
+    monkeypatch.setattr(module, "started", start)
     return found
 
 
@@ -78,7 +80,7 @@ def test_every_implementation_is_called_in_every_direction_whatever_others_do() 
 
         return Rival(name, function)
 
-    some = lineup(rivals={name: rival(name) for name in ("broken", "plain")}, copy=False)
+    some = implementations(rivals={name: rival(name) for name in ("broken", "plain")}, copy=False)
     some.call_once(SMALL, ["fwd", "fwd_bwd"])
     assert set(calls) == {(name, grad) for name in ("broken", "plain") for grad in (False, True)}
 
@@ -87,7 +89,7 @@ def test_inputs_that_cannot_be_made_end_a_call_and_nothing_else() -> None:
     def make_inputs(case: Case, pool: Pool) -> Any:
         raise torch.OutOfMemoryError
 
-    lineup(make=make_inputs).call_once(SMALL, ["fwd"])
+    implementations(make=make_inputs).call_once(SMALL, ["fwd"])
 
 
 # Which calls
@@ -104,7 +106,7 @@ def test_a_call_of_each_implementation_of_a_small_case_and_one_of_all_of_a_large
     subject, jobs = jobs_of("logp", SMALL, large)
     calls = first_calls(subject, jobs, None, None, CPU, 1 << 40)
     small = [call for call in calls if call.case == SMALL]
-    known = implementations(subject.series[0], None, jobs[0][2])
+    known = implementation_names(subject.series[0], None, jobs[0][2])
     names = [name for name in known if name not in ("native", "copy")]  # which have nothing to compile
     assert [call.impls for call in small] == [(name,) for name in names]
     assert {"isobit", "torch.compile"} < set(names)
@@ -140,9 +142,9 @@ def test_a_part_of_a_check_runs_in_place_of_a_case(monkeypatch: pytest.MonkeyPat
 
     subject = subject_of(OPS["logp"])
     series = replace(subject.series[0], rehearse=(lambda pool: ran.append(pool.device), fails), make=None)
-    monkeypatch.setattr(ahead, "subject_of", lambda op: replace(subject, series=(series,)))
+    monkeypatch.setattr(module, "subject_of", lambda op: replace(subject, series=(series,)))
     for part in (0, 1):
-        ahead._answer(first(impls=(), directions=(), part=part), quiet)
+        module._answer(first(impls=(), directions=(), part=part), quiet)
     assert ran == [CPU, "fails"]
 
 
@@ -153,12 +155,10 @@ def test_lengths_of_the_delta_rule_need_no_other_kernels() -> None:
     assert len(calls) == 30 and len({call.case.options["mode"] for call in calls}) == 5
 
 
-def test_nothing_is_compiled_ahead_on_a_cpu_or_beside_a_candidate(started: list[Stub]) -> None:
+def test_nothing_is_precompiled_on_a_cpu_or_beside_a_candidate(started: list[Stub]) -> None:
     subject, jobs = jobs_of("logp", SMALL, replace(SMALL, dtype=torch.bfloat16))
-    compile_ahead(subject, jobs, None, None, CPU, quiet)
-    compile_ahead(
-        replace(subject, candidate="--candidate a:b"), jobs, None, None, torch.device("cuda"), quiet
-    )
+    precompile(subject, jobs, None, None, CPU, quiet)
+    precompile(replace(subject, candidate="--candidate a:b"), jobs, None, None, torch.device("cuda"), quiet)
     assert started == []
 
 
@@ -167,13 +167,13 @@ def test_nothing_is_compiled_ahead_on_a_cpu_or_beside_a_candidate(started: list[
 
 def test_a_process_makes_calls_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     processes: list[Any] = []
-    own, said = ahead.started, []
+    own, said = module.started, []
 
     def start(module: str, env: Any, apart: bool) -> Any:
         processes.append(own(module, env, apart))
         return processes[-1]
 
-    monkeypatch.setattr(ahead, "started", start)
+    monkeypatch.setattr(module, "started", start)
     make(
         [first(), first(impls=("native",)), first(name="ratio_kl"), first(impls=("none",))], 1, 0, said.append
     )
@@ -192,7 +192,7 @@ def test_a_process_that_dies_takes_one_call_with_it(
             raise ProcessEnded(-9)
         yield "a line of somebody's"
 
-    monkeypatch.setattr(ahead, "ask", ask)
+    monkeypatch.setattr(module, "ask", ask)
     make([first(name=name) for name in ("first", "second", "third")], 1, 0, quiet)
     assert taken == [(0, "first"), (0, "second"), (1, "third")]
     assert all(process.ended for process in started)
@@ -207,7 +207,7 @@ def test_a_process_that_dies_in_its_first_call_is_not_replaced(
         raise ProcessEnded(1)
         yield
 
-    monkeypatch.setattr(ahead, "ask", ask)
+    monkeypatch.setattr(module, "ask", ask)
     make([first()] * 50, 3, 0, quiet)
     assert len(started) == 3 and all(process.ended for process in started)
 
@@ -226,7 +226,7 @@ def test_calls_wait_until_there_is_memory_for_them(
         taken.remove(call.memory)
         yield ""
 
-    monkeypatch.setattr(ahead, "ask", ask)
+    monkeypatch.setattr(module, "ask", ask)
     make([first(memory=memory) for memory in (5, 5, 1, 10, 2, 3, 5) * 5], 4, 10, quiet)
     assert 5 < most <= 10 and taken == [] and len(started) == 4
 
@@ -243,7 +243,7 @@ def test_after_an_interruption_no_further_call_is_made(
         sleep(0.02)
         yield ""
 
-    monkeypatch.setattr(ahead, "ask", ask)
+    monkeypatch.setattr(module, "ask", ask)
     with pytest.raises(KeyboardInterrupt):
         make([first()] * 50, 2, 0, quiet)
     assert len(taken) < 25 and all(process.ended for process in started)
@@ -272,7 +272,7 @@ def test_a_process_that_starts_after_an_interruption_is_ended(
         answered.append(call)
         yield ""
 
-    monkeypatch.setattr(ahead, "ask", ask)
+    monkeypatch.setattr(module, "ask", ask)
     with pytest.raises(KeyboardInterrupt):
         make([first()] * 9, 2, 0, say)
     assert [process.ended for process in started] == [True, True] and not answered

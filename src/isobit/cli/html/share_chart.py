@@ -1,20 +1,14 @@
-"""A chart from a results file: isobit's share of a rival's speed over the first size, a line for each shape.
+"""A chart from a benchmark: isobit's share of a rival's speed over the first size, a line for each shape.
 
-    python -m isobit.bench.charts results/h200/det_gemm.json docs/det_gemm.svg
-
-Plain SVG, without a plotting library, and the same bytes from the same file.
+Plain SVG, without a plotting library, and the same bytes from the same report.
 """
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from isobit.bench.goals import Cell, cells
 from isobit.bench.report import format_stamp
-from isobit.spec.goals import Cell, cells
 
 #: Colours that most people can distinguish, on white and on black; ours is the first. With more shapes the
 #: colours repeat, dashed.
@@ -93,29 +87,3 @@ def _line(i: int, points: Sequence[tuple[float, float]]) -> str:
 def _text(x: float, y: float, text: str, size: int = 11) -> str:
     safe = text.replace("&", "&amp;").replace("<", "&lt;")
     return f'<text x="{x}" y="{y}" font-size="{size}">{safe}</text>'
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m isobit.bench.charts", description="Charts from results.")
-    parser.add_argument("results", type=Path, help="a results file of an op with a baseline")
-    parser.add_argument("svg", type=Path, help="the file to write")
-    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if the chart is stale")
-    options = parser.parse_args(argv)
-    try:
-        report = json.loads(options.results.read_text())
-        if report.get("against") is None:
-            raise ValueError("was not timed against one rival")
-        made = chart(report)
-        stale = not options.svg.is_file() or options.svg.read_text() != made
-        if stale and not options.check:
-            options.svg.write_text(made)
-    except (OSError, ValueError) as error:
-        print(f"{options.results}: {error}", file=sys.stderr)
-        return 1
-    state = ("stale" if options.check else "rewritten") if stale else "up to date"
-    print(f"{options.svg}: {state}")
-    return int(options.check and stale)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

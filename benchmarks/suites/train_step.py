@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import Cell, Goal
 from isobit.nn import swap_linear
 from isobit.ops.linear_logp.op import linear_logp
-from isobit.spec.goals import Cell, Goal
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.series import Pool, Series
@@ -282,18 +282,15 @@ GOALS = (
 )  # fmt: skip
 
 
-def _series(name: str, config: Config, goals: Sequence[Goal] = ()) -> Series:
+def _series(name: str, config: Config) -> Series:
     return Series(
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name, config),
-        new=partial(_new, name, config), call=whole, ways={"head": head}, cost=partial(cost, config),
+        new=partial(_new, name, config), call=whole, variants={"head": head}, cost=partial(cost, config),
         judge=agreement, rivals={"plain": Rival("plain", plain, directions=None)}, directions=("fwd_bwd",),
         needs=("linear_logp", "det_linear"), imports=("transformers",), step=True, against="plain",
+        about="a training step with isobit's linear layers and head",
         copy=False, shared=lambda case: (name, case.dtype), rehearse=(partial(rehearse, name, config),),
-        goals=goals,
     )  # fmt: skip
 
 
-SERIES: Sequence[Series] = (
-    _series(QWEN_NAME, QWEN, GOALS),
-    _series(LLAMA_NAME, LLAMA),
-)
+SERIES: Sequence[Series] = (_series(QWEN_NAME, QWEN), _series(LLAMA_NAME, LLAMA))

@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from isobit.bench.checked import checked
 from isobit.check.stamp import why_stale
 from isobit.frame.contract import Param, dtype_name
 from isobit.frame.op import Op, public_ops
+from publish.checked import checked
 
 #: Every op has these; the README explains them.
 _COMMON = ("validate", "numerics", "backend")

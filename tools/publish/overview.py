@@ -1,4 +1,4 @@
-"""One table over all results files: what a page shows between `<!-- results:summary -->` and its end.
+"""One table over all results files: what a page shows between `<!-- results:every -->` and its end.
 
 One line per kind of call and direction, with the geometric mean over the cases of the file of two ratios:
 isobit's time over the baseline's, and the best rival's time over isobit's. The baseline is the implementation
@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from isobit.bench.cases import Subject
+from isobit.bench.goals import tally
 from isobit.bench.report import NEW, Report, Row
 from isobit.check.stamp import why_stale
-from isobit.spec.goals import tally
 
 #: Directions that get a line; a backward alone only if nothing else was timed. Those with a name of their own
 #: (dx, dw) are kinds of calls already.
@@ -23,6 +24,20 @@ _TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward", "bwd": "backward
 #: Marks results that were measured with older kernels.
 OLDER = " †"
 HEAD = ["call", "cases", "isobit's time", "best rival's time", "goals met"]
+
+#: How to read the table.
+LEGEND = """\
+Times are geometric means over the cases of a call. isobit's is a multiple of its baseline's; the best
+rival's is a multiple of isobit's: above 1 the rival is slower. Goals are counted once per op, in its first
+row. Averages include small, latency-bound sizes. The baselines:
+
+- `torch.mm`: cuBLAS. `bare_gemm`: one cuBLAS product of hidden states and weight.
+- `copy`: a copy of as many bytes as the call must move. `floor`: the time of its bytes or of its operations,
+  whichever is longer, at the speed of a large copy and of a large product.
+- `fla`: flash-linear-attention's kernel. `plain`, `sdpa`: a step of a Hugging Face model without isobit.
+
+The calls:
+"""
 
 
 def shown_of(directions: Iterable[str]) -> set[str]:
@@ -98,3 +113,16 @@ def _best_rival(rows: Sequence[Row], baseline: str) -> str:
 
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def legend(results_dir: Path, subjects: Iterable[Subject]) -> str:
+    """How to read the table, and what each kind of call is."""
+    lines = []
+    for subject in subjects:
+        if (results_dir / f"{subject.file}.json").is_file():
+            abouts: dict[str, list[str]] = {}
+            for series in subject.series:
+                if series.about and series.about not in abouts.setdefault(series.name, []):
+                    abouts[series.name].append(series.about)
+            lines += [f"- `{name}`: {'; '.join(about)}" for name, about in abouts.items() if about]
+    return "\n".join([LEGEND, *lines])

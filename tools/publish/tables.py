@@ -1,19 +1,21 @@
 """Markdown tables from result files, and a check that pages match the files.
 
-    python -m isobit.bench.tables                       rewrites the tables of every page here and in docs/
-    python -m isobit.bench.tables --check               exits 1 if one of them is stale
-    python -m isobit.bench.tables README.md             one page, or several
+    python -m publish.tables                    rewrites the tables of every page here and in docs/
+    python -m publish.tables --check               exits 1 if one of them is stale
+    python -m publish.tables README.md             one page, or several
 
 A table goes between `<!-- results:logp -->` and `<!-- /results -->`, from `logp.json` in the results folder.
 An op that is timed against one rival is shown relative to that rival's speed: in a grid if it was timed at
-all sizes of one, else with a line per case, beside the other rivals, their memory and their errors. Others
+all sizes of one, else with a line per case, next to the other rivals, their memory and their errors. Others
 have a line per case too, relative to a copy of their bytes, or to the floor where operations decide. Every
 table has the host time of an eager call; a file whose figure that is (`launch`) has little else. Whole steps
-have a line per case, beside their baseline. A missing file leaves a line that says how to make it. `<!--
-results:linear_logp linear_logp_train -->` shows only these kinds of calls of such a file. `<!--
-results:summary -->` is a table with a line or two per file (`overview`), `<!-- results:proven -->` one of
-what was checked and timed (`proven`). Between `<!-- op:logp -->` and `<!-- /op -->` is the declaration of an
-op (`declared`).
+have a line per case, next to their baseline. A missing file leaves a line that says how to make it.
+
+    <!-- results:linear_logp linear_logp_train -->   only these kinds of calls of a file
+    <!-- results:summary -->                         a short table for users (`headline`)
+    <!-- results:every -->                           a line or two per file (`overview`)
+    <!-- results:proven -->                          what was checked and timed (`proven`)
+    <!-- op:logp --> ... <!-- /op -->                the declaration of an op (`declared`)
 """
 
 import argparse
@@ -24,19 +26,21 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from isobit.bench.declared import render_declared
-from isobit.bench.overview import OLDER, limit_of, overview, shown_of
-from isobit.bench.proven import proven
+from isobit.bench.cases import subject_of, suite_of
+from isobit.bench.goals import Cell, cells, why_unmeasured
 from isobit.bench.report import CPU_WARNING, NEW, Report, Row, format_stamp
 from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
 from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
-from isobit.spec.goals import Cell, cells, why_unmeasured
+from publish.declared import render_declared
+from publish.headline import headlines, origin
+from publish.overview import OLDER, legend, limit_of, overview, shown_of
+from publish.proven import proven
 
 RESULTS = Path("results/h200")
 #: The names in a mark for the tables over all files.
-SUMMARY, PROVEN = "summary", "proven"
+SUMMARY, EVERY, PROVEN = "summary", "every", "proven"
 
 #: At the start of a line: an indented mark is an example.
 _MARKED = re.compile(
@@ -65,10 +69,20 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
 
 
 def render_summary(results_dir: Path) -> str:
+    """A few rows that users compare, without what has not been timed."""
+    lines = headlines(results_dir)
+    meaning = "Speedup: the other's time divided by isobit's. MB: memory in addition to inputs and results."
+    note = f"<sub>{origin(results_dir)}. {meaning}</sub>"
+    return "\n\n".join([_markdown(lines, left=2), *_legend(lines), note]) + "\n"
+
+
+def render_every(results_dir: Path) -> str:
     """A line or two for each op, then for each suite of whole steps; and what has not been timed yet."""
-    folders = sorted({op.folder for op in public_ops().values()})
-    lines, missing = overview(results_dir, (*folders, *suite_names()))
-    parts = [_markdown(lines, left=1), *_legend(lines)]
+    ops = {op.folder: op for op in public_ops().values()}
+    names = (*sorted(ops), *suite_names())
+    lines, missing = overview(results_dir, names)
+    subjects = (subject_of(ops[name]) if name in ops else suite_of(name) for name in names)
+    parts = [_markdown(lines, left=1), *_legend(lines), legend(results_dir, subjects)]
     if missing:
         parts.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}.")
     return "\n\n".join(parts) + "\n"
@@ -133,7 +147,7 @@ def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     return groups
 
 
-def _apart(case: str, group: dict[str, Row]) -> list[tuple[str, dict[str, Row]]]:
+def _with_new_sizes(case: str, group: dict[str, Row]) -> list[tuple[str, dict[str, Row]]]:
     """A case as it is, and under another name the rows with new sizes, if there are any."""
     usual = {name: row for name, row in group.items() if not name.endswith(NEW)}
     new = {name.removesuffix(NEW): row for name, row in group.items() if name.endswith(NEW)}
@@ -146,7 +160,7 @@ def _host_lines(rows: Sequence[Row]) -> str:
     others = [name for name in impls if name != "isobit"]
     lines = [["case", "direction", "isobit us", *(f"{name} us" for name in others)]]
     for (case, direction), both in _groups(rows).items():
-        for name, group in _apart(case, both):
+        for name, group in _with_new_sizes(case, both):
             ours, *theirs = (group.get(impl, {}).get("host_us") for impl in ("isobit", *others))
             line = [name, _SHOWN.get(direction, direction), "-" if ours is None else f"{ours:.0f}"]
             for us in theirs:
@@ -213,7 +227,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
                 parts.append(f"{what}\n\n{_grid(some)}")
             parts += _usual_host(report, op)
         else:
-            parts.append(f"`{op}`\n\n{_beside(report, op, against, op in steps)}")
+            parts.append(f"`{op}`\n\n{_line_per_case(report, op, against, op in steps)}")
     if any(cell.other_bits for cell in found):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
@@ -259,7 +273,7 @@ def _usual_host(report: Report, op: str) -> list[str]:
     return [f"Host time of an eager call in microseconds, median of the cases: {each}."] if each else []
 
 
-def _beside(report: Report, op: str, against: str, whole: bool) -> str:
+def _line_per_case(report: Report, op: str, against: str, whole: bool) -> str:
     """A line per case: ms, the ratio to the baseline's, extra MB; for each rival ms, the ratio to ours, and
     extra MB; and host times. For calls without gradients also the error of each, and for steps that decode
     the number of tokens with other bits. For `whole` steps the baseline is a rival like any other, since it
@@ -269,7 +283,7 @@ def _beside(report: Report, op: str, against: str, whole: bool) -> str:
     for row in report["rows"]:
         if row["op"] == op:
             groups.setdefault(row["case"], {})[row["impl"]] = row
-    groups = dict(part for case, group in groups.items() for part in _apart(case, group))
+    groups = dict(part for case, group in groups.items() for part in _with_new_sizes(case, group))
     # The notes of the file say why one is missing.
     groups = {case: group for case, group in groups.items() if {"isobit", against} <= set(group)}
     impls = dict.fromkeys(name for group in groups.values() for name in group)
@@ -359,6 +373,9 @@ def _grid(found: Sequence[Cell]) -> str:
     return _markdown(lines, left=0)
 
 
+_OVER_ALL = {SUMMARY: render_summary, EVERY: render_every, PROVEN: render_proven}
+
+
 def updated(text: str, results_dir: Path) -> str:
     """The page with every marked table rendered again."""
     if not _MARKED.search(text):
@@ -369,8 +386,8 @@ def updated(text: str, results_dir: Path) -> str:
         path = results_dir / f"{name}.json"
         if what == "op":
             shown = render_declared(name, results_dir)
-        elif name in (SUMMARY, PROVEN):
-            shown = (render_summary if name == SUMMARY else render_proven)(results_dir)
+        elif name in _OVER_ALL:
+            shown = _OVER_ALL[name](results_dir)
         else:
             shown = render_op(path, series.split()) if path.is_file() else _missing(name)
         return f"{opening}{shown}{closing}"
@@ -394,7 +411,7 @@ def update(path: Path, results_dir: Path = RESULTS) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m isobit.bench.tables", description="Tables from results.")
+    parser = argparse.ArgumentParser(prog="python -m publish.tables", description="Tables from results.")
     parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; default: every one with a mark")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if a table is stale")

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isobit.bench.goals import Base, Cell, Goal, limit
 from isobit.bench.timing import ONCE_CALLS
 from isobit.ops.attention import rivals as attentions
 from isobit.ops.det_gemm import rivals as products
 from isobit.ops.linear_logp import rivals as heads
 from isobit.ops.logp import rivals as logits
 from isobit.ops.rms_norm import rivals as norms
-from isobit.spec.goals import Base, Cell, Goal, limit
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.series import Pool, Series, by_rows
@@ -50,7 +50,6 @@ def _series(
     native: Rival,
     of_rows: tuple[str, ...],
     inputs: tuple[str, ...],
-    goals: Sequence[Goal],
     directions: tuple[str, ...] = DIRECTIONS,
     **rest: Any,
 ) -> Series:
@@ -69,24 +68,7 @@ def _series(
         (args, *_) = series.make(replace(case, dims={**case.dims, rows: NEW_ROWS[-1]}), pool)
         return [args | {name: args[name][:n] for name in of_rows} for n in numbers]
 
-    return replace(series, new=new, figure="host_us", goals=(*goals, *_new_goals(op, directions)))
-
-
-# Goals
-
-
-def _cells(op: str, direction: str) -> Callable[[Cell], bool]:
-    return lambda cell: (cell.op, cell.direction) == (op, direction)
-
-
-def _goal(op: str, direction: str, most: float, against: str | Base = "native") -> Goal:
-    what = f"{op}, {'forward' if direction == 'fwd' else 'forward and backward'}"
-    return Goal(what, _cells(op, direction), most=most, against=against, figure="host_us")
-
-
-def _new_goals(op: str, directions: Sequence[str]) -> list[Goal]:
-    goals = (_goal(op, direction, NEW_MOST, "isobit") for direction in directions)
-    return [replace(goal, what=f"{goal.what}, new rows", impl="isobit:new") for goal in goals]
+    return replace(series, new=new, figure="host_us")
 
 
 # Series
@@ -110,29 +92,61 @@ def _attention(args: Args) -> Tensor:
 SERIES: Sequence[Series] = (
     _series(
         "det_linear", "M", {"K": 1024, "N": 1024}, products.layer_cost, products.LAYER_RIVALS["native"],
-        ("x",), ("x", "weight"), [_goal("det_linear", "fwd", 1.5), _goal("det_linear", "fwd_bwd", 1.5)],
+        ("x",), ("x", "weight"),
     ),
     _series(
         "det_gemm", "M", {"K": 1024, "N": 1024}, products.layer_cost,
-        Rival("native", _product, directions=None, prepare=_as_layer, jit=False), ("a",), (),
-        [_goal("det_gemm", "fwd", 1.5)], ("fwd",),
+        Rival("native", _product, directions=None, prepare=_as_layer, jit=False), ("a",), (), ("fwd",),
     ),
     _series(
         "logp", "N", {"V": 4096}, logits.cost, logits.RIVALS["native"], ("logits", "token_ids"), ("logits",),
-        [_goal("logp", "fwd", 2.0)],
     ),
     _series(
         "linear_logp", "N", {"D": 1024, "V": 4096}, heads.cost_of_training, heads.NATIVE,
         ("hidden", "token_ids"), ("hidden", "weight"),
-        [_goal("linear_logp", "fwd", 1.0, limit(60, "us")), _goal("linear_logp", "fwd_bwd", 1.2)],
     ),
     _series(
         "rms_norm", "N", {"D": 1024}, partial(norms.cost, False), norms.RIVALS["native"], ("x",),
-        ("x", "weight"), [_goal("rms_norm", "fwd", 1.5), _goal("rms_norm", "fwd_bwd", 1.5)],
+        ("x", "weight"),
     ),
     _series(
         "attention", "B", {"T": 16, "S": 16, "H": 4, "KV": 2, "D": 64}, partial(attentions.cost, None),
         Rival("native", _attention, directions=None, jit=False), ("q", "k", "v"), ("q", "k", "v"),
-        [_goal("attention", "fwd", 1.5), _goal("attention", "fwd_bwd", 1.5)], judge=attentions.OneHead,
+        judge=attentions.OneHead,
     ),
 )  # fmt: skip
+
+
+# Goals
+
+
+def _cells(op: str, direction: str) -> Callable[[Cell], bool]:
+    return lambda cell: (cell.op, cell.direction) == (op, direction)
+
+
+def _goal(op: str, direction: str, most: float, against: str | Base = "native") -> Goal:
+    what = f"{op}, {'forward' if direction == 'fwd' else 'forward and backward'}"
+    return Goal(what, _cells(op, direction), most=most, against=against, figure="host_us")
+
+
+#: Host time as a multiple of PyTorch's, or of a fixed time.
+_USUAL = {
+    "det_linear": [_goal("det_linear", "fwd", 1.5), _goal("det_linear", "fwd_bwd", 1.5)],
+    "det_gemm": [_goal("det_gemm", "fwd", 1.5)],
+    "logp": [_goal("logp", "fwd", 2.0)],
+    "linear_logp": [
+        _goal("linear_logp", "fwd", 1.0, limit(60, "us")),
+        _goal("linear_logp", "fwd_bwd", 1.2),
+    ],
+    "rms_norm": [_goal("rms_norm", "fwd", 1.5), _goal("rms_norm", "fwd_bwd", 1.5)],
+    "attention": [_goal("attention", "fwd", 1.5), _goal("attention", "fwd_bwd", 1.5)],
+}
+
+
+def _new_goals(series: Series) -> list[Goal]:
+    """Calls with a new number of rows, next to calls whose sizes are known."""
+    goals = (_goal(series.name, direction, NEW_MOST, "isobit") for direction in series.directions)
+    return [replace(goal, what=f"{goal.what}, new rows", impl="isobit:new") for goal in goals]
+
+
+GOALS = tuple(goal for series in SERIES for goal in (*_USUAL[series.name], *_new_goals(series)))
