@@ -9,8 +9,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
+from functools import reduce
+from operator import or_
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 MARKER = re.compile(r"^<!-- api:([\w.]+) -->$", re.M)
 SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Attributes|Yields):$")
@@ -57,10 +59,26 @@ def _signature(what: Any) -> str:
         signature = inspect.signature(what)
     except (TypeError, ValueError):
         return "()"
-    kept = [one for name, one in signature.parameters.items() if name != "self"]
-    text = str(signature.replace(parameters=kept))
-    text = re.sub(r"<(?:function|class) [^>]*>|<[^>]*>", "...", text)
+    own = [
+        one.replace(annotation=_plain(one.annotation))
+        for name, one in signature.parameters.items()
+        if name != "self"
+    ]
+    text = str(signature.replace(parameters=own, return_annotation=_plain(signature.return_annotation)))
+    text = re.sub(r"<[^>]*>", "...", text)  # defaults that are objects
     return re.sub(r"\b(?:torch|typing|collections\.abc|isobit(?:\.\w+)*)\.(?=[A-Za-z_])", "", text)
+
+
+def _plain(hint: Any) -> Any:
+    """A type without the shapes and dtypes of a contract, which docstrings have too."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _plain(args[0])
+    if origin in (Union, UnionType):
+        return reduce(or_, map(_plain, args))
+    if origin is tuple:
+        return tuple[tuple(one if one is ... else _plain(one) for one in args)]  # type: ignore[misc]
+    return hint
 
 
 def _markdown(doc: str) -> str:
