@@ -65,10 +65,7 @@ def test_a_call_that_no_backend_can_serve_says_why_for_each() -> None:
     @op("test_op_picky")
     def picky(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
 
-    @picky.backend("never", numerics=NONE, when=lambda args: "it never does")
-    def _(x: Tensor) -> Tensor:
-        raise AssertionError("was called")
-
+    picky.backend("never", run="no.such:function", numerics=NONE, when=lambda args: "it never does")
     with pytest.raises(UnsupportedError) as error:
         picky(x=torch.ones(2))
     assert str(error.value) == "test_op_picky: no backend can serve this call (never: it never does)"
@@ -444,7 +441,7 @@ def test_an_op_without_a_derivative_gives_no_gradient_silently() -> None:
     @op("test_op_opaque")
     def opaque(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
 
-    opaque.backend("only", numerics=NONE)(lambda x: x.detach().clone())
+    opaque.backend("only", run=lambda x: x.detach().clone(), numerics=NONE)
     assert isinstance(opaque, Op)
     assert not opaque(x=torch.ones(2, requires_grad=True)).requires_grad
 
@@ -462,10 +459,10 @@ def test_a_backward_of_the_class_that_cannot_serve_is_passed_over() -> None:
 
     served: list[str] = []
     reasons: dict[str, str | None] = {"hopper": "needs a Hopper GPU", "portable": None}
-    forward.backend("fast", numerics="c/1")(lambda x: x * 2)
+    forward.backend("fast", run=lambda x: x * 2, numerics="c/1")
     for name in reasons:
         run = lambda dy, name=name: (served.append(name), dy * 2)[1]  # noqa: E731
-        backward.backend(name, numerics="c/1", when=lambda args, name=name: reasons[name])(run)
+        backward.backend(name, run=run, numerics="c/1", when=lambda args, name=name: reasons[name])
     forward.derivative(
         "x",
         save=lambda args, out: {},

@@ -45,7 +45,7 @@ def add(target: Any, name: str, numerics: Any, run: Any, **options: Any) -> None
         return run(**args)
 
     key = (target.name, name)
-    target.backend(name, numerics=numerics, when=lambda args: REASONS.get(key), **options)(logged)
+    target.backend(name, run=logged, numerics=numerics, when=lambda args: REASONS.get(key), **options)
 
 
 def of_the_device(device: torch.device) -> str:

@@ -42,7 +42,7 @@ def forward_backend(name: str, numerics: str, **options: Any) -> None:
         y = x @ (args["factor"] * torch.eye(x.shape[-1]))  # a product: autocast would make it bf16
         return y, y.sum(-1) if args["want_sum"] else None, x.amax(-1)
 
-    scale.backend(name, numerics=numerics, **options)(run)
+    scale.backend(name, run=run, numerics=numerics, **options)
 
 
 def backward_backend(name: str, numerics: str) -> None:
@@ -53,7 +53,7 @@ def backward_backend(name: str, numerics: str) -> None:
         dx += 0.0 if dsum is None else factor * dsum[..., None]
         return dx.to(x.dtype)
 
-    scale_bwd.backend(name, numerics=numerics)(run)
+    scale_bwd.backend(name, run=run, numerics=numerics)
 
 
 def odd(args: dict[str, Any]) -> str | None:

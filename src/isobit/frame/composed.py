@@ -75,8 +75,9 @@ class Composed(Op):
 
         for each in op.backends:
             self.backend(
-                each.name, numerics=each.numerics, when=when_with_more(each), interpreted=each.interpreted
-            )(self)
+                each.name, run=self, numerics=each.numerics, when=when_with_more(each),
+                interpreted=each.interpreted,
+            )  # fmt: skip
 
     def serve(self, given: Args) -> Served:
         """Check a call against the contract and choose its backend, or raise an error."""

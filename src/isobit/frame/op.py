@@ -3,8 +3,7 @@
     @op("logp")
     def forward(logits: Float[Tensor, "* V"], ...) -> tuple[F32[Tensor, "*"], ...]: ...
 
-    @forward.backend("triton", numerics="lse/triton-1", when=cannot_serve)
-    def _(**args): ...
+    forward.backend("triton", run="kernels_triton:logp", numerics="lse/triton-1", when=cannot_serve)
 
 The signature is the contract (`isobit.frame.contract`). It becomes a `torch.library` op, so that
 `torch.compile`, `opcheck`, CUDA graphs and autocast work. Its body checks the contract, picks the first
@@ -29,7 +28,16 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from isobit.frame.autograd import Applied, Body, Refusal, Saved, Through, function_of
-from isobit.frame.backend import Args, Backend, Explanation, backend_named, choose, explain
+from isobit.frame.backend import (
+    Args,
+    Backend,
+    Explanation,
+    backend_named,
+    choose,
+    explain,
+    resolve,
+    whole_path,
+)
 from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
 from isobit.frame.call_plan import Way
 from isobit.frame.contract import Contract, ContractError, Param, is_given
@@ -101,20 +109,37 @@ class Op:
         self,
         name: str,
         *,
+        run: Callable[..., Any] | str,
         numerics: str | Callable[[torch.device], str],
-        when: Callable[[Args], str | None] = lambda args: None,
+        cannot_run: Callable[[torch.device], str | None] = lambda device: None,
+        when: Callable[[Args], str | None] | str = lambda args: None,
         interpreted: bool = False,
-        not_by_default: Callable[[Args], str | None] = lambda args: None,
+        not_by_default: Callable[[Args], str | None] | str = lambda args: None,
         launches: bool = False,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a backend; the order of declaration is the order of preference."""
+    ) -> None:
+        """Add a backend; the order of declaration is the order of preference.
 
-        def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends.append(Backend(name, run, numerics, when, interpreted, not_by_default, launches))
-            self.forget()
-            return run
+        `run`, `when` and `not_by_default` are functions, or their paths: "kernels_triton:logp" is a function
+        in a module of the op's package, imported at its first use. `cannot_run(device)` is asked before
+        `when` and `not_by_default`, so that a module is not imported where its kernels cannot run.
+        """
+        paths = [whole_path(f, self.package) for f in (run, when, not_by_default) if isinstance(f, str)]
 
-        return add
+        def after_device(reason: Callable[[Args], str | None] | str) -> Callable[[Args], str | None]:
+            def reason_of(args: Args) -> str | None:
+                device = next(v.device for v in args.values() if isinstance(v, Tensor))
+                if (no := cannot_run(device)) is not None:
+                    return no
+                ask = resolve(whole_path(reason, self.package)) if isinstance(reason, str) else reason
+                why: str | None = ask(args)
+                return why
+
+            return reason_of
+
+        function: Any = whole_path(run, self.package) if isinstance(run, str) else run
+        reasons = after_device(when), interpreted, after_device(not_by_default)
+        self.backends.append(Backend(name, function, numerics, *reasons, launches, tuple(paths)))
+        self.forget()
 
     def rule(self, check: Callable[[Contract, Args], None]) -> None:
         """Add a check that annotations cannot express, on shapes, dtypes and scalars; not on tensor

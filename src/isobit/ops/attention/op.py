@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -223,34 +223,19 @@ forward.value_rule(_bounds_hold)
 
 # Backends, fastest first
 
-_hopper, _hopper_bwd = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_hopper_bwd")
-_hopper_decode = Lazy(f"{__package__}.kernels_hopper_decode")
-_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
-_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_not(args)
-
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     """Its tiles hold many queries of one head, so few queries would waste them. Decoding has kernels of its
     own."""
-    if decodes(call_of(args)):
-        return hopper_cannot_run(args["q"].device)
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+    from isobit.ops.attention.kernels_hopper import why_rather_not
+
+    return None if decodes(call_of(args)) else why_rather_not(args)
 
 
-def _hopper_bwd_would_waste(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+def _by_hopper(**args: Any) -> Any:
+    from isobit.ops.attention import kernels_hopper, kernels_hopper_decode
 
-
-def _hopper_bwd_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper_bwd.why_not(args)
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    return triton_cannot_run(args["q"].device) or _triton.why_not(args)
+    return (kernels_hopper_decode if decodes(call_of(args)) else kernels_hopper).attention(**args)
 
 
 def _of_this_hardware(device: torch.device) -> str:
@@ -262,37 +247,23 @@ def _of_this_hardware(device: torch.device) -> str:
     return str(ATTN_1) if arch == "sm_90" else f"{ATTN_1}/{arch}"
 
 
-@forward.backend(
-    "hopper",
-    numerics=str(ATTN_1),
-    when=_hopper_cannot_serve,
-    not_by_default=_hopper_would_waste,
-    launches=True,
+_ON_HOPPER: dict[str, Any] = {
+    "numerics": str(ATTN_1), "cannot_run": hopper_cannot_run, "launches": True
+}  # fmt: skip
+forward.backend(
+    "hopper", run=_by_hopper, when="kernels_hopper:why_not", not_by_default=_hopper_would_waste, **_ON_HOPPER
 )
-def _(**args: Any) -> Any:
-    return (_hopper_decode if decodes(call_of(args)) else _hopper).attention(**args)
-
-
-@forward.backend(
-    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.attention(**args)
-
-
-@backward.backend(
-    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, not_by_default=_hopper_bwd_would_waste,
-    launches=True,
+backward.backend(
+    "hopper", run="kernels_hopper_bwd:attention_bwd", when="kernels_hopper_bwd:why_not",
+    not_by_default="kernels_hopper:why_rather_not", **_ON_HOPPER,
 )  # fmt: skip
-def _(**args: Any) -> Any:
-    return _hopper_bwd.attention_bwd(**args)
 
-
-@backward.backend(
-    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton_bwd.attention_bwd(**args)
+_ON_TRITON: dict[str, Any] = {
+    "numerics": _of_this_hardware, "cannot_run": triton_cannot_run, "when": "kernels_triton:why_not",
+    "interpreted": True, "launches": True,
+}  # fmt: skip
+forward.backend("triton", run="kernels_triton:attention", **_ON_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:attention_bwd", **_ON_TRITON)
 
 
 def _model_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -307,24 +278,28 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: select it by name to compare"
 
 
-@forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.attention(**args)
+forward.backend(
+    "model",
+    run="model:attention",
+    numerics=str(ATTN_1_CPU),
+    when=_model_cannot_serve,
+    not_by_default=_not_on_the_cpu,
+)
 
 
-@backward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.attention_bwd(**args)
+backward.backend(
+    "model",
+    run="model:attention_bwd",
+    numerics=str(ATTN_1_CPU),
+    when=_model_cannot_serve,
+    not_by_default=_not_on_the_cpu,
+)
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.attention(**args)
+forward.backend("reference", run="reference:attention", numerics=NONE)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.attention_bwd(**args)
+backward.backend("reference", run="reference:attention_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -218,33 +218,28 @@ backward.value_rule(_sequences)
 
 # Backends, fastest first
 
-_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
-_reference = Lazy(f"{__package__}.reference")
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_not(args)
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    return triton_cannot_run(args["q"].device) or _triton.why_not(args)
-
-
-@backward.backend("hopper", numerics=str(DHU_1), when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.dhu(**args)
-
-
-@backward.backend(
-    "triton", numerics=str(DHU_TRITON_1), when=_triton_cannot_serve, interpreted=True, launches=True
+backward.backend(
+    "hopper",
+    run="kernels_hopper:dhu",
+    numerics=str(DHU_1),
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.dhu(**args)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.dhu(**args)
+backward.backend(
+    "triton",
+    run="kernels_triton:dhu",
+    numerics=str(DHU_TRITON_1),
+    cannot_run=triton_cannot_run,
+    when="kernels_triton:why_not",
+    interpreted=True,
+    launches=True,
+)
+
+
+backward.backend("reference", run="reference:dhu", numerics=NONE)
 
 
 backward.not_differentiable(

@@ -18,12 +18,13 @@ Gradients are these two kinds of products on transposed views. With dy in the op
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import Lazy
+from isobit.frame.backend import resolve
 from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import Op, op
@@ -214,7 +215,7 @@ def _add_backend(
     **options: Any,
 ) -> None:
     """Registers one module as a backend of all ops here. It is imported at the first call that needs it."""
-    kernels = Lazy(f"{__package__}.{module}")
+    kernels = f"{__package__}.{module}"
 
     def seg16(device: torch.device) -> str:
         return _segments_of(chain16(device))
@@ -222,18 +223,16 @@ def _add_backend(
     for target, over_tokens, questions, run in _OPS:
 
         def when(args: dict[str, Any], questions: Any = questions) -> str | None:
-            reason = cannot_run(_device(args))
-            if reason is not None:
-                return reason
+            reason = None
             for what, one, other in questions(**args):
                 if 0 not in (*one.shape, *other.shape):
-                    reason = reason or getattr(kernels, f"why_not_{what}")(one, other)
+                    reason = reason or resolve(f"{kernels}:why_not_{what}")(one, other)
             return reason
 
-        def call(run: Callable[..., Any] = run, **args: Any) -> Any:
-            return run(kernels, **args)
-
-        target.backend(name, numerics=seg16 if over_tokens else chain16, when=when, **options)(call)
+        target.backend(
+            name, run=partial(run, kernels), numerics=seg16 if over_tokens else chain16,
+            cannot_run=cannot_run, when=when, **options,
+        )  # fmt: skip
 
 
 def _segments_of(chain16: str) -> str:

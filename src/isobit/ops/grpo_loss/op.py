@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Backend, Lazy
+from isobit.frame.backend import NONE, Backend, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask, Number
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
@@ -212,38 +212,35 @@ advantages_of.value_rule(groups.ascend)
 
 # Backends: those of `ratio_kl`, fastest first, each followed by the token terms
 
-_reference, _triton = Lazy(f"{__package__}.reference"), Lazy(f"{__package__}.kernels_triton")
-
-
-def _terms(rows: Backend) -> Lazy:
-    return _reference if rows.name == "reference" else _triton
-
 
 def _add_backends(rows: Backend, rows_bwd: Backend) -> None:
-    terms = _terms(rows)
+    terms = f"{__package__}.{'reference' if rows.name == 'reference' else 'kernels_triton'}:token_loss"
 
     def run(**args: Any) -> Any:
         # A recorder of launches records those of `ratio_kl` too.
         recorded = {"launch": args.pop("launch")} if "launch" in args else {}
         ratio, kl, _, entropy, stats, slopes = rows.run(**of_rows(args), **recorded)
-        *results, slope, scale = terms.token_loss(ratio, kl, entropy, slopes, **args, **recorded)
+        *results, slope, scale = resolve(terms)(ratio, kl, entropy, slopes, **args, **recorded)
         return (*results, stats, slope, scale)
 
-    def run_backward(**args: Any) -> Any:
-        if terms is _triton:  # one kernel, which is that of `ratio_kl`
-            return _triton.grpo_loss_bwd(**args)
-        dlogp = _reference.token_loss_bwd(args["slope"], args["scale"], args["dloss"])
+    def run_reference_backward(**args: Any) -> Any:
+        from isobit.ops.grpo_loss.reference import token_loss_bwd
+
+        dlogp = token_loss_bwd(args["slope"], args["scale"], args["dloss"])
         return rows_bwd.run(**of_rows_backward(args, dlogp))
 
     forward.backend(
-        rows.name, numerics=rows.numerics, when=lambda args: rows.when(of_rows(args)),
+        rows.name, run=run, numerics=rows.numerics, when=lambda args: rows.when(of_rows(args)),
         interpreted=rows.interpreted, not_by_default=lambda args: rows.not_by_default(of_rows(args)),
         launches=rows.launches,
-    )(run)  # fmt: skip
+    )  # fmt: skip
     backward.backend(
-        rows.name, numerics=rows_bwd.numerics, when=lambda args: rows_bwd.when(of_rows_backward(args, None)),
+        rows.name,
+        # Elsewhere it is one kernel, which is that of `ratio_kl`.
+        run=run_reference_backward if rows.name == "reference" else "kernels_triton:grpo_loss_bwd",
+        numerics=rows_bwd.numerics, when=lambda args: rows_bwd.when(of_rows_backward(args, None)),
         interpreted=rows_bwd.interpreted, launches=rows_bwd.launches,
-    )(run_backward)  # fmt: skip
+    )  # fmt: skip
 
 
 for backend in rows_forward.backends:
@@ -258,20 +255,17 @@ ADVANTAGES_1 = Numerics(
 )
 
 
-@advantages_of.backend(
+advantages_of.backend(
     "triton",
+    run="kernels_triton:group_advantages",
     numerics=str(ADVANTAGES_1),
-    when=lambda args: triton_cannot_run(args["rewards"].device),
+    cannot_run=triton_cannot_run,
     interpreted=True,
     launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.group_advantages(**args)
 
 
-@advantages_of.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.group_advantages(**args)
+advantages_of.backend("reference", run="reference:group_advantages", numerics=NONE)
 
 
 # Autograd, once for all backends

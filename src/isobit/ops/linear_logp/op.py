@@ -33,7 +33,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -217,11 +217,6 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported at the first call that needs them.
-_reference = Lazy(f"{__package__}.reference")
-_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
-_hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
-
 
 def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The outputs of a backend that never keeps anything. If memory for kept was requested, it is filled with
@@ -237,18 +232,24 @@ def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> t
     )
 
 
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args)
+forward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.linear_logp(**args)
-
-
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_bwd.linear_logp_bwd(**args)
+backward.backend(
+    "hopper",
+    run="kernels_hopper_bwd:linear_logp_bwd",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -262,28 +263,26 @@ def _triton_numerics(device: torch.device) -> str:
     return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
 
 
-@forward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _triton.linear_logp(**args))
+def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
+    from isobit.ops.linear_logp.kernels_triton import linear_logp
+
+    return _kept_nothing(args, linear_logp(**args))
 
 
-@backward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton_bwd.linear_logp_bwd(**args)
+def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
+    from isobit.ops.linear_logp.reference import linear_logp
+
+    return _kept_nothing(args, linear_logp(**args))
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _reference.linear_logp(**args))
+_ON_TRITON: dict[str, Any] = {
+    "numerics": _triton_numerics, "when": _triton_cannot_serve, "interpreted": True, "launches": True
+}  # fmt: skip
+forward.backend("triton", run=_by_triton, **_ON_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:linear_logp_bwd", **_ON_TRITON)
 
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_bwd(**args)
+forward.backend("reference", run=_by_reference, numerics=NONE)
+backward.backend("reference", run="reference:linear_logp_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Mask
 from isobit.frame.device import hopper_cannot_run
 from isobit.frame.op import op
@@ -111,41 +111,46 @@ def _postponed(contract: Contract, args: dict[str, Any]) -> None:
 
 # Backends, fastest first
 
-_reference = Lazy(f"{__package__}.reference_chunk")
-_hopper = Lazy("isobit.ops.linear_logp.kernels_hopper")
-_hopper_chunk = Lazy(f"{__package__}.kernels_hopper")
-
 
 def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    options = {"softcap": None, "logit_scale": None}
-    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args | options)
+    from isobit.ops.linear_logp.kernels_hopper import why_not
+
+    return why_not(args | {"softcap": None, "logit_scale": None})
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk(**args)
-
-
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_chunk(**args)
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_chunk_bwd(**args)
-
-
-@finish.backend(
-    "hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["memory"].device), launches=True
+forward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when=_hopper_cannot_serve,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk_dw(**args)
+
+
+backward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk_bwd",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when=_hopper_cannot_serve,
+    launches=True,
+)
+
+
+forward.backend("reference", run="reference_chunk:linear_logp_chunk", numerics=NONE)
+
+
+backward.backend("reference", run="reference_chunk:linear_logp_chunk_bwd", numerics=NONE)
+
+
+finish.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk_dw",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    launches=True,
+)
 
 
 for declared in (forward, backward, finish):

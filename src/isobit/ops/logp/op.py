@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -80,10 +80,6 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported at the first call that needs them.
-_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
-_reference = Lazy(f"{__package__}.reference")
-
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     if args["logits"].dtype == torch.float64:
@@ -91,43 +87,44 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     return triton_cannot_run(args["logits"].device)
 
 
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["logits"].device) or _hopper.why_not(args)
-
-
-@forward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+forward.backend(
+    "triton",
+    run="kernels_triton:logp",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.logp(**args)
 
 
-@backward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+backward.backend(
+    "triton",
+    run="kernels_triton:logp_bwd",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.logp_bwd(**args)
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.logp(**args)
+forward.backend(
+    "hopper",
+    run="kernels_hopper:logp",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
 # The gradient is elementwise, from the sums of the forward, so there is no order of additions.
-@backward.backend("hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["logits"].device))
-def _(**args: Any) -> Any:
-    return _triton.logp_bwd(**args)
+backward.backend("hopper", run="kernels_triton:logp_bwd", numerics="lse/1", cannot_run=hopper_cannot_run)
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.logp(**args)
+forward.backend("reference", run="reference:logp", numerics=NONE)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.logp_bwd(**args)
+backward.backend("reference", run="reference:logp_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -114,10 +114,6 @@ forward.value_rule(tokens.temperatures_are_positive)
 
 # Backends, fastest first
 
-# Imported at the first call that needs them.
-_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
-_reference = Lazy(f"{__package__}.reference")
-
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     for name in ("policy_logits", "ref_logits"):
@@ -126,48 +122,46 @@ def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
     return triton_cannot_run(args["policy_logits"].device)
 
 
-@forward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+forward.backend(
+    "triton",
+    run="kernels_triton:ratio_kl",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl(**args)
 
 
-@backward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
+backward.backend(
+    "triton",
+    run="kernels_triton:ratio_kl_bwd",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl_bwd(**args)
 
 
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["policy_logits"].device) or _hopper.why_not(args)
-
-
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.ratio_kl(**args)
+forward.backend(
+    "hopper",
+    run="kernels_hopper:ratio_kl",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
 # The gradient is elementwise, from the sums of the forward, so there is no order of additions.
-@backward.backend(
-    "hopper",
-    numerics="lse/1",
-    when=lambda args: hopper_cannot_run(args["policy_logits"].device),
-    launches=True,
+backward.backend(
+    "hopper", run="kernels_triton:ratio_kl_bwd", numerics="lse/1", cannot_run=hopper_cannot_run, launches=True
 )
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl_bwd(**args)
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.ratio_kl(**args)
+forward.backend("reference", run="reference:ratio_kl", numerics=NONE)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.ratio_kl_bwd(**args)
+backward.backend("reference", run="reference:ratio_kl_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends

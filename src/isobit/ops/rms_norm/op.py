@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, dtype_name
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
@@ -96,10 +96,6 @@ for _rule in (_has_columns, _dtypes, _scalars):
 
 # Backends, fastest first
 
-# Imported at the first call that needs them.
-_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
-_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
-
 
 def _first(args: dict[str, Any]) -> Tensor:
     """x, or h in the backward."""
@@ -121,34 +117,40 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it runs one PyTorch kernel per addition: select it by name to compare"
 
 
-@forward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
-def _(**args: Any) -> Any:
-    return _triton.rms_norm(**args)
+forward.backend(
+    "triton",
+    run="kernels_triton:rms_norm",
+    numerics=str(RMS_1),
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
 
 
-@backward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
-def _(**args: Any) -> Any:
-    return _triton_bwd.rms_norm_bwd(**args)
+backward.backend(
+    "triton",
+    run="kernels_triton_bwd:rms_norm_bwd",
+    numerics=str(RMS_1),
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
 
 
-@forward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.rms_norm(**args)
+forward.backend(
+    "model", run="model:rms_norm", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu
+)
 
 
-@backward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.rms_norm_bwd(**args)
+backward.backend(
+    "model", run="model:rms_norm_bwd", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu
+)
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.rms_norm(**args)
+forward.backend("reference", run="reference:rms_norm", numerics=NONE)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.rms_norm_bwd(**args)
+backward.backend("reference", run="reference:rms_norm_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends
