@@ -288,7 +288,7 @@ def test_value_rules_elsewhere_than_on_a_cpu(
         monkeypatch.setenv("ISOBIT_VALIDATE", environment)
     # The meta device represents one that is not a CPU: the rule runs and finds no values to read.
     values = scale.bind({"x": torch.empty(2, 4, device="meta"), "validate": validate})
-    assert scale._way(values)._must_check() is runs
+    assert scale._plan(values)._must_check() is runs
 
 
 # Calls like earlier ones
@@ -402,14 +402,14 @@ class Unhashable(float):
 def test_numbers_of_no_usual_type_become_usual_ones(asked: list[str]) -> None:
     for _ in range(2):
         assert call(even(), Unhashable(2.0))[0].tolist() == call(even(), validate=None)[0].tolist()
-    assert asked == ["rule", "backend"] and len(scale._ways) == 1
+    assert asked == ["rule", "backend"] and len(scale._plans) == 1
 
 
 def test_the_call_cache_is_bounded(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
-    assert len(scale._families) <= 3 and len(scale._ways) <= 3
+    assert len(scale._families) <= 3 and len(scale._plans) <= 3
 
 
 def test_another_number_of_rows_is_not_validated_again(asked: list[str]) -> None:

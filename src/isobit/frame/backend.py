@@ -1,5 +1,6 @@
 """Backends of an op: their properties, and the choice among them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,8 +25,9 @@ def resolve(path: str) -> Callable[..., Any]:
     """The function that `isobit.ops.logp.kernels_triton:logp` names. Its module is imported at the first
     use."""
     module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
+    function = getattr(sys.modules.get(module), name, None)  # None too while another thread imports it
+    made: Callable[..., Any] = getattr(import_module(module), name) if function is None else function
+    return made
 
 
 def whole_path(path: str, package: str) -> str:

@@ -39,7 +39,7 @@ from isobit.frame.backend import (
     whole_path,
 )
 from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
-from isobit.frame.call_plan import Way
+from isobit.frame.call_plan import CallPlan
 from isobit.frame.contract import Contract, ContractError, Param, is_given
 from isobit.frame.numerics_class import Numerics
 
@@ -99,9 +99,9 @@ class Op:
 
     def forget(self) -> None:
         """Drop every cached call. New dictionaries, because another thread may hold the old ones."""
-        self._ways: dict[CacheKey, Way] = {}
-        self._families: dict[CacheKey, Way] = {}  # for calls with any number of rows
-        self._served_of = list(self.backends)  # the backends that cached choices were made from
+        self._plans: dict[CacheKey, CallPlan] = {}
+        self._families: dict[CacheKey, CallPlan] = {}  # for calls with any number of rows
+        self._planned_for = list(self.backends)  # the backends that cached plans were made for
 
     # Declaring
 
@@ -202,7 +202,7 @@ class Op:
                 # A tensor that is given twice, as in a a^T, is saved from its first position. The next call
                 # may have two different tensors there, so this cannot be cached.
                 if len({id(t) for t in tensors}) == len(tensors):
-                    body.settle(saved)
+                    body.cache_saved(saved)
             ctx.save_for_backward(*saved.among((*tensors, *several)))
             ctx.call = body, saved
             ctx.set_materialize_grads(False)
@@ -212,12 +212,12 @@ class Op:
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             (body, saved), wanted = ctx.call, ctx.needs_input_grad[1:]
-            common = body.kept.get(wanted)
+            common = body.common.get(wanted)
             if common is None:
                 scalars = dict(zip(names, body.template, strict=True))
                 needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
                 follow = self._bound_to(scalars, saved.device)
-                common = body.kept[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
+                common = body.common[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
             kept = common.copy()
             kept.update(zip(saved.names, ctx.saved_tensors, strict=True))
             if not torch.is_grad_enabled():
@@ -231,13 +231,13 @@ class Op:
                     found = {name: Refusal.apply(_first, once, g, *watched) for name, g in made.items()}
             return (None, *[found.get(names[p]) for p in body.positions])
 
-        self._set_autograd(function_of(self.name, setup_context, backward), flags)
+        self._set_autograd(function_of(self.name, setup_context, backward, CallPlan.run), flags)
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error with this message (used by backwards)."""
 
         def refused(body: Body, *tensors: Tensor) -> Any:
-            return Refusal.apply(lambda *given: body.run(given), why, *tensors)
+            return Refusal.apply(body.run, why, *tensors)
 
         self._set_autograd(Applied(refused, refused))
 
@@ -298,64 +298,71 @@ class Op:
     # Running
 
     def __call__(self, **given: Any) -> Any:
-        """Call by keyword; omitted arguments have their defaults.
+        """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
+        it.
 
-        Plain tensors outside of any tracing go directly to the body, past the `torch.library` op: PyTorch's
-        dispatcher needs two hops to a Python body, which cost tens of microseconds per call. And for calls
-        with a known cache key nothing is checked or chosen again.
+        Plain tensors outside any tracing go past the `torch.library` op: PyTorch's dispatcher needs two hops
+        to a Python body, which cost tens of microseconds per call. And for calls with a known cache key
+        nothing is checked or chosen again.
         """
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
-        if _watched() or forward_ad._current_level >= 0:
-            return self._first_call(self._typed(values), None)
-        key = cache_key_of(values, _grad_enabled())
-        way = self._find(key)
-        if way is None:
-            typed = self._typed(values)
-            if typed is values:
-                return self._first_call(values, key)
-            values = typed  # for example, a numpy number has become a Python number
+        key = plan = None
+        watched = _watched() or forward_ad._current_level >= 0
+        if not watched:
             key = cache_key_of(values, _grad_enabled())
-            way = self._find(key)
-        return self._first_call(values, key) if way is None else way(values)
+            plan = self._cached_plan(key)
+        if plan is None:
+            typed = self._typed(values)
+            if typed is not values and not watched:  # for example, a numpy number has become a Python number
+                key = cache_key_of(typed, _grad_enabled())
+                plan = self._cached_plan(key)
+            values = typed
+        if plan is None:
+            if not self._plain(values) or values[0].device.type == "meta":
+                return self._without_plan(values)
+            plan, values = self._planned(values, key)
+        tensors = [values[i] for i in plan.positions]
+        return plan.run(*tensors) if plan.applied is None else plan.applied.eager(plan, *tensors)
 
-    def _find(self, key: CacheKey | None) -> Way | None:
-        """The cached way to serve calls with this key, or with its family's key."""
-        if key is None or self._served_of != self.backends:
+    def _cached_plan(self, key: CacheKey | None) -> CallPlan | None:
+        """The plan of calls with this key, or with its family's key."""
+        if key is None or self._planned_for != self.backends:
             return None
-        way = self._ways.get(key)
-        if way is None:
+        plan = self._plans.get(key)
+        if plan is None:
             family = family_key_of(key, self.contract.rows_at)
-            way = None if family is None else self._families.get(family)
-            if way is not None:
-                way = way.another()
-                remember(self._ways, key, way)
-        return way
+            plan = None if family is None else self._families.get(family)
+            if plan is not None:
+                plan = plan.for_other_rows()
+                remember(self._plans, key, plan)
+        return plan
 
-    def _keep(self, key: CacheKey | None, way: Way) -> None:
+    def _cache_plan(self, key: CacheKey | None, plan: CallPlan) -> None:
         if key is not None:
-            remember(self._ways, key, way)
-            remember(self._families, family_key_of(key, self.contract.rows_at), way)
+            remember(self._plans, key, plan)
+            remember(self._families, family_key_of(key, self.contract.rows_at), plan)
 
-    def _first_call(self, values: tuple[Any, ...], key: CacheKey | None) -> Any:
-        """A call whose key is not cached, or that has none."""
+    def _planned(self, values: tuple[Any, ...], key: CacheKey | None) -> tuple[CallPlan, tuple[Any, ...]]:
+        """A new plan, and the values that it runs with: those of a call that a backward may follow have some
+        flags set."""
+        applied = None
+        if self._applied is not None and self._needs_grad(values):
+            values, applied = self._followed(values), self._applied
+        plan = self._plan(values, applied)
+        self._cache_plan(key, plan)
+        return plan, values
+
+    def _without_plan(self, values: tuple[Any, ...]) -> Any:
+        """A call that the dispatcher must see, or on the meta device: shapes without values."""
         if not self._plain(values):
             if self._applied is not None and torch._C._are_functorch_transforms_active():
                 return self._differentiated(self._run_transformed, values)
             return self.torch_op(*self.contract.to_torch(values))
         if self._applied is None or not self._needs_grad(values):
-            if values[0].device.type == "meta":  # shapes without values: nothing to compute
-                return self._fake(*values)
-            way = self._way(values)
-        elif values[0].device.type == "meta":
-            return self._differentiated(self._fake, values)
-        else:
-            values = self._followed(values)
-            way = self._way(values, self._applied)
-        found = way(values)
-        self._keep(key, way)
-        return found
+            return self._fake(*values)
+        return self._differentiated(self._fake, values)
 
     def bind(self, given: Args) -> tuple[Any, ...]:
         """The values of a call, in the order of the contract, converted to the declared types."""
@@ -386,11 +393,11 @@ class Op:
         if values[0].device.type == "meta":
             return self._fake(*values)
         key = cache_key_of(values, False)
-        way = self._find(key)
-        if way is None:
-            way = self._way(values)
-            self._keep(key, way)
-        return way(values)
+        plan = self._cached_plan(key)
+        if plan is None:
+            plan = self._plan(values)
+            self._cache_plan(key, plan)
+        return plan.run(*[values[i] for i in plan.positions])
 
     def _run_for_torch(self, *given: Any) -> Any:
         """The body as `torch.library` needs it: an output that was not requested is an empty tensor, where
@@ -406,7 +413,7 @@ class Op:
         )
 
     def _run_transformed(self, *values: Any) -> Any:
-        """Inside of `torch.func`: the dispatcher handles the remaining transforms."""
+        """Inside `torch.func`: the dispatcher handles the remaining transforms."""
         return self.torch_op(*self.contract.to_torch(values))
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:
@@ -430,13 +437,13 @@ class Op:
         assert self.flops is not None
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
-    def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
-        """How calls like this one are served; raises an error if none can be.
+    def _plan(self, values: Sequence[Any], applied: Applied | None = None) -> CallPlan:
+        """The plan of calls like this one; raises an error if no backend can serve them.
 
         The contract, its rules and the choice of a backend depend on everything but tensor values and the
         number of rows. So the result holds for all calls with the same key, and for its family.
         """
-        if self._served_of != self.backends:
+        if self._planned_for != self.backends:
             self.forget()
         args, _ = self._validated(values)
         controls = _pop_controls(args)
@@ -444,7 +451,7 @@ class Op:
         validate = values[_VALIDATE] if self.value_rules else False
         if validate is None and values[0].device.type == "cpu":
             validate = True
-        return Way(self.name, tuple(args), backend, self._check_values, validate, applied, values)
+        return CallPlan(self.name, tuple(args), backend, self._check_values, validate, applied, values)
 
     def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
         """(arguments, dimensions) of a call that satisfies the contract, except for its value rules."""

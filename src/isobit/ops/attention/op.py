@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -233,9 +233,8 @@ def _hopper_would_waste(args: dict[str, Any]) -> str | None:
 
 
 def _by_hopper(**args: Any) -> Any:
-    from isobit.ops.attention import kernels_hopper, kernels_hopper_decode
-
-    return (kernels_hopper_decode if decodes(call_of(args)) else kernels_hopper).attention(**args)
+    kernels = "kernels_hopper_decode" if decodes(call_of(args)) else "kernels_hopper"
+    return resolve(f"{__package__}.{kernels}:attention")(**args)
 
 
 def _of_this_hardware(device: torch.device) -> str:

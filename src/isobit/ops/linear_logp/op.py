@@ -33,7 +33,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
@@ -264,15 +264,11 @@ def _triton_numerics(device: torch.device) -> str:
 
 
 def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
-    from isobit.ops.linear_logp.kernels_triton import linear_logp
-
-    return _kept_nothing(args, linear_logp(**args))
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
 
 
 def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
-    from isobit.ops.linear_logp.reference import linear_logp
-
-    return _kept_nothing(args, linear_logp(**args))
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
 
 
 _ON_TRITON: dict[str, Any] = {
