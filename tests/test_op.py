@@ -437,6 +437,32 @@ def test_a_name_can_be_declared_only_once() -> None:
     assert OPS["test_op_scale"] is scale
 
 
+def test_gradients_arrive_with_the_strides_that_the_backward_takes() -> None:
+    """The gradient of a sum is one number, expanded: its strides are 0."""
+
+    @op("test_op_strides")
+    def forward(x: Float[Tensor, "* V"]) -> tuple[Like[Tensor, "x"], Like[Tensor, "x"]]: ...
+
+    @op("test_op_strides_bwd")
+    def backward(
+        dfirst: Float[Tensor, "* V"] | None, dsecond: Float[Tensor, "* V; any strides"] | None
+    ) -> Float[Tensor, "* V in dfirst or dsecond"]: ...
+
+    strides: list[Any] = []
+
+    def run(dfirst: Tensor, dsecond: Tensor) -> Tensor:
+        strides.extend((dfirst.stride(), dsecond.stride()))
+        return dfirst + dsecond
+
+    forward.backend("only", run=lambda x: (x.clone(), x.clone()), numerics=NONE)
+    backward.backend("only", run=run, numerics=NONE)
+    forward.derivative("x", by=backward, outputs=("first", "second"))
+    x = torch.ones(2, 3, requires_grad=True)
+    first, second = forward(x=x)
+    (first.sum() + second.sum()).backward()
+    assert strides == [(3, 1), (0, 0)] and x.grad is not None and x.grad.tolist() == [[2.0] * 3] * 2
+
+
 def test_an_op_without_a_derivative_gives_no_gradient_silently() -> None:
     @op("test_op_opaque")
     def opaque(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
@@ -463,11 +489,7 @@ def test_a_backward_of_the_class_that_cannot_serve_is_passed_over() -> None:
     for name in reasons:
         run = lambda dy, name=name: (served.append(name), dy * 2)[1]  # noqa: E731
         backward.backend(name, run=run, numerics="c/1", when=lambda args, name=name: reasons[name])
-    forward.derivative(
-        "x",
-        save=lambda args, out: {},
-        gradient=lambda kept, grads: {"x": backward(dy=grads[0], **kept["follow"])},
-    )
+    forward.derivative("x", by=backward, outputs=("y",))
     x = torch.ones(3, requires_grad=True)
     forward(x=x, backend="fast").sum().backward()
     assert served == ["portable"] and x.grad is not None and x.grad.tolist() == [2.0] * 3

@@ -81,7 +81,8 @@ def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[st
 double.derivative(
     "x",
     "y",
-    save=lambda args, out: {"x": args["x"]},
+    by=times,
+    outputs=("out",),
     gradient=_gradient,
     once="double has no second derivative",
 )

@@ -83,13 +83,7 @@ def _no_nan(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("x", args["x"], "has a NaN")
 
 
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    assert grads[2] is None
-    dy = None if grads[0] is None else grads[0].contiguous()  # the gradient of a sum has stride 0
-    return {"x": scale_bwd(x=kept["x"], dy=dy, dsum=grads[1], factor=kept["factor"], **kept["follow"])}
-
-
-scale.derivative("x", save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
+scale.derivative("x", by=scale_bwd, outputs=("y", "sum", "largest"), constant=("largest",))
 scale_bwd.not_differentiable("the toy has no second derivative")
 
 

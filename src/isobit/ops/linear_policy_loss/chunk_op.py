@@ -22,23 +22,20 @@ from typing import Any
 from torch import Tensor
 
 from isobit.frame.backend import NONE
-from isobit.frame.contract import F32, Contract, Float, Int, Mask
+from isobit.frame.contract import F32, Contract, Float, Int
 from isobit.frame.device import hopper_cannot_run
 from isobit.frame.op import op
 from isobit.kernels.host import tokens
+from isobit.ops.linear_logp.op import forward as linear_logp
 
 # The contract
 
 
-@op("linear_logp_chunk")
+_ROWS = ("hidden", "weight", "token_ids", "bias", "mask")
+
+
+@op("linear_logp_chunk", like=linear_logp.params(*_ROWS, "ignore_index", "temperature"))
 def forward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
     memory: Float[Tensor, "M; written"],
     kept_base: F32[Tensor, "R G 4; written"] | None,
     queued: Int[Tensor, "1"] | None,
@@ -47,13 +44,8 @@ def forward(
     """(logp, entropy, stats); memory and kept_base hold what the backward needs."""
 
 
-@op("linear_logp_chunk_bwd")
+@op("linear_logp_chunk_bwd", like=linear_logp.params(*_ROWS))
 def backward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
     stats: F32[Tensor, "2 *"],
     entropy: F32[Tensor, "*"] | None,
     dlogp: F32[Tensor, "*"] | None,
@@ -97,16 +89,13 @@ def _has_rows(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", args["token_ids"], "a chunk has at least one row")
 
 
-for declared in (forward, backward):
-    declared.rule(tokens.scalars)
-    declared.rule(_has_rows)
-backward.rule(tokens.entropy_is_there)
-
-
-@backward.rule
 def _postponed(contract: Contract, args: dict[str, Any]) -> None:
     if args["postpone"] and not (args["first"] and args["last"] and args["kept"]):
         raise contract.error("postpone", True, "only where there is one chunk, and it was kept")
+
+
+forward.rule(tokens.scalars, _has_rows)
+backward.rule(tokens.scalars, _has_rows, tokens.entropy_is_there, _postponed)
 
 
 # Backends, fastest first

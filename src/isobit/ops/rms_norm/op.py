@@ -24,6 +24,7 @@ from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, dtype_name
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.numerics import Numerics
 
 RMS_1 = Numerics(
@@ -36,27 +37,80 @@ RMS_1 = Numerics(
 )
 
 
-@op("rms_norm")
-def forward(
+@public_op("rms_norm")
+def forward(return_rstd: bool = False) -> tuple[
+    Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]
+]:  # fmt: skip
+    """(out, summed, rstd): summed only with a residual. Autograd asks for rstd where a backward may
+    follow."""
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, *, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
+@forward.public  # type: ignore[misc]
+def rms_norm(  # overloads take any options
     x: Float[Tensor, "* D"],
     weight: Float[Tensor, "D"],
+    *,
     residual: Float[Tensor, "* D"] | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
-    cast: str = "before",
-    return_rstd: bool = False,
-) -> tuple[Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]]:
-    """(out, h, rstd): h only with a residual."""
+    cast: Literal["before", "after"] = "before",
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row, with bits that do not depend on the batch.
+
+    Args:
+        x: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides, the
+            last dimension contiguous.
+        weight: [D], of the dtype of x or fp32.
+        residual: [*, D], of the dtype of x: x + residual is normalised, rounded to that dtype, as if it had
+            been added before the call.
+        eps: a number of 0 or more, added to the mean of squares.
+        offset: added to the weight in fp32. 1.0 is Gemma's (1 + weight), with cast="after".
+        cast: where the normalised row is rounded to the dtype of x: "before" it is multiplied by the weight,
+            and once more after it, as Hugging Face's Llama, Mistral and Qwen do; or only "after" it, as
+            `torch.nn.functional.rms_norm` and Hugging Face's Gemma do.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "rms/1"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
+        backend: force "triton", "model" or "reference"; None takes the first that can serve.
+
+    Returns:
+        [*, D] in the dtype of x; with a residual, (that, x + residual). In class rms/1 a row's bits depend on
+        that row and on the weight only.
+
+    Gradients: x and residual share one gradient tensor, rounded once. dweight is a sum over the rows in their
+    order, by groups of 16, rounded once: it does not depend on the leading shape, on strides or on the
+    schedule, and finite rows at the end whose dout is 0 do not change it.
+
+    Example:
+        >>> import torch, isobit
+        >>> x, weight = torch.tensor([[3.0, 4.0], [0.6, 0.8]]), torch.tensor([1.0, 2.0])
+        >>> isobit.rms_norm(x, weight, eps=0.0)
+        tensor([[0.8485, 2.2627],
+                [0.8485, 2.2627]])
+        >>> out, summed = isobit.rms_norm(x, weight, residual=x, eps=0.0)
+        >>> summed
+        tensor([[6.0000, 8.0000],
+                [1.2000, 1.6000]])
+    """
+    out, summed, _ = forward(**locals())
+    return out if residual is None else (out, summed)
 
 
-@op("rms_norm_bwd")
+@op("rms_norm_bwd", like=forward.params(..., "offset"))
 def backward(
     h: Float[Tensor, "* D"],
     weight: Float[Tensor, "D"],
     rstd: F32[Tensor, "*"],
     dout: Float[Tensor, "* D"],
     dsummed: Float[Tensor, "* D"] | None,
-    offset: float,
+    *,
     want_h: bool,
     want_weight: bool,
 ) -> tuple[Float[Tensor, "* D in h if want_h"], Float[Tensor, "D in weight if want_weight"]]:
@@ -90,8 +144,7 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("cast", args["cast"], "must be 'before' or 'after' (the weight)")
 
 
-for _rule in (_has_columns, _dtypes, _scalars):
-    forward.rule(_rule)
+forward.rule(_has_columns, _dtypes, _scalars)
 
 
 # Backends, fastest first
@@ -156,110 +209,28 @@ backward.backend("reference", run="reference:rms_norm_bwd", numerics=NONE)
 # Autograd, once for all backends
 
 
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, summed, rstd = outputs
-    h = args["x"] if args["residual"] is None else summed
-    return {"h": h, "weight": args["weight"], "rstd": rstd}
+def _save(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    return saved | {"h": call["x"] if call["residual"] is None else call["summed"]}
 
 
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+def _gradient(saved: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
     dout, dsummed, _ = grads
-    needs = kept["needs"]
-    if dout is None:  # only h was used
+    needs = saved["needs"]
+    if dout is None:  # only summed was used
         return {name: dsummed for name in ("x", "residual") if name in needs}
     dx, dweight = backward(
-        h=kept["h"], weight=kept["weight"], rstd=kept["rstd"], dout=_by_columns(dout),
-        dsummed=_by_columns(dsummed), offset=kept["offset"],
-        want_h="x" in needs or "residual" in needs, want_weight="weight" in needs, **kept["follow"],
+        **{name: saved[name] for name in ("h", "weight", "rstd", "offset")}, dout=dout, dsummed=dsummed,
+        want_h="x" in needs or "residual" in needs, want_weight="weight" in needs, **saved["follow"],
     )  # fmt: skip
-    found = {"x": dx, "residual": dx, "weight": dweight}
-    return {name: g for name, g in found.items() if name in needs}
-
-
-def _by_columns(grad: Tensor | None) -> Tensor | None:
-    """A gradient as kernels read it, with last stride 1. The gradient of a sum is one number expanded over
-    all columns. (A clone, because contiguous() returns an empty tensor itself, whatever its strides.)"""
-    if grad is None or grad.stride(-1) == 1:
-        return grad
-    return grad.clone(memory_format=torch.contiguous_format)
+    gradients = {"x": dx, "residual": dx, "weight": dweight}
+    return {name: g for name, g in gradients.items() if name in needs}
 
 
 forward.derivative(
-    "x", "weight", "residual", save=_save, gradient=_gradient, constant=(2,), flags=("return_rstd",)
-)
+    "x", "weight", "residual", by=backward, outputs=("out", "summed", "rstd"), constant=("rstd",),
+    flags=("return_rstd",), save=_save, gradient=_gradient,
+)  # fmt: skip
 backward.not_differentiable(
     "isobit.rms_norm has no second derivative: its backward is a kernel without a gradient of its own. "
     "Differentiate torch.nn.functional.rms_norm instead where you need one."
 )
-
-
-# Public function
-
-
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor, *, residual: None = ..., eps: float = ..., offset: float = ...,
-    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor, *, residual: Tensor, eps: float = ..., offset: float = ...,
-    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@forward.public
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    residual: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast: Literal["before", "after"] = "before",
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight), row by row, with bits that do not depend on the batch.
-
-    Args:
-        x: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides, the
-            last dimension contiguous.
-        weight: [D], of the dtype of x or fp32.
-        residual: [*, D], of the dtype of x: x + residual is normalised, rounded to that dtype, as if it had
-            been added before the call.
-        eps: a number of 0 or more, added to the mean of squares.
-        offset: added to the weight in fp32. 1.0 is Gemma's (1 + weight), with cast="after".
-        cast: where the normalised row is rounded to the dtype of x: "before" it is multiplied by the weight,
-            and once more after it, as Hugging Face's Llama, Mistral and Qwen do; or only "after" it, as
-            `torch.nn.functional.rms_norm` and Hugging Face's Gemma do.
-        validate: as in every op; this op has no values to check.
-        numerics: the numerics class that the result must have, "rms/1"; None takes that of the backend that
-            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "triton", "model" or "reference"; None takes the first that can serve.
-
-    Returns:
-        [*, D] in the dtype of x; with a residual, (that, x + residual). In class rms/1 a row's bits depend on
-        that row and on the weight only.
-
-    Gradients: x and residual share one gradient tensor, rounded once. dweight is a sum over the rows in their
-    order, by groups of 16, rounded once: it does not depend on the leading shape, on strides or on the
-    schedule, and finite rows at the end whose dout is 0 do not change it.
-
-    Example:
-        >>> import torch, isobit
-        >>> x, weight = torch.tensor([[3.0, 4.0], [0.6, 0.8]]), torch.tensor([1.0, 2.0])
-        >>> isobit.rms_norm(x, weight, eps=0.0)
-        tensor([[0.8485, 2.2627],
-                [0.8485, 2.2627]])
-        >>> out, summed = isobit.rms_norm(x, weight, residual=x, eps=0.0)
-        >>> summed
-        tensor([[6.0000, 8.0000],
-                [1.2000, 1.6000]])
-    """
-    out, summed, _ = forward(
-        x=x, weight=weight, residual=residual, eps=eps, offset=offset, cast=cast,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
-    return out if residual is None else (out, summed)
