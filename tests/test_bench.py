@@ -164,7 +164,7 @@ def test_an_op_that_fails_its_check_is_not_timed(monkeypatch: pytest.MonkeyPatch
 @contextlib.contextmanager
 def backend_of(op: Any, name: str, run: Callable[..., Any], where: int | None = None) -> Iterator[None]:
     """One more backend of an op: the last, or before all others so that it serves by default."""
-    op.backend(name, numerics="none")(run)
+    op.backend(name, run=run, numerics="none")
     added = op.backends[-1]
     if where is not None:
         op.backends.insert(where, op.backends.pop())

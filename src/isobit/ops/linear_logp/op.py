@@ -33,10 +33,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
@@ -85,248 +86,20 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
 # The contract
 
 
-@op("linear_logp", sizes=kept_sizes, flops=_product_flops)
-def forward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None = None,
-    mask: Mask[Tensor, "*"] | None = None,
-    ignore_index: int = -100,
-    temperature: float | F32[Tensor, "*"] = 1.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    logits_dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    return_stats: bool = False,
-    keep: bool = False,
-    workspace_bytes: int | None = None,
-) -> tuple[
+@public_op("linear_logp", before="workspace_bytes", sizes=kept_sizes, flops=_product_flops)
+def forward(return_stats: bool = False, keep: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
     F32[Tensor, "* if return_lse"],
     F32[Tensor, "2 * if return_stats"],
     Float[Tensor, "R C in hidden if keep"],
     F32[Tensor, "R G 4 if keep"],
-]:
+]:  # fmt: skip
     """(logp, entropy, lse, stats, kept, kept_base).
 
-    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). The
-    contents of kept and kept_base are up to the backend; `kept_sizes` gives their sizes."""
-
-
-def _backward_flops(args: dict[str, Any]) -> int:
-    """One product for the logits, unless they were kept, and one for each gradient of a matrix."""
-    products = (args["kept"] is None) + args["want_hidden"] + args["want_weight"]
-    return products * _product_flops(args)
-
-
-@op("linear_logp_bwd", flops=_backward_flops)
-def backward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
-    stats: F32[Tensor, "2 *"],
-    entropy: F32[Tensor, "*"] | None,
-    kept: Float[Tensor, "R C"] | None,
-    kept_base: F32[Tensor, "R G 4"] | None,
-    dlogp: F32[Tensor, "*"] | None,
-    dentropy: F32[Tensor, "*"] | None,
-    dlse: F32[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    workspace_bytes: int | None,
-    want_hidden: bool,
-    want_weight: bool,
-    want_bias: bool,
-    grad_dtype: torch.dtype | None,
-) -> tuple[
-    Float[Tensor, "* D in grad_dtype or hidden if want_hidden"],
-    Float[Tensor, "V D in grad_dtype or weight if want_weight"],
-    Float[Tensor, "V in grad_dtype or bias or hidden if want_bias"],
-]:
-    """(dhidden, dweight, dbias), from the gradients of any of the outputs; in grad_dtype, or in the dtypes of
-    their parameters."""
-
-
-# Rules that annotations cannot express
-
-
-def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
-    own, bias = args["hidden"].dtype, args["bias"]
-    if args["weight"].dtype != own:
-        raise contract.error("weight", args["weight"], f"dtype must be that of hidden, {dtype_name(own)}")
-    if bias is not None and bias.dtype not in (own, torch.float32):
-        raise contract.error("bias", bias, f"dtype must be that of hidden, {dtype_name(own)}, or fp32")
-
-
-def _scalars(contract: Contract, args: dict[str, Any]) -> None:
-    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
-        if args[name] is not None and not holds(args[name]):
-            raise contract.error(name, args[name], rule)
-
-    # Kernels multiply by its inverse in fp32.
-    require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
-    require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
-    require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
-    require("workspace_bytes", lambda n: n >= 0, "must not be negative")
-
-
-def _sizes(contract: Contract, args: dict[str, Any]) -> None:
-    V, D = args["weight"].shape
-    if V == 0 or D == 0:
-        raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
-    if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
-        raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
-
-
-def _grad_dtype(contract: Contract, args: dict[str, Any]) -> None:
-    own, given = args["hidden"].dtype, args["grad_dtype"]
-    if given not in (None, own, torch.bfloat16, torch.float16, torch.float32):
-        raise contract.error("grad_dtype", given, "must be bf16, fp16, fp32, or that of hidden")
-
-
-def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
-    if args["want_bias"] and args["bias"] is None:
-        raise contract.error("bias", None, "is required with want_bias")
-
-
-def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    tokens.ids_below(vocabulary(args), contract, args)
-
-
-for declared in (forward, backward):
-    declared.rule(_one_dtype)
-    declared.rule(tokens.scalars)
-    declared.rule(_scalars)
-    declared.rule(_sizes)
-backward.rule(tokens.entropy_is_there)
-backward.rule(_bias_is_there)
-backward.rule(_grad_dtype)
-forward.value_rule(_ids_in_range)
-forward.value_rule(tokens.temperatures_are_positive)
-
-
-# Backends, fastest first
-
-# Imported at the first call that needs them.
-_reference = Lazy(f"{__package__}.reference")
-_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
-_hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
-
-
-def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The outputs of a backend that never keeps anything. If memory for kept was requested, it is filled with
-    NaN, so that a backward that used it by mistake would be noticed."""
-    if not args["keep"]:
-        return (*outputs, None, None)
-    hidden, (rows, columns, groups) = args["hidden"], kept_sizes(args).values()
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (
-        *outputs,
-        hidden.new_empty(rows, columns),
-        hidden.new_full((rows, groups, 4), math.nan, dtype=wide),
-    )
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args)
-
-
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.linear_logp(**args)
-
-
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_bwd.linear_logp_bwd(**args)
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    if args["hidden"].dtype == torch.float64:
-        return "inputs are fp64; the kernels compute in fp32"
-    return triton_cannot_run(args["hidden"].device)
-
-
-def _triton_numerics(device: torch.device) -> str:
-    """The interpreter multiplies with numpy and promises no bits."""
-    return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
-
-
-@forward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _triton.linear_logp(**args))
-
-
-@backward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton_bwd.linear_logp_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _reference.linear_logp(**args))
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_bwd(**args)
-
-
-# Autograd, once for all backends
-
-_GIVEN = (
-    "hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature", "softcap", "logit_scale",
-    "logits_dtype", "vocab_size", "workspace_bytes",
-)  # fmt: skip
-
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, entropy, _, stats, kept, kept_base = outputs
-    tensors = {name: args[name] for name in _GIVEN}
-    if not args["keep"] or len(kept) == 0:
-        kept = kept_base = None  # type: ignore[assignment]
-    tensors |= {"stats": stats, "kept": kept, "kept_base": kept_base}
-    return tensors | {"entropy": entropy if args["return_entropy"] else None}
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    names = (*_GIVEN, "stats", "entropy", "kept", "kept_base")
-    found = backward(
-        **{name: kept[name] for name in names},
-        **dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False)),
-        **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
-        grad_dtype=None,
-        **kept["follow"],
-    )
-    gradients = zip(forward.differentiable, found, strict=True)
-    return {name: g for name, g in gradients if name in kept["needs"]}
-
-
-forward.derivative(
-    "hidden", "weight", "bias",
-    save=_save, gradient=_gradient, constant=(3, 4, 5), flags=("return_stats",),
-)  # fmt: skip
-backward.not_differentiable(
-    "isobit.linear_logp has no second derivative: its backward is made of kernels without a gradient of "
-    "their own. Differentiate a log_softmax of the logits instead where you need one."
-)
-
-
-# Public function
+    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature); autograd
+    asks for them where a backward may follow. The contents of kept and kept_base are up to the backend;
+    `kept_sizes` gives their sizes."""
 
 
 def _can_keep(
@@ -350,26 +123,24 @@ def _can_keep(
 
 @overload
 def linear_logp(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, bias: Tensor | None = ...,
-    mask: Tensor | None = ..., ignore_index: int = ..., temperature: float | Tensor = ...,
-    softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
-    vocab_size: int | None = ...,
-    return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
-    workspace_bytes: int | None = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, return_entropy: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
 @overload
-def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
+def linear_logp(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> Tensor: ...
 @forward.public  # type: ignore[misc]
-def linear_logp(  # the second overload takes any options
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
+def linear_logp(  # overloads take any options
+    hidden: Float[Tensor, "* D"],
+    weight: Float[Tensor, "V D"],
+    token_ids: Int[Tensor, "*"],
     *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    bias: Float[Tensor, "V"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
-    temperature: float | Tensor = 1.0,
+    temperature: float | F32[Tensor, "*"] = 1.0,
     softcap: float | None = None,
     logit_scale: float | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -434,16 +205,185 @@ def linear_logp(  # the second overload takes any options
         >>> head.grad[:, 1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
+    given = locals()
     keep = workspace_bytes is not None and _can_keep(
         workspace_bytes, hidden, weight, bias, vocab_size, numerics, backend
     )
-    # Autograd sets return_stats itself where a backward may follow.
-    out, entropy, lse, *_ = forward(
-        hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, mask=mask, ignore_index=ignore_index,
-        temperature=temperature, softcap=softcap, logit_scale=logit_scale, logits_dtype=logits_dtype,
-        vocab_size=vocab_size, return_entropy=return_entropy, return_lse=return_lse, keep=keep,
-        workspace_bytes=workspace_bytes, validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
+    out, entropy, lse, *_ = forward(**given, keep=keep)
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())
+
+
+def _backward_flops(args: dict[str, Any]) -> int:
+    """One product for the logits, unless they were kept, and one for each gradient of a matrix."""
+    products = (args["kept"] is None) + args["want_hidden"] + args["want_weight"]
+    return products * _product_flops(args)
+
+
+_SHARED = forward.params(
+    "hidden", "weight", "token_ids", "bias", "mask", ..., "ignore_index", "temperature", "softcap",
+    "logit_scale", "logits_dtype", "vocab_size", "workspace_bytes",
+)  # fmt: skip
+
+
+@op("linear_logp_bwd", like=_SHARED, flops=_backward_flops)
+def backward(
+    stats: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    kept: Float[Tensor, "R C"] | None,
+    kept_base: F32[Tensor, "R G 4"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    dlse: F32[Tensor, "*"] | None,
+    *,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+    grad_dtype: torch.dtype | None,
+) -> tuple[
+    Float[Tensor, "* D in grad_dtype or hidden if want_hidden"],
+    Float[Tensor, "V D in grad_dtype or weight if want_weight"],
+    Float[Tensor, "V in grad_dtype or bias or hidden if want_bias"],
+]:
+    """(dhidden, dweight, dbias), from the gradients of any of the outputs; in grad_dtype, or in the dtypes of
+    their parameters."""
+
+
+# Rules that annotations cannot express
+
+
+def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    own, bias = args["hidden"].dtype, args["bias"]
+    if args["weight"].dtype != own:
+        raise contract.error("weight", args["weight"], f"dtype must be that of hidden, {dtype_name(own)}")
+    if bias is not None and bias.dtype not in (own, torch.float32):
+        raise contract.error("bias", bias, f"dtype must be that of hidden, {dtype_name(own)}, or fp32")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    def require(name: str, holds: Callable[[Any], bool], rule: str) -> None:
+        if args[name] is not None and not holds(args[name]):
+            raise contract.error(name, args[name], rule)
+
+    # Kernels multiply by its inverse in fp32.
+    require("softcap", lambda c: 1e-38 <= c <= 1e38, "must be a positive number, 1e-38 to 1e38")
+    require("logit_scale", lambda x: abs(x) <= 1e38, "must be a number, at most 1e38")
+    require("logits_dtype", lambda d: d in (torch.bfloat16, torch.float16), "must be bf16, fp16 or None")
+    require("workspace_bytes", lambda n: n >= 0, "must not be negative")
+
+
+def _sizes(contract: Contract, args: dict[str, Any]) -> None:
+    V, D = args["weight"].shape
+    if V == 0 or D == 0:
+        raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
+    if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
+        raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
+
+
+def _grad_dtype(contract: Contract, args: dict[str, Any]) -> None:
+    own, given = args["hidden"].dtype, args["grad_dtype"]
+    if given not in (None, own, torch.bfloat16, torch.float16, torch.float32):
+        raise contract.error("grad_dtype", given, "must be bf16, fp16, fp32, or that of hidden")
+
+
+def _bias_is_there(contract: Contract, args: dict[str, Any]) -> None:
+    if args["want_bias"] and args["bias"] is None:
+        raise contract.error("bias", None, "is required with want_bias")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    tokens.ids_below(vocabulary(args), contract, args)
+
+
+_SHARED_RULES = (_one_dtype, tokens.scalars, _scalars, _sizes)
+forward.rule(*_SHARED_RULES)
+forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
+backward.rule(*_SHARED_RULES, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
+
+
+# Backends, fastest first
+
+
+def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The outputs of a backend that never keeps anything. If memory for kept was requested, it is filled with
+    NaN, so that a backward that used it by mistake would be noticed."""
+    if not args["keep"]:
+        return (*outputs, None, None)
+    hidden, (rows, columns, groups) = args["hidden"], kept_sizes(args).values()
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (
+        *outputs,
+        hidden.new_empty(rows, columns),
+        hidden.new_full((rows, groups, 4), math.nan, dtype=wide),
+    )
+
+
+forward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
+
+
+backward.backend(
+    "hopper",
+    run="kernels_hopper_bwd:linear_logp_bwd",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    if args["hidden"].dtype == torch.float64:
+        return "inputs are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["hidden"].device)
+
+
+def _triton_numerics(device: torch.device) -> str:
+    """The interpreter multiplies with numpy and promises no bits."""
+    return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
+
+
+def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
+
+
+def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
+
+
+_ON_TRITON: dict[str, Any] = {
+    "numerics": _triton_numerics, "when": _triton_cannot_serve, "interpreted": True, "launches": True
+}  # fmt: skip
+forward.backend("triton", run=_by_triton, **_ON_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:linear_logp_bwd", **_ON_TRITON)
+
+forward.backend("reference", run=_by_reference, numerics=NONE)
+backward.backend("reference", run="reference:linear_logp_bwd", numerics=NONE)
+
+
+# Autograd, once for all backends
+
+
+def _save(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Without probabilities that no backend could store."""
+    if saved["kept"] is not None and len(saved["kept"]) == 0:
+        saved |= {"kept": None, "kept_base": None}
+    return saved | {"grad_dtype": None}
+
+
+forward.derivative(
+    "hidden", "weight", "bias", by=backward, save=_save,
+    outputs=("logp", "entropy", "lse", "stats", "kept", "kept_base"), constant=("stats", "kept", "kept_base"),
+    flags=("return_stats",),
+)  # fmt: skip
+backward.not_differentiable(
+    "isobit.linear_logp has no second derivative: its backward is made of kernels without a gradient of "
+    "their own. Differentiate a log_softmax of the logits instead where you need one."
+)
