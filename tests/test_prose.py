@@ -88,7 +88,7 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
-        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+        elif ran := re.match(r"\s*\S*python3? (?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)", line):
             flags = own_flags(ran[1])
             given = ran[2].partition(" | ")[0]
             yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)

@@ -1,6 +1,6 @@
 """A benchmark's results as text.
 
-A report is the content of the JSON file (docs/dev/results.md): its origin, `notes`, and rows with the keys `ROW`;
+A report is the content of the JSON file (docs/dev/results.md): its origin, `notes`, rows with the keys `ROW`;
 with goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so that no table is
 shorter without a reason.
 """

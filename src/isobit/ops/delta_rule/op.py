@@ -6,10 +6,10 @@ and with `last` its last token:
 
     v_new = u - W S
     S     = 2^(g[last] + gk[last]) S + K^T (2^(g[last] - g) v_new)        2^gk scales rows of S
-    o     = scale (2^g Q) S + a part inside of the chunk
+    o     = scale (2^g Q) S + a part inside the chunk
 
 Backward, from the last chunk to the first, D is the gradient of the state at the end of a chunk. With do the
-gradient of o, and dv the gradient of v_new from inside of the chunk:
+gradient of o, and dv the gradient of v_new from inside the chunk:
 
     dh[c] = D
     dv2   = 2^(g[last] - g) (K D) + dv
@@ -192,7 +192,7 @@ def _gates_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
     for name in ("g", "gk"):
         given = args[name]
         if given is not None and given.dtype not in (torch.float32, args["q"].dtype):
-            raise contract.error(name, given, "dtype must be fp32, or fp64 beside q in fp64")
+            raise contract.error(name, given, "dtype must be fp32, or fp64 if q is fp64")
 
 
 def _heads(contract: Contract, args: dict[str, Any]) -> None:

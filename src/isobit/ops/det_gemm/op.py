@@ -174,7 +174,7 @@ def linear_bwd(
     """(dx, dweight, dbias): dy weight, dy^T x and dy^T 1, where dy is rounded to the operands' dtype first.
 
     With operand_dtype the sums over tokens are rounded to it too, and then converted to the dtype of their
-    parameter. These roundings happen inside the op, because outside of it a compiler may remove a rounding
+    parameter. These roundings happen inside the op, because outside it a compiler may remove a rounding
     that is followed by a conversion to a wider dtype."""
 
 
@@ -205,7 +205,7 @@ def det_gemm_dw(
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
         dy: [*, N], of the same dtype.
-        mask: [*], bool or integer; a row counts where it is nonzero. Other rows are not read.
+        mask: [*], bool or integer; rows where it is 0 are masked, and not read.
         cu_seqlens: [S + 1], int32 or int64: the first row of each sequence, from 0 up to the number of rows,
             which is its last element. None is one sequence.
         init: [N, K] fp32, the initial value of the sum; None is 0.

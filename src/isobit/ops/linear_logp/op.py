@@ -11,8 +11,8 @@ For every row h of `hidden`, with the options in this order and all of it in fp3
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
-gets a zero gradient, and its values, NaN included, reach no result.
+A masked row is one whose token id is `ignore_index` or whose mask is 0. It gives 0 and gets a zero gradient,
+and its values, NaN included, reach no result.
 
 Backward, with p = softmax(z) and H = entropy, for every row
 
@@ -158,12 +158,12 @@ def linear_logp(  # overloads take any options
         hidden: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
             the last dimension contiguous; `hidden[:, :-1]` may be copied by a backend, 2 N D bytes.
         weight: [V, D], of the same dtype: the weight of the LM head.
-        token_ids: [*], int32 or int64. In a row that counts an id outside of the vocabulary is a
+        token_ids: [*], int32 or int64. In a live row an id outside the vocabulary is a
             ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
             it adds nothing to dweight and dbias, and no read is out of bounds.
         bias: [V], of the same dtype or fp32; added in fp32.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked, too. Masked rows give 0 and get a zero
             gradient, and their values, NaN included, reach no result.
         temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
             (it gets no gradient).
@@ -193,7 +193,7 @@ def linear_logp(  # overloads take any options
 
     Gradients go to hidden, weight and bias; only those that are needed are computed. On the hopper and triton
     backends a row's results and its row of dhidden do not depend on the other rows, and dweight and dbias
-    depend only on the rows that count, in their order (`isobit.explain` names the numerics class).
+    depend only on the live rows, in their order (`isobit.explain` names the numerics class).
 
     Example:
         >>> import torch, isobit

@@ -74,33 +74,38 @@ def linear_policy_loss(
     Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: the gradients
     of a chunk are finished before the next one begins.
 
-    Args: hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
-        reference backend). Any strides, the last dimension contiguous. weight: [V, D], of the same dtype: the
-        weight of the LM head. token_ids: [N] or [B, T], int32 or int64; ids outside of the vocabulary as in
-        `linear_logp`. loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or
-        [b, T] with whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or
-        (loss, sums), where sums is a dict of other values to be summed over chunks. Shares must add up:
-        return a sum over rows divided by a fixed number, not a mean over the rows of the chunk.
-        `isobit.losses` has some. Without rows it is called once, with empty tensors. inputs: other arguments
-        of loss_fn, by name. Tensors with the shape of token_ids are split like the rows; tensors [B] (with
-        cu_seqlens: one element per sequence, and sequences without rows are left out) like the sequences;
-        values without dimensions are passed unchanged. They get no gradient. bias: [V], of the same dtype as
-        the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts where it is
-        nonzero. Rows that do not count have log-probability 0 and get no gradient, and their values, NaN
-        included, reach no result. loss_fn does not receive the mask, unless it is among the inputs too.
-        ignore_index: rows with this token id do not count. temperature: a positive number that divides the
-        logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn too;
-        otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens: where
-        packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a tensor; one
-        on a GPU is read by the host, which waits once. Not needed for rows [B, T]. workspace_bytes: memory
-        for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer rows take less. Larger
-        chunks are faster, since fp32 sums of dweight are read and written once per chunk. Logits are computed
-        twice for a sequence that does not fit, and for all rows if fewer than 1024 fit. That changes bits of
-        gradients; where chunks end does not. validate: check ids and temperatures on a GPU too, and also run
-        loss_fn on both halves of a chunk, or on two chunks as one, to see whether shares add up (host syncs).
-        None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the numerics class that
-        the result must have, as in `linear_logp`. backend: force "hopper", "triton" or "reference"; None
-        takes the first that can serve.
+    Args:
+        hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
+            reference backend). Any strides, the last dimension contiguous.
+        weight: [V, D], of the same dtype: the weight of the LM head.
+        token_ids: [N] or [B, T], int32 or int64; ids outside the vocabulary as in `linear_logp`.
+        loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or [b, T] with
+            whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or (loss,
+            sums), where sums is a dict of other values to be summed over chunks. Shares must add up: return a
+            sum over rows divided by a fixed number, not a mean over the rows of the chunk. `isobit.losses`
+            has some. Without rows it is called once, with empty tensors.
+        inputs: other arguments of loss_fn, by name. Tensors with the shape of token_ids are split like the
+            rows; tensors [B] (with cu_seqlens: one element per sequence, and sequences without rows are left
+            out) like the sequences; values without dimensions are passed unchanged. They get no gradient.
+        bias: [V], of the same dtype as the weight or fp32; added in fp32.
+        mask: [N] or [B, T], bool or integer; rows where it is 0 are masked. Masked rows have log-probability
+            0 and get no gradient, and their values, NaN included, reach no result. loss_fn does not receive
+            the mask, unless it is among the inputs too.
+        ignore_index: rows with this token id are masked, too.
+        temperature: a positive number that divides the logits, or an fp32 tensor with one for every row.
+        entropy: pass the entropies to loss_fn too; otherwise it gets None. If the loss uses their gradient,
+            logits are computed twice.
+        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
+            list or a tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
+        workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
+            rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
+            chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than
+            1024 fit. That changes bits of gradients; where chunks end does not.
+        validate: check ids and temperatures on a GPU too, and also run loss_fn on both halves of a chunk, or
+            on two chunks as one, to see whether shares add up (host syncs). None does it on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the numerics class that the result must have, as in `linear_logp`.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
 
     Returns:
         (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
@@ -229,9 +234,9 @@ _ONCE = (
 
 
 class _Root(torch.autograd.Function):
-    """An empty tensor that autograd derives from what the loss is differentiated by. Gradients that were made
-    in advance are no function of it that autograd could see; saved beside them, this one is, and does not
-    keep hidden states in memory."""
+    """An empty tensor that depends on the inputs in autograd's graph. Gradients that were made in advance do
+    not, so a double backward would silently return None. Saved with them, this tensor makes it an error, and
+    does not keep hidden states alive."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
