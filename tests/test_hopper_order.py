@@ -1,7 +1,7 @@
 """In which order compiled Hopper kernels add, under the Triton that is installed.
 
-Their PTX is executed on a CPU (`ptx`) and held against the model that docs/numerics/lse_1.md prints. Controls:
-the same model in another order must differ.
+Their PTX is executed on a CPU (`ptx`) and held against the model that docs/numerics/lse_1.md prints.
+Controls: the same model in another order must differ.
 """
 
 import re

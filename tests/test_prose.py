@@ -409,7 +409,8 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
 #: What has a better word, and that word. In comments and docstrings, in names, and on pages.
 WORDS_TO_AVOID = {
     r"rows? (that|which) (do(es)? not )?counts?": "live row, masked row",
-    r"rows do not count": "masked rows",
+    r"(rows?|tokens?|id) (do|does) not count": "masked rows",
+    r"tokens? that (do(es)? not )?counts?": "live token, masked token",
     r"inside of": "inside",
     r"outside of": "outside",
     r"beside": "next to, besides, in addition to",
