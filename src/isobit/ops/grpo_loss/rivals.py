@@ -51,15 +51,15 @@ def _of_live_tokens(args: Args) -> Args:
     """Advantages, and zeros in tokens that do not count, for rivals that mask afterwards: NaN or an invalid
     id would be an error there."""
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    found = args | {"group_advantages": _advantages(args).float(), "live": live.float()}
+    changed = args | {"group_advantages": _advantages(args).float(), "live": live.float()}
     if args["mask"] is None:
-        return found
-    found["token_ids"] = args["token_ids"].masked_fill(~live, 0)
+        return changed
+    changed["token_ids"] = args["token_ids"].masked_fill(~live, 0)
     for name in ("policy_logits", "ref_logits", "old_logp", "ref_logp"):
         if args[name] is not None:
             dead = ~live[..., None] if args[name].ndim > live.ndim else ~live
-            found[name] = args[name].masked_fill(dead, 0.0)
-    return found
+            changed[name] = args[name].masked_fill(dead, 0.0)
+    return changed
 
 
 def _liger(args: Args) -> Tensor:
@@ -108,7 +108,7 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Known:
-    """Truth in fp64: the loss, and the gradient of some tokens that count."""
+    """Truth in fp64: the loss, and the gradient of some live tokens."""
 
     loss: float
     at: tuple[Tensor, Tensor]  # (sequences, steps)
@@ -149,8 +149,8 @@ def known(args: Args) -> Known:
     with torch.enable_grad():  # forwards are judged under no_grad
         exact = some(b[chosen], t[chosen])
         leaf = exact["policy_logits"].requires_grad_()
-        found = reference.formula(**exact)[0]
-        (gradient,) = torch.autograd.grad(found, leaf, cotangent_like(found))
+        losses = reference.formula(**exact)[0]
+        (gradient,) = torch.autograd.grad(losses, leaf, cotangent_like(losses))
     return Known(loss, (b[chosen], t[chosen]), gradient[:, 0])
 
 

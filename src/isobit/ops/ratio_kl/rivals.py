@@ -42,7 +42,7 @@ def native(args: Args) -> tuple[Tensor, Tensor]:
 
 
 def _of_live_rows(args: Args) -> Args:
-    """Zeros in rows that do not count, for rivals that mask afterwards: NaN or an invalid id in such a row
+    """Zeros in masked rows, for rivals that mask afterwards: NaN or an invalid id in such a row
     would be an error there."""
     if args["mask"] is None:
         return args
@@ -103,7 +103,7 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Truth in fp64: ratio and kl of some rows that count, and the gradient of their logits with the same
+    """Truth in fp64: ratio and kl of some live rows, and the gradient of their logits with the same
     cotangent for both."""
 
     args: Args
@@ -142,10 +142,10 @@ class Sampled:
             known = (ratio, kl) if len(outputs) == 2 else (ratio + kl,)
             pairs += [(o.reshape(-1)[self.rows], t) for o, t in zip(outputs, known, strict=True)]
         if direction != "fwd":
-            V, found = gradient.shape[-1], result[-1]
-            if found.shape != self.args["policy_logits"].shape:  # liger has one more step per sequence
-                found = found[:, :-1]
-            pairs.append((found.reshape(-1, V)[self.rows], gradient))
+            V, given = gradient.shape[-1], result[-1]
+            if given.shape != self.args["policy_logits"].shape:  # liger has one more step per sequence
+                given = given[:, :-1]
+            pairs.append((given.reshape(-1, V)[self.rows], gradient))
         errors = [(ours.detach().double() - exact).abs().max() for ours, exact in pairs]
         return float(torch.stack(errors).max())  # NaN if any is NaN
 
@@ -162,7 +162,7 @@ def live_count(N: int, density: float) -> int:
 
 
 def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Forward reads both logits of rows that count, backward the policy's; the gradient of every row is
+    """Forward reads both logits of live rows, backward the policy's; the gradient of every row is
     written. Vectors of N are negligible but counted."""
     rows = [size for name, size in dims.items() if name != "V"]
     N, row = torch.Size(rows).numel(), dims["V"] * dtype.itemsize
