@@ -69,9 +69,9 @@ def test_goals() -> None:
     assert met("fwd", 2048, isobit=1.088) == {"forward, N >= 32768": False}
     assert met("fwd_bwd", 4096, isobit=1.149) == {"forward and backward, N >= 32768": True}
     assert met("fwd_bwd", 4096, isobit=1.151) == {"forward and backward, N >= 32768": False}
-    few = "N < 32768, beside launches"
+    few = "N < 32768, plus launches"
     assert met("fwd", 2048, 16, 0.001, isobit=0.0040) == {f"forward, {few}": True}
     assert met("fwd", 2048, 16, 0.001, isobit=0.0042) == {f"forward, {few}": False}
     assert met("fwd_bwd", 2048, 16, 0.001, isobit=0.0111) == {f"forward and backward, {few}": True}
     assert met("fwd", 1024, isobit=9.0) == {}
-    assert not met("fwd", 2048, isobit=1.0, native=0.9)["fwd, beside native"]
+    assert not met("fwd", 2048, isobit=1.0, native=0.9)["fwd, next to native"]

@@ -62,6 +62,8 @@ OTHER_FLAGS = {
     for flag in re.findall(r'"(--[a-z][\w-]+)"', source.read_text())
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+#: A script or a module that is run, and its arguments.
+RAN = re.compile(r"\s*(?:\S*python3? )(?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)")
 
 
 def own_flags(script: str) -> set[str] | None:
@@ -88,7 +90,7 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
-        elif ran := re.match(r"\s*\S*python3? (?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+        elif ran := RAN.match(line):
             flags = own_flags(ran[1])
             given = ran[2].partition(" | ")[0]
             yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)

@@ -18,8 +18,8 @@ def _goals() -> Sequence[Goal]:
     return (
         held("forward", "fwd", floors(1.08, 8)),
         held("forward and backward", "fwd_bwd", floors(1.12, 8)),
-        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
-        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "ratio_kl_given"),
+        held("both, next to torch.compile", "fwd fwd_bwd", "torch.compile"),
+        held("both, next to Liger's GRPO loss", "fwd fwd_bwd", "liger", "ratio_kl_given"),
         held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
     )
 

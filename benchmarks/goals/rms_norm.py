@@ -22,14 +22,14 @@ def _goals() -> Sequence[Goal]:
         return Goal(what, chooses, most=1.0, against=against)
 
     forward, both = "0.92 of a copy's bandwidth", "1.15 of their bytes"
-    few, many = f"N < {MANY}, beside launches", f"N >= {MANY}"
+    few, many = f"N < {MANY}, plus launches", f"N >= {MANY}"
     return (
         held(f"forward, {many}: {forward}", "fwd", floors(1 / 0.92), MANY),
         held(f"forward, {few}: {forward}", "fwd", floors(1 / 0.92, 3), most=MANY),
         held(f"forward and backward, {many}: {both}", "fwd_bwd", floors(1.15), MANY),
         held(f"forward and backward, {few}: {both}", "fwd_bwd", floors(1.15, 10), most=MANY),
         *(
-            held(f"{direction}, beside {name}", direction, name)
+            held(f"{direction}, next to {name}", direction, name)
             for name in ("native", "torch.compile", "liger")
             for direction in ("fwd", "fwd_bwd")
         ),

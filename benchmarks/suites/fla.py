@@ -1,7 +1,7 @@
 """Attention with a gated delta rule, through the public functions of flash-linear-attention (FLA):
 
     fla      FLA as it is
-    isobit   the same inside of `isobit.integrations.fla.enable()`
+    isobit   the same inside `isobit.integrations.fla.enable()`
 
 `bwd` is the backward alone, `fwd_bwd` forward and backward. isobit computes one of several kernels of the
 backward and none of the forward, so this shows what that kernel gains in training. FLA's kernel for states is
@@ -121,15 +121,15 @@ class Agreement:
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float:
         """The largest difference. Raises CheckFailed if a gradient differs too much."""
-        found = result[-len(self.known) :]
-        for (name, limit), ours, theirs in zip(LIMITS.items(), found, self.known, strict=True):
+        gradients = result[-len(self.known) :]
+        for (name, limit), ours, theirs in zip(LIMITS.items(), gradients, self.known, strict=True):
             share = float(_rms(ours.double() - theirs.double()) / _rms(theirs.double()))
             if not share <= limit:  # NaN is never close
                 raise CheckFailed(
                     f"fla: the gradient of {name} of {self.op} is {share:.3g} of itself away from FLA's, "
                     f"more than {limit:g}, so nothing is timed"
                 )
-        pairs = zip(found, self.known, strict=True)
+        pairs = zip(gradients, self.known, strict=True)
         return max(float((ours.double() - theirs.double()).abs().max()) for ours, theirs in pairs)
 
 

@@ -1,6 +1,6 @@
 """The host time of an eager call when the device has next to nothing to do: decoding, small batches.
 
-Each op beside PyTorch's equivalent, at four small shapes. `host_us` is the figure to read; `ms` is the device
+Each op next to PyTorch's equivalent, at four small shapes. `host_us` is the figure to read; `ms` is device
 time. Host time is contract checks, the choice of a backend and the launch. None of these depends on the
 sizes, and several sizes are timed to show that. At the largest, `isobit:new` and `native:new` are calls with
 another number of rows each time, as in packed micro-batches: cached information about sizes does not help

@@ -227,9 +227,9 @@ def lengths(T: int, seed: int) -> list[int]:
     spread = int(T * NEW_SPREAD)
     known = [n for n in range(T - spread, T + spread + 1) if n != T]
     each = min(NEW_STEPS, len(known) // IMPLEMENTATIONS)
-    found = sorted(random.Random(seed).sample(known, each * IMPLEMENTATIONS))
-    shortest, longest = found[:IMPLEMENTATIONS], found[-IMPLEMENTATIONS:]
-    rest = found[IMPLEMENTATIONS:-IMPLEMENTATIONS]
+    chosen = sorted(random.Random(seed).sample(known, each * IMPLEMENTATIONS))
+    shortest, longest = chosen[:IMPLEMENTATIONS], chosen[-IMPLEMENTATIONS:]
+    rest = chosen[IMPLEMENTATIONS:-IMPLEMENTATIONS]
     random.Random(seed).shuffle(rest)
     return [*reversed(longest), *shortest, *rest]
 
@@ -238,9 +238,9 @@ def _new(name: str, config: Config, case: Case, pool: Pool) -> list[Args]:
     if case not in PACKED:
         return []
     (args,) = _make(name, config, case, pool)
-    found = lengths(case.dims["T"], pool.inputs.seed)
-    ids = _ids(args["models"].plain.config.vocab_size, 1, found[0], pool)
-    return [{**args, "ids": ids[:, :n].contiguous()} for n in found]
+    numbers = lengths(case.dims["T"], pool.inputs.seed)
+    ids = _ids(args["models"].plain.config.vocab_size, 1, numbers[0], pool)
+    return [{**args, "ids": ids[:, :n].contiguous()} for n in numbers]
 
 
 def rehearse(name: str, config: Config, pool: Pool) -> None:

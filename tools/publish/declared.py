@@ -23,12 +23,12 @@ def render_declared(name: str, results_dir: Path) -> str:
     if name not in ops:
         raise ValueError(f"op:{name}: no such op; known: {', '.join(sorted(ops))}")
     op = ops[name]
-    found = [(mine, stamp) for mine, stamp in checked(results_dir, op.folder) if mine["op"] == name]
-    parts = [_table(_arguments(op)), _table(_backends(op, [mine for mine, _ in found]))]
-    if found:
-        runs = dict.fromkeys(f"commit {stamp['commit']}, {stamp['date'][:10]}" for _, stamp in found)
-        where = f"`isobit check` on {found[0][1]['gpu']}, {'; '.join(runs)}"
-        age = " The kernels have changed since." if any(why_stale(stamp) for _, stamp in found) else ""
+    checks = [(mine, stamp) for mine, stamp in checked(results_dir, op.folder) if mine["op"] == name]
+    parts = [_table(_arguments(op)), _table(_backends(op, [mine for mine, _ in checks]))]
+    if checks:
+        runs = dict.fromkeys(f"commit {stamp['commit']}, {stamp['date'][:10]}" for _, stamp in checks)
+        where = f"`isobit check` on {checks[0][1]['gpu']}, {'; '.join(runs)}"
+        age = " The kernels have changed since." if any(why_stale(stamp) for _, stamp in checks) else ""
         parts.append(
             f"<sub>{where}.{age} Cells are cases of a law; `make check` runs them on your machine.</sub>"
         )
@@ -62,9 +62,9 @@ def _kind(param: Param | None) -> tuple[str, str]:
     return f"{shape} or a number" if scalar else shape, dtypes
 
 
-def _backends(op: Op, found: list[dict[str, Any]]) -> list[list[str]]:
+def _backends(op: Op, checks: list[dict[str, Any]]) -> list[list[str]]:
     """As declared, fastest first. If the class depends on the GPU, that of the GPU that was checked."""
-    checked = {candidate["candidate"]: candidate for candidate in found}
+    checked = {candidate["candidate"]: candidate for candidate in checks}
     lines = [["backend", "numerics class", "laws that held, with the number of cells", "failed"]]
     for backend in op.backends:
         mine = checked.get(backend.name)

@@ -71,7 +71,7 @@ def _of_file(report: Report) -> list[list[str]]:
     if report.get("figure", "ms") != "ms":  # host times have no baseline of their own
         return []
     rows = [row for row in report["rows"] if not row["impl"].endswith(NEW) and row["direction"] in _TITLES]
-    found: list[list[str]] = []
+    lines: list[list[str]] = []
     age = OLDER if why_stale(report["stamp"], report["rows"]) else ""
     for op, direction in dict.fromkeys((row["op"], row["direction"]) for row in rows):
         if direction not in shown_of(row["direction"] for row in rows if row["op"] == op):
@@ -82,10 +82,10 @@ def _of_file(report: Report) -> list[list[str]]:
             whole_step = any(row["method"] == "sync" for row in mine)
             title = f"`{op}`" + (f", {_TITLES[direction]}" if _TITLES[direction] and not whole_step else "")
             ours = f"{1 / _mean(ratios):.2f}x {baseline}"
-            found.append([title + age, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
-    if found and (summary := report.get("summary")):
-        found[0][-1] = tally(summary)
-    return found
+            lines.append([title + age, str(len(ratios)), ours, _best_rival(mine, baseline), ""])
+    if lines and (summary := report.get("summary")):
+        lines[0][-1] = tally(summary)
+    return lines
 
 
 def _over_ours(rows: Sequence[Row], name: str) -> list[float]:
@@ -98,17 +98,17 @@ def _over_ours(rows: Sequence[Row], name: str) -> list[float]:
 
 def _best_rival(rows: Sequence[Row], baseline: str) -> str:
     """The best rival's time divided by isobit's, its name, and in how many cases it ran."""
-    found = {}
+    rivals = {}
     for name in dict.fromkeys(row["impl"] for row in rows):
         variant = name in (baseline, "copy") or name.startswith(f"{baseline}_")
         variant = variant or name.partition(":")[0] == "isobit"
         if not variant and (ratios := _over_ours(rows, name)):
-            found[name] = ratios
-    if not found:
+            rivals[name] = ratios
+    if not rivals:
         return "-"
-    best = min(found, key=lambda name: _mean(found[name]))
-    cases = f"{len(found[best])} case{'s' * (len(found[best]) > 1)}"
-    return f"{_mean(found[best]):.2f}x isobit ({best}, {cases})"
+    best = min(rivals, key=lambda name: _mean(rivals[name]))
+    cases = f"{len(rivals[best])} case{'s' * (len(rivals[best]) > 1)}"
+    return f"{_mean(rivals[best]):.2f}x isobit ({best}, {cases})"
 
 
 def _mean(ratios: Sequence[float]) -> float:

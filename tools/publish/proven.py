@@ -36,11 +36,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _laws(results_dir: Path, folder: str) -> str:
-    found = checked(results_dir, folder)
-    if not found:
+    checks = checked(results_dir, folder)
+    if not checks:
         return "-"
-    held, failed = (sum(candidate[status] for candidate, _ in found) for status in ("ok", "fail"))
-    age = OLDER if any(why_stale(stamp) for _, stamp in found) else ""
+    held, failed = (sum(candidate[status] for candidate, _ in checks) for status in ("ok", "fail"))
+    age = OLDER if any(why_stale(stamp) for _, stamp in checks) else ""
     return f"{held} cells held, {failed} failed{age}"
 
 

@@ -41,15 +41,15 @@ def results_in(folder: Path) -> list[Result]:
     """Every result file under a folder, by name, and for every GPU in it those that are missing."""
     if not folder.is_dir():
         raise ContractError(f"--results {folder}: no such folder")
-    found = [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
+    present = [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
     # A CPU has no results that are complete: it has no memcheck, and times there are of no interest.
-    gpus = {result.path.parent for result in found if result.path.parent.name != "cpu"}
-    there = {result.path for result in found}
+    gpus = {result.path.parent for result in present if result.path.parent.name != "cpu"}
+    there = {result.path for result in present}
     absent = [
         Result(gpu / name, None, f"{command} --results {folder}", missing=True)
         for gpu in gpus for name, command in _declared().items() if gpu / name not in there
     ]  # fmt: skip
-    return sorted([*found, *absent], key=lambda result: result.path)
+    return sorted([*present, *absent], key=lambda result: result.path)
 
 
 def _declared() -> dict[str, str]:
@@ -58,15 +58,15 @@ def _declared() -> dict[str, str]:
     folders: dict[str, list[str]] = {}
     for name, op in public_ops().items():
         folders.setdefault(op.folder, []).append(name)
-    found = {f"{name}.json": f"isobit bench --suite {name}" for name in suite_names()}
+    commands = {f"{name}.json": f"isobit bench --suite {name}" for name in suite_names()}
     for folder, names in folders.items():
-        found[f"check_{folder}.json"] = " ".join(["isobit check", *(f"--op {name}" for name in names)])
+        commands[f"check_{folder}.json"] = " ".join(["isobit check", *(f"--op {name}" for name in names)])
         watched = [name for name in names if proofs()[name].kernels]
         if watched:
             every = (f"--op {name}" for name in watched)
-            found[f"memcheck_{folder}.json"] = " ".join(["isobit memcheck", *every])
-        found[f"{folder}.json"] = f"isobit bench --op {folder if folder in names else names[0]}"
-    return found
+            commands[f"memcheck_{folder}.json"] = " ".join(["isobit memcheck", *every])
+        commands[f"{folder}.json"] = f"isobit bench --op {folder if folder in names else names[0]}"
+    return commands
 
 
 def examine(path: Path, folder: Path) -> Result:
@@ -111,22 +111,22 @@ def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
 
 def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
     """One line per file, and below one that is not up to date the command that makes it so."""
-    found = []
+    listed = []
     for result in results:
         if result.missing:
-            found += [f"missing  {result.path}", f"       {result.command}"]
+            listed += [f"missing  {result.path}", f"       {result.command}"]
         elif result.stale is not None:
-            found += [f"stale  {result.path}: {result.stale}", f"       {result.command}"]
+            listed += [f"stale  {result.path}: {result.stale}", f"       {result.command}"]
         elif result.lacks is not None:
-            found += [f"unfinished  {result.path}: {result.lacks}", f"       {result.command}"]
+            listed += [f"unfinished  {result.path}: {result.lacks}", f"       {result.command}"]
         elif not only_stale:
-            found.append(f"fresh  {result.path}")
+            listed.append(f"fresh  {result.path}")
     stale = sum(result.stale is not None for result in results)
     missing = sum(result.missing for result in results)
     unfinished = sum(result.stale is None and result.lacks is not None for result in results)
     more = f", {unfinished} unfinished" if unfinished else ""
     more += f", {missing} more are missing" if missing else ""
-    return [*found, f"{stale} of {len(results) - missing} result files are stale{more}"]
+    return [*listed, f"{stale} of {len(results) - missing} result files are stale{more}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -196,11 +196,11 @@ def _figures(group: dict[str, Row], rivals: Sequence[str], limit: str) -> list[s
     if ours is None:
         return ["-"] * (len(rivals) + 3)
     least = ours["floor_ms"] if limit == "floor" else copy["ms"] if copy else None
-    found = [f"{ours['ms']:.3g}", "-" if least is None else f"{100 * least / ours['ms']:.0f} %"]
+    figures = [f"{ours['ms']:.3g}", "-" if least is None else f"{100 * least / ours['ms']:.0f} %"]
     for rival in rivals:
         row = group.get(rival)
-        found.append(f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x)" if row else "-")
-    return [*found, "-" if ours["extra_mb"] is None else f"{ours['extra_mb']:.2f}"]
+        figures.append(f"{row['ms']:.3g} ({row['ms'] / ours['ms']:.2f}x)" if row else "-")
+    return [*figures, "-" if ours["extra_mb"] is None else f"{ours['extra_mb']:.2f}"]
 
 
 # Grids
@@ -209,17 +209,17 @@ def _figures(group: dict[str, Row], rivals: Sequence[str], limit: str) -> list[s
 def _grids(report: Report, series: Sequence[str]) -> str:
     """A grid for each kind of call: rows by one size, columns by the others. If most of a grid would be
     empty, and for whole steps, a line per case."""
-    against, found = report["against"], cells(report["rows"], report["against"])
+    against, all_cells = report["against"], cells(report["rows"], report["against"])
     steps = {row["op"] for row in report["rows"] if row["method"] == "sync"}
     parts = []
-    known = dict.fromkeys(cell.op for cell in found)
+    known = dict.fromkeys(cell.op for cell in all_cells)
     every = dict.fromkeys(row["op"] for row in report["rows"])
     _all_known(series, every)
     for op in series or every:
         if op not in known:  # timed without the baseline: show what there is, line by line
             parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
             continue
-        mine = _by_options([cell for cell in found if cell.op == op])
+        mine = _by_options([cell for cell in all_cells if cell.op == op])
         if op not in steps and all(map(_fills_a_grid, mine.values())):
             for options, some in mine.items():
                 said = [options] * (len(mine) > 1) + _same_in_all(some)
@@ -228,48 +228,48 @@ def _grids(report: Report, series: Sequence[str]) -> str:
             parts += _usual_host(report, op)
         else:
             parts.append(f"`{op}`\n\n{_line_per_case(report, op, against, op in steps)}")
-    if any(cell.other_bits for cell in found):
+    if any(cell.other_bits for cell in all_cells):
         parts.append(f"\\* {against} has other bits than isobit here: it splits the sum.")
     return "\n\n".join(parts)
 
 
-def _by_options(found: Sequence[Cell]) -> dict[str, list[Cell]]:
+def _by_options(some: Sequence[Cell]) -> dict[str, list[Cell]]:
     """Cells by their options, which a grid cannot show."""
     groups: dict[str, list[Cell]] = {}
-    for cell in found:
+    for cell in some:
         options = (word for word in cell.case.split() if "=" in word and word.split("=")[0] not in cell.sizes)
         groups.setdefault(" ".join(options), []).append(cell)
     return groups
 
 
-def _fills_a_grid(found: Sequence[Cell]) -> bool:
+def _fills_a_grid(some: Sequence[Cell]) -> bool:
     """Whether at least half of the grid is filled."""
-    row_size, *column_sizes = found[0].sizes
-    columns = {tuple(cell.sizes[name] for name in column_sizes) for cell in found}
-    return 2 * len(found) >= len({cell.sizes[row_size] for cell in found}) * len(columns)
+    row_size, *column_sizes = some[0].sizes
+    columns = {tuple(cell.sizes[name] for name in column_sizes) for cell in some}
+    return 2 * len(some) >= len({cell.sizes[row_size] for cell in some}) * len(columns)
 
 
-def _different(found: Sequence[Cell]) -> list[str]:
+def _different(some: Sequence[Cell]) -> list[str]:
     """The first size, and those of the others that vary between cells; or all, if none varies."""
-    row_size, *column_sizes = found[0].sizes
-    varying = [name for name in column_sizes if len({cell.sizes[name] for cell in found}) > 1]
+    row_size, *column_sizes = some[0].sizes
+    varying = [name for name in column_sizes if len({cell.sizes[name] for cell in some}) > 1]
     return [row_size, *(varying or column_sizes)]
 
 
-def _same_in_all(found: Sequence[Cell]) -> list[str]:
-    named = _different(found)
-    same = " ".join(f"{name}={size}" for name, size in found[0].sizes.items() if name not in named)
+def _same_in_all(some: Sequence[Cell]) -> list[str]:
+    named = _different(some)
+    same = " ".join(f"{name}={size}" for name, size in some[0].sizes.items() if name not in named)
     return [same] if same else []
 
 
 def _usual_host(report: Report, op: str) -> list[str]:
     """A sentence under a grid, which has no column for host times: they depend on the call, not on its
     size."""
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for row in report["rows"]:
         if row["op"] == op and row.get("host_us") is not None:
-            found.setdefault(row["impl"], []).append(row["host_us"])
-    each = ", ".join(f"{impl} {statistics.median(us):.0f}" for impl, us in found.items())
+            times.setdefault(row["impl"], []).append(row["host_us"])
+    each = ", ".join(f"{impl} {statistics.median(us):.0f}" for impl, us in times.items())
     return [f"Host time of an eager call in microseconds, median of the cases: {each}."] if each else []
 
 
@@ -335,38 +335,38 @@ def _goals(report: Report) -> list[str]:
         missed = " **missed**" if goal is not None and value < goal else ""
         return f"{value:.{digits}f}" + (f" (goal {goal:.{digits}f}{missed})" if goal is not None else "")
 
-    beside = ["share of the speed of"] if against is None else []
+    named = ["share of the speed of"] if against is None else []
     first = "goal" if against is None else f"speed as a share of {against}"
-    shares = [[first, *beside, "cells", "geometric mean", "slowest cell"]]
+    shares = [[first, *named, "cells", "geometric mean", "slowest cell"]]
     times = [["goal", "figure", "against", "cells", "times at most"]]
     for e in report.get("summary", ()):
         if e["met"] is None:
             missing = why_unmeasured(e, report.get("notes", ())).replace("|", "\\|")
             if e["goal_most"] is None:
-                shares.append([e["what"], *([e["against"]] * len(beside)), "0", missing, "-"])
+                shares.append([e["what"], *([e["against"]] * len(named)), "0", missing, "-"])
             else:
                 times.append([e["what"], e["figure"], e["against"], "0", missing])
         elif e.get("goal_most") is None:
             mean, least = share(e["geomean"], e["goal_geomean"]), share(e["least"], e["goal_least"])
-            shares.append([e["what"], *([e["against"]] * len(beside)), str(e["cells"]), mean, least])
+            shares.append([e["what"], *([e["against"]] * len(named)), str(e["cells"]), mean, least])
         else:
             missed = "" if e["met"] else " **missed**"
             most = f"{1 / e['least']:.2f} (goal {e['goal_most']:g}{missed})"
             times.append([e["what"], e["figure"], e["against"], str(e["cells"]), most])
-    left = 1 + len(beside)
+    left = 1 + len(named)
     return [_markdown(table, n) for table, n in ((shares, left), (times, 3)) if len(table) > 1]
 
 
-def _grid(found: Sequence[Cell]) -> str:
+def _grid(some: Sequence[Cell]) -> str:
     """Rows by the first size, columns by the rest, each in ascending order; an asterisk if bits differ."""
-    row_size, *column_sizes = _different(found)
-    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in found))
-    known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in found}
+    row_size, *column_sizes = _different(some)
+    columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in some))
+    known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in some}
     titles = (
         " ".join(f"{n}={size}" for n, size in zip(column_sizes, sizes, strict=True)) for sizes in columns
     )
     lines = [[row_size, *titles]]
-    for size in sorted({cell.sizes[row_size] for cell in found}):
+    for size in sorted({cell.sizes[row_size] for cell in some}):
         line = [known.get((size, column)) for column in columns]
         shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
         lines.append([str(size), *shown])
@@ -381,8 +381,8 @@ def updated(text: str, results_dir: Path) -> str:
     if not _MARKED.search(text):
         raise ValueError("no '<!-- results:<op> -->' line with a '<!-- /results -->' after it")
 
-    def rendered(found: re.Match[str]) -> str:
-        opening, what, name, series, closing = found.groups()
+    def rendered(match: re.Match[str]) -> str:
+        opening, what, name, series, closing = match.groups()
         path = results_dir / f"{name}.json"
         if what == "op":
             shown = render_declared(name, results_dir)
@@ -397,8 +397,8 @@ def updated(text: str, results_dir: Path) -> str:
 
 def marked_pages(root: Path = Path()) -> list[Path]:
     """Pages of a checkout that have a marked table: Markdown files at the root and in `docs/`."""
-    found = (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md")))
-    return [page for page in found if _MARKED.search(page.read_text())]
+    pages = (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md")))
+    return [page for page in pages if _MARKED.search(page.read_text())]
 
 
 def update(path: Path, results_dir: Path = RESULTS) -> bool:

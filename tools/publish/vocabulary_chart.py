@@ -62,9 +62,9 @@ def draw(report: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> list[str]:
-    sizes = sorted({v for points in found.values() for v, _ in points})
-    most = max((y for points in found.values() for _, y in points), default=0.0) or 1.0
+def _panel(drawn: Lines, names: Sequence[str], left: int, logarithmic: bool) -> list[str]:
+    sizes = sorted({v for points in drawn.values() for v, _ in points})
+    most = max((y for points in drawn.values() for _, y in points), default=0.0) or 1.0
 
     def scaled(y: float) -> float:
         return math.log10(max(y, 1.0)) if logarithmic else y
@@ -85,7 +85,7 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
     for v in sizes:
         parts.append(_text(place(v, 1.0)[0] - 16, TOP + HEIGHT + 16, str(v)))
     for i, name in enumerate(names):
-        points = [place(v, y) for v, y in found.get(name, [])]
+        points = [place(v, y) for v, y in drawn.get(name, [])]
         parts.append(_polyline(i, name, points))
         parts += [
             f'<circle cx="{x}" cy="{y}" r="2.5" fill="{COLOURS[i % len(COLOURS)]}"/>' for x, y in points

@@ -1,5 +1,5 @@
-"""A Hugging Face model without drift beside the same model on PyTorch's attention: what it costs, and what it
-achieves. Random weights, bf16, eager.
+"""A Hugging Face model without drift next to the same model on PyTorch's attention: what it costs, and what
+it achieves. Random weights, bf16, eager.
 
     sdpa     the model as it is
     isobit   the same parameters after `isobit.integrations.hf.zero_drift`
@@ -135,16 +135,16 @@ class Judge:
     def error(self, direction: str, result: tuple[Tensor, ...]) -> Verdict:
         """Raises CheckFailed if isobit drifts, or computes something else."""
         ours = result[1] is OURS
-        found = self.decoded(ours)
+        sequences = self.decoded(ours)
         decoded, trained = (
-            torch.cat([getattr(one, name) for one in found]) for name in ("decoded", "trained")
+            torch.cat([getattr(one, name) for one in sequences]) for name in ("decoded", "trained")
         )
         count, tokens = int(differing(decoded, trained).sum()), decoded.numel()
         if ours and not self.passed:
             if count:
                 raise _failed(f"{count} of {tokens} tokens have other bits in decoding than in one forward")
             self.check_gradients()
-            self.check_mean(found, float(trained.mean()))
+            self.check_mean(sequences, float(trained.mean()))
             self.passed = True
         largest = float((decoded - trained).abs().max())
         return Verdict(largest, more={"tokens": tokens, "tokens_differ": count})
@@ -154,8 +154,8 @@ class Judge:
         if count:
             raise _failed(f"{count} of {total} elements of gradients have other bits in a batch than alone")
 
-    def check_mean(self, found: Sequence[Decoded], mean: float) -> None:
-        theirs = [trained_logp(self.models.plain, one.tokens, one.prompt) for one in found]
+    def check_mean(self, sequences: Sequence[Decoded], mean: float) -> None:
+        theirs = [trained_logp(self.models.plain, one.tokens, one.prompt) for one in sequences]
         wanted = float(torch.cat(theirs).mean())
         if not abs(mean - wanted) <= CLOSE * abs(wanted):  # NaN is never close
             raise _failed(f"the mean log-probability is {mean:.6g} and that of sdpa {wanted:.6g}")
@@ -166,8 +166,8 @@ def _failed(what: str) -> CheckFailed:
 
 
 def judge(args: Args) -> Judge:
-    found: Judge = args["judge"]
-    return found
+    one: Judge = args["judge"]
+    return one
 
 
 # Series

@@ -88,14 +88,16 @@ def _decoded(model: Any, run: Run, more: dict[str, Any]) -> list[Decoded]:
     T = ids.shape[1]
     with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
         torch.manual_seed(0)
-        found = model.generate(
+        generated = model.generate(
             ids, attention_mask=mask, max_new_tokens=run.new, min_new_tokens=run.new, do_sample=run.sample,
             use_cache=True, cache_implementation="static" if run.static else None,
             prefill_chunk_size=run.chunk, return_dict_in_generate=True, output_logits=True, pad_token_id=0,
             **more,
         )  # fmt: skip
-    steps = torch.stack(found.logits, 1).float()
-    sequences = [(row, found.sequences[row, T - length :], length) for row, length in enumerate(run.lengths)]
+    steps = torch.stack(generated.logits, 1).float()
+    sequences = [
+        (row, generated.sequences[row, T - length :], length) for row, length in enumerate(run.lengths)
+    ]
     return [
         Decoded(tokens, length, logp(steps[row], tokens[length:]), trained_logp(model, tokens, length))
         for row, tokens, length in sequences

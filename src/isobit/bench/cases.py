@@ -73,11 +73,11 @@ def series_of(op: Op) -> list[Series]:
 
 def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
     """The first declared case of every set of dimensions, like N,V and B,T,V."""
-    found: dict[frozenset[str], Case] = {}
+    first: dict[frozenset[str], Case] = {}
     for one in series:
         for case in one.cases:
-            found.setdefault(frozenset(case.dims), case)
-    return found
+            first.setdefault(frozenset(case.dims), case)
+    return first
 
 
 def parse_case(text: str, of: Op | Subject) -> Case:
@@ -123,12 +123,12 @@ def small_cases(series: Series) -> list[Case]:
 
     if series.small is not None:
         return list(series.small)
-    found = []
+    cases = []
     for case in declared_dims([series]).values():
         dims = dict(case.dims)
         *lead, last = dims
         while too_large(dims, case):
             largest = max(lead, key=dims.__getitem__, default=last)
             dims[largest if dims[largest] > 1 else last] //= 2
-        found.append(replace(case, dims=dims))
-    return found
+        cases.append(replace(case, dims=dims))
+    return cases

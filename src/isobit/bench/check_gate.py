@@ -1,4 +1,4 @@
-"""Wrong results are not timed: every op is checked on the same backend, and with the same options, as in the
+"""An op must pass its check before it is timed: on the same backend and with the same options as in the
 benchmark."""
 
 import json
@@ -64,10 +64,10 @@ class CheckGate:
 
 def require_relevant_report(path: Path, ops: Sequence[str]) -> None:
     """Raise ContractError unless a report of `isobit check` is about one of these ops."""
-    found = {one["op"] for one in read_check(path)["candidates"]}
-    if not found & set(ops):
+    checked = {one["op"] for one in read_check(path)["candidates"]}
+    if not checked & set(ops):
         raise ContractError(
-            f"--check-report {path} has no effect: it is about {', '.join(sorted(found)) or 'nothing'}, "
+            f"--check-report {path} has no effect: it is about {', '.join(sorted(checked)) or 'nothing'}, "
             f"and {', '.join(ops)} would be timed"
         )
 
@@ -75,13 +75,13 @@ def require_relevant_report(path: Path, ops: Sequence[str]) -> None:
 def read_check(path: Path) -> dict[str, Any]:
     """A report of `isobit check`."""
     try:
-        found = json.loads(path.read_text())
-        known = isinstance(found, dict) and "stamp" in found and "candidates" in found
+        report = json.loads(path.read_text())
+        known = isinstance(report, dict) and "stamp" in report and "candidates" in report
     except (OSError, ValueError) as error:
         raise ContractError(f"{path}: not a report of isobit check ({type(error).__name__})") from None
     if not known:
         raise ContractError(f"{path}: not a report of isobit check")
-    return dict(found)
+    return dict(report)
 
 
 def proven(op: str, backend: str, device: torch.device, path: Path, options: Set[str]) -> bool:

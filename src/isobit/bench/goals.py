@@ -105,15 +105,15 @@ def cells(rows: Sequence[Row], against: str | Base, impl: str = "isobit", figure
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in (row for row in rows if row["method"] != "wall"):
         groups.setdefault((row["op"], row["case"], row["direction"]), {})[row["impl"]] = row
-    found = []
+    result = []
     for (op, case, direction), group in groups.items():
         ours, theirs = group.get(impl, {}).get(figure), base.figure(group)
         if ours is not None and theirs is not None:
             equal = group.get(base.name, {}).get("equal_bits")
             other_bits = equal is not None and equal < 1
             share = theirs / max(ours, _LEAST)
-            found.append(Cell(op, case, direction, sizes_of(case), share, other_bits))
-    return found
+            result.append(Cell(op, case, direction, sizes_of(case), share, other_bits))
+    return result
 
 
 def sizes_of(case: str) -> dict[str, int]:
@@ -128,12 +128,12 @@ def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> 
     are for GPUs: if nothing was timed on one, there are no entries."""
     if all(row["method"] == "wall" for row in rows):
         return []
-    found = []
+    entries = []
     for goal in goals:
         base = goal.against or against
         assert base is not None, goal.what
         chosen = [cell for cell in cells(rows, base, goal.impl, goal.figure) if goal.chooses(cell)]
-        found.append(
+        entries.append(
             {
                 "what": goal.what,
                 "against": base if isinstance(base, str) else base.name,
@@ -142,7 +142,7 @@ def summary(rows: Sequence[Row], against: str | None, goals: Sequence[Goal]) -> 
                 **_result(goal, chosen),
             }
         )
-    return found
+    return entries
 
 
 def _result(goal: Goal, chosen: Sequence[Cell]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Implementations:
         ours = self.ours(case, copies[0])
         self.check(case, ours)
         judge = series.judge(copies[0])
-        found: list[Row] = []
+        all_rows: list[Row] = []
         for direction in directions:
             cost = series.cost(case.dims, case.dtype)
             nbytes, flops = cost.bytes(direction), cost.flops(direction)
@@ -94,10 +94,10 @@ class Implementations:
                 if name == "isobit" and (expected := series.predict(served, copies[0])) is not None:
                     more["predicted_ms"] = _rounded("predicted_ms", expected)
                 rows.append({**where, **figures, **self.inputs(case), "backend": served, **more})
-            found += rows
+            all_rows += rows
             times = ", ".join(f"{row['impl']} {row['ms']:.4g} ms" for row in rows)
             self.say(f"{series.name} {case_name(case)} {direction}: {times}")
-        return found
+        return all_rows
 
     def call_once(self, case: Case, directions: Sequence[str]) -> None:
         """Call every implementation, so that what its first call compiles is compiled. What fails here fails
@@ -128,18 +128,18 @@ class Implementations:
             self.gate.check_default(name)
 
     def ours(self, case: Case, args: Args) -> dict[str, str | None]:
-        """Backends by name of implementation: the default one, and beside it the requested one and those that
+        """Backends by name of implementation: the default one, then the requested one and those that
         the series declares, if they differ."""
         op = self.series.op
-        found: dict[str, str | None] = {"isobit": None}
-        found |= {f"isobit:{variant}": None for variant in self.series.variants}
+        backends: dict[str, str | None] = {"isobit": None}
+        backends |= {f"isobit:{variant}": None for variant in self.series.variants}
         if op is not None:
-            found |= self.backends(op, case, args)
-        return {name: to for name, to in found.items() if self.wanted(name) or self.wanted(f"{name}{NEW}")}
+            backends |= self.backends(op, case, args)
+        return {name: to for name, to in backends.items() if self.wanted(name) or self.wanted(f"{name}{NEW}")}
 
     def backends(self, op: Op, case: Case, args: Args) -> dict[str, str | None]:
         default = op.explain(**args).backend
-        found: dict[str, str | None] = {"isobit": default}
+        backends: dict[str, str | None] = {"isobit": default}
         declared = [name for name, cases in self.series.also.items() if case in cases]
         for backend in dict.fromkeys([*([self.backend] if self.backend else []), *declared]):
             if backend == default:
@@ -151,8 +151,8 @@ class Implementations:
                     raise
                 self.note(f"isobit:{backend}: {why}")
                 continue
-            found[f"isobit:{backend}"] = backend
-        return found
+            backends[f"isobit:{backend}"] = backend
+        return backends
 
     def contenders(
         self,
@@ -164,7 +164,7 @@ class Implementations:
         suffix: str = "",
     ) -> list[Contender]:
         series, once = self.series, suffix == NEW
-        found = []
+        contenders = []
         grad = series.step or (bool(series.inputs) and direction != "fwd")
 
         def build(function: Callable[[Args], Any], rival: Rival | None = None) -> list[Call]:
@@ -192,7 +192,7 @@ class Implementations:
         for name in names:
             if self.wanted(f"{name}{suffix}"):
                 calls = partial(build, self.function(name))
-                found.append(Contender(name, calls, verdict, required=True, grad=grad))
+                contenders.append(Contender(name, calls, verdict, required=True, grad=grad))
         for name, rival in series.rivals.items():
             if not self.wanted(f"{name}{suffix}"):
                 continue
@@ -204,8 +204,8 @@ class Implementations:
                 torch.compiler.reset()  # earlier cases count towards a limit beyond which it runs eagerly
             calls = partial(build, rival.function, rival)
             judged = verdict_on_rival if series.bits else verdict
-            found.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
-        return [replace(each, name=f"{each.name}{suffix}") for each in found]
+            contenders.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
+        return [replace(each, name=f"{each.name}{suffix}") for each in contenders]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
         """All implementations again, with calls whose sizes have not occurred before, in any direction.
@@ -214,13 +214,13 @@ class Implementations:
         than all the rest, and the first implementation would pay for the others."""
         directions = self.series.directions
         copies = self.series.new(case, self.pool)[directions.index(direction) :: len(directions)]
-        found = self.contenders(case, copies, direction, None, names, NEW) if copies else []
+        contenders = self.contenders(case, copies, direction, None, names, NEW) if copies else []
         if self.series.step:
-            found = [
-                replace(each, build=partial(_every, len(found), k, each.build))
-                for k, each in enumerate(found)
+            contenders = [
+                replace(each, build=partial(_every, len(contenders), k, each.build))
+                for k, each in enumerate(contenders)
             ]
-        return [replace(each, once=True, graph=False, judge=_unjudged) for each in found]
+        return [replace(each, once=True, graph=False, judge=_unjudged) for each in contenders]
 
     def function(self, name: str) -> Callable[[Args], Any]:
         """The function of one of our implementations: a variant, or the usual one on some backend."""
@@ -232,12 +232,12 @@ class Implementations:
 
 def implementation_names(series: Series, backend: str | None, directions: Sequence[str]) -> list[str]:
     """The implementations of a series that may be timed in these directions, if they can run here."""
-    beside = [*([backend] if backend else []), *series.also, *series.variants]
+    ours = [*([backend] if backend else []), *series.also, *series.variants]
     rivals = [
         name for name, rival in series.rivals.items()
         if rival.directions is None or set(rival.directions) & set(directions)
     ]  # fmt: skip
-    return ["isobit", *(f"isobit:{name}" for name in beside), *rivals, *(["copy"] if series.copy else [])]
+    return ["isobit", *(f"isobit:{name}" for name in ours), *rivals, *(["copy"] if series.copy else [])]
 
 
 # Calls
@@ -283,10 +283,10 @@ def _call(
     if once:
         assert direction == "fwd_bwd"  # for a backward alone the forward has run before
         return fwd_bwd_once
-    kept = fwd()
-    cotangents = [cotangent_like(o) for o in kept]
+    outputs = fwd()
+    cotangents = [cotangent_like(o) for o in outputs]
     if direction == "bwd":
-        return lambda: torch.autograd.grad(kept, leaves, cotangents, retain_graph=True)
+        return lambda: torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
 
     def fwd_bwd() -> tuple[Tensor, ...]:
         outputs = fwd()

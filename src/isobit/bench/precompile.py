@@ -82,7 +82,7 @@ def first_calls(
 ) -> list[First]:
     """The first calls that compile something and fit in this much memory. Steps of a model are left out: what
     they compile, the parts of their check compile."""
-    found: dict[Hashable, First] = {}
+    calls: dict[Hashable, First] = {}
     for series, case, directions in jobs:
         cost = series.cost(case.dims, case.dtype)
         nbytes = max(cost.bytes(direction) for direction in directions)
@@ -94,7 +94,7 @@ def first_calls(
                 call = First(
                     subject.flag, subject.name, place, case, (), backend, (), str(device), KEPT * nbytes, part
                 )
-                found.setdefault((place, part), call)
+                calls.setdefault((place, part), call)
         if series.step:
             continue
         ready = {"copy", *(name for name, rival in series.rivals.items() if not rival.jit)}
@@ -105,8 +105,8 @@ def first_calls(
                 subject.flag, subject.name, place, case, tuple(directions), backend, names, str(device),
                 KEPT * nbytes,
             )  # fmt: skip
-            found.setdefault((place, series.kernels(case), case.dtype, tuple(directions), names), call)
-    return list(found.values())
+            calls.setdefault((place, series.kernels(case), case.dtype, tuple(directions), names), call)
+    return list(calls.values())
 
 
 def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str], None]) -> None:

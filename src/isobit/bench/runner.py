@@ -132,13 +132,13 @@ def run(
         say(f"stopped, out of time: {len(left)} of {len(jobs)} cases are left ({listed})")
         if path is not None:
             say("run the same command with --resume to continue")
-    found = so_far(len(left))
+    report = so_far(len(left))
     if path is not None and (rows or not left):  # also a file that says why nothing was timed
-        write(path, to_json(found))
+        write(path, to_json(report))
         say(f"written: {path}")
     if not rows and not left:
-        raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", found)
-    return found
+        raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", report)
+    return report
 
 
 class NothingTimed(ContractError):
@@ -298,10 +298,10 @@ def _all_known(
     _known(
         subject.name, "direction", directions, list(dict.fromkeys(d for s in series for d in s.directions))
     )
-    beside = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
+    also = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
     variants = dict.fromkeys(name for one in series for name in one.variants)
     rivals = dict.fromkeys(name for one in series for name in one.rivals)
-    known = ["isobit", *(f"isobit:{name}" for name in (*beside, *variants)), *rivals]
+    known = ["isobit", *(f"isobit:{name}" for name in (*also, *variants)), *rivals]
     # Only cases know whether they have new sizes.
     _known(subject.name, "impl", [name.removesuffix(NEW) for name in impls], [*known, "copy"])
 

@@ -48,8 +48,8 @@ def goals_of(folder: str) -> Sequence[Goal]:
     """The goals of a folder of ops; none without a checkout."""
     if not (BENCHMARKS / "goals" / f"{folder}.py").is_file():
         return ()
-    found: Sequence[Goal] = _import_benchmark(f"goals.{folder}").GOALS
-    return found
+    goals: Sequence[Goal] = _import_benchmark(f"goals.{folder}").GOALS
+    return goals
 
 
 def _import_benchmark(name: str) -> ModuleType:

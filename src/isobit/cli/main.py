@@ -210,10 +210,10 @@ def memcheck(
     for path in files.values():
         check_writable(path, "--results")
     for folder, names in folders.items():
-        found = under_sanitizer([pair for name in names for pair in pairs[name]], timeout, print)
-        passed = passed and found["passed"]
+        report = under_sanitizer([pair for name in names for pair in pairs[name]], timeout, print)
+        passed = passed and report["passed"]
         if folder in files:
-            write(files[folder], json.dumps(found, indent=1) + "\n")
+            write(files[folder], json.dumps(report, indent=1) + "\n")
             print(f"wrote {files[folder]}")
     raise typer.Exit(int(not passed))
 

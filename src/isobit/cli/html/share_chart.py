@@ -20,10 +20,10 @@ WIDTH, HEIGHT, LEFT, TOP, LINE = 300, 200, 56, 40, 16
 def chart(report: dict[str, Any], inline: bool = False) -> str:
     """The SVG of a report with one baseline: a panel for each kind of call. As a file it is black on white;
     `inline` it has the colours of the page, and no stamp."""
-    found = cells(report["rows"], report["against"])
-    panels = {op: [c for c in found if c.op == op] for op in dict.fromkeys(c.op for c in found)}
-    shapes = list(dict.fromkeys(_shape(cell) for cell in found))
-    top = max(1.1, max((cell.share for cell in found), default=0) * 1.05)
+    shown = cells(report["rows"], report["against"])
+    panels = {op: [c for c in shown if c.op == op] for op in dict.fromkeys(c.op for c in shown)}
+    shapes = list(dict.fromkeys(_shape(cell) for cell in shown))
+    top = max(1.1, max((cell.share for cell in shown), default=0) * 1.05)
     width = len(panels) * (WIDTH + LEFT) + 20
     height = TOP + HEIGHT + 40 + LINE * math.ceil(len(shapes) / 3) + (6 if inline else 20)
     parts = [
@@ -46,10 +46,10 @@ def _shape(cell: Cell) -> str:
 
 
 def _panel(
-    op: str, found: Sequence[Cell], shapes: Sequence[str], left: int, top: float, against: str
+    op: str, shown: Sequence[Cell], shapes: Sequence[str], left: int, top: float, against: str
 ) -> list[str]:
-    name = next(iter(found[0].sizes))
-    sizes = sorted({cell.sizes[name] for cell in found})
+    name = next(iter(shown[0].sizes))
+    sizes = sorted({cell.sizes[name] for cell in shown})
     steps = {size: left + round(i * WIDTH / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)}
 
     def height(share: float) -> float:
@@ -64,7 +64,7 @@ def _panel(
     parts += [_text(x - 8, TOP + HEIGHT + 16, str(size)) for size, x in steps.items()]
     parts.append(_text(left + WIDTH // 2, TOP + HEIGHT + 30, name))
     for i, shape in enumerate(shapes):
-        mine = sorted((c for c in found if _shape(c) == shape), key=lambda c: c.sizes[name])
+        mine = sorted((c for c in shown if _shape(c) == shape), key=lambda c: c.sizes[name])
         points = [(steps[cell.sizes[name]], height(cell.share)) for cell in mine]
         parts.append(_line(i, points))
         # Hollow if the rival has other bits: it does not do the same work there.

@@ -43,26 +43,26 @@ def _heads_first(args: Args) -> Args:
     mask = None
     if args["causal"] and 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
-    found = {n: args[n].transpose(1, 2).contiguous() for n in BY_TOKEN}
-    return args | found | {"mask": mask, "is_causal": args["causal"] and T == S}
+    heads_first = {n: args[n].transpose(1, 2).contiguous() for n in BY_TOKEN}
+    return args | heads_first | {"mask": mask, "is_causal": args["causal"] and T == S}
 
 
 def _lower_right(args: Args) -> Args:
     """The same with PyTorch's `causal_lower_right`, so that its flash kernel does not read a mask from
     memory."""
-    found = _heads_first(args)
-    if found["mask"] is not None:
-        found["mask"] = causal_lower_right(*found["mask"].shape)
-    return found
+    changed = _heads_first(args)
+    if changed["mask"] is not None:
+        changed["mask"] = causal_lower_right(*changed["mask"].shape)
+    return changed
 
 
 def sdpa(backend: SDPBackend, args: Args) -> Tensor:
     with sdpa_kernel(backend):
-        found: Tensor = scaled_dot_product_attention(
+        out: Tensor = scaled_dot_product_attention(
             args["q"], args["k"], args["v"], attn_mask=args["mask"], is_causal=args["is_causal"],
             enable_gqa=True,
         )  # fmt: skip
-    return found.transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def _bounds(args: Args) -> Args:
@@ -81,8 +81,8 @@ def _nested(args: Args) -> Tensor:
         for n in BY_TOKEN
     )
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        found: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return found.transpose(1, 2).values()[None]
+        out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).values()[None]
 
 
 def _flash(args: Args) -> Tensor:
@@ -90,10 +90,10 @@ def _flash(args: Args) -> Tensor:
     cuts, window, longest = args["cu_seqlens_q"], args["window"], args["longest"]
     q, k, v = (args[n] if cuts is None else args[n][0] for n in BY_TOKEN)
     left = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    found: Tensor = torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, cuts, cuts, longest, longest, 0.0, True, False, **left
     )[0]
-    return found if cuts is None else found[None]
+    return out if cuts is None else out[None]
 
 
 def _with_block_mask(args: Args) -> Args:
@@ -111,12 +111,12 @@ def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         position = q + (S - T)
-        found = k <= position
+        seen_keys = k <= position
         if window is not None:
-            found = found & (k > position - window)
+            seen_keys = seen_keys & (k > position - window)
         if cuts is not None:
-            found = found & (document[q] == document[k])
-        return found
+            seen_keys = seen_keys & (document[q] == document[k])
+        return seen_keys
 
     return mask, None, None, T, S
 
@@ -124,12 +124,12 @@ def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
 def _flex(args: Args) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    found = flex_attention(
+    out = flex_attention(
         args["q"], args["k"], args["v"], block_mask=args["block_mask"], enable_gqa=True,
         scale=args["scale"],
     )  # fmt: skip
-    assert isinstance(found, Tensor)
-    return found.transpose(1, 2)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
 def _on_gpus(case: Case, device: torch.device) -> str | None:
@@ -159,8 +159,8 @@ def one_segment(args: Args) -> Tensor:
     modules = {"hopper": kernels_hopper, "triton": kernels_triton, "model": model}
     served = forward.explain(**args).backend
     assert served is not None
-    found: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
-    return found
+    out: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
+    return out
 
 
 # The truth

@@ -101,10 +101,10 @@ class _OneHead:
     def error(self, direction: str, result: tuple[Any, ...]) -> Errors:
         """The worst of the three, figure by figure; NaN if any is NaN."""
         (dh, dh0, dv2), (true_dh, true_dh0, true_dv2) = result, self.known
-        found = [errors_of(dh[:1, :, self.head], true_dh), errors_of(dv2[:1, :, self.head], true_dv2)]
+        errors = [errors_of(dh[:1, :, self.head], true_dh), errors_of(dv2[:1, :, self.head], true_dv2)]
         if true_dh0 is not None:
-            found.append(errors_of(dh0[: len(true_dh0), self.head], true_dh0))
-        figures = torch.tensor([astuple(each) for each in found], dtype=torch.float64)
+            errors.append(errors_of(dh0[: len(true_dh0), self.head], true_dh0))
+        figures = torch.tensor([astuple(each) for each in errors], dtype=torch.float64)
         return Errors(*figures.amax(0).tolist())
 
 

@@ -6,7 +6,7 @@ Five series, for a layer with weight W [N, K] and M tokens:
     det_gemm_layers   the same for layers of models from 0.5B to 70B, and M that are no powers of two
     det_gemm_dx       dx = dy W
     det_gemm_dw       dW = dy^T x     fp32
-    det_linear        y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
+    det_linear        y, and with autograd dx and dW, next to a layer of PyTorch, as it is and compiled
 
 In every call the weight (for dW: the tokens) is not in the L2 cache. Activations may be, as in a model, where
 the layer before has just written them.
@@ -101,7 +101,7 @@ PRODUCT_RIVALS = {
     for rival in (
         Rival(BASELINE, mm, directions=None, jit=False),
         Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas, jit=False),
-        # Not compiled ahead: its one kernel has a few variants, and there are hundreds of cases.
+        # Not precompiled: its one kernel has a few variants, and there are hundreds of cases.
         Rival(_INVARIANT, _invariant, directions=None, available=_has_invariant, jit=False),
     )
 }

@@ -3,7 +3,7 @@
 Six series, for N tokens with D features and a vocabulary of V:
 
     linear_logp              logp, without gradients
-    linear_logp_bias         the same with a bias, beside the same call without it (`isobit:no bias`)
+    linear_logp_bias         the same with a bias, next to the same call without it (`isobit:no bias`)
     linear_logp_train        logp, and the gradients of hidden states and weight
     linear_logp_train_bias   and that of the bias
     linear_logp_frozen       logp, and the gradient of the hidden states alone
@@ -207,9 +207,9 @@ class Sampled:
 
     @cached_property
     def rows(self) -> Truth:
-        found = truth_of(forward, self.args, self.inputs)
-        assert found is not None  # its output is row by row
-        return found
+        truth = truth_of(forward, self.args, self.inputs)
+        assert truth is not None  # its output is row by row
+        return truth
 
     @cached_property
     def total(self) -> float:
@@ -248,7 +248,7 @@ cost_of_training = partial(_cost, 2)
 
 def predict(backend: str | None, args: Args) -> float | None:
     """Milliseconds of the forward by the model that chooses its schedule, and what its three kernels, or
-    four with shared splits, take beside their work."""
+    four with shared splits, take in addition to their work."""
     if backend != "hopper":
         return None
     from isobit.kernels.hopper.tiles import FIXED_US

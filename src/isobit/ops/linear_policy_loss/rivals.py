@@ -181,17 +181,17 @@ class Sampled:
         total = size = 0.0
         with torch.no_grad():
             for rows in everyone.split(512):
-                found, _ = self._terms(rows)
-                total, size = total + float(found.sum()), size + float(found.abs().sum())
+                terms, _ = self._terms(rows)
+                total, size = total + float(terms.sum()), size + float(terms.abs().sum())
         return total, size
 
     @cached_property
     def gradient(self) -> tuple[Tensor, Tensor]:
         hidden = self.args["hidden"]
         rows = spread_evenly(len(hidden), ROWS, hidden.device)
-        found, leaves = self._terms(rows)
+        terms, leaves = self._terms(rows)
         dloss = cotangent_like(torch.empty((), device=hidden.device)).double()
-        return rows, torch.autograd.grad(found.sum() * dloss, leaves)[0]
+        return rows, torch.autograd.grad(terms.sum() * dloss, leaves)[0]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         loss, dhidden = result[0], result[1]

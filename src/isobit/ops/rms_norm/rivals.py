@@ -46,8 +46,8 @@ def _liger(args: Args) -> Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm
 
     # Not in place: that would overwrite dout with the gradient.
-    found: Tensor = liger_rms_norm(args["x"], args["weight"], args["eps"], in_place=False)
-    return found
+    out: Tensor = liger_rms_norm(args["x"], args["weight"], args["eps"], in_place=False)
+    return out
 
 
 def _liger_available(case: Case, device: torch.device) -> str | None:
@@ -102,10 +102,10 @@ _CORE = [_case(32768, 2048), _case(32768, 4096), _case(32768, 8192), _case(4096,
 
 
 def _series(name: str, cases: Sequence[Case], about: str, residual: bool = False) -> Series:
-    kept = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
+    rivals = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
     plain = name == "rms_norm"
     return by_rows(
-        "rms_norm", cases, partial(cost, residual), kept, name=name, about=about,
+        "rms_norm", cases, partial(cost, residual), rivals, name=name, about=about,
         inputs=_ADDED if residual else ("x", "weight"), judge=_with_sum if residual else None,
         options={"residual": True} if residual else {}, core=_CORE if plain else cases[:1],
         directions=("fwd", "fwd_bwd") if residual else ("fwd", "bwd", "fwd_bwd"),
