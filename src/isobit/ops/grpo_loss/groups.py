@@ -26,7 +26,7 @@ def one_spec(contract: Contract, args: dict[str, Any]) -> None:
     if size is None and given is None:
         raise contract.error("samples_per_prompt", None, "is required with rewards, or group_boundaries is")
     if size is not None and given is not None:
-        raise contract.error("group_boundaries", given, "is given, and samples_per_prompt too; give one")
+        raise contract.error("group_boundaries", given, "is given beside samples_per_prompt; give one")
     B = args["rewards"].shape[0]
     if size is not None and (size < 1 or B % size):
         rule = "must be at least 1" if size < 1 else f"does not divide the number of sequences, {B}"
