@@ -278,7 +278,8 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
 
 def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
     if args["ref_logits"] is not None and args["ref_logp"] is not None:
-        raise contract.error("ref_logp", args["ref_logp"], "is given, and ref_logits too; one must be None")
+        rule = "is given in addition to ref_logits; one must be None"
+        raise contract.error("ref_logp", args["ref_logp"], rule)
     if args["beta"] > 0 and args["ref_logits"] is None and args["ref_logp"] is None:
         raise contract.error("ref_logits", None, f"beta={args['beta']:g} needs it, or ref_logp")
 
@@ -288,7 +289,7 @@ def _rewards_or_advantages(contract: Contract, args: dict[str, Any]) -> None:
     if rewards is None and advantages is None:
         raise contract.error("rewards", None, "is required unless advantages are given")
     if rewards is not None and advantages is not None:
-        raise contract.error("advantages", advantages, "is given, and rewards too; one must be None")
+        raise contract.error("advantages", advantages, "is given in addition to rewards; one must be None")
     if rewards is not None:
         return groups.one_spec(contract, args)
     for name in ("samples_per_prompt", "group_boundaries"):

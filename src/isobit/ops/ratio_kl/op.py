@@ -168,7 +168,8 @@ def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
 def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
     logits, logp = args["ref_logits"], args["ref_logp"]
     if logits is not None and logp is not None:
-        raise contract.error("ref_logp", logp, "is given, and ref_logits too; one of the two must be None")
+        rule = "is given in addition to ref_logits; one of the two must be None"
+        raise contract.error("ref_logp", logp, rule)
     if args["return_kl"] and logits is None and logp is None:
         rule = "a kl needs it, or ref_logp; with return_kl=False no reference is read"
         raise contract.error("ref_logits", None, rule)
