@@ -388,7 +388,7 @@ def test_documents_point_at_files_that_exist() -> None:
 def test_every_picture_is_taken_and_shown() -> None:
     there = {path.name for path in (ROOT / "docs" / "img").iterdir()}
     pages = "\n".join(page.read_text() for page in documents())
-    assert there == set(SHOTS) == set(re.findall(r"\]\((?:docs/)?img/([\w.]+)\)", pages))
+    assert there == set(SHOTS) == set(re.findall(r"\]\((?:docs/|\.\./)?img/([\w.]+)\)", pages))
 
 
 def test_references_are_found_and_looked_up() -> None:
