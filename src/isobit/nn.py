@@ -257,9 +257,9 @@ def in_forward(module: nn.Module, function: Callable[..., T], *inputs: Any, **na
     """Call `function` in place of the module's own forward, with everything that surrounds a forward.
 
     FSDP2 (`fully_shard`) gathers the parameters of a module before its forward and again before its backward;
-    at other times they are shards, DTensors that no op of isobit takes. Inside `function` they are whole.
+    at other times they are shards, DTensors that no op of isobit takes. Inside of `function` they are whole.
     A parameter belongs to the innermost module that was given to `fully_shard`. Calls can be nested: the
-    whole model first, and the head inside it, makes the parameters of both available.
+    whole model first, and the head inside of it, makes the parameters of both available.
 
     Args:
         module: the module that was sharded, such as an LM head or the whole model.
