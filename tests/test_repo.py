@@ -79,6 +79,18 @@ def test_an_import_takes_no_device_and_loads_no_kernels() -> None:
     assert not proofs  # a user pays for no proof
 
 
+def test_an_import_is_light_and_the_rest_is_there_when_it_is_used() -> None:
+    code = (
+        "import sys, isobit\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'isobit'))\n"
+        "assert 'isobit.integrations' not in sys.modules\n"
+        "assert isobit.integrations.trl.enable and 'isobit.integrations.fla' not in sys.modules\n"
+        "from isobit.integrations import verl; from isobit import *; integrations.hf.zero_drift\n"
+    )
+    files = in_a_fresh_process(code).split()
+    assert sum(len(Path(file).read_text().splitlines()) for file in files) <= 8000
+
+
 def test_the_package_says_that_it_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 

@@ -36,6 +36,22 @@ def whole_path(path: str, package: str) -> str:
     return path if "." in path.partition(":")[0] else f"{package}.{path}"
 
 
+Reason = Callable[[Args], str | None]
+
+
+def after_device(cannot_run: Callable[[torch.device], str | None], reason: Reason | str) -> Reason:
+    """A reason not to serve a call, asked for only if there is none that the device gives."""
+
+    def reason_of(args: Args) -> str | None:
+        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        if (no := cannot_run(device)) is not None:
+            return no
+        ask: Reason = resolve(reason) if isinstance(reason, str) else reason
+        return ask(args)
+
+    return reason_of
+
+
 class _Run:
     """The function of a backend: given as it is, or by its path, which is resolved when it is read."""
 

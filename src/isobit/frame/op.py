@@ -40,10 +40,10 @@ from isobit.frame.backend import (
     Args,
     Backend,
     Explanation,
+    after_device,
     backend_named,
     choose,
     explain,
-    resolve,
     whole_path,
 )
 from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
@@ -134,22 +134,12 @@ class Op:
         in a module of the op's package, imported at its first use. `cannot_run(device)` is asked before
         `when` and `not_by_default`, so that a module is not imported where its kernels cannot run.
         """
-        paths = [whole_path(f, self.package) for f in (run, when, not_by_default) if isinstance(f, str)]
-
-        def after_device(reason: Callable[[Args], str | None] | str) -> Callable[[Args], str | None]:
-            def reason_of(args: Args) -> str | None:
-                device = next(v.device for v in args.values() if isinstance(v, Tensor))
-                if (no := cannot_run(device)) is not None:
-                    return no
-                ask = resolve(whole_path(reason, self.package)) if isinstance(reason, str) else reason
-                why: str | None = ask(args)
-                return why
-
-            return reason_of
-
-        function: Any = whole_path(run, self.package) if isinstance(run, str) else run
-        reasons = after_device(when), interpreted, after_device(not_by_default)
-        self.backends.append(Backend(name, function, numerics, *reasons, launches, tuple(paths)))
+        given = (run, when, not_by_default)
+        named: list[Any] = [whole_path(f, self.package) if isinstance(f, str) else f for f in given]
+        cannot_serve, rather_not = (after_device(cannot_run, reason) for reason in named[1:])
+        paths = tuple(f for f in named if isinstance(f, str))
+        made = Backend(name, named[0], numerics, cannot_serve, interpreted, rather_not, launches, paths)
+        self.backends.append(made)
         self.forget()
 
     def rule(self, *checks: Callable[[Contract, Args], None]) -> None:
@@ -192,12 +182,12 @@ class Op:
         were not requested. Arguments named in `flags` are set to true where a backward may follow.
 
         `save(call, saved)` may change what is saved, by name: arguments and outputs of the call, and anything
-        else that is the same for all calls with one cache key. `gradient(saved, grads)` replaces the call of the backward;
-        it calls any ops, and returns gradients by argument name. There `saved` also holds the scalar
-        arguments; `needs`, the names of the arguments that need a gradient; and `follow`, controls to pass on
-        to those ops, so that gradients have the numerics class that the forward was bound to: `numerics`, and
-        `prefer`, the backend that was requested. `once` is the error for a second derivative, if the backward
-        would not raise one itself.
+        else that is the same for all calls with one cache key. `gradient(saved, grads)` replaces the call of
+        the backward; it calls any ops, and returns gradients by argument name. There `saved` also holds the
+        scalar arguments; `needs`, the names of the arguments that need a gradient; and `follow`, controls to
+        pass on to those ops, so that gradients have the numerics class that the forward was bound to:
+        `numerics`, and `prefer`, the backend that was requested. `once` is the error for a second derivative,
+        if the backward would not raise one itself.
         """
         self.differentiable = inputs
         derived = Derivative(self, by, inputs, outputs, constant, save, gradient, once)
@@ -273,9 +263,8 @@ class Op:
         """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
         it.
 
-        Plain tensors outside any tracing go past the `torch.library` op: PyTorch's dispatcher needs two hops
-        to a Python body, which cost tens of microseconds per call. And for calls with a known cache key
-        nothing is checked or chosen again.
+        Plain tensors outside any tracing go past the `torch.library` op, because the dispatcher's hops to a
+        Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again.
         """
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))

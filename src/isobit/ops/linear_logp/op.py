@@ -104,7 +104,7 @@ def forward(return_stats: bool = False, keep: bool = False) -> tuple[
 
 def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
-    numerics: str | Numerics | None, backend: str | None,
+    numerics: str | Numerics | None, backend: str | None, **others: Any,
 ) -> bool:  # fmt: skip
     """Whether a backward may follow for which all probabilities can be kept. The contract has not been
     checked yet: an invalid call keeps nothing here, and raises its error later."""
@@ -205,11 +205,10 @@ def linear_logp(  # overloads take any options
         >>> head.grad[:, 1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    given = locals()
-    keep = workspace_bytes is not None and _can_keep(
-        workspace_bytes, hidden, weight, bias, vocab_size, numerics, backend
-    )
-    out, entropy, lse, *_ = forward(**given, keep=keep)
+    given: dict[str, Any] = locals()
+    if workspace_bytes is not None:
+        given = {**given, "keep": _can_keep(**given)}
+    out, entropy, lse, *_ = forward(**given)
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())
