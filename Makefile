@@ -1,15 +1,18 @@
 # make check   prove every op on this machine        make lint    style and types
-# make test    run the test suite                    make bench   time every op beside its rivals
+# make test    run the test suite                    make bench   time every op next to its rivals
 # make demo    train a tiny transformer with GRPO, and draw the curves
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
 # make docs    build the site of the docs into site/
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
+# make tables  write the tables and charts of the pages from results/
+# make stale   list result files of older kernels, and the commands that refresh them
 # make shots   take the pictures of the documents again; needs Chromium
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
 
 PYTHON ?= python3
 BIN := .venv/bin
+PUBLISH := PYTHONPATH=tools $(BIN)/python -m publish
 READY := .venv/.ready
 PARITY := .parity/.ready
 DOCS := .venv/.docs
@@ -19,7 +22,7 @@ FLA := 0.6.0 0.5.2
 INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint demo compat parity bench tables shots docs clean
+.PHONY: check test lint demo compat parity bench tables stale shots docs clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -32,7 +35,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m isobit.bench.tables --check
+	$(PUBLISH).tables --check
 
 demo: $(READY)
 	$(BIN)/isobit demo --html demo.html
@@ -47,8 +50,11 @@ bench: $(READY)
 	$(BIN)/isobit bench --results results
 
 tables: $(READY)
-	$(BIN)/python -m isobit.bench.tables
-	$(BIN)/python -m isobit.ops.linear_logp.chart results/h200/linear_logp.json docs/linear_logp.svg
+	$(PUBLISH).tables
+	$(PUBLISH).vocabulary_chart results/h200/linear_logp.json docs/linear_logp.svg
+
+stale: $(READY)
+	$(PUBLISH).stale --only
 
 shots: $(READY) $(BROWSER)
 	$(BIN)/python tools/shots.py
@@ -78,8 +84,8 @@ $(PARITY): $(READY) tests/parity.txt
 	for v in $(FLA); do $(INTO_PARITY) --no-deps --target .parity/fla/$$v fla-core==$$v einops==0.8.2 || exit 1; done
 	touch $@
 
-# Tests look at pages in a real Chromium. Root of a Debian gets one here; who has none, or may not install it, is
-# told by the tests that they were skipped, and why.
+# Tests look at pages in a real Chromium. Root of a Debian gets one here. Without Chromium
+# these tests are skipped, with a message.
 $(BROWSER): $(READY)
 	@$(BIN)/python tools/chromium.py || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && $(APT) update && $(APT) install -y --no-install-recommends chromium >/dev/null; } \

@@ -7,7 +7,7 @@ Prompts of different lengths, padded on the left, are decoded by `generate`: alo
 dynamic and static caches, with prefill in chunks. Then every sequence goes through the model alone, in one
 forward as in training. Mathematically both give each token the same log-probability. The table says how many
 tokens have other bits, and the largest difference: first with the model as it is, then with the same model
-inside of `isobit.integrations.hf.zero_drift`.
+inside `isobit.integrations.hf.zero_drift`.
 
 Without `--model` it is a tiny Llama with random weights, on a CPU, where isobit takes its time. What torch
 does depends on the machine, the versions and the sizes. What isobit does is a promise, so the program ends

@@ -4,8 +4,8 @@ tensors of special kinds, and controls that every op takes."""
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor
 
 import isobit
 from isobit import ContractError
-from isobit.frame.contract import F32, Contract, Float
-from isobit.frame.op import op, public_ops
+from isobit.frame.contract import F32, Contract, Float, params_of
+from isobit.frame.op import public_ops
+from isobit.frame.public_op import public_op
 from isobit.numerics import NO_CLASS
 
 Z = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
@@ -186,16 +187,62 @@ def test_a_number_or_a_tensor_are_two_arguments_of_the_torch_op() -> None:
         assert contract.from_torch(contract.to_torch(values))[1] is by
 
 
-def test_a_public_function_must_match_the_contract() -> None:
-    declared = op("test_arguments_public")(either)
+def test_the_public_function_is_the_contract() -> None:
+    Controls = str | bool | None
+    Rows = F32[Tensor, "*"]
 
-    def other_default(x: Tensor, by: float = 2.0, *, validate=None, numerics=None, backend=None) -> None: ...
-    def other_name(x: Tensor, to: float = 1.0, *, validate=None, numerics=None, backend=None) -> None: ...
-    def no_controls(x: Tensor, by: float = 1.0) -> None: ...
-    def right(x: Tensor, by: float = 1.0, *, validate=None, numerics=None, backend=None) -> None: ...
+    @public_op("test_arguments_public", before="last")
+    def declared(inner: bool = False) -> F32[Tensor, "* if inner"]:  # noqa: F722
+        """Its output, and an argument that people do not give."""
+        raise NotImplementedError
 
-    for wrong in (other_default, other_name, no_controls):
-        with pytest.raises(TypeError, match="test_arguments_public"):
+    def no_controls(x: Rows, last: int = 1) -> None: ...
+    def twice(
+        x: Rows,
+        inner: bool,
+        last: int = 1,
+        validate: Controls = None,
+        numerics: Controls = None,
+        backend: Controls = None,
+    ) -> None: ...
+    def untyped(x, validate: Controls = None, numerics: Controls = None, backend: Controls = None): ...
+    def right(
+        x: Rows,
+        by: float | Rows = 2.0,
+        how: Literal["a", "b"] = "a",
+        at: Sequence[int] | Rows | None = None,
+        f: Callable[..., Any] | None = None,
+        last: int = 1,
+        validate: Controls = None,
+        numerics: Controls = None,
+        backend: Controls = None,
+    ) -> None: ...
+
+    reasons = {no_controls: "has no backend, numerics, validate", twice: "inner is declared twice",
+               untyped: "needs an annotation"}  # fmt: skip
+    for wrong, reason in reasons.items():
+        with pytest.raises(TypeError, match=reason):
             declared.public(wrong)
-    assert declared.function is None and declared.public(right) is right
+    assert declared.function is None
+    kinds = [(p.name, p.spec is not None, p.scalar, p.optional) for p in declared_params(right)]
+    assert kinds == [("x", True, None, False), ("by", True, float, False), ("how", False, str, False),
+                     ("at", True, None, True), ("f", False, object, True),
+                     ("last", False, int, False)]  # fmt: skip
+
+    def simple(
+        x: Rows,
+        by: float | Rows = 2.0,
+        last: int = 1,
+        validate: Controls = None,
+        numerics: Controls = None,
+        backend: Controls = None,
+    ) -> None: ...
+
+    assert declared.public(simple) is simple
+    assert declared.contract.names[:4] == ["x", "by", "inner", "last"]
+    assert declared.contract.in_order({})[1:4] == (2.0, False, 1)
     declared.function = None  # the op of a test is not for people
+
+
+def declared_params(function: Any) -> list[Any]:
+    return [p for p in params_of(function) if p.name not in ("validate", "numerics", "backend")]

@@ -84,11 +84,13 @@ def paged(page: int, **more: Any) -> dict[str, Any]:
 
 
 def test_which_calls_the_decode_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "hopper_cannot_run", lambda device: None)
+    monkeypatch.setattr("isobit.frame.device.arch_key", lambda device: "sm_90")
+    monkeypatch.setattr("isobit.frame.device.triton_cannot_run", lambda device: None)
     few = made(2, 4, 2000, 2, 1, 64)
-    assert decodes(call_of(few)) and op._hopper_would_waste(few) is None
-    assert "4 a sequence" in (op._hopper_bwd_would_waste(few) or "")  # it has no such tiles
-    assert "4 a sequence" in (op._hopper_would_waste(made(2, 4, 1000, 2, 1, 64)) or "")
+    wastes, bwd_wastes = (o.backend_named("hopper").not_by_default for o in (op.forward, op.backward))
+    assert decodes(call_of(few)) and wastes(few) is None
+    assert "4 a sequence" in (bwd_wastes(few) or "")  # it has no such tiles
+    assert "4 a sequence" in (wastes(made(2, 4, 1000, 2, 1, 64)) or "")
     assert not decodes(call_of(made(2, 4, 1024, 2, 1, 64)))  # one segment
     assert not decodes(call_of(made(2, 33, 2000, 2, 1, 64)))  # 66 rows
     for page in (64, 128, 192):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -14,12 +15,10 @@ import pytest
 import torch
 
 from isobit import ContractError
-from isobit.bench import tables
 from isobit.bench.cases import CPU_BYTES, CPU_FLOPS, case_name, parse_case, small_cases
-from isobit.bench.overview import overview
+from isobit.bench.check_gate import CheckFailed
 from isobit.bench.report import CPU_WARNING, ROW, format_report, format_table
 from isobit.bench.runner import run
-from isobit.bench.vouch import CheckFailed
 from isobit.frame.op import known_op
 from isobit.ops.det_gemm import rivals as det_gemm_rivals
 from isobit.ops.linear_logp.proof.inputs import FULL
@@ -29,6 +28,10 @@ from isobit.spec.proof import InputOptions
 from isobit.spec.proofs import proof_of, proofs
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.truth import Truth, cotangent_like, truth_of
+from publish import headline, tables
+from publish.overview import overview
+
+RESULTS = Path(__file__).parent.parent / "results" / "h200"
 
 LOGP = known_op("logp")
 CPU = torch.device("cpu")
@@ -161,7 +164,7 @@ def test_an_op_that_fails_its_check_is_not_timed(monkeypatch: pytest.MonkeyPatch
 @contextlib.contextmanager
 def backend_of(op: Any, name: str, run: Callable[..., Any], where: int | None = None) -> Iterator[None]:
     """One more backend of an op: the last, or before all others so that it serves by default."""
-    op.backend(name, numerics="none")(run)
+    op.backend(name, run=run, numerics="none")
     added = op.backends[-1]
     if where is not None:
         op.backends.insert(where, op.backends.pop())
@@ -385,12 +388,12 @@ def test_markdown_shows_the_floor_where_operations_and_not_bytes_decide_it(tmp_p
 def test_results_of_other_kernels_are_marked(tmp_path: Path) -> None:
     write_results(tmp_path, *ROWS, kernels={"logp": "of other kernels"})
     assert "2026-01-02. The kernels have changed since</sub>" in tables.render_op(tmp_path / "logp.json")
-    shown = tables.render_summary(tmp_path)
+    shown = tables.render_every(tmp_path)
     assert (
         "| `logp`, forward † |" in shown and "\n† The kernels have changed since this was measured." in shown
     )
     write_results(tmp_path, *ROWS)
-    assert "†" not in tables.render_summary(tmp_path)
+    assert "†" not in tables.render_every(tmp_path)
 
 
 def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp_path: Path) -> None:
@@ -423,13 +426,41 @@ def test_the_summary_has_ours_over_the_baseline_and_the_best_rival_over_ours(tmp
     assert overview(tmp_path, ["logp"])[0][1:] == []
     page = tmp_path / "page.md"
     example = "    <!-- results:logp -->\n    <!-- /results -->\n"  # indented: code, not a mark
-    page.write_text(f"{example}<!-- results:summary -->\n<!-- /results -->\n{example}")
+    page.write_text(f"{example}<!-- results:every -->\n<!-- /results -->\n{example}")
     tables.update(page, tmp_path)
     text = page.read_text()
     assert "| call | cases |" in text and "Not measured yet: `attention`" in text
-    assert text.startswith(f"{example}<!-- results:summary") and text.endswith(
-        f"<!-- /results -->\n{example}"
-    )
+    assert "\n- `logp`: log-probabilities from logits\n" in text and "- `attention`" not in text
+    assert text.startswith(f"{example}<!-- results:every") and text.endswith(f"<!-- /results -->\n{example}")
+
+
+def test_the_short_table_has_the_fastest_other_and_only_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        a_row("isobit", 0.4) | {"extra_mb": 2.04},
+        a_row("copy", 0.1),
+        a_row("isobit:triton", 0.2),
+        a_row("native:new", 0.3),
+        a_row("native", 1.2),
+        a_row("liger", 0.6) | {"extra_mb": 40.4},
+        a_row("isobit", 0.4) | {"case": "alone"},
+    ]
+    write_results(tmp_path, *rows)
+    case = rows[0]["case"]
+    here = headline.Headline("logp", "logp", "logp", case, "fwd")
+    others = ({"case": "alone"}, {"case": "nowhere"}, {"file": "no_file"})
+    gone = [dataclasses.replace(here, **other) for other in others]
+    monkeypatch.setattr(headline, "HEADLINES", (here, *gone))
+    assert headline.headlines(tmp_path)[1:] == [["logp", case, "0.4", "0.6 (Liger)", "1.50x", "2.0", "40"]]
+    assert "ot measured" not in tables.render_summary(tmp_path)
+
+
+def test_the_short_table_has_eight_rows_and_every_series_an_explanation() -> None:
+    lines = headline.headlines(RESULTS)
+    assert len(lines) == 1 + len(headline.HEADLINES) == 9
+    shown = tables.render_every(RESULTS)
+    assert all(f"\n- `{name}`: " in shown for name in re.findall(r"^\| `([^`]+)`", shown, re.M))
 
 
 def test_pages_with_marks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

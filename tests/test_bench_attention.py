@@ -10,12 +10,13 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import CausalBias
 
 from isobit.bench.cases import series_of
-from isobit.bench.contenders import calls_of
+from isobit.bench.goals import summary
+from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
+from isobit.bench.suites import goals_of
 from isobit.frame.op import known_op
 from isobit.ops.attention import model, rivals
-from isobit.spec.goals import summary
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
 
@@ -39,7 +40,7 @@ def test_what_is_declared() -> None:
         assert series.directions == (("bwd",) if backward else ("fwd",))
         assert series.inputs == (("q", "k", "v") if backward else ())
         assert set(series.rivals) == {"flash", "flex"} | (set() if "window" in name else {"cudnn"})
-        assert bool(series.ways) == (not backward and name != "attention_decode")
+        assert bool(series.variants) == (not backward and name != "attention_decode")
     sizes = [tuple(case.dims.values()) for case in SERIES["attention"].cases]
     assert sizes[0] == (8, 1024, 1024, 32, 8, 128) and sizes[-1] == (4, 4096, 4096, 16, 8, 64)
     args = SERIES["attention_packed"].make(Case(PACKED, torch.bfloat16, data="random"), Pool(CPU))[0]
@@ -146,7 +147,7 @@ def rows(op: str, direction: str, case: str = CASE, **ms: float) -> list[dict[st
 
 
 def met(found: list[dict[str, Any]]) -> dict[tuple[str, str], bool]:
-    entries = summary(found, None, SERIES["attention"].goals)
+    entries = summary(found, None, goals_of("attention"))
     return {(entry["what"], entry["against"]): entry["met"] for entry in entries if entry["cells"]}
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of
-from isobit.bench.lineup import Lineup
-from isobit.bench.vouch import CheckFailed, Vouch
+from isobit.bench.check_gate import CheckFailed, CheckGate
+from isobit.bench.implementations import Implementations
 from isobit.check.named import load_candidate
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
@@ -138,9 +138,9 @@ def test_what_its_author_compiled_is_compiled_for_every_timed_case(monkeypatch: 
     def quiet(text: str) -> None:
         pass
 
-    lineup = Lineup(
-        series, Pool(CPU), None, None, None, 1.0, 1.0, Vouch(CPU, None, True, quiet), quiet, quiet
+    implementations = Implementations(
+        series, Pool(CPU), None, None, None, 1.0, 1.0, CheckGate(CPU, None, True, quiet), quiet, quiet
     )
     for count in (1, 2):
-        lineup.contenders(Case({"N": 4, "V": 33}, torch.float32), [], "fwd", None, [])
+        implementations.contenders(Case({"N": 4, "V": 33}, torch.float32), [], "fwd", None, [])
         assert len(resets) == count

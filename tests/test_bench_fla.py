@@ -10,14 +10,14 @@ import pytest
 import torch
 import triton
 
+from benchmarks.suites import fla as suite
 from isobit import ContractError
 from isobit.bench.cases import suite_of
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.suites import fla as suite
-from isobit.bench.vouch import CheckFailed
 from isobit.ops.delta_rule.rivals import forget_tuning
-from isobit.spec.goals import summary
 from isobit.spec.series import NotHere, Pool
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
@@ -132,7 +132,7 @@ def test_the_goals_are_to_be_no_slower() -> None:
         row("chunk_kda", "bwd", "isobit", 1.0), row("chunk_kda", "bwd", "fla", 1.2),
         row("chunk_kda", "fwd_bwd", "isobit", 2.0), row("chunk_kda", "fwd_bwd", "fla", 1.9),
     ]  # fmt: skip
-    goals = [goal for one in suite_of("fla").series for goal in one.goals]
+    goals = suite_of("fla").goals
     found = {entry["what"]: (entry["met"], entry["cells"]) for entry in summary(rows, "fla", goals)}
     assert {what: entry for what, entry in found.items() if entry[1]} == {
         "chunk_kda, bwd": (True, 1),

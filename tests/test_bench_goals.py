@@ -9,22 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.bench import runner, tables
-from isobit.bench.cases import series_of
-from isobit.bench.contenders import calls_of
-from isobit.bench.overview import overview
+from benchmarks.goals.linear_logp import GOALS
+from isobit.bench import runner
+from isobit.bench.cases import series_of, subject_of
+from isobit.bench.goals import Goal, cells, limit, longer_of_floor_and, summary
+from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW, format_report, format_summary
 from isobit.cli.html.bench import section
 from isobit.cli.html.saved import summary_line
 from isobit.frame.op import known_op
 from isobit.kernels.hopper.tiles import HBM_BYTES
 from isobit.ops.linear_logp import rivals
-from isobit.spec.goals import Goal, cells, limit, longer_of_floor_and, summary
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
+from publish import tables
+from publish.overview import overview
 
 #: Those that are stated as multiples.
-TIMES = [goal for goal in rivals.GOALS if goal.most is not None]
+TIMES = [goal for goal in GOALS if goal.most is not None]
 
 SIZES = ({"N": 2, "D": 3, "V": 5}, torch.bfloat16)
 
@@ -76,7 +78,7 @@ def test_training_has_limits_by_the_number_of_features() -> None:
 
 def test_means_over_many_shapes() -> None:
     def mean(op: str, shape: tuple[int, ...], times: float) -> dict[str, bool]:
-        entries = summary(rows(op, shape, isobit=times, bare_gemm=1.0), rivals.BASELINE, rivals.GOALS)
+        entries = summary(rows(op, shape, isobit=times, bare_gemm=1.0), rivals.BASELINE, GOALS)
         return {e["what"]: e["met"] for e in entries if e["cells"] and e["goal_geomean"]}
 
     assert mean("linear_logp", (640, 896, 151936), 1.029) == {"logp, N >= 512": True}
@@ -112,7 +114,7 @@ def test_the_shapes_of_the_goals_are_declared_and_each_goal_has_a_core_cell() ->
         for row in rows(one.name, tuple(case.dims.values()), isobit=1, bare_gemm=1, verl=1,
                         **{"isobit:no bias": 1})
     ]  # fmt: skip
-    left = {e["what"] for e in summary(timed, rivals.BASELINE, rivals.GOALS) if not e["cells"]}
+    left = {e["what"] for e in summary(timed, rivals.BASELINE, GOALS) if not e["cells"]}
     # Goals for single shapes, which are not among the core ones.
     assert left == {
         "logp, 512 x 896 x 151936", "logp, V = 50257", "logp and all gradients, N >= 2048, D = 1024",
@@ -239,10 +241,9 @@ def test_goals_of_older_files_and_of_nothing_but_unmeasured_ones(tmp_path: Path)
 
 
 def test_a_run_of_requested_sizes_leaves_unmeasured_goals_out() -> None:
-    (series, *_) = series_of(known_op("linear_logp"))
-    one = replace(series, goals=FOUR)
+    one = replace(subject_of(known_op("linear_logp")), goals=FOUR)
     found = a_report()["rows"]
-    every, requested = (runner._summary([one], found, every=every)["summary"] for every in (True, False))
+    every, requested = (runner._summary(one, found, every=every)["summary"] for every in (True, False))
     assert [entry["what"] for entry in every] == ["fast", "faster", "loss", "large"]
     assert [entry["what"] for entry in requested] == ["faster"]  # `fast` is against the bare product
 

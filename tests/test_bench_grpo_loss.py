@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from isobit.bench.cases import parse_case, series_of
-from isobit.bench.contenders import calls_of
+from isobit.bench.goals import summary
+from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
+from isobit.bench.suites import goals_of
 from isobit.frame.op import known_op
 from isobit.ops.grpo_loss import rivals
-from isobit.spec.goals import summary
 from isobit.spec.options import varied
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
@@ -107,7 +108,7 @@ def test_goals() -> None:
         kind = {"op": op, "case": "B=32 T=256 V=50257 fp16", "direction": direction, "method": "graph"}
         kind |= {"floor_ms": 0.1, "extra_mb": extra_mb}
         found = [dict.fromkeys(ROW) | kind | {"impl": name, "ms": each} for name, each in ms.items()]
-        entries = summary(found, None, SERIES["grpo_loss"].goals)
+        entries = summary(found, None, goals_of("grpo_loss"))
         return {entry["against"]: entry["met"] for entry in entries if entry["cells"]}
 
     others = {"torch.compile": 1.0}

@@ -179,7 +179,7 @@ def test_a_declared_backend_that_cannot_serve_here_is_a_note(monkeypatch: pytest
     (series,) = series_of(LOGP)
     beside = dataclasses.replace(series, also={"hopper": [case], "twin": [case]})
     monkeypatch.setattr("isobit.ops.logp.rivals.SERIES", [beside])
-    LOGP.backend("twin", numerics="none")(LOGP.backend_named("reference").run)
+    LOGP.backend("twin", run=LOGP.backend_named("reference").run, numerics="none")
     try:
         report = bench("logp", "N=7,V=9", impls=["isobit", "isobit:twin", "isobit:hopper"])
     finally:

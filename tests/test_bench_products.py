@@ -13,20 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.goals.det_gemm import GOALS
 from isobit import ContractError
-from isobit.bench import charts, runner, tables
+from isobit.bench import runner
 from isobit.bench.cases import parse_case, series_of
+from isobit.bench.check_gate import CheckFailed, CheckGate
+from isobit.bench.goals import Goal, cells, sizes_of, summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run
-from isobit.bench.vouch import CheckFailed, Vouch
 from isobit.check.source_hash import kernel_sha
 from isobit.check.stamp import gpu_name
 from isobit.frame.op import known_op
 from isobit.kernels.hopper import product as hopper_product
 from isobit.ops.det_gemm import kernels_hopper, rivals
-from isobit.spec.goals import Goal, cells, sizes_of, summary
 from isobit.spec.proof import Case
 from isobit.spec.series import NotHere, Pool
+from publish import charts, tables
 
 GEMM = known_op("det_gemm")
 CPU = torch.device("cpu")
@@ -248,15 +250,15 @@ def test_a_fresh_report_spares_the_check(tmp_path: Path, monkeypatch: pytest.Mon
     bench(skip_check=False, directions=["dx", "dw"], impls=["isobit"], check_reports=[path, other])
     assert checked == [("det_gemm_dw", "model")]  # without the second report
     checked.clear()
-    vouch = Vouch(CPU, [path], skip=False, say=lambda line: None)
+    gate = CheckGate(CPU, [path], skip=False, say=lambda line: None)
     after(here, gemm, dw)
-    vouch.check("det_gemm", "model", {"mask": 0.5})
+    gate.check("det_gemm", "model", {"mask": 0.5})
     assert checked == [("det_gemm", "model")]  # no case of the report has a mask
     gemm["cases"][0]["options"] = {"mask": 0.1, "ids": "int32"}
     after(here, gemm, dw)
-    vouch.check("det_gemm", "model", {"mask": 0.25})
+    gate.check("det_gemm", "model", {"mask": 0.25})
     assert len(checked) == 1
-    vouch.check("det_gemm", "model", {"mask": 0.25, "bias": "own"})
+    gate.check("det_gemm", "model", {"mask": 0.25, "bias": "own"})
     assert len(checked) == 2
     with pytest.raises(CheckFailed, match="det_gemm on model fails its check in "):
         after(here, proven("det_gemm", "accuracy", "invariant", fail=2))
@@ -316,9 +318,9 @@ def test_a_summary_is_a_mean_a_slowest_cell_and_a_verdict() -> None:
 
 def test_the_goals_of_products() -> None:
     def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
-        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", rivals.GOALS) if e["cells"]}
+        return {e["what"]: e["met"] for e in summary(rows, "torch.mm", GOALS) if e["cells"]}
 
-    many, dw, same, split, expected = (goal.what for goal in rivals.GOALS)
+    many, dw, same, split, expected = (goal.what for goal in GOALS)
     assert met(ROWS) == {many: False, split: False, same: False}
     good = [
         *a_cell("det_gemm", 16, 8, 0.95, 0.9),

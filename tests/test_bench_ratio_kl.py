@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.bench import tables
 from isobit.bench.cases import parse_case, series_of
-from isobit.bench.contenders import calls_of
+from isobit.bench.goals import cells, floors, limit, summary
+from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
+from isobit.bench.suites import goals_of
 from isobit.frame.op import known_op
 from isobit.ops.ratio_kl import rivals
-from isobit.spec.goals import cells, floors, limit, summary
 from isobit.spec.options import varied
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
+from publish import tables
 
 OP = known_op("ratio_kl")
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ def rows(
 
 
 def met(found: list[dict[str, Any]]) -> dict[str, bool]:
-    entries = summary(found, None, SERIES["ratio_kl"].goals)
+    entries = summary(found, None, goals_of("ratio_kl"))
     return {entry["against"]: entry["met"] for entry in entries if entry["cells"]}
 
 

@@ -96,13 +96,13 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
         monkeypatch.setattr(runner.time, "monotonic", lambda: self.now)
-        rows = runner.Lineup.rows
+        rows = runner.Implementations.rows
 
         def slowly(*args: Any) -> Any:
             self.now += 240.0
             return rows(*args)
 
-        monkeypatch.setattr(runner.Lineup, "rows", slowly)
+        monkeypatch.setattr(runner.Implementations, "rows", slowly)
 
 
 def test_a_run_stops_between_cases_and_says_what_is_left(

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from isobit.bench.cases import series_of
-from isobit.bench.contenders import calls_of
+from isobit.bench.goals import summary
+from isobit.bench.implementations import calls_of
 from isobit.bench.report import ROW
+from isobit.bench.suites import goals_of
 from isobit.frame.op import known_op
 from isobit.ops.rms_norm import rivals
-from isobit.spec.goals import summary
 from isobit.spec.proof import Args, Case
 from isobit.spec.series import Pool
 
@@ -59,7 +60,7 @@ def met(direction: str, D: int, N: int = 32768, floor_ms: float = 1.0, **ms: flo
     common: dict[str, Any] = dict.fromkeys(ROW) | {"op": "rms_norm", "case": f"N={N} D={D} bf16"}
     common |= {"direction": direction, "method": "graph", "floor_ms": floor_ms}
     rows = [common | {"impl": impl.replace("_", "."), "ms": time} for impl, time in ms.items()]
-    found = summary(rows, None, SERIES["rms_norm"].goals)
+    found = summary(rows, None, goals_of("rms_norm"))
     return {goal["what"].partition(":")[0]: goal["met"] for goal in found if goal["cells"]}
 
 
@@ -68,9 +69,9 @@ def test_goals() -> None:
     assert met("fwd", 2048, isobit=1.088) == {"forward, N >= 32768": False}
     assert met("fwd_bwd", 4096, isobit=1.149) == {"forward and backward, N >= 32768": True}
     assert met("fwd_bwd", 4096, isobit=1.151) == {"forward and backward, N >= 32768": False}
-    few = "N < 32768, beside launches"
+    few = "N < 32768, plus launches"
     assert met("fwd", 2048, 16, 0.001, isobit=0.0040) == {f"forward, {few}": True}
     assert met("fwd", 2048, 16, 0.001, isobit=0.0042) == {f"forward, {few}": False}
     assert met("fwd_bwd", 2048, 16, 0.001, isobit=0.0111) == {f"forward and backward, {few}": True}
     assert met("fwd", 1024, isobit=9.0) == {}
-    assert not met("fwd", 2048, isobit=1.0, native=0.9)["fwd, beside native"]
+    assert not met("fwd", 2048, isobit=1.0, native=0.9)["fwd, next to native"]

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 from isobit import ContractError
-from isobit.bench import suites, tables
-from isobit.bench.cases import Subject, parse_case, suite_of
+from isobit.bench import suites
+from isobit.bench.cases import Subject, parse_case, subject_of, suite_of
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import Goal, summary
 from isobit.bench.report import ROW, format_summary
 from isobit.bench.runner import run
 from isobit.bench.suites import suite_names
 from isobit.bench.timing import ONCE_CALLS
-from isobit.bench.vouch import CheckFailed
 from isobit.frame.op import OPS, known_op
 from isobit.ops.logp.op import logp
-from isobit.spec.goals import Goal, summary
 from isobit.spec.proof import Case, Cost
 from isobit.spec.series import Pool, Series
+from publish import tables
 
 CPU = torch.device("cpu")
 
@@ -34,9 +35,8 @@ def timed(of: Subject, **options: Any) -> dict[str, Any]:
 
 def test_no_suite_has_the_name_of_a_results_file_of_an_op() -> None:
     assert suite_names() and not set(suite_names()) & {op.folder for op in OPS.values()}
-    with pytest.raises(
-        ContractError, match="unknown suite 'lunch'; known: fla, launch, train_step, zero_drift"
-    ):
+    known = "known: fla, launch, train_step, zero_drift; or a Python file"
+    with pytest.raises(ContractError, match=f"unknown suite 'lunch'; {known}"):
         suite_of("lunch")
 
 
@@ -75,13 +75,34 @@ def test_a_custom_case_goes_to_the_series_that_have_its_sizes() -> None:
     assert [(row["op"], row["case"]) for row in report["rows"]] == [("logp", "N=3 V=5 bf16")]
 
 
-def test_a_new_module_is_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("from isobit.bench.suites.launch import SERIES\n")
-    monkeypatch.setattr(suites, "__path__", [*suites.__path__, str(tmp_path)])
-    assert (
-        suite_names() == ["fla", "launch", "mine", "train_step", "zero_drift"]
-        and suite_of("mine").file == "mine"
-    )
+def test_any_file_is_a_suite(tmp_path: Path) -> None:
+    """With its neighbours, by its path. Its results file has its name, which must be free."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("from of_mine import SERIES, GOALS\n")
+    (tmp_path / "of_mine.py").write_text("from benchmarks.suites.launch import SERIES\nGOALS = ()\n")
+    found, launch = suite_of(str(mine)), suite_of("launch")
+    assert (found.file, found.name, found.flag) == ("mine", str(mine), "--suite")
+    assert found.series is launch.series and found.goals == () and launch.goals
+    for text, name, says in (
+        ("SERIES = ()", "logp", "logp is the results file of an op: rename the suite"),
+        ("", "empty", "declares no SERIES"),
+        ("1 / 0", "broken", "ZeroDivisionError: division by zero"),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        with pytest.raises(ContractError, match=f"--suite .*{name}.py: {says}"):
+            suite_of(str(path))
+    with pytest.raises(ContractError, match=r"--suite .*none\.py: no such file"):
+        suite_of(str(tmp_path / "none.py"))
+
+
+def test_an_installed_package_has_no_suites_and_no_goals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "BENCHMARKS", tmp_path / "benchmarks")
+    assert suite_names() == [] and subject_of(known_op("logp")).goals == ()
+    with pytest.raises(ContractError, match="unknown suite 'launch'; known: none, they are in a checkout"):
+        suite_of("launch")
 
 
 # Host times: goals and tables
@@ -94,7 +115,7 @@ def launched(op: str, case: str, direction: str, **host_us: float) -> list[dict[
 
 
 def test_the_goals_of_launch() -> None:
-    goals = [goal for series in suite_of("launch").series for goal in series.goals]
+    goals = suite_of("launch").goals
     at = {"det_linear": "M=768 K=1024 N=1024 bf16", "linear_logp": "N=768 D=1024 V=4096 bf16"}
     rows = [
         *launched("det_linear", "M=1 K=1024 N=1024 bf16", "fwd", isobit=16.0, native=11.0),

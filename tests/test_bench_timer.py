@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from isobit.bench import timing
-from isobit.bench.lineup import Lineup
+from isobit.bench.implementations import Implementations
 from isobit.bench.runner import NothingTimed, run
 from isobit.bench.timing import Contender, Verdict, copies_for, measure, measure_steps
 from isobit.spec.proof import Case
+from isobit.spec.rotation import MAX_COPIES
 
 CPU = torch.device("cpu")
 
@@ -292,7 +293,7 @@ def test_inputs_rotate_until_the_l2_cache_is_cold(monkeypatch: pytest.MonkeyPatc
     Gpu(monkeypatch)
     device = torch.device("cuda", 0)
     assert [copies_for(n << 20, device) for n in (1, 24, 239, 241)] == [240, 10, 2, 1]
-    assert copies_for(8, device) == timing.MAX_COPIES and copies_for(8, CPU) == 1
+    assert copies_for(8, device) == MAX_COPIES and copies_for(8, CPU) == 1
 
 
 def test_what_a_case_has_loaded_is_not_collected_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,12 +301,12 @@ def test_what_a_case_has_loaded_is_not_collected_again_in_the_next(monkeypatch: 
     loaded: list[list[int]] = []
     excluded: list[int] = []
 
-    def rows(self: Lineup, case: Case, wanted: object) -> list[Any]:
+    def rows(self: Implementations, case: Case, wanted: object) -> list[Any]:
         excluded.append(gc.get_freeze_count())
         loaded.extend([i] for i in range(100_000))
         return []
 
-    monkeypatch.setattr(Lineup, "rows", rows)
+    monkeypatch.setattr(Implementations, "rows", rows)
     cases = [Case({"N": n, "V": 64}, torch.float32) for n in (1, 2)]
     with pytest.raises(NothingTimed):
         run("logp", cases, ["fwd"], "cpu", skip_check=True, say=lambda text: None)

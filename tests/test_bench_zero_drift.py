@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.suites import zero_drift as suite
+from benchmarks.suites.zero_drift import drift
 from isobit.bench.cases import suite_of
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import summary
 from isobit.bench.report import ROW, format_report
 from isobit.bench.runner import run, to_json
-from isobit.bench.suites import zero_drift as suite
-from isobit.bench.suites.zero_drift import drift
-from isobit.bench.tables import render_op
-from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
 from isobit.ops.attention.calls import Call, decodes
-from isobit.spec.goals import summary
 from isobit.spec.series import Pool
+from publish.tables import render_op
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
@@ -52,7 +52,7 @@ def test_steps_of_both_kinds_are_timed(tmp_path: Path) -> None:
     assert rows["fwd_bwd", "isobit"]["max_abs"] < 5e-3 and "that differ" in format_report(report)
     # Goals are for a GPU; as if these had been timed on one, both are there.
     timed = [row | {"method": "sync"} for row in report["rows"]]
-    goals = [goal for series in subject.series for goal in series.goals]
+    goals = subject.goals
     found = [entry for entry in summary(timed, "sdpa", goals) if entry["cells"]]
     wanted = ("a decoding step", "tokens with other bits", "a training step")
     assert [e["what"] for e in found] == [f"{suite.LLAMA_NAME}, {what}" for what in wanted]

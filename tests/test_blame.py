@@ -19,7 +19,7 @@ LOGP = known_op("logp")
 
 @contextmanager
 def candidate(run_it: Any) -> Iterator[None]:
-    LOGP.backend("candidate", numerics="none")(run_it)
+    LOGP.backend("candidate", run=run_it, numerics="none")
     try:
         yield
     finally:

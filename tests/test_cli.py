@@ -21,7 +21,7 @@ from isobit.frame.op import OPS, public_ops
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
-SMALL = (*LOGP, "--batch", "2", "--seq", "3", "--vocab", "17")
+SMALL = (*LOGP, "--dim", "B=2", "--dim", "T=3", "--dim", "V=17")
 PUBLIC = ", ".join(sorted(public_ops()))
 BACKENDS = ", ".join(backend.name for backend in OPS["logp"].backends)
 
@@ -135,11 +135,10 @@ def test_info_and_explanations_stay_readable(isobit: Isobit) -> None:
         (["--dtype", "nope"], "unknown dtype 'nope'; known: bf16, fp16, fp32, fp64"),
         (["--dtype", "int8"], "unknown dtype 'int8'; known: bf16, fp16, fp32, fp64"),
         (["--device", "nope"], "device 'nope' is not usable here"),
-        (["--input-mode", "nope"], "unknown input mode 'nope'; known: edge, random, constant"),
-        (["--grad-mode", "nope"], "unknown gradient mode 'nope'; known: random, ones"),
-        (["--vocab", "0"], "logp: V=0 must be positive"),
-        (["--vocab=-17"], "logp: V=-17 must be positive"),
-        (["--batch=-1"], "logp: B=-1 must be positive"),
+        (["--data", "nope"], "--data nope: unknown; known: edge, random, constant"),
+        (["--data", "cotangents=nope"], "--data cotangents=nope: unknown; known: edge, random, constant"),
+        (["--data", "seed=x"], "--data seed=x: unknown; known: edge, random, constant"),
+        (["--data", "edge=1"], "--data edge=1: unknown; known: edge, random, constant"),
         (["--dim", "V"], "--dim V: write it as NAME=SIZE"),
         (["--dim", "V="], "--dim V=: write it as NAME=SIZE"),
         (["--dim", "V=many"], "--dim V=many: write it as NAME=SIZE"),
@@ -150,11 +149,7 @@ def test_info_and_explanations_stay_readable(isobit: Isobit) -> None:
         (["--option", "heat=3"], "logp: unknown option 'heat'; known: mask, temperature, ids, each, layout"),
         (["--option", "heat"], "--option heat: write it as NAME=VALUE"),
         (["--dim", "K=3"], "logp: dimensions B, T, V, K; known sets: B, S, T, V; B, T, V; N, V"),
-        (
-            ["--input-mode", "constant", "--constant-value", "1e30", "--dtype", "fp16"],
-            "--constant-value 1e+30: fp16 holds 65504 at most",
-        ),
-        (["--constant-value", "1e30", "--dtype", "fp16"], "give --input-mode constant with it"),
+        (["--data", "constant=1e30", "--dtype", "fp16"], "constant=1e+30: fp16 holds 65504 at most"),
     ],
     ids=lambda value: "=".join(value).replace("²", "square") if isinstance(value, list) else "",
 )
@@ -164,8 +159,14 @@ def test_bad_options_are_errors_that_say_so(isobit: Isobit, arguments: list[str]
     assert done.err.startswith("isobit: ") and message in done.err and len(done.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("size", ["V=0", "V=-17", "B=-1"])
+def test_sizes_must_be_positive(isobit: Isobit, size: str) -> None:
+    done = isobit("check", *LOGP, "--law", "accuracy", "--dim", size)
+    assert done.code == 1 and done.err.startswith(f"isobit: logp: {size} must be positive")
+
+
 @pytest.mark.parametrize(
-    ("given", "found"), [(["--vocab", "64"], "N=20 V=64 fp32"), (["--seq", "7"], "B=2 T=7 V=1000 fp32")]
+    ("given", "found"), [(["--dim", "V=64"], "N=20 V=64 fp32"), (["--dim", "T=7"], "B=2 T=7 V=1000 fp32")]
 )
 def test_sizes_that_are_not_given_are_those_of_a_declared_case(
     isobit: Isobit, given: list[str], found: str
@@ -179,7 +180,7 @@ def test_an_unknown_case_lists_the_known_ones(isobit: Isobit) -> None:
     assert done.code == 1 and "unknown case 'nope'" in done.err and "N=0 V=7 fp32" in done.err
 
 
-@pytest.mark.parametrize("arguments", [["--nope"], ["--batch", "two"], ["--seed", "x"]])
+@pytest.mark.parametrize("arguments", [["--nope"], ["--dim"], ["nope"]])
 def test_unknown_and_malformed_options_are_usage_errors(isobit: Isobit, arguments: list[str]) -> None:
     assert isobit("check", *SMALL, *arguments).code == 2
 
@@ -188,8 +189,7 @@ def test_unknown_and_malformed_options_are_usage_errors(isobit: Isobit, argument
     ("arguments", "why"),
     [
         (["--law", "compile"], "nothing to compile"),
-        (["--compile"], "nothing to compile"),
-        (["--law", "gradient", "--no-gradient"], "gradients are switched off"),
+        (["--law", "gradient", "--data", "cotangents=none"], "gradients are switched off"),
         (["--law", "invariant"], "promises accuracy, not bits"),
     ],
 )
@@ -258,19 +258,19 @@ def test_options_reach_the_inputs(isobit: Isobit) -> None:
         return [output["message"] for output in cell["outputs"]]
 
     # Every logit 3: logp is -log 17 wherever the token is, and the log-sum-exp is 3 + log 17.
-    found, _, lse = messages("--input-mode", "constant", "--constant-value", "3.0")
+    found, _, lse = messages("--data", "constant=3.0")
     assert "truth -2.83321334" in found and "truth 5.83321334" in lse
-    assert messages("--input-mode", "random") != messages("--input-mode", "random", "--seed", "7")
-    assert messages("--token-value", "1") != messages("--token-value", "2")
-    assert messages("--token-value", "1") == messages("--token-value", "18")
+    assert messages("--data", "random") != messages("--data", "random", "--data", "seed=7")
+    assert messages("--data", "token=1") != messages("--data", "token=2")
+    assert messages("--data", "token=1") == messages("--data", "token=18")
 
 
 def test_a_named_target_is_the_only_one_compiled_for(isobit: Isobit) -> None:
-    arguments = ("check", "--op", "det_gemm", "--compile", "--dtype", "bf16", "--json", "-")
-    found = {c["backend"]: c for c in cells(isobit(*arguments, "--target", "cuda:80"))}
+    arguments = ("check", "--op", "det_gemm", "--dtype", "bf16", "--json", "-")
+    found = {c["backend"]: c for c in cells(isobit(*arguments, "--law", "compile=cuda:80"))}
     outputs = {output["output"] for output in found["triton"]["outputs"]}
     assert found["triton"]["status"] == OK and outputs == {"product_tile cuda:80"}
-    assert "--target cuda:80" in found["triton"]["command"]
+    assert "--law compile=cuda:80" in found["triton"]["command"]
     assert (found["hopper"]["status"], found["hopper"]["reason"]) == (
         UNSUPPORTED, "its kernels are for cuda:90",
     )  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_named_target_is_the_only_one_compiled_for(isobit: Isobit) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_the_command_of_a_cell_repeats_that_cell(isobit: Isobit, dtype: str, own: bool) -> None:
     sizes = SMALL[len(LOGP) :] if own else ("--case", f"N=20 V=1 {dtype}")
-    options = ("--law", "gradient", "--dtype", dtype, "--seed", "5", "--grad-mode", "ones")
+    options = ("--law", "gradient", "--dtype", dtype, "--data", "seed=5", "--data", "cotangents=ones")
     (cell,) = cells(isobit("check", *LOGP, *sizes, *options, "--json", "-"))
     program, *arguments = shlex.split(cell["command"])
     assert program == "isobit"

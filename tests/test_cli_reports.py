@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands import Isobit, report
-from isobit.bench.vouch import proven
+from isobit.bench.check_gate import proven
 from isobit.check.files import check_writable
 from isobit.check.runner import LAWS, OK, UNSUPPORTED
 from isobit.cli import check as checking
@@ -19,10 +19,11 @@ from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, public_ops
 from isobit.spec.compare import OutputCheck
 from isobit.spec.trial import Trial
+from publish import stale
 
 ROOT = Path(__file__).parent.parent
 LOGP = ("--op", "logp", "--device", "cpu", "--backend", "reference")
-SMALL = (*LOGP, "--batch", "2", "--seq", "3", "--vocab", "17")
+SMALL = (*LOGP, "--dim", "B=2", "--dim", "T=3", "--dim", "V=17")
 PUBLIC = ", ".join(sorted(public_ops()))
 BACKENDS = ", ".join(backend.name for backend in OPS["logp"].backends)
 
@@ -176,9 +177,12 @@ def test_files_do_not_disturb_json_on_standard_output(isobit: Isobit, tmp_path: 
     assert report(done)["candidates"][0]["total"] == written["candidates"][0]["total"] == 1
 
 
-def test_json_in_a_file_and_a_table_for_people(isobit: Isobit, tmp_path: Path) -> None:
+def test_json_in_a_file_and_a_table_for_people(
+    isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "check.json"
-    done = isobit("check", *SMALL, "--law", "accuracy", "--json", str(path), "--commit", "abc123")
+    monkeypatch.setenv("ISOBIT_COMMIT", "abc123")
+    done = isobit("check", *SMALL, "--law", "accuracy", "--json", str(path))
     found = json.loads(path.read_text())
     assert done.code == 0 and found["ok"] == 1 and found["stamp"]["commit"] == "abc123"
     assert "logp  reference  1 ok" in done.out
@@ -224,7 +228,9 @@ def test_facts_are_written_beside_the_laws(
 
 
 def test_switched_off_gradients_are_unsupported_and_the_rest_passes(isobit: Isobit) -> None:
-    done = isobit("check", *SMALL, "--law", "accuracy", "--law", "gradient", "--no-gradient", "--json", "-")
+    done = isobit(
+        "check", *SMALL, "--law", "accuracy", "--law", "gradient", "--data", "cotangents=none", "--json", "-"
+    )
     cells = {c["law"]: c for c in report(done)["candidates"][0]["cases"]}
     assert done.code == 0
     assert (cells["accuracy"]["status"], cells["gradient"]["status"]) == (OK, UNSUPPORTED)
@@ -243,29 +249,39 @@ def test_a_law_that_fails_fails_the_command(isobit: Isobit, monkeypatch: pytest.
     assert "1 FAIL of 1  1 ok" in done.out
 
 
-def test_stale_results_are_listed_with_the_command_that_renews_them(isobit: Isobit, tmp_path: Path) -> None:
+def listed(capfd: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, list[str]]:
+    """The exit code and the lines of `python -m publish.stale`."""
+    capfd.readouterr()
+    code = stale.main(["--results", str(folder), *flags])
+    return code, capfd.readouterr().out.splitlines()
+
+
+def test_stale_results_are_listed_with_the_command_that_renews_them(
+    isobit: Isobit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     isobit("check", *SMALL, "--law", "accuracy", "--results", str(tmp_path))
     path = tmp_path / "cpu" / "check_logp.json"
-    done = isobit("report", "--results", str(tmp_path))
-    assert (done.code, done.out.splitlines()) == (0, [f"fresh  {path}", "0 of 1 result files are stale"])
+    code, lines = listed(capfd, tmp_path)
+    assert (code, lines) == (0, [f"fresh  {path}", "0 of 1 result files are stale"])
     found = json.loads(path.read_text())
     found["stamp"]["kernels"]["logp"] = "another"
     path.write_text(json.dumps(found))
-    done = isobit("report", "--stale", "--results", str(tmp_path))
-    said, again, total = done.out.splitlines()
-    assert done.code == 0 and said.startswith(f"stale  {path}: the kernels of logp have changed since ")
+    code, (said, again, total) = listed(capfd, tmp_path, "--only")
+    assert code == 0 and said.startswith(f"stale  {path}: the kernels of logp have changed since ")
     assert total == "1 of 1 result files are stale"
     assert isobit(*shlex.split(again)[1:]).code == 0  # which makes it fresh
-    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0
+    assert listed(capfd, tmp_path, "--strict")[0] == 0
     path.write_text(json.dumps(found))
-    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 1
+    assert listed(capfd, tmp_path, "--strict")[0] == 1
 
 
-def test_declared_results_that_nobody_measured_are_missing(isobit: Isobit, tmp_path: Path) -> None:
+def test_declared_results_that_nobody_measured_are_missing(
+    isobit: Isobit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     isobit("check", *SMALL, "--law", "accuracy", "--results", str(tmp_path))
     gpu = tmp_path / "h200"
     (tmp_path / "cpu").rename(gpu)  # a CPU misses nothing
-    lines = isobit("report", "--stale", "--results", str(tmp_path)).out.splitlines()
+    _, lines = listed(capfd, tmp_path, "--only")
     after = dict(pairwise(lines))
     assert f"missing  {gpu / 'check_logp.json'}" not in lines
     for name, command in (
@@ -278,4 +294,4 @@ def test_declared_results_that_nobody_measured_are_missing(isobit: Isobit, tmp_p
         assert after[f"missing  {gpu / name}.json"] == f"       isobit {command} --results {tmp_path}"
     count = sum(line.startswith("missing  ") for line in lines)
     assert lines[-1] == f"0 of 1 result files are stale, {count} more are missing"
-    assert isobit("report", "--stale", "--strict", "--results", str(tmp_path)).code == 0
+    assert listed(capfd, tmp_path, "--strict")[0] == 0

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import capture_mma as capture
 import default_calls
 from interpreted import in_interpreter
-from isobit.numerics import capture
 
 CALLS = list(default_calls.calls())
 

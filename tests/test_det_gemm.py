@@ -226,7 +226,7 @@ def test_backends_that_cannot_serve_here_say_why() -> None:
 
 
 def test_what_keeps_the_hopper_kernels_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isobit.blocks import devices
+    from isobit.frame import device as devices
 
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(devices, "arch_key", lambda device: "sm_80")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import third_party
 from isobit import testing
 from isobit.check.laws import LAWS
-from isobit.check.request import BEHIND, Request
+from isobit.check.request import SETS, Request
 from isobit.check.runner import run
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
@@ -34,43 +34,37 @@ def error(*arguments: str) -> str:
 
 
 def test_every_flag_has_a_reader_and_something_behind_it() -> None:
-    assert set(BEHIND) == frozenset().union(*(law.reads for law in LAWS.values()))
+    assert set(SETS) == frozenset().union(*(law.reads for law in LAWS.values()))
     plain = Request()
-    assert plain.given() == {} and all(plain.for_law(law) == plain for law in LAWS)
+    assert plain.given() == [] and all(plain.for_law(law) == plain for law in LAWS)
 
 
 def test_a_law_gets_only_the_flags_it_reads() -> None:
-    asked = Request(dims={"N": 3, "V": 5}, grad_seed=7, targets=("cuda:90",), data="random")
+    asked = Request(dims={"N": 3, "V": 5}, cotangents="ones", targets=("cuda:90",), data="random")
     assert asked.for_law("compile") == Request(targets=("cuda:90",))
     assert asked.for_law("accuracy") == Request(dims={"N": 3, "V": 5}, data="random")
-    assert asked.for_law("gradient").given() == {f: f for f in ("--dim", "--input-mode", "--grad-seed")}
+    assert asked.for_law("gradient").given() == ["--dim", "--data", "--data cotangents"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--law", "accuracy", "--compile"), "use only one of --law and --compile"),
         (("--dim", "N=2", "--dim", "V=3", "--case", "nope"), "use only one of them"),
-        (("--target", "cuda:90"), "add --law compile"),
-        (("--compile", "--target", "sm_90"), "unknown target 'sm_90'; known: cuda:80, cuda:90, hip:gfx942"),
-        (("--arch-key", "nope"), "unknown arch key 'nope'; known: cpu"),
-        (("--arch-key", "sm90"), "no figure of logprob differs on sm_90"),
-        (("--seed", str(2**63)), "is outside [0, 2^63)"),
+        (("--law", "compile=sm_90"), "unknown target 'sm_90'; known: cuda:80, cuda:90, hip:gfx942"),
+        (("--data", f"seed={2**63}"), f"--data seed={2**63}: unknown; known: edge, random"),
+        (("--data", "seed=1", "--data", "seed=2"), "--data seed=2: seed is given twice"),
+        (("--data", "random", "--data", "constant=3"), "constant=3: the kind of data is given twice"),
         (("--device", "meta"), "holds no values to check"),
         (("--json", "/no/such/folder/x.json"), "no folder /no/such/folder"),
-        (("--compile", "--vocab", "7"), "--vocab has no effect on the law compile: leave it out"),
-        (("--compile", "--seed", "123"), "--seed has no effect on the law compile"),
-        (("--law", "memory", "--grad-mode", "ones"), "--grad-mode has no effect on the law memory"),
-        (("--law", "accuracy", "--no-gradient"), "--no-gradient has no effect on the law accuracy"),
-        (("--law", "gradient", "--no-gradient", "--grad-seed", "7"), "no effect with --no-gradient"),
-        (("--no-gradient", "--grad-mode", "ones"), "--grad-mode has no effect with --no-gradient"),
-        (("--constant-value", "3"), "--constant-value has no effect in --input-mode edge: give --input-mode"),
-        (("--law", "accuracy", "--dim", "V=1", "--token-value", "3"), "--token-value has no effect on the"),
-        (("--vocab", "7", "--dim", "V=8"), "--dim V=8: V is given twice"),
+        (("--law", "compile", "--dim", "V=7"), "--dim has no effect on the law compile: leave it out"),
+        (("--law", "compile", "--data", "seed=123"), "--data seed has no effect on the law compile"),
+        (("--law", "memory", "--data", "seed=5"), "--data seed has no effect on the law memory"),
+        (("--law", "accuracy", "--data", "cotangents=none"), "cotangents has no effect on the law accuracy"),
+        (("--law", "accuracy", "--dim", "V=1", "--data", "token=3"), "--data token has no effect on the"),
+        (("--dim", "V=7", "--dim", "V=8"), "--dim V=8: V is given twice"),
         (("--law", "accuracy", "--law", "accuracy"), "law 'accuracy' is given twice"),
         (("--law", "memory", "--case", "N=20 V=1 bf16"), "unknown case 'N=20 V=1 bf16'"),
         (("--law", "accuracy", "--law", "memory", "--case", "N=20 V=1 bf16"), "--law memory: has no case"),
-        (("--commit", "abc"), "--commit abc has no effect without a file"),
         (("--op", "det_gemm"), "--op det_gemm: has no backend reference; it has hopper, triton, model"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
@@ -82,30 +76,33 @@ def test_options_that_would_be_ignored_are_errors(options: tuple[str, ...], mess
 @pytest.mark.parametrize(
     ("op", "options", "message"),
     [
-        ("group_advantages", ("--grad-seed", "5"), "no effect on group_advantages: it has no gradients"),
-        ("det_gemm", ("--token-value", "5"), "no effect on the inputs of det_gemm"),
+        ("group_advantages", ("--data", "cotangents=ones"), "group_advantages: it has no gradients"),
+        ("det_gemm", ("--data", "token=5"), "no effect on the inputs of det_gemm"),
         (
             "det_gemm",
-            ("--law", "accuracy", "--input-mode", "constant", "--seed", "5"),
-            "--seed has no effect",
+            ("--law", "accuracy", "--data", "constant", "--data", "seed=5"),
+            "--data seed has no effect",
         ),
-        ("chunk_gated_delta_rule_bwd_dhu", ("--law", "accuracy", "--input-mode", "constant"), "--input-mode"),
-        ("logp", ("--input-mode", "constant", "--constant-value", "1e30"), "fp16 holds 65504 at most"),
+        ("chunk_gated_delta_rule_bwd_dhu", ("--law", "accuracy", "--data", "constant"), "--data has"),
+        ("logp", ("--data", "constant=1e30"), "fp16 holds 65504 at most"),
     ],
 )
 def test_what_an_op_does_not_have_is_an_error(op: str, options: tuple[str, ...], message: str) -> None:
     assert message in error("check", "--device", "cpu", "--op", op, *options)
 
 
-def test_tolerances_without_effect_are_errors_and_an_arch_key_selects_its_figures(tmp_path: Path) -> None:
+def test_tolerances_without_effect_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"classes": {"product": {"forward": {"bf16": 0.5}}}}))
     small = (*LOGP, "--law", "accuracy", "--dim", "N=3", "--dim", "V=9", "--tolerances", str(own))
     assert "no figure of logprob for the laws and dtypes that run" in error(*small)
     own.write_text(json.dumps({"arch": {"sm_90": {"logprob": {"forward": {"fp32": 0.5}}}}}))
     assert "--tolerances has no effect" in error(*small)  # they are of another architecture
-    for key in ("sm90", "sm_90"):  # either way of writing it
-        done = CliRunner().invoke(app, [*small, "--arch-key", key, "--json", "-"])
+    for key in ("sm90", "sm_90"):  # either spelling
+        own.write_text(json.dumps({"arch": {key: {"logprob": {"forward": {"fp32": 0.5}}}}}))
+        monkeypatch.setattr("isobit.check.effects.arch_key", lambda device: "sm_90")
+        monkeypatch.setattr("isobit.check.runner.arch_key", lambda device: "sm_90")
+        done = CliRunner().invoke(app, [*small, "--json", "-"])
         assert done.exit_code == 0 and '"arch": "sm_90"' in done.output
 
 
@@ -163,7 +160,8 @@ def test_one_op_that_ran_does_not_stand_for_another() -> None:
         ((*BENCH, "--op", "logp"), "op 'logp' is given twice"),
         (("bench", "--op", "det_gemm", "--op", "det_linear"), "det_linear: is timed together with det_gemm"),
         ((*BENCH, "--minutes", "0"), "--minutes 0: must be more than 0"),
-        ((*BENCH, "--commit", "abc"), "--commit abc has no effect without a file"),
+        ((*BENCH, "--op", "rms_norm", "--json", "b.json"), "--json is for one --op or --suite"),
+        (("bench", "--suite", "launch", "--suite", "launch"), "suite 'launch' is given twice"),
         ((*BENCH, "--impl", "isobit", "--candidate", "third_party:right"), "not timed without --impl cand"),
         (("bench", "--suite", "launch", "--core", "--device", "cpu"), "--core has no effect on cpu"),
         ((*BENCH, "--direction", "bwd", "--impl", "liger"), "--impl liger would not be tim"),
@@ -173,7 +171,7 @@ def test_what_would_not_be_timed_is_an_error(arguments: tuple[str, ...], message
     assert message in error(*arguments)
 
 
-def test_a_report_about_something_else_vouches_for_nothing(tmp_path: Path) -> None:
+def test_a_report_about_something_else_has_no_effect(tmp_path: Path) -> None:
     path = tmp_path / "check.json"
     path.write_text(json.dumps({"stamp": {}, "candidates": [{"op": "det_gemm"}]}))
     assert "it is about det_gemm, and logp would be timed" in error(*BENCH, "--check-report", str(path))
@@ -182,10 +180,12 @@ def test_a_report_about_something_else_vouches_for_nothing(tmp_path: Path) -> No
 def test_a_benchmark_of_nothing_leaves_a_report_that_says_why(tmp_path: Path) -> None:
     page = tmp_path / "b.html"
     files = ["--html", str(page), "--results", str(tmp_path)]
+    files += ["--json", str(tmp_path / "b.json")]
     case = ["--case", "N=3,V=9,dtype=fp32", "--impl", "liger", "--skip-check"]
     done = CliRunner().invoke(app, [*BENCH, *case, *files])
     assert done.exit_code != 0 and "nothing was timed" in str(done.exception)
     found = json.loads((tmp_path / "cpu" / "logp.json").read_text())
+    assert json.loads((tmp_path / "b.json").read_text()) == found
     assert found["rows"] == [] and any(note.startswith("liger: ") for note in found["notes"])
     assert "nothing was timed" in page.read_text() and "liger: " in page.read_text()
     wrong = ["--candidate", "third_party:drops_a_tail", "--html", str(page)]
@@ -199,8 +199,6 @@ def test_a_benchmark_of_nothing_leaves_a_report_that_says_why(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("a.json", "--results", "results"), "leave the files out"),
-        (("--slower", "1.1"), "are for files"),
         (("{check}", "--slower", "1.1"), "name the older file with --against"),
         (("{check}", "--against", "{check}", "--slower", "1.1"), "no effect on checks"),
         (("{bench}", "--against", "{bench}", "--slower", "0.5"), "from 1 on"),
@@ -215,7 +213,6 @@ def test_options_of_report_without_effect_are_errors(options: tuple[str, ...], m
 def test_a_memcheck_of_no_kernel_is_an_error() -> None:
     asked = ("memcheck", "--op", "logp", "--op", "group_advantages", "--backend", "hopper")
     assert "--op group_advantages: no kernels of hopper; it has triton" in error(*asked)
-    assert "--commit abc has no effect" in error("memcheck", "--commit", "abc")
 
 
 @pytest.mark.parametrize(
@@ -227,14 +224,14 @@ def test_a_memcheck_of_no_kernel_is_an_error() -> None:
 )
 def test_laws_of_bits_hold_without_gradients(op: str, law: str, case: str) -> None:
     """Their controls of gradients changed nothing then, and models had more than there was to compare."""
-    request = Request(ops=(op,), backends=("model",), laws=(law,), case=case, gradient=False)
+    request = Request(ops=(op,), backends=("model",), laws=(law,), case=case, cotangents="none")
     (cell,) = run(replace(request, device=torch.device("cpu")))
     assert (cell.status, cell.reason) == ("ok", "")
 
 
 def test_without_gradients_no_law_computes_one() -> None:
     """The laws traceable and memory compute them too."""
-    request = Request(ops=("logp",), backends=("reference",), laws=("traceable", "memory"), gradient=False)
+    request = Request(ops=("logp",), backends=("reference",), laws=("traceable", "memory"), cotangents="none")
     cells = run(replace(request, device=torch.device("cpu")))
     outputs = {(c.law, output["output"]) for c in cells for output in c.outputs}
     assert {c.status for c in cells} == {"ok"} and ("memory", "fwd") in outputs

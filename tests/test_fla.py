@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import torch
 
+import fla_pytest
 import isobit
 from isobit import ContractError
-from isobit.integrations import fla, fla_pytest
+from isobit.integrations import fla
 
 ROOT = Path(__file__).parent.parent
 VERSIONS = ("0.6.0", "0.5.2")

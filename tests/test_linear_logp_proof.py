@@ -13,11 +13,12 @@ from isobit.check.laws import accuracy as laws
 from isobit.check.laws.shared import shared_gradients
 from isobit.frame.op import OPS
 from isobit.kernels.host.tokens import live_rows
-from isobit.ops.linear_logp import chart, op, reference
+from isobit.ops.linear_logp import op, reference
 from isobit.ops.linear_logp.proof.bits import unfused
 from isobit.ops.linear_logp.proof.inputs import FULL, keeps
 from isobit.spec.proof import Case
 from isobit.spec.trial import Trial
+from publish import vocabulary_chart as chart
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

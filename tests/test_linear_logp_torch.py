@@ -4,7 +4,6 @@ what is kept for a backward, and the machine code of the Triton kernels."""
 import inspect
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,9 +102,10 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
 
 
 def test_an_option_that_hopper_does_not_serve_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "hopper_cannot_run", lambda device: None)
-    stub = SimpleNamespace(why_not=lambda args: "softcap is triton's" if args["softcap"] else None)
-    monkeypatch.setattr(op, "_hopper", stub)
+    monkeypatch.setattr("isobit.frame.device.arch_key", lambda device: "sm_90")
+    monkeypatch.setattr("isobit.frame.device.triton_cannot_run", lambda device: None)
+    why_not = lambda args: "softcap is triton's" if args["softcap"] else None  # noqa: E731
+    monkeypatch.setattr("isobit.ops.linear_logp.kernels_hopper.why_not", why_not)
     positional, _ = wrong()
     assert isobit.explain("linear_logp", *positional).backend == "hopper"
     told = isobit.explain("linear_logp", *positional, softcap=1.0)

@@ -1,5 +1,5 @@
 """The model of the tensor cores: equal to what a GPU computed, to a second model that shares no code with it,
-and to the model that docs/numerics.md prints. Each comparison has controls that must differ."""
+and to the model that docs/numerics/products.md prints. Each comparison has controls that must differ."""
 
 import doctest
 import json
@@ -18,13 +18,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import capture_mma as capture
+from capture_mma import CONTROLS, DTYPES, bits
 from isobit.frame.contract import ContractError
 from isobit.numerics import (
     CHAIN16,
     NUMERICS,
     SEG16_512,
     Step,
-    capture,
     chain,
     cut,
     known_numerics,
@@ -32,7 +33,6 @@ from isobit.numerics import (
     segments,
     step,
 )
-from isobit.numerics.capture import CONTROLS, DTYPES, bits
 
 ROOT = Path(__file__).parents[1]
 NAN = 0x7FFFFFFF
@@ -177,7 +177,7 @@ def test_the_model_equals_a_model_in_whole_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_printed_model_equals_the_golden_vectors_and_the_model(name: str) -> None:
-    page = (ROOT / "docs" / "numerics.md").read_text()
+    page = (ROOT / "docs" / "numerics" / "products.md").read_text()
     (text,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def mma(" in block)
     scope: dict[str, Any] = {}
     exec(text, scope)

@@ -9,7 +9,7 @@ from interpreted import in_interpreter
 
 pytestmark = pytest.mark.compat
 
-PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+PAGE = Path(__file__).parents[1] / "docs" / "numerics" / "lse_triton_1.md"
 
 COMPARE = """
 import torch, isobit

@@ -65,10 +65,7 @@ def test_a_call_that_no_backend_can_serve_says_why_for_each() -> None:
     @op("test_op_picky")
     def picky(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
 
-    @picky.backend("never", numerics=NONE, when=lambda args: "it never does")
-    def _(x: Tensor) -> Tensor:
-        raise AssertionError("was called")
-
+    picky.backend("never", run="no.such:function", numerics=NONE, when=lambda args: "it never does")
     with pytest.raises(UnsupportedError) as error:
         picky(x=torch.ones(2))
     assert str(error.value) == "test_op_picky: no backend can serve this call (never: it never does)"
@@ -291,7 +288,7 @@ def test_value_rules_elsewhere_than_on_a_cpu(
         monkeypatch.setenv("ISOBIT_VALIDATE", environment)
     # The meta device represents one that is not a CPU: the rule runs and finds no values to read.
     values = scale.bind({"x": torch.empty(2, 4, device="meta"), "validate": validate})
-    assert scale._way(values)._must_check() is runs
+    assert scale._plan(values)._must_check() is runs
 
 
 # Calls like earlier ones
@@ -405,14 +402,14 @@ class Unhashable(float):
 def test_numbers_of_no_usual_type_become_usual_ones(asked: list[str]) -> None:
     for _ in range(2):
         assert call(even(), Unhashable(2.0))[0].tolist() == call(even(), validate=None)[0].tolist()
-    assert asked == ["rule", "backend"] and len(scale._ways) == 1
+    assert asked == ["rule", "backend"] and len(scale._plans) == 1
 
 
 def test_the_call_cache_is_bounded(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
-    assert len(scale._families) <= 3 and len(scale._ways) <= 3
+    assert len(scale._families) <= 3 and len(scale._plans) <= 3
 
 
 def test_another_number_of_rows_is_not_validated_again(asked: list[str]) -> None:
@@ -440,11 +437,37 @@ def test_a_name_can_be_declared_only_once() -> None:
     assert OPS["test_op_scale"] is scale
 
 
+def test_gradients_arrive_with_the_strides_that_the_backward_takes() -> None:
+    """The gradient of a sum is one number, expanded: its strides are 0."""
+
+    @op("test_op_strides")
+    def forward(x: Float[Tensor, "* V"]) -> tuple[Like[Tensor, "x"], Like[Tensor, "x"]]: ...
+
+    @op("test_op_strides_bwd")
+    def backward(
+        dfirst: Float[Tensor, "* V"] | None, dsecond: Float[Tensor, "* V; any strides"] | None
+    ) -> Float[Tensor, "* V in dfirst or dsecond"]: ...
+
+    strides: list[Any] = []
+
+    def run(dfirst: Tensor, dsecond: Tensor) -> Tensor:
+        strides.extend((dfirst.stride(), dsecond.stride()))
+        return dfirst + dsecond
+
+    forward.backend("only", run=lambda x: (x.clone(), x.clone()), numerics=NONE)
+    backward.backend("only", run=run, numerics=NONE)
+    forward.derivative("x", by=backward, outputs=("first", "second"))
+    x = torch.ones(2, 3, requires_grad=True)
+    first, second = forward(x=x)
+    (first.sum() + second.sum()).backward()
+    assert strides == [(3, 1), (0, 0)] and x.grad is not None and x.grad.tolist() == [[2.0] * 3] * 2
+
+
 def test_an_op_without_a_derivative_gives_no_gradient_silently() -> None:
     @op("test_op_opaque")
     def opaque(x: Float[Tensor, "N"]) -> Like[Tensor, "x"]: ...
 
-    opaque.backend("only", numerics=NONE)(lambda x: x.detach().clone())
+    opaque.backend("only", run=lambda x: x.detach().clone(), numerics=NONE)
     assert isinstance(opaque, Op)
     assert not opaque(x=torch.ones(2, requires_grad=True)).requires_grad
 
@@ -462,15 +485,11 @@ def test_a_backward_of_the_class_that_cannot_serve_is_passed_over() -> None:
 
     served: list[str] = []
     reasons: dict[str, str | None] = {"hopper": "needs a Hopper GPU", "portable": None}
-    forward.backend("fast", numerics="c/1")(lambda x: x * 2)
+    forward.backend("fast", run=lambda x: x * 2, numerics="c/1")
     for name in reasons:
         run = lambda dy, name=name: (served.append(name), dy * 2)[1]  # noqa: E731
-        backward.backend(name, numerics="c/1", when=lambda args, name=name: reasons[name])(run)
-    forward.derivative(
-        "x",
-        save=lambda args, out: {},
-        gradient=lambda kept, grads: {"x": backward(dy=grads[0], **kept["follow"])},
-    )
+        backward.backend(name, run=run, numerics="c/1", when=lambda args, name=name: reasons[name])
+    forward.derivative("x", by=backward, outputs=("y",))
     x = torch.ones(3, requires_grad=True)
     forward(x=x, backend="fast").sum().backward()
     assert served == ["portable"] and x.grad is not None and x.grad.tolist() == [2.0] * 3

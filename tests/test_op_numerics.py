@@ -45,7 +45,7 @@ def add(target: Any, name: str, numerics: Any, run: Any, **options: Any) -> None
         return run(**args)
 
     key = (target.name, name)
-    target.backend(name, numerics=numerics, when=lambda args: REASONS.get(key), **options)(logged)
+    target.backend(name, run=logged, numerics=numerics, when=lambda args: REASONS.get(key), **options)
 
 
 def of_the_device(device: torch.device) -> str:
@@ -81,7 +81,8 @@ def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[st
 double.derivative(
     "x",
     "y",
-    save=lambda args, out: {"x": args["x"]},
+    by=times,
+    outputs=("out",),
     gradient=_gradient,
     once="double has no second derivative",
 )

@@ -7,10 +7,10 @@ import pytest
 import whole_check
 from isobit.check import report
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
-from isobit.frame.backend import NONE
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.composed import Composed
 from isobit.frame.device import arch_key, default_device
-from isobit.frame.op import public_ops
+from isobit.frame.op import OPS, public_ops
 from isobit.spec.proofs import proofs
 
 DEVICE = default_device()
@@ -37,6 +37,20 @@ def expected_unsupported() -> dict[tuple[str, str, str], str]:
                 reasons = dict.fromkeys(whole_check.HERE, "need an NVIDIA Hopper GPU")
             found |= {(proof.op.name, backend.name, law): why for law, why in reasons.items() if why}
     return found
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_path_of_a_declaration_leads_to_a_function(name: str) -> None:
+    for backend in OPS[name].backends:
+        for path in backend.paths:
+            assert callable(resolve(path)), path
+
+
+@pytest.mark.parametrize("module", ["kernels_hopper", "kernels_triton", "model"])
+def test_every_module_of_products_has_their_functions(module: str) -> None:
+    """They are named one by one when they are called, not in the declaration."""
+    for function in ("product", "token_product", "ones", "why_not_product", "why_not_token_product"):
+        assert callable(resolve(f"isobit.ops.det_gemm.{module}:{function}"))
 
 
 EXPECTED_UNSUPPORTED = expected_unsupported()

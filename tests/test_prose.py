@@ -16,10 +16,10 @@ import pytest
 import typer.main
 
 import isobit
-from isobit.bench import tables
-from isobit.bench.declared import render_declared
 from isobit.cli.main import app
 from isobit.frame.op import public_ops
+from publish import tables
+from publish.declared import render_declared
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
@@ -62,11 +62,13 @@ OTHER_FLAGS = {
     for flag in re.findall(r'"(--[a-z][\w-]+)"', source.read_text())
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+#: A script or a module that is run, and its arguments.
+RAN = re.compile(r"\s*(?:\S*python3? )(?:-m )?((?:isobit|publish)\.[\w.]+|[\w./]+\.py)\b(.*)")
 
 
 def own_flags(script: str) -> set[str] | None:
     """Those of a script, or of a module of the package; None if it is neither."""
-    if script.startswith("isobit."):
+    if script.startswith(("isobit.", "publish.")):
         spec = importlib.util.find_spec(script) if is_module(script) else None
         path = Path(spec.origin) if spec and spec.origin else None
     else:
@@ -88,7 +90,7 @@ def bad_flags(text: str) -> Iterator[str]:
             yield from (
                 f"isobit {called[1]} {f}" for f in FLAG.findall(given) if f not in COMMANDS[called[1]]
             )
-        elif ran := re.match(r"\s*(?:\S*python3? )(?:-m )?(isobit\.[\w.]+|[\w./]+\.py)\b(.*)", line):
+        elif ran := RAN.match(line):
             flags = own_flags(ran[1])
             given = ran[2].partition(" | ")[0]
             yield from (f"{ran[1]} {f}" for f in FLAG.findall(given) if flags is not None and f not in flags)
@@ -105,7 +107,7 @@ def test_commands_and_flags_exist() -> None:
 # Symbols
 
 
-#: The op of the guide in CONTRIBUTING.md, which tests/test_repo.py adds to a copy of the package.
+#: The op of docs/dev/adding_an_op.md, which tests/test_repo.py adds to a copy of the package.
 GUIDE = "weighted_sum"
 
 
@@ -146,7 +148,7 @@ def test_symbols_exist() -> None:
 #: What names may come from. Not this file: it has names that do not exist. Results have names of cases.
 NAMING = [
     path
-    for folder in ("src", "tools", "examples", "tests", "results")
+    for folder in ("src", "tools", "benchmarks", "examples", "tests", "results")
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".js", ".css", ".json", ".c", ".txt", ".html"} and path != Path(__file__)
 ]
@@ -271,11 +273,69 @@ def test_anchors_exist() -> None:
 # The site
 
 
+SITE = runpy.run_path(str(ROOT / "tools" / "site" / "conf.py"))
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
-    groups = runpy.run_path(str(ROOT / "tools" / "site" / "conf.py"))["NAVIGATION"].values()
-    listed = [page for group in groups for page in group.values()]
-    pages = {str(page.relative_to(ROOT).with_suffix("")) for page in PAGES}
-    assert len(listed) == len(set(listed)) and {*listed} - {"self"} | {"README"} == pages
+    listed = [page for group in SITE["navigation"]().values() for page in group]
+    pages = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
+    assert sorted(listed) == sorted(pages)
+    groups = {page: SITE["group_of"](page) for page in ("docs/logp", "docs/dev/laws", "docs/numerics/lse_1")}
+    assert list(groups.values()) == ["Ops", "Contributing", "Promises and numerics"]
+
+
+def test_everything_public_is_in_the_api_reference() -> None:
+    pages = [page.read_text() for page in (ROOT / "docs" / "api").glob("*.md")]
+    filled = "\n".join(SITE["api"].filled(page) for page in pages)
+    modules = set(re.findall(r"<!-- api:([\w.]+) -->", "".join(pages)))
+    assert {f"isobit.{name}" for name in MODULES - {"integrations"}} | {"isobit"} <= modules
+    assert {f"isobit.integrations.{name}" for name in isobit.integrations.__all__} <= modules
+    for name in (*(f"isobit.{op}" for op in public_ops()), "isobit.nn.DetLinear", "isobit.losses.grpo",
+                 "isobit.testing.check", "isobit.integrations.trl.enable"):  # fmt: skip
+        assert re.search(rf"^````{{py:\w+}} {re.escape(name)}\(", filled, re.M), name
+
+
+def test_docstrings_become_markdown() -> None:
+    shown = SITE["api"]._markdown(
+        "What, of [*, V] and `a_b`.\n\n    y = a * b\n\nArgs:\n    x, y: one\n        two.\n"
+        "\nReturns:\n    z_1.\n\nExample:\n    >>> 1 + 1\n    2"
+    )
+    assert shown.split("\n") == [
+        "What, of \\[\\*, V\\] and `a_b`.", "", "```text", "y = a * b", "```", "", "", "**Args**", "",
+        "- `x`, `y`: one", "  two.", "", "", "**Returns**", "", "z\\_1.", "", "", "**Example**", "",
+        "```pycon", ">>> 1 + 1", "2", "```", "",
+    ]  # fmt: skip
+
+
+# Links
+
+
+def file_names(text: str) -> Iterator[str]:
+    """Links whose text is the name of a page. A reader wants its title."""
+    yield from re.findall(r"\[[^\]\[]*\w\.md[^\]\[]*\]\([^)]*\)", text)
+
+
+def test_links_have_titles() -> None:
+    assert not wrong(file_names, PAGES)
+
+
+# Figures
+
+
+def test_figures_in_sentences_are_measured() -> None:
+    report = json.loads((ROOT / "results" / "h200" / "train_step.json").read_text())
+    rows = {(row["op"], row["impl"]): row for row in report["rows"] if row["case"] == "B=8 T=2048 bf16"}
+    measured = []
+    for op in ("qwen2.5-0.5b", "llama-3-8b-4-layers"):
+        both = rows[op, "isobit:head"], rows[op, "plain"]
+        figures = [row["peak_mb"] / 1000 for row in both] + [row["ms"] for row in both]
+        measured.append(tuple(f"{figure:.0f}" for figure in figures))
+    said = re.compile(r"(\d+) GB instead of (\d+) GB.*?(\d+) ms instead of (\d+)")
+    for page in ("README.md", "docs/trl.md"):
+        assert said.findall((ROOT / page).read_text().replace("\n", " ")) == measured, page
+
+
+# Generated tables
 
 
 def test_every_generated_table_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +406,62 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
     assert "| `logp` | - | 10 calls, 2 errors | 2 cases |\n" in tables.render_proven(tmp_path)
 
 
+# One vocabulary
+
+#: What has a better word, and that word. In comments and docstrings, in names, and on pages.
+WORDS_TO_AVOID = {
+    r"rows? (that|which) (do(es)? not )?counts?": "live row, masked row",
+    r"(rows?|tokens?|id) (do|does) not count": "masked rows",
+    r"tokens? that (do(es)? not )?counts?": "live token, masked token",
+    r"inside of": "inside",
+    r"outside of": "outside",
+    r"beside": "next to, besides, in addition to",
+    r"multipliers": "consumer warpgroups",
+    r"rooms": "chunk buffers",
+    r"told(?=\()": "read_item",
+    r"why_rather_not": "slower_because",
+    r"or_other": "unused",
+    r"apart(?=\()": "fits_separate_buffers",
+    r"nothing = gl": "zeros",
+    r"(check_)?vouch(ing|es|ed)?": "check gate",
+    r"Vouch": "CheckGate",
+    r"lineup": "implementations",
+    r"class Way": "CallPlan",
+}
+#: Variables that say nothing. There may only be fewer of them.
+AT_MOST = {r"\bfound(: [^=\n]+)? = ": 24}
+NAMES_TO_AVOID = {"utils", "ways", "rooms", "ahead", "vouch", "lineup", "apart", "shares"}
+
+#: "beside" is in names of goals, which result files have.
+GOALS = re.compile(r"(rivals|goals)(/|\.py)|/goals/")
+GENERATED = re.compile(r"^<!-- (results|op):[^\n]* -->$.*?^<!-- /\1 -->$", re.M | re.S)
+
+
+def bad_words(text: str) -> Iterator[str]:
+    for line in GENERATED.sub("", text).splitlines():
+        for word, better in WORDS_TO_AVOID.items():
+            if hit := re.search(rf"(?<![\w-]){word}(?![\w-])", line, re.I if word.islower() else 0):
+                yield f"{line.strip()[:90]}  ({hit[0]}: {better})"
+
+
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def test_pages_and_sources_have_one_vocabulary() -> None:
+    found = wrong(bad_words, [*PAGES, *SOURCES, *(ROOT / "examples").glob("*.py")])
+    assert not [one for one in found if not (GOALS.search(one) and "(beside: " in one)]
+
+
+def test_files_have_names_that_say_what_is_in_them() -> None:
+    assert not [str(path.relative_to(ROOT)) for path in SOURCES if path.stem in NAMES_TO_AVOID]
+
+
+def test_there_are_fewer_names_that_say_nothing() -> None:
+    text = "\n".join(path.read_text() for path in SOURCES)
+    for name, most in AT_MOST.items():
+        assert len(re.findall(name, text)) <= most, name
+
+
 # That all of it can fail
 
 
@@ -360,15 +476,15 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_flags, "`pytest --durations=30`", "`isobit report --durations`", ["isobit report --durations"]),
         (bad_symbols, "`isobit.nn.swap_linear(model)`", "`isobit.nn.swap_linears(model)`",
          ["isobit.nn.swap_linears"]),
-        (bad_symbols, "```\npython -m isobit.bench.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
+        (bad_symbols, "```\npython -m publish.tables\n```\n", "```\npython -m isobit.bench.no\n```\n",
          ["isobit.bench.no"]),
         (bad_symbols, "`isobit.html`", "`isobit.no_such_op`", ["isobit.no_such_op"]),
         (bad_flags, "`python tools/compat.py --cheap`", "`python tools/compat.py --nope`",
          ["tools/compat.py --nope"]),
         (bad_flags, "```\n.venv/bin/python tools/compat.py --triton 3\n```\n",
          "```\n.venv/bin/python tools/compat.py --resume\n```\n", ["tools/compat.py --resume"]),
-        (bad_flags, "`python -m isobit.bench.tables --check`", "`python -m isobit.bench.tables --op x`",
-         ["isobit.bench.tables --op"]),
+        (bad_flags, "`python -m publish.tables --check`", "`python -m publish.tables --op x`",
+         ["publish.tables --op"]),
         (bad_names, "`token_logps`", "`token_logpz`", ["token_logpz"]),
         (bad_names, "`token_logps(model, ids)`", "`token_logps(modelz, ids)`", ["modelz"]),
         (bad_names, "`losses.truncated_weights(x)`", "`losses.nope(x)`", ["losses.nope"]),
@@ -378,6 +494,13 @@ def test_what_was_proven_has_accesses_and_times(tmp_path: Path) -> None:
         (bad_keywords, "`isobit.logp(..., backend=\"hopper\")`", "`isobit.logp(x, softcaps=f(1))`",
          ["isobit.logp(softcaps=)"]),
         (bad_targets, "`make docs`", "```\nmake doc   what\n```\n", ["make doc"]),
+        (bad_words, "rows next to the mask count; inside a row", "of rows that do not count",
+         ["of rows that do not count  (rows that do not count: live row, masked row)"]),
+        (bad_words, "untold(x), foretell", "x = told(y)", ["x = told(y)  (told: read_item)"]),
+        (bad_words, "<!-- op:a -->\nbeside\n<!-- /op -->", "Inside of",
+         ["Inside of  (Inside of: inside)"]),
+        (file_names, "[Numerics](docs/numerics.md#a)", "[docs/numerics.md](docs/numerics.md#a)",
+         ["[docs/numerics.md](docs/numerics.md#a)"]),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(check: Check, good: str, bad: str, found: list[str]) -> None:

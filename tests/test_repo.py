@@ -41,7 +41,7 @@ def in_a_fresh_process(code: str) -> str:
 
 
 def tracked_files() -> list[Path]:
-    """Files under version control, or everything outside of hidden folders where there is no git."""
+    """Files under version control, or everything outside hidden folders where there is no git."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -79,6 +79,18 @@ def test_an_import_takes_no_device_and_loads_no_kernels() -> None:
     assert not proofs  # a user pays for no proof
 
 
+def test_an_import_is_light_and_the_rest_is_there_when_it_is_used() -> None:
+    code = (
+        "import sys, isobit\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'isobit'))\n"
+        "assert 'isobit.integrations' not in sys.modules\n"
+        "assert isobit.integrations.trl.enable and 'isobit.integrations.fla' not in sys.modules\n"
+        "from isobit.integrations import verl; from isobit import *; integrations.hf.zero_drift\n"
+    )
+    files = in_a_fresh_process(code).split()
+    assert sum(len(Path(file).read_text().splitlines()) for file in files) <= 8000
+
+
 def test_the_package_says_that_it_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
@@ -100,7 +112,7 @@ def test_an_import_patches_nothing() -> None:
 
 
 def environment_reads(tree: ast.Module) -> Iterator[int]:
-    """Lines that read the environment while the module is imported: outside of function bodies."""
+    """Lines that read the environment while the module is imported: outside function bodies."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -185,8 +197,8 @@ def test_the_cpu_way_of_an_op_serves_cpu_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC_OPS)
-def test_every_numerics_class_is_known_and_on_the_page(name: str) -> None:
-    page = (ROOT / "docs" / "numerics.md").read_text()
+def test_every_numerics_class_is_known_and_on_a_page(name: str) -> None:
+    page = " ".join(page.read_text() for page in documents() if page.name != "CHANGELOG.md")
     for op in (op for op in OPS.values() if op.package == OPS[name].package):
         for backend in op.backends:
             numerics = backend.numerics_on(torch.device("cpu"))
@@ -217,43 +229,70 @@ def blocks(page: str) -> list[tuple[str, str | None]]:
     return [(code, output or None) for code, output in found]
 
 
-PAGES = {
-    "README.md": 5,
-    "docs/logp.md": 2,
-    "docs/det_gemm.md": 5,
-    "docs/numerics.md": 6,
-    "docs/linear_logp.md": 2,
-    "docs/linear_policy_loss.md": 4,
-    "docs/ratio_kl.md": 3,
-    "docs/zero_drift.md": 2,
-    "docs/grpo_loss.md": 3,
-    "docs/losses.md": 5,
-    "docs/delta_rule.md": 1,
-    "docs/attention.md": 1,
-    "docs/own_loop.md": 4,
-    "docs/rms_norm.md": 1,
+#: Pages whose Python another test runs, or that print a model of a class, which has a test of its own.
+RUN_ELSEWHERE = {
+    "docs/trl.md": "tests/test_trl.py",
+    "docs/verl.md": "tests/test_verl.py",
+    "docs/fla.md": "tests/test_fla.py",
+    "docs/check_my_kernel.md": "tests/test_candidate.py",
+    "docs/dev/adding_an_op.md": "tests/test_repo.py",
+    "docs/dev/laws.md": "tests/test_checker.py",
+    "docs/numerics/lse_triton_1.md": "tests/test_numerics.py",
+    "docs/numerics/lse_1.md": "tests/test_hopper_order.py",
+    "docs/numerics/products.md": "tests/test_mma_model.py",
+    "docs/numerics/rms_norm.md": "tests/test_rms_norm.py",
+    "docs/numerics/checked.md": "tests/test_repo.py",
 }
 
+WITH_EXAMPLES = sorted(
+    name for page in documents() if blocks(name := str(page.relative_to(ROOT))) and name not in RUN_ELSEWHERE
+)
 
-@pytest.mark.parametrize(("page", "least"), PAGES.items())
-def test_examples_on_pages_run(page: str, least: int) -> None:
-    found, scope = blocks(page), dict[str, Any]()
-    assert len(found) >= least
-    if page == "docs/numerics.md":  # models, which have tests of their own; examples are what prints
-        found = [(code, output) for code, output in found if output]
-    for code, output in found:  # each may use what those before it made
+
+def run_blocks(page: str) -> str:
+    """Run the examples of a page one after another: each may use what those before it made. Returns all that
+    they print."""
+    scope, everything = dict[str, Any](), ""
+    for code, output in blocks(page):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="isobit: det_gemm")  # that the model is slow is known
             exec(code, scope)
         assert output is None or printed.getvalue() == output
+        everything += printed.getvalue()
+    return everything
+
+
+@pytest.mark.parametrize("page", [page for page in WITH_EXAMPLES if page != "README.md"])
+def test_examples_on_pages_run(page: str) -> None:
+    run_blocks(page)
+
+
+def test_the_readme_shows_drift_and_its_end() -> None:
+    shown = dict(
+        re.findall(r"^(PyTorch|isobit): +(\d+) of 64 ratios are not 1$", run_blocks("README.md"), re.M)
+    )
+    assert int(shown["PyTorch"]) > 0 and int(shown["isobit"]) == 0
+
+
+def test_examples_that_run_elsewhere_are_there() -> None:
+    assert all(blocks(page) for page in RUN_ELSEWHERE)
+    for page, test in RUN_ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text() or page == "docs/dev/laws.md", (page, test)
+    quoted, _ = blocks("docs/dev/laws.md")[0]
+    assert quoted in (ROOT / "tests" / "test_checker.py").read_text()
+
+
+def test_the_check_by_hand_holds() -> None:
+    ((by_hand, _),) = blocks("docs/numerics/checked.md")
+    in_a_fresh_process("import os\nos.environ['TRITON_INTERPRET'] = '1'\n" + by_hand)
 
 
 @pytest.fixture(scope="module")
 def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with the op of the guide in it, put there as the guide says."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    guide = page.partition("\n## Adding an op\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "dev" / "adding_an_op.md").read_text()
+    guide = page.partition("\n## ")[0]
     files = re.findall(r"\*\*\d\. [^`]*`(\w+\.py)`.*?```python\n(.*?)```", guide, re.S)
     expected = {"op.py", "proof.py", "reference.py", "kernels_triton.py", "rivals.py", "__init__.py"}
     assert {name for name, _ in files} == expected
@@ -263,7 +302,7 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name, text in files:
         (folder / name).write_text(text)
-    with (place / "isobit" / "__init__.py").open("a") as init:  # the one place outside of the folder
+    with (place / "isobit" / "__init__.py").open("a") as init:  # the one place of code outside its folder
         init.write("from isobit.ops.weighted_sum import weighted_sum\n")
     return place
 
@@ -298,6 +337,21 @@ def test_the_op_of_the_guide_can_be_added_and_proven(guided: Path) -> None:
     bench = "bench --skip-check --direction fwd"
     told = in_the_guide(guided, "check --law compile", bench, interpreted=False)
     assert "all laws hold" in told and "native" in told and told.count("exit 0") == 2, told
+
+
+def test_the_op_of_the_guide_passes_mypy(guided: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "--no-incremental",
+    ]
+    folder = guided / "isobit" / "ops" / "weighted_sum"
+    files = [str(path) for path in sorted(folder.glob("*.py"))]
+    done = subprocess.run([*command, *files], cwd=guided, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_op_of_the_guide_fails_where_its_kernel_is_broken(guided: Path) -> None:
@@ -346,7 +400,7 @@ def test_documents_point_at_files_that_exist() -> None:
 def test_every_picture_is_taken_and_shown() -> None:
     there = {path.name for path in (ROOT / "docs" / "img").iterdir()}
     pages = "\n".join(page.read_text() for page in documents())
-    assert there == set(SHOTS) == set(re.findall(r"\]\((?:docs/)?img/([\w.]+)\)", pages))
+    assert there == set(SHOTS) == set(re.findall(r"\]\((?:docs/|\.\./)?img/([\w.]+)\)", pages))
 
 
 def test_references_are_found_and_looked_up() -> None:

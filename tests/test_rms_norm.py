@@ -96,9 +96,8 @@ def test_the_sum_is_that_of_torch() -> None:
 
 
 def on_the_page() -> dict[str, Any]:
-    page = (Path(__file__).parent.parent / "docs" / "numerics.md").read_text()
-    section = page.partition("\n## RMSNorm: `rms/1`\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    page = Path(__file__).parent.parent / "docs" / "numerics" / "rms_norm.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     scope: dict[str, Any] = {}
     exec(code, scope)
     return scope

@@ -21,6 +21,12 @@ WIDTHS = (390, 1100, 1280, 1366)
 SIZES = "[document.documentElement.scrollWidth, Math.min(innerWidth, screen.width)]"
 LOOK = Path(__file__).with_name("look.js").read_text()
 
+#: On a desktop tables need not scroll. On a phone each does so in its own box.
+SCROLLING = (
+    "[...document.querySelectorAll('.table-wrapper')].filter(t => t.scrollWidth > t.clientWidth + 1).length"
+)
+DESKTOP = 1280
+
 
 @pytest.fixture(scope="module")
 def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,14 +54,16 @@ def wrong(browser: Chromium, page: Path, dark: bool = False) -> Iterator[str]:
         assert room == width
         if wide > room:
             yield f"{page.stem}: {wide} wide in a window of {room}"
+        if width == DESKTOP and (tables := tab.run(SCROLLING)):
+            yield f"{page.stem}: {tables} tables are too wide"
     # Tables and blocks of code scroll, so their text may be beyond the edge.
     yield from (f"{page.stem}: {said}" for said in tab.run(LOOK) if said.startswith("contrast "))
     tab.close()
 
 
 def test_every_page_of_the_site_fits(browser: Chromium, site: Path) -> None:
-    pages = [*sorted(site.glob("*.html")), *sorted((site / "docs").glob("*.html"))]
-    assert {"README", "CONTRIBUTING", "linear_logp"} <= {page.stem for page in pages}
+    pages = [*sorted(site.glob("*.html")), *sorted((site / "docs").rglob("*.html"))]
+    assert {"README", "CONTRIBUTING", "linear_logp", "adding_an_op"} <= {page.stem for page in pages}
     assert not [said for page in pages for said in wrong(browser, page)]
 
 
@@ -63,12 +71,27 @@ def test_code_can_be_read_in_the_dark(browser: Chromium, site: Path) -> None:
     assert not list(wrong(browser, site / "docs" / "linear_logp.html", dark=True))
 
 
+def test_code_can_be_copied(browser: Chromium, site: Path) -> None:
+    tab = browser.open(site / "docs" / "api" / "ops.html", DESKTOP, False)
+    blocks, buttons = tab.run(
+        "['div.highlight', 'button.copy'].map(s => document.querySelectorAll(s).length)"
+    )
+    assert blocks == buttons > 10
+    assert tab.run("typed('>>> import torch\\n>>> 1 + 1\\n2\\n')") == "import torch\n1 + 1\n"
+    assert tab.run("typed('make docs\\n')") == "make docs\n"
+    tab.close()
+
+
 def test_a_page_that_does_not_fit_is_detected(browser: Chromium, site: Path) -> None:
     page = site / "docs" / "linear_logp.html"
     broken = page.with_name("broken.html")
-    style = "<style>.main, .content { min-width: auto; } .highlight .mi { color: #40a070; }</style></head>"
-    broken.write_text(page.read_text().replace("</head>", style))
-    found = list(wrong(browser, broken))
+    page_too_wide = ".main, .content { min-width: auto; } .highlight .mi { color: #40a070; }"
+    styles = (page_too_wide, "table.docutils td { white-space: nowrap; }")
+    found: list[str] = []
+    for style in styles:
+        broken.write_text(page.read_text().replace("</head>", f"<style>{style}</style></head>"))
+        found += wrong(browser, broken)
     broken.unlink()
-    assert all(any(f"wide in a window of {width}" in said for said in found) for width in (1100, 1280)), found
+    assert all(any(f"wide in a window of {width}" in said for said in found) for width in (1100, 1366)), found
     assert any("of span.mi" in said for said in found), found
+    assert any("tables are too wide" in said for said in found), found

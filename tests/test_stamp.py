@@ -10,12 +10,12 @@ import pytest
 
 import isobit
 from isobit import ContractError
-from isobit.bench import stale
 from isobit.bench.cases import parse_case
 from isobit.bench.runner import run
 from isobit.check.source_hash import _Writer, compiled_backends, decisive_code, kernel_sha
 from isobit.check.stamp import source_sha
 from isobit.frame.op import known_op
+from publish import stale
 
 PACKAGE = Path(isobit.__file__).parent
 ROOT = Path(__file__).parent.parent

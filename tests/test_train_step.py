@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.suites import train_step
 from isobit import ContractError
-from isobit.bench import tables
 from isobit.bench.cases import Subject, suite_of
+from isobit.bench.check_gate import CheckFailed
+from isobit.bench.goals import summary
 from isobit.bench.report import ROW
 from isobit.bench.runner import run
-from isobit.bench.suites import train_step
-from isobit.bench.vouch import CheckFailed
 from isobit.nn import DetLinear
 from isobit.ops.det_gemm import kernels_hopper
-from isobit.spec.goals import summary
 from isobit.spec.series import Pool
+from publish import tables
 
 CPU = torch.device("cpu")
 
@@ -116,7 +116,7 @@ def test_a_wrong_contender_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
         loss, *rest = train_step.head(args)
         return (loss + 1.0, *rest)
 
-    broken = replace(suite, series=[replace(series, ways={"head": wrong})])
+    broken = replace(suite, series=[replace(series, variants={"head": wrong})])
     with pytest.raises(CheckFailed, match="train_step: loss is"):
         timed(broken, cases=[train_step.SMALL[0]])
 
@@ -191,7 +191,7 @@ ROWS = [
 
 
 def test_the_goals_of_a_step() -> None:
-    goals = [goal for series in suite_of("train_step").series for goal in series.goals]
+    goals = suite_of("train_step").goals
     found = {e["what"]: (e["met"], e["cells"], e["against"]) for e in summary(ROWS, "plain", goals)}
     assert found == {
         "1 x 512 tokens": (False, 2, "plain"),

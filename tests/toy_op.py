@@ -42,7 +42,7 @@ def forward_backend(name: str, numerics: str, **options: Any) -> None:
         y = x @ (args["factor"] * torch.eye(x.shape[-1]))  # a product: autocast would make it bf16
         return y, y.sum(-1) if args["want_sum"] else None, x.amax(-1)
 
-    scale.backend(name, numerics=numerics, **options)(run)
+    scale.backend(name, run=run, numerics=numerics, **options)
 
 
 def backward_backend(name: str, numerics: str) -> None:
@@ -53,7 +53,7 @@ def backward_backend(name: str, numerics: str) -> None:
         dx += 0.0 if dsum is None else factor * dsum[..., None]
         return dx.to(x.dtype)
 
-    scale_bwd.backend(name, numerics=numerics)(run)
+    scale_bwd.backend(name, run=run, numerics=numerics)
 
 
 def odd(args: dict[str, Any]) -> str | None:
@@ -83,13 +83,7 @@ def _no_nan(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("x", args["x"], "has a NaN")
 
 
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    assert grads[2] is None
-    dy = None if grads[0] is None else grads[0].contiguous()  # the gradient of a sum has stride 0
-    return {"x": scale_bwd(x=kept["x"], dy=dy, dsum=grads[1], factor=kept["factor"], **kept["follow"])}
-
-
-scale.derivative("x", save=lambda args, outputs: {"x": args["x"]}, gradient=_gradient, constant=(2,))
+scale.derivative("x", by=scale_bwd, outputs=("y", "sum", "largest"), constant=("largest",))
 scale_bwd.not_differentiable("the toy has no second derivative")
 
 

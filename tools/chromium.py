@@ -165,12 +165,12 @@ class Tab:
 
     def run(self, expression: str) -> Any:
         """The value of an expression of the page; of a promise, what it comes to."""
-        found = self.ask(
+        answer = self.ask(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
         )
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"].get("exception", {}).get("description")))
-        return found["result"].get("value")
+        if "exceptionDetails" in answer:
+            raise RuntimeError(str(answer["exceptionDetails"].get("exception", {}).get("description")))
+        return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
         """Press the mouse where an element is, as a person would."""
@@ -188,8 +188,8 @@ class Tab:
         """The page as a picture: its first so many pixels, or all of it."""
         width, whole = self.run("[innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": width, "height": min(height or whole, whole), "scale": 1}
-        found = self.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        return base64.b64decode(found["data"])
+        answer = self.ask("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        return base64.b64decode(answer["data"])
 
     def close(self) -> None:
         self._browser.ask("Target.closeTarget", targetId=self._target)

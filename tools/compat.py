@@ -5,7 +5,7 @@ ahead of time (`isobit check --law compile`), then run the tests marked `compat`
 with 1 if something failed, with 2 if an environment could not be made.
 
 An environment, `.compat/<version>`, holds nothing but its Triton. Everything else, torch above all, is that
-of the Python that runs this script: another Triton beside the same torch is what is to be tried, and three
+of the Python that runs this script: another Triton with the same torch is what is to be tried, and three
 copies of torch would be gigabytes.
 """
 
@@ -152,8 +152,8 @@ def compile_kernels(env: Environment, cheap: bool) -> Part:
     the only target that all of them have."""
     report = env.folder / "compile.json"
     report.unlink(missing_ok=True)
-    command = [env.python, "-m", "isobit", "check", "--law", "compile", "--device", "cpu"]
-    command += ["--dtype", "bf16", "--target", "cuda:90"] if cheap else []
+    command = [env.python, "-m", "isobit", "check", "--law", "compile=cuda:90" if cheap else "compile"]
+    command += ["--device", "cpu", *(["--dtype", "bf16"] if cheap else [])]
     code, lines = _run(env, "compile", [*command, "--json", str(report)])
     if not report.is_file():
         return _broken("compile", code, lines, command)
@@ -188,10 +188,10 @@ def tests_of(lines: Sequence[str], python: str) -> Part:
     """Tests that passed and that did not, from what pytest printed."""
     failures = []
     for line in lines:
-        found = re.match(r"(?:FAILED|ERROR) (\S+\.py\b.*?)(?: - (.*))?$", line)
-        if found is not None:
-            again = f"{python} -m pytest {shlex.quote(found[1])}"
-            failures.append(Failure(found[1], found[2] or "see the log", again))
+        match = re.match(r"(?:FAILED|ERROR) (\S+\.py\b.*?)(?: - (.*))?$", line)
+        if match is not None:
+            again = f"{python} -m pytest {shlex.quote(match[1])}"
+            failures.append(Failure(match[1], match[2] or "see the log", again))
     ended = next((line for line in reversed(lines) if re.search(r"\d \w+.* in [\d.]+s", line)), "")
     count = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error)", ended)}
     return Part(count.get("passed", 0), count.get("failed", 0) + count.get("error", 0), failures)

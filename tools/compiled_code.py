@@ -105,7 +105,7 @@ def _recorder() -> Any:
 def all_calls(ops: list[str]) -> dict[str, list[str]]:
     from isobit.spec.proofs import proofs
 
-    found = {}
+    calls = {}
     for name, proof in sorted(proofs().items()):
         if ops and name not in ops:
             continue
@@ -116,11 +116,11 @@ def all_calls(ops: list[str]) -> dict[str, list[str]]:
             for dtype in dtypes[:2]:
                 key = f"{name} {backend} {str(dtype).removeprefix('torch.')}"
                 try:
-                    found[key] = sorted(calls_of(kernels, dtype))
+                    calls[key] = sorted(calls_of(kernels, dtype))
                 except Exception as error:
-                    found[key] = [f"{type(error).__name__}: {error}"[:200]]
-                print(f"{key}: {len(found[key])} calls", flush=True)
-    return found
+                    calls[key] = [f"{type(error).__name__}: {error}"[:200]]
+                print(f"{key}: {len(calls[key])} calls", flush=True)
+    return calls
 
 
 def main() -> int:
@@ -129,21 +129,21 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, help="compare with the hashes in this file")
     parser.add_argument("--op", action="append", default=[], help="only this op; may be repeated")
     options = parser.parse_args()
-    found = all_calls(options.op)
+    calls = all_calls(options.op)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1, sort_keys=True))
+        options.out.write_text(json.dumps(calls, indent=1, sort_keys=True))
     if options.compare is None:
         return 0
     before = json.loads(options.compare.read_text())
     changed = 0
-    for key in sorted({*found, *(key for key in before if not options.op or key.split()[0] in options.op)}):
-        lost = Counter(before.get(key, ())) - Counter(found.get(key, ()))
-        new = Counter(found.get(key, ())) - Counter(before.get(key, ()))
+    for key in sorted({*calls, *(key for key in before if not options.op or key.split()[0] in options.op)}):
+        lost = Counter(before.get(key, ())) - Counter(calls.get(key, ()))
+        new = Counter(calls.get(key, ())) - Counter(before.get(key, ()))
         if lost or new:
             changed += 1
             print(f"CHANGED {key}: {sum(lost.values())} calls are gone, {sum(new.values())} are new")
     print(
-        f"{changed} of {len(found)} sets of calls have changed" if changed else "the compiled code is equal"
+        f"{changed} of {len(calls)} sets of calls have changed" if changed else "the compiled code is equal"
     )
     return 1 if changed else 0
 

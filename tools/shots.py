@@ -51,16 +51,16 @@ SHOTS = {
 
 def pages(folder: Path) -> dict[str, Path]:
     """The pages that pictures are taken of, written into a folder."""
-    found = {name: folder / f"{name}.html" for name in ("check", "bench", "broken")}
+    paths = {name: folder / f"{name}.html" for name in ("check", "bench", "broken")}
     results = ROOT / "results" / "h200"
-    found["check"].write_text(page([read_report(results / "check_linear_logp.json")], "isobit check"))
-    found["bench"].write_text(page([read_report(results / "logp.json")], "isobit bench"))
+    paths["check"].write_text(page([read_report(results / "check_linear_logp.json")], "isobit check"))
+    paths["bench"].write_text(page([read_report(results / "logp.json")], "isobit bench"))
     (folder / "my_kernels.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "isobit", "check", *CHECK, "--html", str(found["broken"])]
+    command = [sys.executable, "-m", "isobit", "check", *CHECK, "--html", str(paths["broken"])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if not found["broken"].is_file():
+    if not paths["broken"].is_file():
         raise SystemExit(done.stdout + done.stderr)
-    return found
+    return paths
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 """isobit: kernels for RL post-training whose bits do not depend on the batch."""
 
 import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from isobit import integrations, losses, nn
+from isobit import losses, nn
 from isobit.frame.backend import Explanation, UnsupportedError
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
@@ -16,6 +18,9 @@ from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
 
+if TYPE_CHECKING:
+    from isobit import integrations
+
 __version__ = "0.1.0"
 
 
@@ -27,13 +32,20 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
         >>> print(isobit.explain("logp", torch.zeros(2, 8), torch.tensor([0, 1])).backend)
         reference
     """
-    found = known_op(op)
-    assert found.function is not None
+    named = known_op(op)
+    assert named.function is not None
     try:
-        given = inspect.signature(found.function).bind_partial(*args, **kwargs).arguments
+        given = inspect.signature(named.function).bind_partial(*args, **kwargs).arguments
     except TypeError as error:
         raise ContractError(f"{op}: {error}") from None
-    return found.explain(**found.adapt(given))
+    return named.explain(**named.adapt(given))
+
+
+def __getattr__(name: str) -> Any:
+    """`isobit.integrations` is imported when it is first used: most programs use one of it, or none."""
+    if name == "integrations":
+        return import_module("isobit.integrations")
+    raise AttributeError(f"module 'isobit' has no attribute {name!r}")
 
 
 __all__ = [

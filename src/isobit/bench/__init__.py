@@ -1,1 +1,1 @@
-"""Times every op beside its rivals and its floor: `runner` runs, `timing` measures, `tables` renders."""
+"""Times every op next to its rivals and its floor: `runner` runs, `timing` measures, `report` shows."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isobit.bench.cases import Subject
-from isobit.bench.vouch import CheckFailed
+from isobit.bench.check_gate import CheckFailed
 from isobit.check.candidate import Candidate
 from isobit.check.report import brief
 from isobit.check.request import Request

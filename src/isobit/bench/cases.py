@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
+from isobit.bench.goals import Goal
+from isobit.bench.suites import goals_of, load_suite
 from isobit.frame.contract import ContractError
-from isobit.frame.op import Op, known_op
+from isobit.frame.op import Op, known_op, public_ops
 from isobit.spec.proof import DTYPES, Case
 from isobit.spec.series import Series
 
@@ -33,7 +36,8 @@ class Subject:
     file: str
     series: Sequence[Series]
     backends: tuple[str, ...]
-    candidate: str | None = None  # flags that name a user's function beside the rivals
+    goals: Sequence[Goal] = ()
+    candidate: str | None = None  # flags that name a user's function, timed next to the rivals
 
     @property
     def ops(self) -> list[str]:
@@ -48,18 +52,18 @@ class Subject:
 
 
 def subject_of(op: Op) -> Subject:
-    return Subject(op.name, "--op", op.folder, series_of(op), tuple(b.name for b in op.backends))
+    names = tuple(b.name for b in op.backends)
+    return Subject(op.name, "--op", op.folder, series_of(op), names, goals_of(op.folder))
 
 
 def suite_of(name: str) -> Subject:
-    """The suite of this name, or an error that lists the known ones."""
-    from isobit.bench.suites import series_of_suite, suite_names
-
-    if name not in suite_names():
-        raise ContractError(f"unknown suite {name!r}; known: {', '.join(suite_names())}")
-    series = series_of_suite(name)
+    """The suite of this name or file. Its results file has the name of the suite."""
+    series, goals = load_suite(name)
+    file = Path(name).stem
+    if file in {op.folder for op in public_ops().values()}:
+        raise ContractError(f"--suite {name}: {file} is the results file of an op: rename the suite")
     backends = dict.fromkeys(b.name for one in series if one.op is not None for b in one.op.backends)
-    return Subject(name, "--suite", name, series, tuple(backends))
+    return Subject(name, "--suite", file, series, tuple(backends), goals)
 
 
 def series_of(op: Op) -> list[Series]:
@@ -69,11 +73,11 @@ def series_of(op: Op) -> list[Series]:
 
 def declared_dims(series: Sequence[Series]) -> dict[frozenset[str], Case]:
     """The first declared case of every set of dimensions, like N,V and B,T,V."""
-    found: dict[frozenset[str], Case] = {}
+    first: dict[frozenset[str], Case] = {}
     for one in series:
         for case in one.cases:
-            found.setdefault(frozenset(case.dims), case)
-    return found
+            first.setdefault(frozenset(case.dims), case)
+    return first
 
 
 def parse_case(text: str, of: Op | Subject) -> Case:
@@ -119,12 +123,12 @@ def small_cases(series: Series) -> list[Case]:
 
     if series.small is not None:
         return list(series.small)
-    found = []
+    cases = []
     for case in declared_dims([series]).values():
         dims = dict(case.dims)
         *lead, last = dims
         while too_large(dims, case):
             largest = max(lead, key=dims.__getitem__, default=last)
             dims[largest if dims[largest] > 1 else last] //= 2
-        found.append(replace(case, dims=dims))
-    return found
+        cases.append(replace(case, dims=dims))
+    return cases

@@ -1,6 +1,6 @@
 """A benchmark's results as text.
 
-A report is the content of the JSON file (docs/results.md): its origin, `notes`, and rows with the keys `ROW`;
+A report is the content of the JSON file (docs/dev/results.md): its origin, `notes`, rows with the keys `ROW`;
 with goals also `"against"` and `"summary"`. `notes` say which rival is missing and why, so that no table is
 shorter without a reason.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from isobit.spec.goals import why_unmeasured
+from isobit.bench.goals import why_unmeasured
 
 Report = dict[str, Any]
 Row = dict[str, Any]

@@ -21,10 +21,10 @@ def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
     if not path.is_file():
         return None
     try:
-        found: Report = json.loads(path.read_text())
-        differ = [key for key in _SAME if found["stamp"].get(key) != stamp.get(key)]
-        notes = [note for note in found["notes"] if not note.startswith(UNFINISHED)]
-        found |= {"notes": notes, "rows": list(found["rows"])}
+        report: Report = json.loads(path.read_text())
+        differ = [key for key in _SAME if report["stamp"].get(key) != stamp.get(key)]
+        notes = [note for note in report["notes"] if not note.startswith(UNFINISHED)]
+        report |= {"notes": notes, "rows": list(report["rows"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a file of isobit bench ({type(error).__name__})") from None
     if differ:
@@ -32,7 +32,7 @@ def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
         raise ContractError(
             f"--resume: {path} is from a different run (different {what}): time all cases without --resume"
         )
-    return found
+    return report
 
 
 def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]) -> list[str]:

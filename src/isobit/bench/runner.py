@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from isobit.bench.ahead import compile_ahead
 from isobit.bench.cases import Subject, case_name, small_cases, subject_of
-from isobit.bench.lineup import Lineup, implementations
+from isobit.bench.check_gate import CheckGate
+from isobit.bench.goals import summary
+from isobit.bench.implementations import Implementations, implementation_names
+from isobit.bench.precompile import precompile
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
 from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
 from isobit.bench.timing import machine_rates, settled_heap, tidy
-from isobit.bench.vouch import Vouch
 from isobit.check.files import check_writable, write
 from isobit.check.stamp import results_folder, stamp
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import default_device, triton_is_interpreted
 from isobit.frame.op import known_op
-from isobit.spec.goals import summary
 from isobit.spec.options import fit, options_of, text_of, varied
 from isobit.spec.proof import Case
 from isobit.spec.rival import cannot_import
@@ -42,7 +42,6 @@ def run(
     skip_check: bool = False,
     impls: Sequence[str] | None = None,
     repetitions: int | None = None,
-    commit: str | None = None,
     say: Callable[[str], None] = print,
     check_reports: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
@@ -74,7 +73,7 @@ def run(
     if path is not None:
         check_writable(path, "--results")
     command = _command(subject, device, cases, directions, backend, impls, options or {}, core)
-    source = stamp(device, commit, subject.folders) | {"checked": not skip_check}
+    source = stamp(device, ops=subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
         copy_rate, product_rate = machine_rates(device, repetitions)
@@ -98,24 +97,26 @@ def run(
         ordered = in_order(rows, [(one.name, case_name(case)) for one, case, _ in jobs])
         head: Report = {"schema": SCHEMA, "suite": "isobit bench", "command": command, "stamp": source}
         head |= _figure(all_series) | {"notes": notes + unfinished}
-        return head | _summary(all_series, ordered, every=not cases) | {"rows": ordered}
+        return head | _summary(subject, ordered, every=not cases) | {"rows": ordered}
 
     asked = ((one, case, untimed(rows, one.name, case_name(case), wanted)) for one, case, wanted in jobs)
     todo = [job for job in asked if job[2]]
     if len(todo) < len(jobs):
         say(f"{len(jobs) - len(todo)} of {len(jobs)} cases are already in the file")
-    compile_ahead(subject, todo, backend, impls, device, say)
-    vouch, pool, longest, stopped = Vouch(device, check_reports, skip_check, say), Pool(device), 0.0, False
+    precompile(subject, todo, backend, impls, device, say)
+    gate, pool, longest, stopped = CheckGate(device, check_reports, skip_check, say), Pool(device), 0.0, False
     for i, (series, case, wanted) in enumerate(todo):
         start = time.monotonic()
         if minutes is not None and start + longest - begin >= 60 * minutes:
             stopped = True
             break
         say(f"[{i + 1}/{len(todo)}] {series.name} {case_name(case)}, after {start - begin:.0f} s")
-        lineup = Lineup(series, pool, backend, impls, repetitions, copy_rate, product_rate, vouch, say, note)
+        implementations = Implementations(
+            series, pool, backend, impls, repetitions, copy_rate, product_rate, gate, say, note
+        )
         try:
             with settled_heap():  # for each case: a compiler that the first one has loaded settles too
-                rows += lineup.rows(case, wanted)
+                rows += implementations.rows(case, wanted)
         except NotHere as why:
             note(f"{series.name}: {why}")
         except torch.OutOfMemoryError:
@@ -131,13 +132,13 @@ def run(
         say(f"stopped, out of time: {len(left)} of {len(jobs)} cases are left ({listed})")
         if path is not None:
             say("run the same command with --resume to continue")
-    found = so_far(len(left))
+    report = so_far(len(left))
     if path is not None and (rows or not left):  # also a file that says why nothing was timed
-        write(path, to_json(found))
+        write(path, to_json(report))
         say(f"written: {path}")
     if not rows and not left:
-        raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", found)
-    return found
+        raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", report)
+    return report
 
 
 class NothingTimed(ContractError):
@@ -148,14 +149,14 @@ class NothingTimed(ContractError):
         self.report = report
 
 
-def not_timed(subject: Subject, device: torch.device, commit: str | None, why: str) -> Report:
+def not_timed(subject: Subject, device: torch.device, why: str) -> Report:
     """The report of a subject that failed its check."""
     head: Report = {
         "schema": SCHEMA,
         "suite": "isobit bench",
         "command": _start(subject, device),
     }
-    return head | {"stamp": stamp(device, commit, subject.folders), "notes": [why], "rows": []}
+    return head | {"stamp": stamp(device, ops=subject.folders), "notes": [why], "rows": []}
 
 
 Job = tuple[Series, Case, Sequence[str]]
@@ -187,7 +188,7 @@ def planned(
             raise left_out(f"--direction {direction}")
     for impl in impls or ():
         name = impl.removesuffix(NEW)
-        if not any(name in implementations(series, backend, wanted) for series, _, wanted in jobs):
+        if not any(name in implementation_names(series, backend, wanted) for series, _, wanted in jobs):
             raise left_out(f"--impl {impl}")
     return jobs
 
@@ -266,16 +267,15 @@ def _figure(all_series: Sequence[Series]) -> Report:
     return {"figure": figures.pop()} if len(figures) == 1 and figures != {"ms"} else {}
 
 
-def _summary(all_series: Sequence[Series], rows: Sequence[Row], every: bool) -> Report:
+def _summary(subject: Subject, rows: Sequence[Row], every: bool) -> Report:
     """How the goals are met; nothing for ops without goals. Unless `every`, only goals with cells among these
     rows: a run of requested sizes is not about the others."""
-    against = next((one.against for one in all_series if one.against), None)
-    goals = [goal for one in all_series for goal in one.goals]
-    if against is None and not goals:
+    against = next((one.against for one in subject.series if one.against), None)
+    if against is None and not subject.goals:
         return {}
     named = {} if against is None else {"against": against}
-    found = summary(rows, against, goals)
-    return named | {"summary": [entry for entry in found if every or entry["cells"]]}
+    entries = summary(rows, against, subject.goals)
+    return named | {"summary": [entry for entry in entries if every or entry["cells"]]}
 
 
 def _all_there(subject: Subject) -> None:
@@ -298,10 +298,10 @@ def _all_known(
     _known(
         subject.name, "direction", directions, list(dict.fromkeys(d for s in series for d in s.directions))
     )
-    beside = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
-    ways = dict.fromkeys(name for one in series for name in one.ways)
+    also = dict.fromkeys([*backends, *(name for one in series for name in one.also)])
+    variants = dict.fromkeys(name for one in series for name in one.variants)
     rivals = dict.fromkeys(name for one in series for name in one.rivals)
-    known = ["isobit", *(f"isobit:{name}" for name in (*beside, *ways)), *rivals]
+    known = ["isobit", *(f"isobit:{name}" for name in (*also, *variants)), *rivals]
     # Only cases know whether they have new sizes.
     _known(subject.name, "impl", [name.removesuffix(NEW) for name in impls], [*known, "copy"])
 

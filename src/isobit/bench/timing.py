@@ -64,7 +64,7 @@ class Contender:
     `build` returns its calls, one per copy of the inputs; it runs on the timed stream. `judge` gets the calls
     and the result of the first. If it is not `required`, an exception only loses its row. Without `graph` no
     capture is tried: PyTorch never frees what a failed one has allocated. `grad` is the autograd mode around
-    all of its calls, as users set it: not inside of each.
+    all of its calls, as users set it: not inside each.
 
     With `once` no call is made twice while the host or a step is timed, as if every call had a new size; the
     first few warm it up.
@@ -152,10 +152,10 @@ def measure(
     torch.cuda.synchronize(device)
     # One side stream for everything: a backward runs on the stream of its forward, and both are captured.
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        found = _measure(contenders, device, call_ms, repetitions)
+        timings = _measure(contenders, device, call_ms, repetitions)
         torch.cuda.synchronize(device)
     tidy(device)
-    return found
+    return timings
 
 
 def measure_steps(
@@ -184,13 +184,13 @@ def measure_steps(
             _synchronize(device)
             lane.ms.append((time.perf_counter() - begin) * 1e3)
             host[name].append((returned - begin) * 1e6)
-    found = {}
+    timings = {}
     for name, lane in lanes.items():
         if device.type == "cuda":
             lane.method, lane.host_us = "sync", statistics.median(host[name])
         timing = lane.timing()
-        found[name] = replace(timing, ms=statistics.fmean(lane.ms)) if lane.once else timing
-    return found, failures
+        timings[name] = replace(timing, ms=statistics.fmean(lane.ms)) if lane.once else timing
+    return timings, failures
 
 
 def _warmed(contenders: Iterable[Contender], device: torch.device) -> tuple[dict[str, _Lane], dict[str, str]]:

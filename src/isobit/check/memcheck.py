@@ -68,7 +68,6 @@ class Run:
 
 def memcheck(
     pairs: list[tuple[str, str]],
-    commit: str | None = None,
     timeout: float = 900.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -77,14 +76,14 @@ def memcheck(
         raise ContractError("compute-sanitizer is not on the PATH: it comes with NVIDIA's CUDA toolkit")
     runs = []
     for op, backend in [(CONTROL, ""), *pairs]:
-        found = _run(op, backend, timeout)
-        runs.append(found)
-        progress(f"  {'ok' if found.passed else 'FAIL':6s}{op} {backend}: {found.summary}, "
-                 f"{found.calls} calls, {found.seconds:.0f} s")  # fmt: skip
-        if op == CONTROL and not found.passed:
-            raise ContractError(f"compute-sanitizer has not found the control's wrong write: {found.summary}")
+        run = _run(op, backend, timeout)
+        runs.append(run)
+        progress(f"  {'ok' if run.passed else 'FAIL':6s}{op} {backend}: {run.summary}, "
+                 f"{run.calls} calls, {run.seconds:.0f} s")  # fmt: skip
+        if op == CONTROL and not run.passed:
+            raise ContractError(f"compute-sanitizer has not found the control's wrong write: {run.summary}")
     device = default_device()
-    source = stamp(device, commit, {known_op(op).folder for op, _ in pairs})
+    source = stamp(device, ops={known_op(op).folder for op, _ in pairs})
     head = {"schema": SCHEMA, "suite": "isobit memcheck", "stamp": source, "tool": _version()}
     return {**head, "passed": all(r.passed for r in runs), "runs": [asdict(r) for r in runs]}
 
@@ -130,8 +129,8 @@ def _first_error(said: str) -> str:
 
 def _version() -> str:
     done = subprocess.run(["compute-sanitizer", "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"[Vv]ersion\s+([\w.]+)", done.stdout)
-    return f"compute-sanitizer {found[1] if found else 'of unknown version'}"
+    match = re.search(r"[Vv]ersion\s+([\w.]+)", done.stdout)
+    return f"compute-sanitizer {match[1] if match else 'of unknown version'}"
 
 
 # In the process under the sanitizer

@@ -1,4 +1,4 @@
-"""The report of a check: totals, a table for people, JSON for machines (schema in docs/results.md)."""
+"""The report of a check: totals, a table for people, JSON for machines (schema in docs/dev/results.md)."""
 
 import textwrap
 from collections import Counter

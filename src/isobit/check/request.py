@@ -29,15 +29,12 @@ class Request:
     laws: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    arch: str | None = None
     dims: dict[str, int] | None = None
     case: str | None = None  # the name of one declared case
     data: str = "edge"
     vary: dict[str, Any] = field(default_factory=dict)  # options of every case, and `layout`
     inputs: InputOptions = field(default_factory=InputOptions)
-    gradient: bool = True
-    grad_mode: str = "random"
-    grad_seed: int = 123
+    cotangents: str = "random"  # or "ones"; "none" checks no gradients
     heavy: bool = True  # also cases that need a real device
     targets: tuple[str, ...] = ()  # of the compile law, by name: cuda:90
     brief: bool = False  # part of a check of all laws: the compile law takes one call of each kernel
@@ -46,15 +43,26 @@ class Request:
 
     def for_law(self, name: str) -> "Request":
         """The same request without the flags that this law does not read."""
-        found, default = self, Request()
-        for flag in BEHIND:
+        request = self
+        for flag in SETS:
             if flag not in LAWS[name].reads:
-                found = changed(found, flag, behind(default, flag))
-        return found
+                request = request.without(flag)
+        return request
 
-    def given(self) -> dict[str, str]:
+    def without(self, flag: str) -> "Request":
+        """The same request with the default of what a flag sets."""
+        request, default = self, Request()
+        for path in SETS[flag]:
+            first, _, rest = path.partition(".")
+            value = getattr(default, first)
+            if rest:
+                value = replace(getattr(request, first), **{rest: getattr(value, rest)})
+            request = replace(request, **{first: value})
+        return request
+
+    def given(self) -> list[str]:
         """The flags that not every law reads and that differ from their defaults."""
-        return {flag: flag for flag in BEHIND if behind(self, flag) != behind(Request(), flag)}
+        return [flag for flag in SETS if self.without(flag) != self]
 
     def command(self) -> str:
         """The command that repeats this request."""
@@ -62,7 +70,7 @@ class Request:
         parts += [f"--op {name}" for name in self.ops] + [f"--backend {name}" for name in self.backends]
         if self.candidate is not None:
             parts = [self.start(self.candidate.name, "")]
-        parts += [f"--law {name}" for name in self.laws]
+        parts += [self.law_flags(name) for name in self.laws]
         parts += [f"--dtype {dtype_name(dtype)}" for dtype in self.dtypes]
         parts += [f"--case {shlex.quote(self.case)}"] if self.case else []
         return " ".join([*parts, self.options()])
@@ -77,50 +85,33 @@ class Request:
     def options(self) -> str:
         """The flags that repeat this request, for reproduction commands and for worker processes."""
         parts = [f"--device {self.device}"]
-        parts += [f"--arch-key {self.arch}"] if self.arch else []
         parts += [f"--tolerances {shlex.quote(self.tolerances.path)}"] if self.tolerances.path else []
         parts += [f"--dim {k}={v}" for k, v in (self.dims or {}).items()]
         parts += [f"--option {shlex.quote(f'{k}={text_of(v)}')}" for k, v in self.vary.items()]
-        default = Request()
-        if self.data != default.data:
-            parts.append(f"--input-mode {self.data}")
-        if self.inputs.seed != default.inputs.seed:
-            parts.append(f"--seed {self.inputs.seed}")
-        if self.inputs.constant != default.inputs.constant:
-            parts.append(f"--constant-value {self.inputs.constant}")
-        if self.inputs.token is not None:
-            parts.append(f"--token-value {self.inputs.token}")
-        if not self.gradient:
-            parts.append("--no-gradient")
-        if self.grad_mode != default.grad_mode:
-            parts.append(f"--grad-mode {self.grad_mode}")
-        if self.grad_seed != default.grad_seed:
-            parts.append(f"--grad-seed {self.grad_seed}")
-        parts += [f"--target {target}" for target in self.targets]
-        return " ".join(parts)
+        return " ".join([*parts, *(f"--data {text}" for text in self._data())])
+
+    def _data(self) -> list[str]:
+        """What `--data` was given, as far as it differs from the defaults."""
+        default = InputOptions()
+        texts = [self.data] if self.data != Request().data else []
+        if self.inputs.constant != default.constant:
+            texts = [f"constant={self.inputs.constant}"]
+        texts += [f"seed={self.inputs.seed}"] if self.inputs.seed != default.seed else []
+        texts += [f"token={self.inputs.token}"] if self.inputs.token is not None else []
+        return texts + ([f"cotangents={self.cotangents}"] if self.cotangents != Request().cotangents else [])
+
+    def law_flags(self, law: str) -> str:
+        """The flags that select a law; the law of compilation with its targets, if some are named."""
+        texts = [f"compile={target}" for target in self.targets] if law == "compile" else []
+        return " ".join(f"--law {text}" for text in texts or [law])
 
 
-#: The attribute of a request for each flag that not every law reads.
-BEHIND = {
-    "--dim": "dims", "--option": "vary", "--input-mode": "data", "--seed": "inputs.seed",
-    "--constant-value": "inputs.constant", "--token-value": "inputs.token", "--no-gradient": "gradient",
-    "--grad-mode": "grad_mode", "--grad-seed": "grad_seed", "--arch-key": "arch",
-    "--tolerances": "tolerances", "--target": "targets",
+#: Flags that not every law reads, with the attributes of a request that each sets.
+SETS: dict[str, tuple[str, ...]] = {
+    "--dim": ("dims",), "--option": ("vary",), "--tolerances": ("tolerances",),
+    "--data": ("data", "inputs.constant"), "--data seed": ("inputs.seed",),
+    "--data token": ("inputs.token",), "--data cotangents": ("cotangents",), "--law compile": ("targets",),
 }  # fmt: skip
-
-
-def behind(request: Request, flag: str) -> Any:
-    """The value that a flag gives."""
-    found: Any = request
-    for part in BEHIND[flag].split("."):
-        found = getattr(found, part)
-    return found
-
-
-def changed(request: Request, flag: str, value: Any) -> Request:
-    """The same request with another value of a flag."""
-    first, _, rest = BEHIND[flag].partition(".")
-    return replace(request, **{first: replace(getattr(request, first), **{rest: value}) if rest else value})
 
 
 def ops_of(request: Request) -> list[Op]:
@@ -215,8 +206,8 @@ def described(op: Op, case: Case, request: Request, arch: str) -> dict[str, Any]
         "seed": request.inputs.seed,
         "constant": request.inputs.constant,
         "token": request.inputs.token,
-        "grad_mode": request.grad_mode,
-        "grad_seed": request.grad_seed,
+        "grad_mode": request.cotangents,
+        "grad_seed": request.inputs.seed,
     }
 
 

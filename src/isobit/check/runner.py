@@ -264,8 +264,9 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
     # is compiled.
     brief = request.brief and not request.dtypes
     trial = Trial(
-        op, backend, request.device, case, request.arch or arch_key(request.device),
-        request.inputs, request.gradient, request.grad_mode, request.grad_seed, targets=request.targets,
+        op, backend, request.device, case, arch_key(request.device),
+        request.inputs, request.cotangents != "none", request.cotangents, request.inputs.seed,
+        targets=request.targets,
         brief=brief, one_target=brief and case.dtype != small_case(proof_of(op)).dtype,
         tolerances=request.tolerances,
     )  # fmt: skip
@@ -340,10 +341,10 @@ def _command(op: Op, backend: str, law: str, case: Case | None, request: Request
     if request.candidate is not None and request.candidate.flags is None:
         return _call(op, law, case, request)  # no command line could import the function
     if case is None:
-        return f"{request.start(op.name, backend)} --law {law} {request.options()}"
+        return f"{request.start(op.name, backend)} {request.law_flags(law)} {request.options()}"
     one = f" --dtype {dtype_name(case.dtype)}" if request.dims is not None or request.dtypes else ""
     one += "" if request.dims is not None else f" --case '{case.name}'"
-    return f"{request.start(op.name, backend)} --law {law} {request.options()}{one}"
+    return f"{request.start(op.name, backend)} {request.law_flags(law)} {request.options()}{one}"
 
 
 def _call(op: Op, law: str, case: Case | None, request: Request) -> str:

@@ -59,20 +59,20 @@ def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], package: Path)
     }
     colours: dict[Any, str] = {}
     for _ in range(_ROUNDS):
-        found: dict[Any, str] = {}
+        refined: dict[Any, str] = {}
         places: dict[str, list[str]] = {}
         for key, tokens in graph.items():
             resolved = (t if isinstance(t, str) else colours.get(t, "?") for t in tokens)
-            found[key] = _sha("\x1f".join(resolved))
+            refined[key] = _sha("\x1f".join(resolved))
             for i, token in enumerate(tokens):
                 if isinstance(token, tuple) and token[0] == "word":
-                    places.setdefault(token[1], []).append(f"{i}:{found[key]}")
-        found.update({("word", name): _sha("".join(sorted(where))) for name, where in places.items()})
+                    places.setdefault(token[1], []).append(f"{i}:{refined[key]}")
+        refined.update({("word", name): _sha("".join(sorted(where))) for name, where in places.items()})
         # A name of a statement that defines several is also its position there.
         for path, i in graph:
             for n, name in enumerate(texts[path, i].names):
-                found["name", path, name] = f"{found[path, i]}.{n}"
-        colours = found
+                refined["name", path, name] = f"{refined[path, i]}.{n}"
+        colours = refined
     return _sha("".join(sorted(colours[key] for key in graph)))[:16]
 
 
@@ -284,17 +284,17 @@ def _words(node: ast.stmt) -> Iterator[str]:
 
 def _variables(function: ast.AST) -> set[str]:
     """Arguments and variables of a function and of functions inside it, and the names of these."""
-    found = set()
+    names = set()
     for each in ast.walk(function):
         if isinstance(each, ast.arg):
-            found.add(each.arg)
+            names.add(each.arg)
         elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            found.add(each.id)
+            names.add(each.id)
         elif isinstance(each, ast.FunctionDef | ast.ClassDef) and each is not function:
-            found.add(each.name)
+            names.add(each.name)
         elif isinstance(each, ast.Import | ast.ImportFrom):
-            found.update(name for name, _ in _imports_in(each))
-    return found
+            names.update(name for name, _ in _imports_in(each))
+    return names
 
 
 class _Writer:

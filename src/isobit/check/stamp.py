@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -15,9 +16,9 @@ from isobit.check.source_hash import PACKAGE, compiled_backends, kernel_sha
 
 def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = ()) -> dict[str, Any]:
     """The stamp of every result file. `source_sha` hashes the package's own files, so that a result can be
-    matched to its source even without git; `commit` names it there. `kernels` hashes the code that determines
-    the numbers of each of these folders of ops, so that other changes do not make a result stale; `backends`
-    does it for each backend alone."""
+    matched to its source even without git; `commit` names it there, or ISOBIT_COMMIT in the environment.
+    `kernels` hashes the code that determines the numbers of each of these folders of ops, so that other
+    changes do not make a result stale; `backends` does it for each backend alone."""
     folders = sorted(set(ops))
     kernels = {folder: kernel_sha(folder) for folder in folders}
     backends = {
@@ -30,7 +31,7 @@ def stamp(device: torch.device, commit: str | None = None, ops: Iterable[str] = 
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit or _commit(),
+        "commit": commit or os.environ.get("ISOBIT_COMMIT") or _commit(),
         "source_sha": source_sha(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **({"kernels": kernels, "backends": backends} if folders else {}),

@@ -38,18 +38,17 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Files:
-    """Where the report goes beside the screen, and the commit for its stamp. A JSON path of - is standard
-    output; then nothing else is printed there."""
+    """Where the report goes in addition to the screen. A JSON path of - is standard output; then nothing else
+    is printed there."""
 
     json: Path | None = None
     results: Path | None = None
     html: Path | None = None
-    commit: str | None = None
     stdout: TextIO = field(default_factory=lambda: sys.stdout)
 
     @contextmanager
     def stdout_for_json(self) -> Iterator[None]:
-        """Inside of this context other output goes to standard error, if the JSON goes to standard output."""
+        """Inside this context other output goes to standard error, if the JSON goes to standard output."""
         with redirect_stdout(sys.stderr) if self.to_stdout else nullcontext():
             yield
 
@@ -73,10 +72,10 @@ class Files:
 
 def by_folder(ops: Sequence[Op]) -> dict[str, list[str]]:
     """The names of ops by their folders."""
-    found: dict[str, list[str]] = {}
+    folders: dict[str, list[str]] = {}
     for one in ops:
-        found.setdefault(one.folder, []).append(one.name)
-    return found
+        folders.setdefault(one.folder, []).append(one.name)
+    return folders
 
 
 def check_and_report(request: Request, files: Files) -> int:
@@ -101,28 +100,28 @@ def check_and_report(request: Request, files: Files) -> int:
         atexit.register(_end_now)
     whole = nothing is None and interrupted is None
     seen, why = observations(request) if whole else [], None if nothing is None else str(nothing)
-    found = report.to_json(cells, request.device, files.commit, seen, request.command(), why, interrupted)
+    result = report.to_json(cells, request.device, None, seen, request.command(), why, interrupted)
     if request.candidate is not None:
-        found["candidates"] = [one | {"serves": request.candidate.summary} for one in found["candidates"]]
+        result["candidates"] = [one | {"serves": request.candidate.summary} for one in result["candidates"]]
         (backend,) = request.candidate.backends
         say(f"\n{backend.name}: {request.candidate.in_words}")
-    _tell(cells, request, found, say)
-    say(f"\n{found['ok']} ok, {found['fail']} failed, {found['unsupported']} unsupported in "
-        f"{time.perf_counter() - start:.0f} s: {report.verdict(found)}")  # fmt: skip
+    _tell(cells, request, result, say)
+    say(f"\n{result['ok']} ok, {result['fail']} failed, {result['unsupported']} unsupported in "
+        f"{time.perf_counter() - start:.0f} s: {report.verdict(result)}")  # fmt: skip
     # Last: what cannot be written after all is at least on the screen.
     if files.to_stdout:
-        print(json.dumps(found, indent=1), file=files.stdout)
+        print(json.dumps(result, indent=1), file=files.stdout)
     elif files.json is not None:
-        write(files.json, json.dumps(found, indent=1) + "\n")
+        write(files.json, json.dumps(result, indent=1) + "\n")
     if files.results is not None and interrupted is None:
-        _write_results(files.results, cells, seen, request, files.commit, say, found.get("nothing_ran"))
+        _write_results(files.results, cells, seen, request, say, result.get("nothing_ran"))
     elif files.results is not None:
         say(f"nothing was written to {files.results}: result files are of whole checks")
     if files.html is not None:
-        write(files.html, page([found], "isobit check"))
+        write(files.html, page([result], "isobit check"))
     if nothing is not None:
         raise nothing
-    return int(not found["passed"]) if interrupted is None or stuck else INTERRUPTED
+    return int(not result["passed"]) if interrupted is None or stuck else INTERRUPTED
 
 
 def _done(cells: list[Cell], total: int) -> str:
@@ -136,7 +135,7 @@ def _end_now() -> None:
     os._exit(1)
 
 
-def _tell(cells: list[Cell], request: Request, found: dict[str, Any], say: Callable[[str], None]) -> None:
+def _tell(cells: list[Cell], request: Request, result: dict[str, Any], say: Callable[[str], None]) -> None:
     """The table, the errors nearest to their bounds, and what failed or did not run."""
     if cells:
         say("\n" + report.table(cells) + "\n")
@@ -144,7 +143,7 @@ def _tell(cells: list[Cell], request: Request, found: dict[str, Any], say: Calla
         say(line)
     looser = request.tolerances.looser()
     if request.tolerances.path is not None:
-        found["tolerances"] = {"file": request.tolerances.path, "looser": looser}
+        result["tolerances"] = {"file": request.tolerances.path, "looser": looser}
     for line in looser:
         say(f"LOOSER than isobit's: {line}")
     for line in ("", *report.notes(cells)):
@@ -156,7 +155,6 @@ def _write_results(
     cells: list[Cell],
     seen: list[dict[str, Any]],
     request: Request,
-    commit: str | None,
     say: Callable[[str], None],
     nothing: str | None,
 ) -> None:
@@ -167,8 +165,8 @@ def _write_results(
         facts = [fact for fact in seen if fact["op"] in ops]
         command = replace(request, ops=tuple(ops)).command()
         why = nothing if all(c.status == UNSUPPORTED for c in mine) else None
-        found = report.to_json(mine, request.device, commit, facts, command, why)
-        write(path, json.dumps(found, indent=1) + "\n")
+        result = report.to_json(mine, request.device, None, facts, command, why)
+        write(path, json.dumps(result, indent=1) + "\n")
         say(f"wrote {path}")
 
 

@@ -35,28 +35,28 @@ class Saved(NamedTuple):
 class Body:
     """A call without its tensors, which autograd passes separately."""
 
-    __slots__ = ("kept", "positions", "saved", "template")
+    __slots__ = ("common", "positions", "saved", "template")
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.positions = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor))
         self.template = tuple(None if isinstance(v, Tensor) else v for v in values)
         #: Values that backwards of such calls share, by which gradients are needed.
-        self.kept: dict[tuple[bool, ...], dict[str, Any]] = {}
+        self.common: dict[tuple[bool, ...], dict[str, Any]] = {}
         self.saved: Saved | None = None  # set if all calls through this body save the same
 
-    def settle(self, saved: Saved) -> None:
-        """Called with what a call has saved. Inside of a transform nothing can be cached: each level calls
-        this, with other tensors that require a gradient."""
+    def cache_saved(self, saved: Saved) -> None:
+        """Called with what a call has saved. Inside a transform nothing can be cached: each level calls this,
+        with other tensors that require a gradient."""
 
-    def run(self, tensors: Sequence[Tensor]) -> Any:
+    def run(self, *tensors: Tensor) -> Any:
         raise NotImplementedError
 
     def values(self, tensors: Sequence[Tensor]) -> list[Any]:
         """All values of the call, in the order of the contract."""
-        found = list(self.template)
+        values = list(self.template)
         for i, t in zip(self.positions, tensors, strict=True):
-            found[i] = t
-        return found
+            values[i] = t
+        return values
 
 
 class Through(Body):
@@ -68,24 +68,27 @@ class Through(Body):
         super().__init__(values)
         self._function = function
 
-    def run(self, tensors: Sequence[Tensor]) -> Any:
+    def run(self, *tensors: Tensor) -> Any:
         return self._function(*self.values(tensors))
 
 
 class Applied(NamedTuple):
-    """The two ways to apply an autograd function to a body and its tensors."""
+    """How to apply an autograd function to a body and its tensors."""
 
     anywhere: Callable[..., Any]
-    #: Without an active transform of `torch.func`. It skips what PyTorch does for transforms on every call:
-    #: reading the signature of the forward takes longer than the rest.
+    #: To a call plan, without an active transform of `torch.func`. It skips what PyTorch does for transforms
+    #: on every call: reading the signature of the forward takes longer than the rest.
     eager: Callable[..., Any]
 
 
-def function_of(name: str, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Applied:
-    """The autograd function of an op. Its arguments are a body, followed by the tensors of the call."""
+def function_of(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Any], run: Callable[..., Any]
+) -> Applied:
+    """The autograd function of an op. Its arguments are a body, followed by the tensors of the call. `run` is
+    that of a call plan, which is then the forward itself."""
 
     def forward(body: Body, *tensors: Tensor) -> Any:
-        return body.run(tensors)
+        return body.run(*tensors)
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> Any:
         return _one_by_one(made.apply, info.batch_size, in_dims, values)
@@ -101,7 +104,8 @@ def function_of(name: str, setup_context: Callable[..., None], backward: Callabl
     }  # fmt: skip
     camel = "".join(part.capitalize() for part in name.split("_"))
     made: Any = type(camel, (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
-    return Applied(made.apply, super(torch.autograd.Function, made).apply)
+    eager: Any = type(camel, (made,), {"forward": staticmethod(run)})
+    return Applied(made.apply, super(torch.autograd.Function, eager).apply)
 
 
 class Refusal(torch.autograd.Function):
@@ -132,10 +136,10 @@ def _one_by_one(
     apply: Callable[..., Any], count: int, in_dims: tuple[int | None, ...], values: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """`torch.vmap` as a loop over calls: each has the same bits as alone."""
-    found = []
+    results = []
     for i in range(count):
         own = (v if d is None else v.select(d, i).contiguous() for v, d in zip(values, in_dims, strict=True))
         outputs = apply(*own)
-        found.append(outputs if isinstance(outputs, tuple) else (outputs,))
-    stacked = tuple(torch.stack(each) for each in zip(*found, strict=True))
+        results.append(outputs if isinstance(outputs, tuple) else (outputs,))
+    stacked = tuple(torch.stack(each) for each in zip(*results, strict=True))
     return (stacked, (0,) * len(stacked)) if isinstance(outputs, tuple) else (stacked[0], 0)

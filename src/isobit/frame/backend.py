@@ -1,9 +1,10 @@
 """Backends of an op: their properties, and the choice among them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +21,48 @@ class UnsupportedError(ContractError):
     """A backend that was selected by name cannot run this call; the message is the reason."""
 
 
-class Lazy:
-    """A module that is imported when an attribute of it is first used."""
+def resolve(path: str) -> Callable[..., Any]:
+    """The function that `isobit.ops.logp.kernels_triton:logp` names. Its module is imported at the first
+    use."""
+    module, _, name = path.partition(":")
+    function = getattr(sys.modules.get(module), name, None)  # None too while another thread imports it
+    made: Callable[..., Any] = getattr(import_module(module), name) if function is None else function
+    return made
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._module: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        if self._module is None:
-            self._module = import_module(self._name)
-        return getattr(self._module, name)
+def whole_path(path: str, package: str) -> str:
+    """`kernels_triton:logp` is relative to the package of an op; with a dot before the colon it is
+    absolute."""
+    return path if "." in path.partition(":")[0] else f"{package}.{path}"
+
+
+Reason = Callable[[Args], str | None]
+
+
+def after_device(cannot_run: Callable[[torch.device], str | None], reason: Reason | str) -> Reason:
+    """A reason not to serve a call, asked for only if there is none that the device gives."""
+
+    def reason_of(args: Args) -> str | None:
+        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        if (no := cannot_run(device)) is not None:
+            return no
+        ask: Reason = resolve(reason) if isinstance(reason, str) else reason
+        return ask(args)
+
+    return reason_of
+
+
+class _Run:
+    """The function of a backend: given as it is, or by its path, which is resolved when it is read."""
+
+    def __get__(self, backend: Any, owner: Any = None) -> Callable[..., Any]:
+        if backend is None:
+            raise AttributeError("run")  # so the dataclass gives the field no default
+        run: Callable[..., Any] | str = vars(backend)["run"]
+        return resolve(run) if isinstance(run, str) else run
+
+    def __set__(self, backend: Any, run: Callable[..., Any] | str) -> None:
+        vars(backend)["run"] = run
 
 
 @dataclass(frozen=True)
@@ -44,15 +76,20 @@ class Backend:
     `not_by_default(args)`: any other reason to use it only if it is requested by name.
     `launches`: its run takes `launch`, and uses it for all of its launches. If there are only allocations and
     views between them, they are recorded once, and repeated without its run.
+    `paths`: those of its functions that are named by a path.
     """
 
     name: str
-    run: Callable[..., Any]
+    if TYPE_CHECKING:
+        run: Callable[..., Any]
+    else:
+        run: _Run = _Run()
     numerics: str | Callable[[torch.device], str]
     when: Callable[[Args], str | None]
     interpreted: bool
     not_by_default: Callable[[Args], str | None]
     launches: bool = False
+    paths: tuple[str, ...] = ()
 
     def numerics_on(self, device: torch.device) -> str:
         return self.numerics if isinstance(self.numerics, str) else self.numerics(device)

@@ -1,4 +1,4 @@
-"""How calls with one cache key are served: found out once, and cached.
+"""Call plans: how calls with one cache key run. A plan is made by the first of them, and cached.
 
 The first call runs the backend's launcher. The second is recorded (`isobit.frame.replay`), and from the
 third on the recorded launches are repeated, without the launcher. So a number of rows that occurs only once
@@ -10,6 +10,7 @@ Every call goes through here, tens of thousands of times a second, so the code i
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,8 @@ from isobit.frame.backend import Backend
 if TYPE_CHECKING:
     from isobit.frame.replay import Plan
 
-
 _profiler = torch.autograd.profiler
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 class _Recurrence:
@@ -47,13 +48,13 @@ class _Recurrence:
         self._recurred += 1
 
 
-class Way(Body):
-    """From the tensors of a call to its results: through autograd if `applied` is given, through the recorded
-    plan if there is one, or else through the backend."""
+class CallPlan(Body):
+    """From the tensors of a call to its results. If `applied` is given, the caller goes through it, which is
+    autograd, and autograd calls `run`."""
 
     __slots__ = (
-        "_applied", "_backend", "_check", "_expected", "_name", "_names", "_plan", "_recurrence",
-        "_seen", "_tried", "_validate",
+        "_backend", "_check", "_expected", "_name", "_names", "_recorded", "_recurrence", "_seen", "_tried",
+        "_validate", "applied",
     )  # fmt: skip
 
     def __init__(
@@ -70,39 +71,36 @@ class Way(Body):
         values: always or never, or, if `validate` is None, as the environment variable says."""
         super().__init__(values)
         self._name, self._names, self._backend = name, names, backend
-        self._check, self._validate, self._applied = check, validate, applied
-        self._plan: Plan | None = None
+        self._check, self._validate, self.applied = check, validate, applied
+        self._recorded: Plan | None = None
         self._seen = self._tried = False
         self._recurrence, self._expected = _Recurrence(), False
 
-    def another(self) -> "Way":
+    def for_other_rows(self) -> "CallPlan":
         """The same for calls with another number of rows: only their launches differ."""
-        made = object.__new__(Way)
+        made = object.__new__(CallPlan)
         made.positions, made.template = self.positions, self.template
-        made.kept, made.saved = self.kept, self.saved
+        made.common, made.saved = self.common, self.saved
         made._name, made._names, made._backend = self._name, self._names, self._backend
-        made._check, made._validate, made._applied = self._check, self._validate, self._applied
-        made._plan, made._seen, made._tried = None, False, False
+        made._check, made._validate, made.applied = self._check, self._validate, self.applied
+        made._recorded, made._seen, made._tried = None, False, False
         made._recurrence, made._expected = self._recurrence, self._recurrence.expected()
         return made
 
-    def settle(self, saved: Saved) -> None:
+    def cache_saved(self, saved: Saved) -> None:
         self.saved = saved
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        tensors = [values[i] for i in self.positions]
-        return self.run(tensors) if self._applied is None else self._applied.eager(self, *tensors)
-
-    def run(self, tensors: Sequence[Tensor]) -> Any:
-        plan = self._plan
+    def run(self, *tensors: Tensor) -> Any:
+        """Replay the recorded call if there is one, or else run the backend."""
+        recorded = self._recorded
         if (
-            plan is None
+            recorded is None
             or _profiler._is_profiler_enabled
             or (self._validate is not False and self._must_check())
-            or not plan.can_run()
+            or not recorded.can_run()
         ):
-            return self._run(tensors)
-        return plan(tensors)
+            return self.run_backend(tensors)
+        return recorded(tensors)
 
     def _must_check(self) -> bool:
         """Whether tensor values must be checked."""
@@ -110,38 +108,33 @@ class Way(Body):
             return self._validate
         return os.environ.get("ISOBIT_VALIDATE") == "1"
 
-    def _run(self, tensors: Sequence[Tensor]) -> Any:
-        """With the steps that most calls skip."""
+    def run_backend(self, tensors: Sequence[Tensor]) -> Any:
+        """Check tensor values, tell a profiler the name of the call, and run the backend's function, or
+        record it; with autocast off."""
         if self._must_check():
             self._check(self.values(tensors))
-        if not _profiler._is_profiler_enabled:
-            return self._serve(tensors)
-        with torch.profiler.record_function(f"isobit::{self._name}"):  # as the dispatcher would have said
-            return self._serve(tensors)
+        profiled = autocast = _AS_IT_IS
+        if _profiler._is_profiler_enabled:
+            profiled = torch.profiler.record_function(f"isobit::{self._name}")  # as the dispatcher would say
+        with profiled:
+            if self._recorded is not None and self._recorded.can_run():
+                return self._recorded(tensors)
+            device = tensors[0].device.type
+            if torch.is_autocast_enabled(device):  # dtypes of the inputs decide, not the autocast context
+                autocast = torch.autocast(device, enabled=False)
+            args = dict(zip(self._names, self.values(tensors), strict=False))
+            # Below autograd's view tracking. A result may be a view of memory that the launcher allocated.
+            # Nobody else has that memory, but PyTorch would forbid to change the view in place, by a ReLU
+            # after a layer for example.
+            with autocast, torch._C._AutoDispatchBelowADInplaceOrView():
+                if (self._seen or self._expected) and not self._tried and self._backend.launches:
+                    from isobit.frame import replay
 
-    def _serve(self, tensors: Sequence[Tensor]) -> Any:
-        if self._plan is not None and self._plan.can_run():
-            return self._plan(tensors)
-        device = tensors[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return self._launch(tensors)
-        with torch.autocast(device, enabled=False):  # dtypes of the inputs decide, not the autocast context
-            return self._launch(tensors)
-
-    def _launch(self, tensors: Sequence[Tensor]) -> Any:
-        args = dict(zip(self._names, self.values(tensors), strict=False))
-        # Below autograd's view tracking. A result may be a view of memory that the launcher allocated. Nobody
-        # else has that memory, but PyTorch would forbid to change the view in place, by a ReLU after a layer
-        # for example.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            if (self._seen or self._expected) and not self._tried and self._backend.launches:
-                from isobit.frame import replay
-
-                if replay.recordable(tensors):
-                    if not self._expected:
-                        self._recurrence.count()
-                    outputs, self._plan = replay.record(self._backend.run, args, tensors)
-                    self._tried = True  # not if it was interrupted
-                    return outputs
-            self._seen = True
-            return self._backend.run(**args)
+                    if replay.recordable(tensors):
+                        if not self._expected:
+                            self._recurrence.count()
+                        outputs, self._recorded = replay.record(self._backend.run, args, tensors)
+                        self._tried = True  # not if it was interrupted
+                        return outputs
+                self._seen = True
+                return self._backend.run(**args)

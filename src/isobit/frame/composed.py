@@ -1,11 +1,14 @@
 """Functions over ops: public functions that combine several ops with the caller's own code between them.
 
     @composed("linear_policy_loss")
-    def declared(hidden: Float[Tensor, "* D"], loss_fn: object, ...) -> F32[Tensor, ""]: ...
+    def declared() -> F32[Tensor, ""]: ...
+
+    @declared.public
+    def linear_policy_loss(hidden: Float[Tensor, "* D"], loss_fn: Callable[..., Any], ...) -> ...
 
 Such a function has a contract, rules, backends and a proof, like an op. It is not a `torch.library` op,
-because a graph cannot contain code that is unknown before it runs. An argument that is declared as `object`
-may be anything; its rules check it.
+because a graph cannot contain code that is unknown before it runs. An argument that is neither a tensor nor
+a number may be anything; its rules check it.
 """
 
 import os
@@ -19,7 +22,8 @@ import torch
 
 from isobit.frame.backend import Args, Backend, choose
 from isobit.frame.contract import Contract, ContractError
-from isobit.frame.op import CONTROLS, OPS, F, Op
+from isobit.frame.op import CONTROLS, OPS, Op
+from isobit.frame.public_op import F, PublicOp
 
 
 class Served(NamedTuple):
@@ -32,11 +36,10 @@ class Served(NamedTuple):
 
 
 @dataclass(eq=False)
-class Composed(Op):
+class Composed(PublicOp):
     """A function over ops, with its public name."""
 
-    def __post_init__(self) -> None:
-        self.forget()
+    def _register(self) -> None:
         OPS[self.name] = self
 
     @property
@@ -75,8 +78,9 @@ class Composed(Op):
 
         for each in op.backends:
             self.backend(
-                each.name, numerics=each.numerics, when=when_with_more(each), interpreted=each.interpreted
-            )(self)
+                each.name, run=self, numerics=each.numerics, when=when_with_more(each),
+                interpreted=each.interpreted,
+            )  # fmt: skip
 
     def serve(self, given: Args) -> Served:
         """Check a call against the contract and choose its backend, or raise an error."""
@@ -96,9 +100,9 @@ class Composed(Op):
 
 
 def composed(name: str) -> Callable[[Callable[..., Any]], Composed]:
-    """Declare a function over ops: the signature of the decorated function is the contract."""
+    """Declare a function over ops: what its public function does not say, as for `public_op`."""
 
     def declare(fn: Callable[..., Any]) -> Composed:
-        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0])
+        return Composed(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], declared=fn)
 
     return declare

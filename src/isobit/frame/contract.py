@@ -1,6 +1,6 @@
 """Shapes and dtypes as annotations, and errors that name the violated rule.
 
-    def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...)
+    def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...) -> Tensor
 
 means: `logits` is floating point, with any leading shape `*`, then V contiguous columns; `token_ids` is int32
 or int64 with the same leading shape. A dimension that appears twice must have one size. After the
@@ -11,8 +11,9 @@ dimensions may follow
     "* if return_entropy"           an output that exists only if this argument is true, or given
     "* M N in out_dtype or a"       an output in the dtype of the first of these arguments that is not None
 
-and `float | F32[Tensor, "*"]` is a number, or one for every row; an `object` may be anything. Arguments are
-bound by name.
+and `float | F32[Tensor, "*"]` is a number, or one for every row. `Literal["a", "b"]` is a string. Of
+`Sequence[int] | Int[Tensor, "N"]` the contract takes the tensor: the public function makes it of the list.
+Any other type may be anything. Arguments are bound by name.
 
 The checks and their messages, the `torch.library` schema and the fake outputs all derive from these
 annotations, so they cannot disagree with the signature.
@@ -24,7 +25,7 @@ import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -141,8 +142,8 @@ class Param:
         either = self.spec is not None and self.scalar is not None
         mark = "?" if self.optional or either else ""
         kind = f"Tensor({self.name}!)" if self.spec and self.spec.written else "Tensor"
-        found = [f"{kind}{mark} {self.name}{'_of_rows' if either else ''}"] if self.spec else []
-        return found + ([f"{_SCALARS[self.scalar]}{mark} {self.name}"] if self.scalar else [])
+        tensor = [f"{kind}{mark} {self.name}{'_of_rows' if either else ''}"] if self.spec else []
+        return tensor + ([f"{_SCALARS[self.scalar]}{mark} {self.name}"] if self.scalar else [])
 
 
 def _kinds_of(hint: Any) -> tuple[Spec | None, type | None, bool]:
@@ -150,7 +151,9 @@ def _kinds_of(hint: Any) -> tuple[Spec | None, type | None, bool]:
     hints = list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
     optional = type(None) in hints
     specs = [spec for h in hints if (spec := _spec_of(h)) is not None]
-    scalars = [h for h in hints if _spec_of(h) is None and h is not type(None)]
+    others = [h for h in hints if _spec_of(h) is None and h is not type(None)]
+    scalars = [type(get_args(h)[0]) if get_origin(h) is Literal else h for h in others]
+    scalars = [h for h in scalars if h in _SCALARS] or ([object] if others and not specs else [])
     return specs[0] if specs else None, scalars[0] if scalars else None, optional
 
 
@@ -216,22 +219,33 @@ def dtype_name(dtype: torch.dtype) -> str:
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-class Contract:
-    """The contract of one op, read once from the signature of the function that declares it."""
+def params_of(fn: Any) -> list[Param]:
+    """The parameters of a function with such annotations."""
+    params = []
+    for p in inspect.signature(fn).parameters.values():
+        if p.annotation is p.empty:
+            raise TypeError(f"{fn.__name__}({p.name}): needs an annotation")
+        params.append(Param(p.name, *_kinds_of(p.annotation), MISSING if p.default is p.empty else p.default))
+    return params
 
-    def __init__(self, name: str, fn: Any, controls: Sequence[Param] = ()):
-        self.name = name
-        declared = []
-        for p in inspect.signature(fn).parameters.values():
-            spec, scalar, optional = _kinds_of(p.annotation)
-            default = MISSING if p.default is p.empty else p.default
-            declared.append(Param(p.name, spec, scalar, optional, default))
-        self.params: list[Param] = [*declared, *controls]
-        returns = inspect.signature(fn).return_annotation
-        hints = get_args(returns) if get_origin(returns) is tuple else (returns,)
-        self.outputs: list[Spec] = [s for s in map(_spec_of, hints) if s is not None]
-        if len(self.outputs) != len(hints):
-            raise TypeError(f"{name}: every output needs an annotation like F32[Tensor, '*']")
+
+def outputs_of(fn: Any) -> list[Spec]:
+    """The outputs that a function declares by its return annotation."""
+    returns = inspect.signature(fn).return_annotation
+    hints = get_args(returns) if get_origin(returns) is tuple else (returns,)
+    outputs = [spec for spec in map(_spec_of, hints) if spec is not None]
+    if len(outputs) != len(hints):
+        raise TypeError(f"{fn.__name__}: every output needs an annotation like F32[Tensor, '*']")
+    return outputs
+
+
+class Contract:
+    """The contract of one op: its parameters and its outputs. `fn` declares both, unless `params` are
+    given."""
+
+    def __init__(self, name: str, fn: Any, controls: Sequence[Param] = (), params: Any = None) -> None:
+        self.name, self.outputs = name, outputs_of(fn)
+        self.params: list[Param] = [*(params_of(fn) if params is None else params), *controls]
         self.names = [p.name for p in self.params]
         self.tensor_positions = [i for i, p in enumerate(self.params) if p.spec]
         self._defaults = {p.name: p.default for p in self.params}
@@ -251,25 +265,25 @@ class Contract:
         """The values in the form of the `torch.library` op."""
         if not self._either:
             return values
-        found: list[Any] = []
+        given: list[Any] = []
         for i, v in enumerate(values):
             if i in self._either:
-                found += [v, None] if isinstance(v, Tensor) else [None, v]
+                given += [v, None] if isinstance(v, Tensor) else [None, v]
             else:
-                found.append(v)
-        return tuple(found)
+                given.append(v)
+        return tuple(given)
 
     def from_torch(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._either:
             return values
-        given, found = iter(values), []
+        given, own = iter(values), []
         for i in range(len(self.params)):
             v = next(given)
             if i in self._either:
                 number = next(given)
                 v = number if v is None else v
-            found.append(v)
-        return tuple(found)
+            own.append(v)
+        return tuple(own)
 
     def in_order(self, given: dict[str, Any]) -> tuple[Any, ...]:
         """The values of a call in the order of the signature, of any type."""
@@ -312,14 +326,14 @@ class Contract:
         if p.scalar is None:
             raise self.error(p.name, value, f"must be a tensor, not {type(value).__name__}")
         try:
-            found = _as_scalar(value, p.scalar)
+            number = _as_scalar(value, p.scalar)
         except TypeError:
             rule = "a number" if p.scalar is float else p.scalar.__name__
             rule += " or a tensor" if p.spec is not None else ""
             raise self.error(p.name, value, f"must be {rule}, not {type(value).__name__}") from None
-        if isinstance(found, int) and not _LEAST <= found <= _MOST:
+        if isinstance(number, int) and not _LEAST <= number <= _MOST:
             raise self.error(p.name, value, "must be a number that 64 bits can hold")
-        return found
+        return number
 
     def check(self, values: Sequence[Any]) -> dict[str, Any]:
         """Bind every named dimension, or raise an error for the first violated rule. Returns the

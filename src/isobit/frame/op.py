@@ -1,18 +1,24 @@
 """One declaration per op: validate, choose a backend, run; and everything that PyTorch needs around that.
 
-    @op("logp")
-    def forward(logits: Float[Tensor, "* V"], ...) -> tuple[F32[Tensor, "*"], ...]: ...
+    @public_op("logp")                                    # isobit.frame.public_op
+    def forward(return_stats: bool = False) -> tuple[F32[Tensor, "*"], ...]: ...
 
-    @forward.backend("triton", numerics="lse/triton-1", when=cannot_serve)
-    def _(**args): ...
+    @forward.public
+    def logp(logits: Float[Tensor, "* V"], token_ids: Int[Tensor, "*"], ...) -> Tensor: ...
 
-The signature is the contract (`isobit.frame.contract`). It becomes a `torch.library` op, so that
-`torch.compile`, `opcheck`, CUDA graphs and autocast work. Its body checks the contract, picks the first
-backend that can serve the call and runs it. Autograd is written once per op, above the backends, in terms of
-other ops. Ops are called by keyword.
+    @op("logp_bwd", like=forward.params("logits", "token_ids", ..., "temperature"))
+    def backward(stats: F32[Tensor, "2 *"], ...) -> Like[Tensor, "logits"]: ...
 
-Every op takes the same controls beside its own arguments: `validate`, `numerics`, `backend`. They are read
-here and never reach a backend. A fourth, `prefer`, is only for backwards, see `Op.derivative`.
+    forward.backend("triton", run="kernels_triton:logp", numerics="lse/triton-1", when=cannot_serve)
+    forward.derivative("logits", by=backward, outputs=("logp", ...))
+
+The signature of the public function is the contract (`isobit.frame.contract`). It becomes a `torch.library`
+op, so that `torch.compile`, `opcheck`, CUDA graphs and autocast work. Its body checks the contract, picks the
+first backend that can serve the call and runs it. Autograd is written once per op, above the backends, in
+terms of other ops. Ops are called by keyword.
+
+Every op takes the same controls in addition to its own arguments: `validate`, `numerics`, `backend`. They are
+read here and never reach a backend. A fourth, `prefer`, is only for backwards, see `Op.derivative`.
 
 The backend is chosen when the op runs, not when it is traced: the choice depends on strides, alignment and
 the device, and a compiled graph must not freeze these.
@@ -20,22 +26,31 @@ the device, and a compiled graph must not freeze these.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from isobit.frame.autograd import Applied, Body, Refusal, Saved, Through, function_of
-from isobit.frame.backend import Args, Backend, Explanation, backend_named, choose, explain
+from isobit.frame.autograd import Applied, Body, Refusal, Through, function_of
+from isobit.frame.backend import (
+    Args,
+    Backend,
+    Explanation,
+    after_device,
+    backend_named,
+    choose,
+    explain,
+    whole_path,
+)
 from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
-from isobit.frame.call_plan import Way
-from isobit.frame.contract import Contract, ContractError, Param, is_given
+from isobit.frame.call_plan import CallPlan
+from isobit.frame.contract import MISSING, Contract, ContractError, Param, params_of
+from isobit.frame.derivative import Derivative, Grads
 from isobit.frame.numerics_class import Numerics
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: Every op by name. Declarations add themselves when they are imported.
 OPS: dict[str, "Op"] = {}
@@ -54,7 +69,7 @@ _VALIDATE, _NUMERICS = -4, -3  # positions among the values of a call
 class Op:
     """An op: its contract, its backends (fastest first) and its derivative."""
 
-    contract: Contract
+    contract: Contract  # of an op with a public function: complete when that is declared
     package: str  # in which it is declared, as `isobit.ops.logp`; its proof and its rivals are there too
     #: (args) -> sizes by name, for dimensions of outputs that do not occur in an input.
     sizes: Callable[[Args], dict[str, int]] | None = None
@@ -78,6 +93,11 @@ class Op:
         return self.package.rpartition(".")[2]
 
     def __post_init__(self) -> None:
+        self.forget()
+        self._register()
+
+    def _register(self) -> None:
+        """Make it an op of `torch.library`."""
         _LIBRARY.define(self.contract.schema())
         _LIBRARY.impl(self.name, self._run_for_torch, "CompositeExplicitAutograd")
         torch.library.register_fake(f"isobit::{self.name}", self._fake_for_torch, lib=_LIBRARY)
@@ -86,14 +106,13 @@ class Op:
             register_flop_formula(getattr(torch.ops.isobit, self.name), get_raw=True)(self._count_flops)
         self._applied: Applied | None = None  # the autograd function, if the op has a gradient or refuses one
         self._made_true: tuple[int, ...] = ()  # positions of flags that are set where a backward may follow
-        self.forget()
         OPS[self.name] = self
 
     def forget(self) -> None:
         """Drop every cached call. New dictionaries, because another thread may hold the old ones."""
-        self._ways: dict[CacheKey, Way] = {}
-        self._families: dict[CacheKey, Way] = {}  # for calls with any number of rows
-        self._served_of = list(self.backends)  # the backends that cached choices were made from
+        self._plans: dict[CacheKey, CallPlan] = {}
+        self._families: dict[CacheKey, CallPlan] = {}  # for calls with any number of rows
+        self._planned_for = list(self.backends)  # the backends that cached plans were made for
 
     # Declaring
 
@@ -101,122 +120,90 @@ class Op:
         self,
         name: str,
         *,
+        run: Callable[..., Any] | str,
         numerics: str | Callable[[torch.device], str],
-        when: Callable[[Args], str | None] = lambda args: None,
+        cannot_run: Callable[[torch.device], str | None] = lambda device: None,
+        when: Callable[[Args], str | None] | str = lambda args: None,
         interpreted: bool = False,
-        not_by_default: Callable[[Args], str | None] = lambda args: None,
+        not_by_default: Callable[[Args], str | None] | str = lambda args: None,
         launches: bool = False,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a backend; the order of declaration is the order of preference."""
+    ) -> None:
+        """Add a backend; the order of declaration is the order of preference.
 
-        def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends.append(Backend(name, run, numerics, when, interpreted, not_by_default, launches))
-            self.forget()
-            return run
-
-        return add
-
-    def rule(self, check: Callable[[Contract, Args], None]) -> None:
-        """Add a check that annotations cannot express, on shapes, dtypes and scalars; not on tensor
-        values."""
-        self.rules.append(check)
+        `run`, `when` and `not_by_default` are functions, or their paths: "kernels_triton:logp" is a function
+        in a module of the op's package, imported at its first use. `cannot_run(device)` is asked before
+        `when` and `not_by_default`, so that a module is not imported where its kernels cannot run.
+        """
+        given = (run, when, not_by_default)
+        named: list[Any] = [whole_path(f, self.package) if isinstance(f, str) else f for f in given]
+        cannot_serve, rather_not = (after_device(cannot_run, reason) for reason in named[1:])
+        paths = tuple(f for f in named if isinstance(f, str))
+        made = Backend(name, named[0], numerics, cannot_serve, interpreted, rather_not, launches, paths)
+        self.backends.append(made)
         self.forget()
 
-    def value_rule(self, check: Callable[[Contract, Args], None]) -> None:
-        """A check that reads tensor values: on CPU tensors, or where `validate=True` allows the sync."""
-        self.value_rules.append(check)
+    def rule(self, *checks: Callable[[Contract, Args], None]) -> None:
+        """Add checks that annotations cannot express, on shapes, dtypes and scalars; not on tensor values."""
+        self.rules += checks
         self.forget()
 
-    def public(self, function: F) -> F:
-        """Mark the public function of this op. It must have the same names with the same defaults, including
-        the controls. The contract may have more, which the function fills in."""
-        declared = {p.name: p.default for p in self.contract.params}
-        given = inspect.signature(function).parameters
-        for p in given.values():
-            default = declared.get(p.name, inspect)  # inspect: a value that no default equals
-            if default != p.default and not (p.default is p.empty and p.name in declared):
-                raise TypeError(f"{self.name}: {function.__name__}({p}) differs from the contract")
-        missing = {p.name for p in CONTROLS if p.name != "prefer"} - given.keys()
-        if missing:
-            raise TypeError(f"{self.name}: {function.__name__} has no {', '.join(sorted(missing))}")
-        self.function = function
-        return function
+    def value_rule(self, *checks: Callable[[Contract, Args], None]) -> None:
+        """Checks that read tensor values: on CPU tensors, or where `validate=True` allows the sync."""
+        self.value_rules += checks
+        self.forget()
+
+    @property
+    def own_params(self) -> list[Param]:
+        """Its parameters without the controls."""
+        return self.contract.params[: -len(CONTROLS)]
+
+    def params(self, *names: "str | EllipsisType") -> list[Any]:
+        """Parameters of this op for `op(like=...)`, without their defaults. `...` stays where it is."""
+        own = {p.name: replace(p, default=MISSING) for p in self.own_params}
+        return [name if isinstance(name, EllipsisType) else own[name] for name in names]
 
     def derivative(
         self,
         *inputs: str,
-        save: Callable[[Args, Any], dict[str, Any]],
-        gradient: Callable[[Args, tuple[Tensor | None, ...]], dict[str, Tensor | None]],
-        constant: tuple[int, ...] = (),
+        by: "Op",
+        outputs: tuple[str, ...],
+        constant: tuple[str, ...] = (),
         flags: tuple[str, ...] = (),
+        save: Callable[[Args, Args], Args] = lambda call, saved: saved,
+        gradient: Callable[[Args, Grads], dict[str, Tensor | None]] | None = None,
         once: str | None = None,
     ) -> None:
-        """Autograd for this op with respect to these arguments, for all backends.
+        """Autograd for this op with respect to these arguments, for all backends, by its backward.
 
-        `save(args, outputs)` names the tensors to save, inputs and outputs, and anything else for the
-        backward that is the same for all calls with one cache key. `gradient(kept, grads)` calls any ops and
-        returns gradients by argument name. `kept` also holds the scalar arguments; `needs`, the names of the
-        arguments that need a gradient; and `follow`, controls to pass on to those ops, so that gradients have
-        the numerics class that the forward was bound to: `numerics`, and `prefer`, the backend that was
-        requested. Outputs numbered in `constant` have no gradient, and neither have optional ones that were
-        not requested. Arguments named in `flags` are set to true where a backward may follow. `once` is the
-        error for a second derivative, if the ops that `gradient` calls would not raise one themselves.
+        `outputs` are the names of all outputs. The backward's arguments are matched by name
+        (`isobit.frame.derivative`): arguments and outputs of this op are saved, `dlogp` is the gradient of
+        `logp`. Gradients may arrive with any strides; where the backward needs a contiguous last dimension
+        they are copied. Outputs named in `constant` have no gradient, and neither have optional ones that
+        were not requested. Arguments named in `flags` are set to true where a backward may follow.
+
+        `save(call, saved)` may change what is saved, by name: arguments and outputs of the call, and anything
+        else that is the same for all calls with one cache key. `gradient(saved, grads)` replaces the call of
+        the backward; it calls any ops, and returns gradients by argument name. There `saved` also holds the
+        scalar arguments; `needs`, the names of the arguments that need a gradient; and `follow`, controls to
+        pass on to those ops, so that gradients have the numerics class that the forward was bound to:
+        `numerics`, and `prefer`, the backend that was requested. `once` is the error for a second derivative,
+        if the backward would not raise one itself.
         """
         self.differentiable = inputs
-        names, specs = self.contract.names, self.contract.outputs
-        optional = tuple((i, spec.when) for i, spec in enumerate(specs) if i in constant or spec.when)
-
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Any) -> None:
-            body, *tensors = inputs
-            several = outputs if isinstance(outputs, tuple) else (outputs,)
-            saved = body.saved
-            if saved is None:
-                args = dict(zip(names, body.values(tensors), strict=True))
-                not_given = [i for i, when in optional if i in constant or not is_given(args[str(when)])]
-                saved = Saved.of(save(args, outputs), (*tensors, *several), not_given)
-                # A tensor that is given twice, as in a a^T, is saved from its first position. The next call
-                # may have two different tensors there, so this cannot be cached.
-                if len({id(t) for t in tensors}) == len(tensors):
-                    body.settle(saved)
-            ctx.save_for_backward(*saved.among((*tensors, *several)))
-            ctx.call = body, saved
-            ctx.set_materialize_grads(False)
-            if saved.constant:
-                found = [several[i] for i in saved.constant]
-                ctx.mark_non_differentiable(*[t for t in found if t is not None])
-
-        def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            (body, saved), wanted = ctx.call, ctx.needs_input_grad[1:]
-            common = body.kept.get(wanted)
-            if common is None:
-                scalars = dict(zip(names, body.template, strict=True))
-                needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
-                follow = self._bound_to(scalars, saved.device)
-                common = body.kept[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
-            kept = common.copy()
-            kept.update(zip(saved.names, ctx.saved_tensors, strict=True))
-            if not torch.is_grad_enabled():
-                found = gradient(kept, grads)
-            else:  # double backward: a graph of the backward is needed
-                with torch.set_grad_enabled(once is None):
-                    found = gradient(kept, grads)
-                if once is not None:
-                    watched = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
-                    made = {name: g for name, g in found.items() if g is not None}
-                    found = {name: Refusal.apply(_first, once, g, *watched) for name, g in made.items()}
-            return (None, *[found.get(names[p]) for p in body.positions])
-
-        self._set_autograd(function_of(self.name, setup_context, backward), flags)
+        derived = Derivative(self, by, inputs, outputs, constant, save, gradient, once)
+        self._set_autograd(
+            function_of(self.name, derived.setup_context, derived.backward, CallPlan.run), flags
+        )
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error with this message (used by backwards)."""
 
         def refused(body: Body, *tensors: Tensor) -> Any:
-            return Refusal.apply(lambda *given: body.run(given), why, *tensors)
+            return Refusal.apply(body.run, why, *tensors)
 
         self._set_autograd(Applied(refused, refused))
 
-    def _bound_to(self, scalars: Args, device: torch.device) -> dict[str, str | None]:
+    def bound_to(self, scalars: Args, device: torch.device) -> dict[str, str | None]:
         """The class or backend that a call named: gradients must not come from another class."""
         forced = scalars["prefer"] if scalars["backend"] is None else scalars["backend"]
         numerics = scalars["numerics"]
@@ -273,64 +260,70 @@ class Op:
     # Running
 
     def __call__(self, **given: Any) -> Any:
-        """Call by keyword; omitted arguments have their defaults.
+        """Call by keyword; omitted arguments have their defaults. Finds the call plan, or makes one, and runs
+        it.
 
-        Plain tensors outside of any tracing go directly to the body, past the `torch.library` op: PyTorch's
-        dispatcher needs two hops to a Python body, which cost tens of microseconds per call. And for calls
-        with a known cache key nothing is checked or chosen again.
+        Plain tensors outside any tracing go past the `torch.library` op, because the dispatcher's hops to a
+        Python body cost tens of microseconds. For a known cache key nothing is checked or chosen again.
         """
         if torch.compiler.is_compiling():
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
-        if _watched() or forward_ad._current_level >= 0:
-            return self._first_call(self._typed(values), None)
-        key = cache_key_of(values, _grad_enabled())
-        way = self._find(key)
-        if way is None:
-            typed = self._typed(values)
-            if typed is values:
-                return self._first_call(values, key)
-            values = typed  # for example, a numpy number has become a Python number
+        key = plan = None
+        watched = _watched() or forward_ad._current_level >= 0
+        if not watched:
             key = cache_key_of(values, _grad_enabled())
-            way = self._find(key)
-        return self._first_call(values, key) if way is None else way(values)
+            plan = self._cached_plan(key)
+        if plan is None:
+            typed = self._typed(values)
+            if typed is not values and not watched:  # for example, a numpy number has become a Python number
+                key = cache_key_of(typed, _grad_enabled())
+                plan = self._cached_plan(key)
+            values = typed
+        if plan is None:
+            if not self._plain(values) or values[0].device.type == "meta":
+                return self._without_plan(values)
+            plan, values = self._planned(values, key)
+        tensors = [values[i] for i in plan.positions]
+        return plan.run(*tensors) if plan.applied is None else plan.applied.eager(plan, *tensors)
 
-    def _find(self, key: CacheKey | None) -> Way | None:
-        """The cached way to serve calls with this key, or with its family's key."""
-        if key is None or self._served_of != self.backends:
+    def _cached_plan(self, key: CacheKey | None) -> CallPlan | None:
+        """The plan of calls with this key, or with its family's key."""
+        if key is None or self._planned_for != self.backends:
             return None
-        way = self._ways.get(key)
-        if way is None:
+        plan = self._plans.get(key)
+        if plan is None:
             family = family_key_of(key, self.contract.rows_at)
-            way = None if family is None else self._families.get(family)
-            if way is not None:
-                way = way.another()
-                remember(self._ways, key, way)
-        return way
+            plan = None if family is None else self._families.get(family)
+            if plan is not None:
+                plan = plan.for_other_rows()
+                remember(self._plans, key, plan)
+        return plan
 
-    def _keep(self, key: CacheKey | None, way: Way) -> None:
+    def _cache_plan(self, key: CacheKey | None, plan: CallPlan) -> None:
         if key is not None:
-            remember(self._ways, key, way)
-            remember(self._families, family_key_of(key, self.contract.rows_at), way)
+            remember(self._plans, key, plan)
+            remember(self._families, family_key_of(key, self.contract.rows_at), plan)
 
-    def _first_call(self, values: tuple[Any, ...], key: CacheKey | None) -> Any:
-        """A call whose key is not cached, or that has none."""
+    def _planned(self, values: tuple[Any, ...], key: CacheKey | None) -> tuple[CallPlan, tuple[Any, ...]]:
+        """A new plan, and the values that it runs with: those of a call that a backward may follow have some
+        flags set."""
+        applied = None
+        if self._applied is not None and self._needs_grad(values):
+            values, applied = self._followed(values), self._applied
+        plan = self._plan(values, applied)
+        self._cache_plan(key, plan)
+        return plan, values
+
+    def _without_plan(self, values: tuple[Any, ...]) -> Any:
+        """A call that the dispatcher must see, or on the meta device: shapes without values."""
         if not self._plain(values):
             if self._applied is not None and torch._C._are_functorch_transforms_active():
                 return self._differentiated(self._run_transformed, values)
             return self.torch_op(*self.contract.to_torch(values))
         if self._applied is None or not self._needs_grad(values):
-            if values[0].device.type == "meta":  # shapes without values: nothing to compute
-                return self._fake(*values)
-            way = self._way(values)
-        elif values[0].device.type == "meta":
-            return self._differentiated(self._fake, values)
-        else:
-            values = self._followed(values)
-            way = self._way(values, self._applied)
-        found = way(values)
-        self._keep(key, way)
-        return found
+            return self._fake(*values)
+        return self._differentiated(self._fake, values)
 
     def bind(self, given: Args) -> tuple[Any, ...]:
         """The values of a call, in the order of the contract, converted to the declared types."""
@@ -361,11 +354,11 @@ class Op:
         if values[0].device.type == "meta":
             return self._fake(*values)
         key = cache_key_of(values, False)
-        way = self._find(key)
-        if way is None:
-            way = self._way(values)
-            self._keep(key, way)
-        return way(values)
+        plan = self._cached_plan(key)
+        if plan is None:
+            plan = self._plan(values)
+            self._cache_plan(key, plan)
+        return plan.run(*[values[i] for i in plan.positions])
 
     def _run_for_torch(self, *given: Any) -> Any:
         """The body as `torch.library` needs it: an output that was not requested is an empty tensor, where
@@ -381,7 +374,7 @@ class Op:
         )
 
     def _run_transformed(self, *values: Any) -> Any:
-        """Inside of `torch.func`: the dispatcher handles the remaining transforms."""
+        """Inside `torch.func`: the dispatcher handles the remaining transforms."""
         return self.torch_op(*self.contract.to_torch(values))
 
     def fake(self, **given: Any) -> tuple[Tensor, ...]:
@@ -396,8 +389,8 @@ class Op:
     def _fake(self, *values: Any) -> Any:
         _, dims = self._validated(values)
         if self.sizes is not None:
-            found = self.sizes(dict(zip(self.contract.names, values, strict=True)))
-            dims |= {name: (size, "sizes") for name, size in found.items()}
+            sizes = self.sizes(dict(zip(self.contract.names, values, strict=True)))
+            dims |= {name: (size, "sizes") for name, size in sizes.items()}
         outputs = self.contract.empty_outputs(values, dims)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -405,13 +398,13 @@ class Op:
         assert self.flops is not None
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
-    def _way(self, values: Sequence[Any], applied: Applied | None = None) -> Way:
-        """How calls like this one are served; raises an error if none can be.
+    def _plan(self, values: Sequence[Any], applied: Applied | None = None) -> CallPlan:
+        """The plan of calls like this one; raises an error if no backend can serve them.
 
         The contract, its rules and the choice of a backend depend on everything but tensor values and the
         number of rows. So the result holds for all calls with the same key, and for its family.
         """
-        if self._served_of != self.backends:
+        if self._planned_for != self.backends:
             self.forget()
         args, _ = self._validated(values)
         controls = _pop_controls(args)
@@ -419,7 +412,7 @@ class Op:
         validate = values[_VALIDATE] if self.value_rules else False
         if validate is None and values[0].device.type == "cpu":
             validate = True
-        return Way(self.name, tuple(args), backend, self._check_values, validate, applied, values)
+        return CallPlan(self.name, tuple(args), backend, self._check_values, validate, applied, values)
 
     def _validated(self, values: Sequence[Any]) -> tuple[Args, dict[str, Any]]:
         """(arguments, dimensions) of a call that satisfies the contract, except for its value rules."""
@@ -464,10 +457,6 @@ def _watched() -> bool:
     return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 
 
-def _first(gradient: Tensor, *watched: Tensor) -> Tensor:
-    return gradient.view_as(gradient)
-
-
 def _pop_controls(args: Args) -> Args:
     return {p.name: args.pop(p.name) for p in CONTROLS}
 
@@ -475,13 +464,24 @@ def _pop_controls(args: Args) -> Args:
 def op(
     name: str,
     *,
+    like: Sequence[Any] = (),
     sizes: Callable[[Args], dict[str, int]] | None = None,
     flops: Callable[[Args], int] | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Declare an op: the signature of the decorated function is the contract, its body is empty."""
+    """Declare an op that only our own code calls: the signature of the decorated function is the contract,
+    its body is empty.
+
+    `like` are parameters of another op (`Op.params`), which are not written again. Own parameters stand at
+    the `...` in it, or after it; those after a `*` come last.
+    """
 
     def declare(fn: Callable[..., Any]) -> Op:
-        return Op(Contract(name, fn, CONTROLS), fn.__module__.rpartition(".")[0], sizes, flops)
+        own, kinds = params_of(fn), inspect.signature(fn).parameters
+        last = [p for p in own if kinds[p.name].kind is inspect.Parameter.KEYWORD_ONLY]
+        first = [p for p in own if p not in last]
+        at = list(like).index(...) if ... in like else len(like)
+        params = [*like[:at], *first, *like[at + 1 :], *last]
+        return Op(Contract(name, fn, CONTROLS, params), fn.__module__.rpartition(".")[0], sizes, flops)
 
     return declare
 

@@ -17,7 +17,7 @@ the result of another step, since that is never -0.
 A term is less than 2^27 and there are 17, so float64 holds every q exactly. It also holds every product of
 two factors and every power of two in use. So the model is plain float64: multiply, scale, truncate, add.
 Infinities and NaN need no special treatment. Outputs are computed in blocks that stay in a core's cache. All
-of this was measured: see docs/numerics.md, and `isobit.numerics.capture` to measure again.
+of this was measured: see docs/numerics.md, and `tools/capture_mma.py` to measure again.
 """
 
 from collections.abc import Iterable

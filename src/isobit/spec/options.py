@@ -1,4 +1,4 @@
-"""Options of a case beside sizes, dtype and data: `mask=bool`, `temperature=0.7`, `layout=padded`.
+"""Options of a case in addition to sizes, dtype and data: `mask=bool`, `temperature=0.7`, `layout=padded`.
 
 The names and types of values are those of an op's declared cases, so there is no second list of them.
 """
@@ -25,26 +25,26 @@ _BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 def known_options(op: Op) -> dict[str, list[Any]]:
     """Names with the values that declared cases give them, and all layouts."""
     proof = proof_of(op)
-    found: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for case in (*proof.cases, *proof.bit_cases, *proof.agree_cases, *proof.memory_cases):
         for name, value in case.options.items():
-            values = found.setdefault(name, [])
+            values = values_of.setdefault(name, [])
             if value not in values:
                 values.append(value)
-    return found | {LAYOUT: ["dense", *proof.layouts]}
+    return values_of | {LAYOUT: ["dense", *proof.layouts]}
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Parses `NAME=VALUE`; a value is a number, true or false, a dtype by its short name, or a word."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals and value):
             raise ContractError(f"--option {text}: write it as NAME=VALUE, for example temperature=0.7")
-        if name in found:
+        if name in options:
             raise ContractError(f"--option {text}: {name} is given twice")
-        found[name] = value if name == LAYOUT else _value(value)
-    return found
+        options[name] = value if name == LAYOUT else _value(value)
+    return options
 
 
 def _value(text: str) -> Any:

@@ -30,7 +30,7 @@ class Rival:
     None, or the reason why the rival cannot be timed on this case and device. A `compiled` rival is compiled
     by `torch.compile` again for each case, so that no case pays for the shapes of another. With `anew`, what
     its author may have compiled is compiled again for each case too. A rival without
-    `graph` waits for the device inside of a call, so no CUDA graph can capture it. `takes` names the options
+    `graph` waits for the device inside a call, so no CUDA graph can capture it. `takes` names the options
     of a case that it supports or that do not affect it; None is all. With others it would not do the same
     work, so it is not timed. A rival without `jit` runs kernels that PyTorch or a library has compiled.
     """

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from isobit.frame.op import Op, known_op
-from isobit.spec.goals import Goal
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case, Cost, InputOptions
 from isobit.spec.proofs import proof_of
@@ -82,7 +81,7 @@ class Series:
     timed.
 
     `new` returns, for cases that have them, the arguments of many more calls, all with different sizes. They
-    are timed beside the usual ones as `<impl>:new`, and no size occurs twice: directions share them.
+    are timed next to the usual ones as `<impl>:new`, and no size occurs twice: directions share them.
 
     A `step` computes its own gradients: `call` and the functions of rivals return (output, *gradients). Its
     wall time is measured as a whole.
@@ -103,8 +102,10 @@ class Series:
     imports: tuple[str, ...] = ()
     step: bool = False
     new: Callable[[Case, Pool], list[Args]] = lambda case, pool: []
-    #: Other uses of isobit than `call`, timed beside it as `isobit:<name>`.
-    ways: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)
+    #: Other uses of isobit than `call`, timed next to it as `isobit:<name>`.
+    variants: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)
+    #: What kind of call it is, in a few words.
+    about: str = ""
     #: Cases for a CPU; None makes them from the declared ones.
     small: Sequence[Case] | None = None
     #: The figure to read: the key of the row that tables show.
@@ -115,22 +116,21 @@ class Series:
     declared_only: bool = False
     #: The time that a backend's own model expects for a call, in milliseconds; None if it has none.
     predict: Callable[[str | None, Args], float | None] = lambda backend, args: None
-    #: Backends that are timed beside the default one, each at some of the cases.
+    #: Backends that are timed next to the default one, each at some of the cases.
     also: Mapping[str, Sequence[Case]] = field(default_factory=dict)
     directions: tuple[str, ...] = DIRECTIONS
     #: Cases with the same key share tensors; None shares nothing.
     shared: Callable[[Case], Hashable] = lambda case: None
-    #: Cases with the same key run the same kernels: compiling ahead takes one of them.
+    #: Cases with the same key run the same kernels: precompiling takes one of them.
     kernels: Callable[[Case], Hashable] = lambda case: case.name
-    #: Parts of a check that compiles much. Compiling ahead runs them too, each in a process of its own.
+    #: Parts of a check that compiles much. Precompiling runs them too, each in a process of its own.
     rehearse: Sequence[Callable[[Pool], object]] = ()
     #: The baseline: the rival whose speed is 1.
     against: str | None = None
     #: Compare the bits of rivals with ours: they might be equal.
     bits: bool = False
-    #: Time a copy of as many bytes beside it.
+    #: Time a copy of as many bytes next to it.
     copy: bool = True
-    goals: Sequence[Goal] = ()
 
 
 def by_rows(

@@ -46,11 +46,6 @@ class Tolerances:
         tables = (self.table.get("arch", {}).get(arch, {}), self.table.get("classes", {}))
         return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
 
-    def has_on(self, arch: str, op_class: str, direction: str, dtype: torch.dtype) -> bool:
-        """Whether any table has a figure for this architecture only."""
-        tables = (table.get("arch", {}).get(arch, {}) for table in (self.table, _own()))
-        return any(dtype_name(dtype) in t.get(op_class, {}).get(direction, {}) for t in tables)
-
     def looser(self) -> list[str]:
         """The figures of the file that allow more than isobit's. A report must name them."""
         lines = []

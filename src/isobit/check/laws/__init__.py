@@ -43,11 +43,10 @@ def _compile_cases(proof: Proof) -> Sequence[Case]:
 
 
 # Flags of the command line that not every law reads.
-_SIZES = frozenset({"--dim", "--option", "--input-mode"})
-_INPUTS = _SIZES | {"--seed", "--constant-value", "--token-value"}
-_COTANGENTS = frozenset({"--grad-mode", "--grad-seed"})
-_BACKWARD = _INPUTS | _COTANGENTS | {"--no-gradient"}
-_BOUNDS = frozenset({"--arch-key", "--tolerances"})
+_SIZES = frozenset({"--dim", "--option", "--data"})
+_INPUTS = _SIZES | {"--data seed", "--data token"}
+_BACKWARD = _INPUTS | {"--data cotangents"}
+_BOUNDS = frozenset({"--tolerances"})
 
 #: In the order in which they run: forward before backward, numbers before machinery.
 LAWS: dict[str, Law] = {
@@ -65,8 +64,8 @@ LAWS: dict[str, Law] = {
         Law("contract", system.contract, lambda proof: [small_case(proof)], once=True, reads=_BACKWARD),
         Law("traceable", system.traceable, lambda proof: [small_case(proof)], once=True,
             reads=_BACKWARD),
-        Law("memory", system.memory, lambda proof: proof.memory_cases, reads=_SIZES | {"--no-gradient"}),
-        Law("compile", system.compiles, _compile_cases, once=True, reads=frozenset({"--target"})),
+        Law("memory", system.memory, lambda proof: proof.memory_cases, reads=_SIZES | {"--data cotangents"}),
+        Law("compile", system.compiles, _compile_cases, once=True, reads=frozenset({"--law compile"})),
     )
 }  # fmt: skip
 

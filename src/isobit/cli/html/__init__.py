@@ -2,8 +2,8 @@
 no script but for the buttons that copy commands.
 
 A page shows any number of reports, one section each: what was proven, errors with their bounds, which bits
-were compared, what compute-sanitizer found, times beside rivals, and what a demo learned. It is made from the
-JSON that these commands write, so a saved file gives the same page as the run that made it.
+were compared, what compute-sanitizer found, times next to rivals, and what a demo learned. It is made from
+the JSON that these commands write, so a saved file gives the same page as the run that made it.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,16 @@
-"""The benchmark section of a page: times and memory beside rivals, goals, and the rooflines."""
+"""The benchmark section of a page: times and memory next to rivals, goals, and the rooflines."""
 
 import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from isobit.bench.charts import chart
+from isobit.bench.goals import tally
 from isobit.bench.report import format_summary
 from isobit.cli.html import svg
-from isobit.spec.goals import tally
+from isobit.cli.html.share_chart import chart
 
-#: The speed ratio at which the bar beside a case is full.
+#: The speed ratio at which the bar next to a case is full.
 SCALE = 4
 
 #: Goals by whether they are met, in the order in which they are shown.
@@ -56,14 +56,14 @@ def _verdict(report: dict[str, Any], summary: Sequence[dict[str, Any]]) -> dict[
 
 def _groups(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Cases by kind of call and direction, the worst for us first; the first group is open."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        found.setdefault(case["kind"], []).append(case)
-    for mine in found.values():
+        groups.setdefault(case["kind"], []).append(case)
+    for mine in groups.values():
         mine.sort(key=lambda c: (c["times"] is None, c["times"] or 0))
-    for first in list(found.values())[:1]:
+    for first in list(groups.values())[:1]:
         first[0]["open"] = True
-    return [{"name": name, "cases": mine} for name, mine in found.items()]
+    return [{"name": name, "cases": mine} for name, mine in groups.items()]
 
 
 def _against(ours: float, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -81,13 +81,13 @@ def _against(ours: float, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One block per case and direction, ours first, the others by time."""
-    found = []
+    cases = []
     for (op, case, direction), group in groupby(rows, key=lambda r: (r["op"], r["case"], r["direction"])):
         mine = sorted(group, key=lambda r: (not r["impl"].startswith("isobit"), r["ms"]))
         ours = min((row["ms"] for row in mine if row["impl"].startswith("isobit")), default=mine[0]["ms"])
         longest = min(max(row["ms"] for row in mine), CUT * ours)
         most = max((row["extra_mb"] or 0) for row in mine)
-        found.append({
+        cases.append({
             "name": f"{op} {case} {direction}", "kind": f"{op} {direction}", "case": case, "ms": ours,
             "open": False, **_against(ours, mine),
             "floor": mine[0]["floor_ms"],
@@ -104,7 +104,7 @@ def _cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 for row in mine
             ],
         })  # fmt: skip
-    return found
+    return cases
 
 
 def _percent(part: float | None, whole: float) -> float:
@@ -128,7 +128,7 @@ def _roofline(report: dict[str, Any]) -> str:
 
 def _bandwidth(report: dict[str, Any]) -> str:
     """Points of all rows of cases without counted operations, in which the bytes decide; empty if there are
-    none. A copy beside a product is not one of them."""
+    none. A copy next to a product is not one of them."""
 
     def case_of(row: dict[str, Any]) -> tuple[str, ...]:
         return row["op"], row["case"], row["direction"]

@@ -126,29 +126,29 @@ def _named_once(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _kind(what: str) -> str:
     """Without sizes: `3 of 12 rows alone` and `7 of 12 rows alone` are one kind, some rows alone."""
-    found = re.sub(r"^\d+ of \d+ ", "some ", what)
-    found = re.sub(r"\[\d+, \d+\)", "of rows", found)
-    return re.sub(r"\d[\d,]*", "n", found)
+    kind = re.sub(r"^\d+ of \d+ ", "some ", what)
+    kind = re.sub(r"\[\d+, \d+\)", "of rows", kind)
+    return re.sub(r"\d[\d,]*", "n", kind)
 
 
 def _serves(one: dict[str, Any]) -> str:
     """What a user's function takes, in words."""
-    found = one.get("serves")
-    if found is None:
+    serves = one.get("serves")
+    if serves is None:
         return ""
-    takes, outputs = ", ".join(found["takes"]), ", ".join(found["outputs"])
+    takes, outputs = ", ".join(serves["takes"]), ", ".join(serves["outputs"])
     text = f"{one['candidate']} takes {takes}; it is judged by {outputs}."
-    changed = found.get("import_changed")
+    changed = serves.get("import_changed")
     return f"{text} Importing it {in_words(changed)}, set back for the check." if changed else text
 
 
 def _unsupported(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A line for each reason."""
-    found: dict[tuple[str, str, str], dict[str, None]] = {}
+    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
     for case in cases:
         if case["status"] == "UNSUPPORTED":
-            found.setdefault((case["op"], case["backend"], case["reason"]), {})[case["law"]] = None
+            reasons.setdefault((case["op"], case["backend"], case["reason"]), {})[case["law"]] = None
     return [
         {"op": op, "backend": backend, "reason": reason, "laws": ", ".join(laws)}
-        for (op, backend, reason), laws in sorted(found.items())
+        for (op, backend, reason), laws in sorted(reasons.items())
     ]

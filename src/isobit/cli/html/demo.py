@@ -60,14 +60,14 @@ def _drift_chart(steps: Any, trained_with: str) -> str:
 
 
 def _drift_in_words(steps: Any, trained_with: str) -> list[str]:
-    found = [
+    words = [
         _sentence(ops, [drift["max"] for _, drift in _seen(steps, ops)], ops == trained_with) for ops in NAMES
     ]
     return [
         "A token has one log-probability from decoding, token by token from the KV cache, and one from the "
         "forward of training, all tokens at once. The weights are the same, so the difference should be 0, "
         "and the ratio at the first update of a step exactly 1.",
-        *found,
+        *words,
         "PyTorch sums in another order for another shape, and log_softmax in decoding in another than the "
         "loss in training: last digits of fp32. Where bf16 then rounds the other way, the difference grows. "
         "isobit fixes the order.",

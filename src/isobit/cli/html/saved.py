@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isobit.bench.goals import tally
 from isobit.cli.html.memcheck import runs
 from isobit.frame.contract import ContractError
-from isobit.spec.goals import tally
 
 #: What a report holds, and the kind of report that this makes it.
 KINDS = {"candidates": "a check", "runs": "a memcheck", "rows": "a benchmark"}
@@ -20,13 +20,13 @@ def kind_of(report: dict[str, Any]) -> str:
 def read_report(path: Path) -> dict[str, Any]:
     """A report of check, memcheck or bench."""
     try:
-        found = json.loads(path.read_text())
-        known = isinstance(found, dict) and "stamp" in found and any(kind in found for kind in KINDS)
+        report = json.loads(path.read_text())
+        known = isinstance(report, dict) and "stamp" in report and any(kind in report for kind in KINDS)
     except (OSError, ValueError) as error:
         raise ContractError(f"{path}: cannot be read ({error})") from None
     if not known:
         raise ContractError(f"{path}: not a report of isobit check, memcheck or bench")
-    return dict(found)
+    return dict(report)
 
 
 def summary_line(report: dict[str, Any]) -> str:
@@ -63,8 +63,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Cha
     kinds = {"older": kind_of(old), "newer": kind_of(new)}
     if kinds["older"] != kinds["newer"]:
         raise ContractError(f"{kinds['newer']} and {kinds['older']} cannot be compared")
-    found = _verdicts(old, new) if "rows" not in old else _times(old, new, slower)
-    return sorted(found, key=lambda change: not change.worse)
+    changes = _verdicts(old, new) if "rows" not in old else _times(old, new, slower)
+    return sorted(changes, key=lambda change: not change.worse)
 
 
 def _statuses(report: dict[str, Any]) -> dict[str, str]:

@@ -25,7 +25,7 @@ def show_saved(files: Sequence[Path], html: Path | None, against: Path | None, s
         if "rows" not in reports[0]:
             raise ContractError("--slower has no effect on checks: they have no times to compare")
         if slower < 1:
-            raise ContractError(f"--slower {slower:g}: times an older time that count as worse, from 1 on")
+            raise ContractError(f"--slower {slower:g}: a multiple of the older time, from 1 on")
     if against is None:
         for path, one in zip(files, reports, strict=True):
             print(f"{path}: {summary_line(one)}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from isobit.bench.charts import COLOURS
+from isobit.cli.html.share_chart import COLOURS
 
 #: Pixels of the drawing, and around it.
 WIDTH, HEIGHT, LEFT, TOP, BELOW = 620, 300, 60, 16, 44

@@ -25,7 +25,7 @@ from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.swaps import COMPILES, is_on, or_as_before, turn_off, turn_on
 from isobit.integrations.session import Handle, Session, Switch
-from isobit.nn import DetLinear
+from isobit.layers.linear import DetLinear
 from isobit.ops.attention.op import HEAD_SIZES
 
 #: Kinds of layers that read keys and values.

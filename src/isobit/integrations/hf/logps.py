@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from isobit.frame.contract import ContractError, describe
 from isobit.integrations.hf.errors import HFError
-from isobit.nn import DetLinear, class_of, in_forward
+from isobit.layers.fsdp import class_of, in_forward
+from isobit.layers.linear import DetLinear
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.op import linear_logp
 

@@ -15,7 +15,8 @@ from torch import nn
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
-from isobit.nn import DetLinear, Swap, class_of, swap_linear
+from isobit.layers.fsdp import class_of
+from isobit.layers.linear import DetLinear, Swap, swap_linear
 
 #: On modules: their class before. On the model: the name of its attention before.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"

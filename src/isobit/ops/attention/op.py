@@ -25,10 +25,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
 from isobit.ops.attention.calls import call_of, decodes
@@ -59,11 +60,43 @@ def _flops(args: dict[str, Any]) -> int:
     return 4 * math.prod(args["q"].shape) * (call.S // max(call.sequences, 1) if call.packed_k else call.S)
 
 
-@op("attention", flops=_flops)
-def forward(
+@public_op("attention", flops=_flops)
+def forward() -> tuple[Float[Tensor, "B T H D in q"], F32[Tensor, "B H T if return_lse"]]:
+    """(out, lse). Packed queries have B = 1, and so have packed keys."""
+
+
+def _unpacked(t: Any, packed: bool) -> Any:
+    """[N, heads, D] as one batch element."""
+    return t.unsqueeze(0) if packed and isinstance(t, Tensor) and t.ndim == 3 else t
+
+
+def _adapt(given: dict[str, Any]) -> dict[str, Any]:
+    """Adds the batch dimension to packed tensors: q with cu_seqlens_q, and k and v unless they are paged."""
+    packed = given.get("cu_seqlens_q") is not None
+    packed_k = packed and given.get("block_table") is None
+    of = {"q": packed, "k": packed_k, "v": packed_k}
+    return given | {name: _unpacked(given[name], p) for name, p in of.items() if name in given}
+
+
+forward.adapt = _adapt
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
+@forward.public  # type: ignore[misc]
+def attention(  # overloads take any options
     q: Float[Tensor, "B T H D"],
     k: Float[Tensor, "P S KV D"],
     v: Float[Tensor, "P S KV D"],
+    *,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -74,28 +107,70 @@ def forward(
     cu_seqlens_k: Int[Tensor, "N+1"] | None = None,
     block_table: Int[Tensor, "N M"] | None = None,
     return_lse: bool = False,
-) -> tuple[Float[Tensor, "B T H D in q"], F32[Tensor, "B H T if return_lse"]]:
-    """(out, lse). Packed queries have B = 1, and so have packed keys."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the same bits in training, chunked prefill, and decoding from a cache.
+
+    Args:
+        q: [B, T, H, D] in bf16 or fp16 (fp32 and fp64 on the reference), D 64, 80, 96, 128 or 256. The
+            queries are aligned with the last T keys of their sequence. Packed: [N, H, D].
+        k, v: [B, S, KV, D], of the same dtype; H is a multiple of KV, and each group of H / KV query heads
+            shares one KV head. Packed: [N, KV, D]. Paged: [pages, page, KV, D], where page is a multiple of
+            16 keys. q, k and v may have any strides as long as the last is 1, for example
+            `x.transpose(1, 2)` of a [B, H, T, D] tensor. They are not copied.
+        causal: a query sees no key after its own position.
+        scale: factor on the products of q and k; None is D ** -0.5.
+        window: a query sees only the last `window` keys, its own included. Needs `causal`.
+        softcap: scores become softcap * tanh(scores / softcap).
+        key_start, key_end: [B] int32 or int64: the keys of a sequence are [key_start, key_end); None is 0 and
+            S. For left padding, and for caches that are not full. Keys outside affect no result, and their
+            gradient is 0.
+        cu_seqlens_q: [sequences + 1] int32 or int64, from 0 to N: where packed sequences begin in q.
+        cu_seqlens_k: the same for k and v; None is cu_seqlens_q.
+        block_table: [B, M] int32 or int64: the pages of each sequence, in order. Without gradients.
+        return_lse: return lse too.
+        validate: check the integers on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+            with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no access is out
+            of bounds.
+        numerics: the numerics class that the result must have, "attn/1" on a Hopper GPU; None takes that of
+            the backend that serves. It is an error if no backend can keep it.
+        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+
+    Returns:
+        out, like q; or (out, lse) with lse [B, H, T] in fp32 (fp64 for fp64 inputs), packed [H, N]. A query
+        that sees no key gets 0 and -inf. The bits of a query's result depend on its own values and on its
+        keys and values, and on nothing else.
+
+    Example:
+        >>> import torch, isobit
+        >>> q, k, v = (torch.randn(1, 5, 2, 64).bfloat16() for _ in range(3))
+        >>> whole = isobit.attention(q, k, v)
+        >>> last = isobit.attention(q[:, 4:], k, v)  # one more token, from a cache
+        >>> torch.equal(last, whole[:, 4:])
+        True
+    """
+    given = _adapt(locals())
+    out, lse = forward(**given)
+    if given["q"] is not q:
+        out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
+    return (out, lse) if return_lse else out
 
 
-@op("attention_bwd", flops=lambda args: 5 * _flops(args) // 2)
+_SHARED = forward.params(
+    "q", "k", "v", ..., "causal", "scale", "window", "softcap", "key_start", "key_end", "cu_seqlens_q",
+    "cu_seqlens_k", "block_table",
+)  # fmt: skip
+
+
+@op("attention_bwd", like=_SHARED, flops=lambda args: 5 * _flops(args) // 2)
 def backward(
-    q: Float[Tensor, "B T H D"],
-    k: Float[Tensor, "P S KV D"],
-    v: Float[Tensor, "P S KV D"],
     out: Float[Tensor, "B T H D"],
     lse: F32[Tensor, "B H T"],
     dout: Float[Tensor, "B T H D; any strides"],
     dlse: F32[Tensor, "B H T; any strides"] | None,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    key_start: Int[Tensor, "N"] | None,
-    key_end: Int[Tensor, "N"] | None,
-    cu_seqlens_q: Int[Tensor, "N+1"] | None,
-    cu_seqlens_k: Int[Tensor, "N+1"] | None,
-    block_table: Int[Tensor, "N M"] | None,
+    *,
     want_q: bool,
     want_k: bool,
     want_v: bool,
@@ -214,43 +289,26 @@ def _bounds_hold(contract: Contract, args: dict[str, Any]) -> None:
                     raise contract.error("block_table", table, rule)
 
 
-for declared in (forward, backward):
-    for _rule in (_one_dtype, _heads, _scalars, _sequences):
-        declared.rule(_rule)
-forward.rule(_pages)
+_SHARED_RULES = (_one_dtype, _heads, _scalars, _sequences)
+forward.rule(*_SHARED_RULES, _pages)
 forward.value_rule(_bounds_hold)
+backward.rule(*_SHARED_RULES)
 
 
 # Backends, fastest first
-
-_hopper, _hopper_bwd = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_hopper_bwd")
-_hopper_decode = Lazy(f"{__package__}.kernels_hopper_decode")
-_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
-_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_not(args)
 
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     """Its tiles hold many queries of one head, so few queries would waste them. Decoding has kernels of its
     own."""
-    if decodes(call_of(args)):
-        return hopper_cannot_run(args["q"].device)
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+    from isobit.ops.attention.kernels_hopper import why_rather_not
+
+    return None if decodes(call_of(args)) else why_rather_not(args)
 
 
-def _hopper_bwd_would_waste(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
-
-
-def _hopper_bwd_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper_bwd.why_not(args)
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    return triton_cannot_run(args["q"].device) or _triton.why_not(args)
+def _by_hopper(**args: Any) -> Any:
+    kernels = "kernels_hopper_decode" if decodes(call_of(args)) else "kernels_hopper"
+    return resolve(f"{__package__}.{kernels}:attention")(**args)
 
 
 def _of_this_hardware(device: torch.device) -> str:
@@ -262,37 +320,23 @@ def _of_this_hardware(device: torch.device) -> str:
     return str(ATTN_1) if arch == "sm_90" else f"{ATTN_1}/{arch}"
 
 
-@forward.backend(
-    "hopper",
-    numerics=str(ATTN_1),
-    when=_hopper_cannot_serve,
-    not_by_default=_hopper_would_waste,
-    launches=True,
+_ON_HOPPER: dict[str, Any] = {
+    "numerics": str(ATTN_1), "cannot_run": hopper_cannot_run, "launches": True
+}  # fmt: skip
+forward.backend(
+    "hopper", run=_by_hopper, when="kernels_hopper:why_not", not_by_default=_hopper_would_waste, **_ON_HOPPER
 )
-def _(**args: Any) -> Any:
-    return (_hopper_decode if decodes(call_of(args)) else _hopper).attention(**args)
-
-
-@forward.backend(
-    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.attention(**args)
-
-
-@backward.backend(
-    "hopper", numerics=str(ATTN_1), when=_hopper_bwd_cannot_serve, not_by_default=_hopper_bwd_would_waste,
-    launches=True,
+backward.backend(
+    "hopper", run="kernels_hopper_bwd:attention_bwd", when="kernels_hopper_bwd:why_not",
+    not_by_default="kernels_hopper:why_rather_not", **_ON_HOPPER,
 )  # fmt: skip
-def _(**args: Any) -> Any:
-    return _hopper_bwd.attention_bwd(**args)
 
-
-@backward.backend(
-    "triton", numerics=_of_this_hardware, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton_bwd.attention_bwd(**args)
+_ON_TRITON: dict[str, Any] = {
+    "numerics": _of_this_hardware, "cannot_run": triton_cannot_run, "when": "kernels_triton:why_not",
+    "interpreted": True, "launches": True,
+}  # fmt: skip
+forward.backend("triton", run="kernels_triton:attention", **_ON_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:attention_bwd", **_ON_TRITON)
 
 
 def _model_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -307,161 +351,34 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: select it by name to compare"
 
 
-@forward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.attention(**args)
+forward.backend(
+    "model",
+    run="model:attention",
+    numerics=str(ATTN_1_CPU),
+    when=_model_cannot_serve,
+    not_by_default=_not_on_the_cpu,
+)
 
 
-@backward.backend("model", numerics=str(ATTN_1_CPU), when=_model_cannot_serve, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.attention_bwd(**args)
+backward.backend(
+    "model",
+    run="model:attention_bwd",
+    numerics=str(ATTN_1_CPU),
+    when=_model_cannot_serve,
+    not_by_default=_not_on_the_cpu,
+)
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.attention(**args)
+forward.backend("reference", run="reference:attention", numerics=NONE)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.attention_bwd(**args)
+backward.backend("reference", run="reference:attention_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends
 
-_TENSORS = ("q", "k", "v", "key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k", "block_table")
-_SCALARS = ("causal", "scale", "window", "softcap")
-
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    return {**{name: args[name] for name in _TENSORS}, "out": outputs[0], "lse": outputs[1]}
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    dout, dlse = grads
-    if dout is None:  # only lse was used
-        dout = torch.zeros_like(kept["out"])
-    found = backward(
-        **{name: kept[name] for name in (*_TENSORS, *_SCALARS, "out", "lse")},
-        dout=dout, dlse=dlse, **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
-        **kept["follow"],
-    )  # fmt: skip
-    gradients = zip(forward.differentiable, found, strict=True)
-    return {name: g for name, g in gradients if name in kept["needs"]}
-
-
-forward.derivative("q", "k", "v", save=_save, gradient=_gradient, flags=("return_lse",))
+forward.derivative("q", "k", "v", by=backward, outputs=("out", "lse"), flags=("return_lse",))
 backward.not_differentiable(
     "isobit.attention has no second derivative: its backward is made of kernels without a gradient of their "
     "own. Differentiate a softmax of scores instead where you need one."
 )
-
-
-# Public function
-
-
-def _unpacked(t: Any, packed: bool) -> Any:
-    """[N, heads, D] as one batch element."""
-    return t.unsqueeze(0) if packed and isinstance(t, Tensor) and t.ndim == 3 else t
-
-
-def _adapt(given: dict[str, Any]) -> dict[str, Any]:
-    """Adds the batch dimension to packed tensors: q with cu_seqlens_q, and k and v unless they are paged."""
-    packed = given.get("cu_seqlens_q") is not None
-    packed_k = packed and given.get("block_table") is None
-    of = {"q": packed, "k": packed_k, "v": packed_k}
-    return given | {name: _unpacked(given[name], p) for name, p in of.items() if name in given}
-
-
-forward.adapt = _adapt
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
-    window: int | None = ..., softcap: float | None = ..., key_start: Tensor | None = ...,
-    key_end: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
-    block_table: Tensor | None = ..., return_lse: Literal[False] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
-    window: int | None = ..., softcap: float | None = ..., key_start: Tensor | None = ...,
-    key_end: Tensor | None = ..., cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
-    block_table: Tensor | None = ..., return_lse: bool, validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
-@forward.public
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    key_start: Tensor | None = None,
-    key_end: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    return_lse: bool = False,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with the same bits in training, chunked prefill, and decoding from a cache.
-
-    Args:
-        q: [B, T, H, D] in bf16 or fp16 (fp32 and fp64 on the reference), D 64, 80, 96, 128 or 256. The
-            queries are aligned with the last T keys of their sequence. Packed: [N, H, D].
-        k, v: [B, S, KV, D], of the same dtype; H is a multiple of KV, and each group of H / KV query heads
-            shares one KV head. Packed: [N, KV, D]. Paged: [pages, page, KV, D], where page is a multiple of
-            16 keys. q, k and v may have any strides as long as the last is 1, for example
-            `x.transpose(1, 2)` of a [B, H, T, D] tensor. They are not copied.
-        causal: a query sees no key after its own position.
-        scale: factor on the products of q and k; None is D ** -0.5.
-        window: a query sees only the last `window` keys, its own included. Needs `causal`.
-        softcap: scores become softcap * tanh(scores / softcap).
-        key_start, key_end: [B] int32 or int64: the keys of a sequence are [key_start, key_end); None is 0 and
-            S. For left padding, and for caches that are not full. Keys outside affect no result, and their
-            gradient is 0.
-        cu_seqlens_q: [sequences + 1] int32 or int64, from 0 to N: where packed sequences begin in q.
-        cu_seqlens_k: the same for k and v; None is cu_seqlens_q.
-        block_table: [B, M] int32 or int64: the pages of each sequence, in order. Without gradients.
-        return_lse: return lse too.
-        validate: check the integers on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-            with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no access is out
-            of bounds.
-        numerics: the numerics class that the result must have, "attn/1" on a Hopper GPU; None takes that of
-            the backend that serves. It is an error if no backend can keep it.
-        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
-
-    Returns:
-        out, like q; or (out, lse) with lse [B, H, T] in fp32 (fp64 for fp64 inputs), packed [H, N]. A query
-        that sees no key gets 0 and -inf. The bits of a query's result depend on its own values and on its
-        keys and values, and on nothing else.
-
-    Example:
-        >>> import torch, isobit
-        >>> q, k, v = (torch.randn(1, 5, 2, 64).bfloat16() for _ in range(3))
-        >>> whole = isobit.attention(q, k, v)
-        >>> last = isobit.attention(q[:, 4:], k, v)  # one more token, from a cache
-        >>> torch.equal(last, whole[:, 4:])
-        True
-    """
-    given = _adapt({"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "block_table": block_table})
-    out, lse = forward(
-        **given, causal=causal, scale=scale, window=window, softcap=softcap, key_start=key_start,
-        key_end=key_end, cu_seqlens_k=cu_seqlens_k, return_lse=return_lse, validate=validate,
-        numerics=numerics, backend=backend,
-    )  # fmt: skip
-    if given["q"] is not q:
-        out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
-    return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""What people use instead of `attention`, the sizes at which both are timed, and the speed goals.
+"""What people use instead of `attention`, and the sizes at which both are timed.
 
 Series: training and prefill (`attention`, and backward `_bwd`), packed sequences (`_packed`), a window
 (`_window`), and decoding from a cache (`_decode`). Rivals are PyTorch's SDPA on cuDNN and on its flash
@@ -24,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from isobit.ops.attention.op import forward
 from isobit.ops.attention.proof.inputs import BY_TOKEN
 from isobit.ops.attention.proof.truth import formula
-from isobit.spec.goals import Base, Cell, Goal, Group
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.series import Series, by_rows
@@ -44,26 +43,26 @@ def _heads_first(args: Args) -> Args:
     mask = None
     if args["causal"] and 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
-    found = {n: args[n].transpose(1, 2).contiguous() for n in BY_TOKEN}
-    return args | found | {"mask": mask, "is_causal": args["causal"] and T == S}
+    heads_first = {n: args[n].transpose(1, 2).contiguous() for n in BY_TOKEN}
+    return args | heads_first | {"mask": mask, "is_causal": args["causal"] and T == S}
 
 
 def _lower_right(args: Args) -> Args:
     """The same with PyTorch's `causal_lower_right`, so that its flash kernel does not read a mask from
     memory."""
-    found = _heads_first(args)
-    if found["mask"] is not None:
-        found["mask"] = causal_lower_right(*found["mask"].shape)
-    return found
+    changed = _heads_first(args)
+    if changed["mask"] is not None:
+        changed["mask"] = causal_lower_right(*changed["mask"].shape)
+    return changed
 
 
 def sdpa(backend: SDPBackend, args: Args) -> Tensor:
     with sdpa_kernel(backend):
-        found: Tensor = scaled_dot_product_attention(
+        out: Tensor = scaled_dot_product_attention(
             args["q"], args["k"], args["v"], attn_mask=args["mask"], is_causal=args["is_causal"],
             enable_gqa=True,
         )  # fmt: skip
-    return found.transpose(1, 2)
+    return out.transpose(1, 2)
 
 
 def _bounds(args: Args) -> Args:
@@ -82,8 +81,8 @@ def _nested(args: Args) -> Tensor:
         for n in BY_TOKEN
     )
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        found: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return found.transpose(1, 2).values()[None]
+        out: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).values()[None]
 
 
 def _flash(args: Args) -> Tensor:
@@ -91,10 +90,10 @@ def _flash(args: Args) -> Tensor:
     cuts, window, longest = args["cu_seqlens_q"], args["window"], args["longest"]
     q, k, v = (args[n] if cuts is None else args[n][0] for n in BY_TOKEN)
     left = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    found: Tensor = torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, cuts, cuts, longest, longest, 0.0, True, False, **left
     )[0]
-    return found if cuts is None else found[None]
+    return out if cuts is None else out[None]
 
 
 def _with_block_mask(args: Args) -> Args:
@@ -112,12 +111,12 @@ def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         position = q + (S - T)
-        found = k <= position
+        seen_keys = k <= position
         if window is not None:
-            found = found & (k > position - window)
+            seen_keys = seen_keys & (k > position - window)
         if cuts is not None:
-            found = found & (document[q] == document[k])
-        return found
+            seen_keys = seen_keys & (document[q] == document[k])
+        return seen_keys
 
     return mask, None, None, T, S
 
@@ -125,12 +124,12 @@ def sees(args: Args) -> tuple[Callable[..., Any], None, None, int, int]:
 def _flex(args: Args) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    found = flex_attention(
+    out = flex_attention(
         args["q"], args["k"], args["v"], block_mask=args["block_mask"], enable_gqa=True,
         scale=args["scale"],
     )  # fmt: skip
-    assert isinstance(found, Tensor)
-    return found.transpose(1, 2)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
 def _on_gpus(case: Case, device: torch.device) -> str | None:
@@ -160,8 +159,8 @@ def one_segment(args: Args) -> Tensor:
     modules = {"hopper": kernels_hopper, "triton": kernels_triton, "model": model}
     served = forward.explain(**args).backend
     assert served is not None
-    found: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
-    return found
+    out: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
+    return out
 
 
 # The truth
@@ -278,48 +277,6 @@ _SMALL = _case(1, 40, 40, 2, 1, 64)
 _SMALL_DECODING = _case(2, 4, 40, 4, 2, 64)
 
 
-# Goals
-
-
-def _best(group: Group) -> float | None:
-    """The time of the fastest rival that could be timed."""
-    times = [group[name]["ms"] for name in ("cudnn", "flash", "flex") if name in group]
-    return min(times, default=None)
-
-
-BEST = Base("the best rival", _best)
-
-
-def _forward(cell: Cell) -> bool:
-    return cell.direction == "fwd" and cell.op != "attention_decode"
-
-
-def _backward(cell: Cell) -> bool:
-    return cell.direction == "bwd"
-
-
-def _decoding(cell: Cell) -> bool:
-    return cell.op == "attention_decode"
-
-
-def _large(cell: Cell) -> bool:
-    """At least 256 MB of 16-bit keys and values."""
-    size = cell.sizes
-    return _decoding(cell) and 4 * size["B"] * size["S"] * size["KV"] * size["D"] >= 256 << 20
-
-
-GOALS = (
-    Goal("forward", _forward, mean=0.90, against="cudnn"),
-    Goal("forward", _forward, mean=1.5, against="flash"),
-    Goal("forward", _forward, against="flex"),
-    Goal("segments", _forward, mean=0.97, against="isobit:one segment"),
-    Goal("backward", _backward, mean=0.70, against="cudnn"),
-    Goal("backward", _backward, mean=1.2, against="flash"),
-    Goal("decoding", _decoding, mean=0.92, least=0.80, against=BEST),
-    Goal("decoding, bandwidth, 256 MB and more", _large, least=0.85, against="copy"),
-)
-
-
 # Series
 
 
@@ -337,25 +294,30 @@ def _series(
     return replace(series, make=lambda case, pool: [change(args) for args in series.make(case, pool)])
 
 
-def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], **rest: Any) -> list[Series]:
+def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], about: str, **rest: Any) -> list[Series]:
     """Forward without autograd, and backward."""
-    ways = {"one segment": one_segment}
-    back = {k: v for k, v in rest.items() if k not in ("goals", "also")}
+    variants = {"one segment": one_segment}
+    back = {k: v for k, v in rest.items() if k not in ("also",)}
     return [
-        _series(name, cases, rivals, inputs=(), directions=("fwd",), ways=ways, **rest),
-        _series(f"{name}_bwd", cases, rivals, directions=("bwd",), **back),
+        _series(name, cases, rivals, inputs=(), directions=("fwd",), variants=variants, about=about, **rest),
+        _series(f"{name}_bwd", cases, rivals, directions=("bwd",), about=f"{about}: backward", **back),
     ]
 
 
 SERIES = [
     *_both(
-        "attention", TRAINING, (CUDNN, FLASH, FLEX), core=TRAINING[1:3], also={"triton": TRAINING[1:3]},
-        goals=GOALS,
+        "attention", TRAINING, (CUDNN, FLASH, FLEX), "training and prefill", core=TRAINING[1:3],
+        also={"triton": TRAINING[1:3]},
     ),
-    *_both("attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), change=packed, core=PACKED),
-    *_both("attention_window", WINDOWED, (FLASH_OTHER, FLEX), change=windowed, core=WINDOWED),
+    *_both(
+        "attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), "packed sequences", change=packed,
+        core=PACKED,
+    ),
+    *_both(
+        "attention_window", WINDOWED, (FLASH_OTHER, FLEX), "a sliding window", change=windowed, core=WINDOWED
+    ),
     _series(
         "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
-        core=DECODING[2:3], small=[_SMALL_DECODING],
+        core=DECODING[2:3], small=[_SMALL_DECODING], about="T queries per sequence and a cache of S keys",
     ),
 ]  # fmt: skip

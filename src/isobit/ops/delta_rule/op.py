@@ -6,10 +6,10 @@ and with `last` its last token:
 
     v_new = u - W S
     S     = 2^(g[last] + gk[last]) S + K^T (2^(g[last] - g) v_new)        2^gk scales rows of S
-    o     = scale (2^g Q) S + a part inside of the chunk
+    o     = scale (2^g Q) S + a part inside the chunk
 
 Backward, from the last chunk to the first, D is the gradient of the state at the end of a chunk. With do the
-gradient of o, and dv the gradient of v_new from inside of the chunk:
+gradient of o, and dv the gradient of v_new from inside the chunk:
 
     dh[c] = D
     dv2   = 2^(g[last] - g) (K D) + dv
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
-from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
 
@@ -65,8 +65,15 @@ def _flops(args: dict[str, Any]) -> int:
     return 6 * args["w"].numel() * args["dv"].shape[-1]
 
 
-@op("chunk_gated_delta_rule_bwd_dhu", sizes=_sizes, flops=_flops)
-def backward(
+@public_op("chunk_gated_delta_rule_bwd_dhu", sizes=_sizes, flops=_flops)
+def backward() -> tuple[
+    Float[Tensor, "B NT HV X Y in q"], F32[Tensor, "S HV X Y if h0"], Float[Tensor, "B T HV V in dv"]
+]:  # fmt: skip
+    """(dh, dh0, dv2). Packed sequences need chunk_indices, whose length is the number of chunks."""
+
+
+@backward.public
+def chunk_gated_delta_rule_bwd_dhu(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     w: Float[Tensor, "B T HV K"],
@@ -83,10 +90,49 @@ def backward(
     chunk_indices: Int[Tensor, "NT 2; any strides"] | None = None,
     chunk_offsets: Int[Tensor, "C; any strides"] | None = None,
     use_graph: bool = False,
+    *,
     use_exp2: bool = True,
     transpose_state_layout: bool | None = None,
-) -> tuple[Float[Tensor, "B NT HV X Y in q"], F32[Tensor, "S HV X Y if h0"], Float[Tensor, "B T HV V in dv"]]:
-    """(dh, dh0, dv2). Packed sequences need chunk_indices, whose length is the number of chunks."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of the states of gated delta-rule attention: what FLA's function of this name computes.
+
+    Args: q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference). w: [B, T, HV, K], of the same
+        dtype. HV is a multiple of H: groups of value heads share q and k. do, dv: [B, T, HV, V], of the same
+        dtype. g: [B, T, HV] fp32, the log2 of the gate, cumulative from the start of each chunk. gk: [B, T,
+        HV, K] fp32, the same for each feature; only the last row of each chunk is read. h0: [S, HV, K, V] or
+        None: whether dh0 is wanted. Its values are not read. dht: [S, HV, K, V], the gradient of the last
+        state; None is 0. scale: factor on q; None is K ** -0.5. A run-time value. state_v_first: states and
+        dh are [..., V, K]. `transpose_state_layout` is its older name. cu_seqlens: [S + 1], int32 or int64:
+        the first token of each packed sequence, from 0 to T, with B = 1. Sequences may be empty. None: every
+        batch element is a sequence. chunk_size: 16, 32 or 64. chunk_indices: [NT, 2] for packed sequences:
+        the sequence of each chunk and its number there. If it is not given it is computed, which waits for
+        the device once. chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is
+        not given. use_graph: accepted and without effect: every call can be captured, and outputs are always
+        new tensors. use_exp2: False takes the gates as natural logarithms. validate: check cu_seqlens,
+        chunk_indices and chunk_offsets on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+        with ISOBIT_VALIDATE=1. Without the check, wrong bounds give wrong results, but no access is out of
+        bounds. numerics: the numerics class that the result must have, "dhu/1" or "dhu/triton-1"; None takes
+        that of the backend that serves. It is an error if no backend can keep it. backend: force "hopper",
+        "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        (dh, dh0, dv2): dh [B, NT, HV, K, V] in the dtype of q, dh0 like h0 in fp32 or None, dv2 like dv.
+        The bits of a sequence do not depend on what it is batched or packed with, nor on its place there.
+
+    Example:
+        >>> import torch, isobit
+        >>> q, k, w, do, dv = (torch.randn(1, 100, 2, 16) for _ in range(5))
+        >>> dh, dh0, dv2 = isobit.chunk_gated_delta_rule_bwd_dhu(q, k, w * 0.1, do, dv, scale=1.0)
+        >>> dh.shape, dh0, dv2.shape
+        (torch.Size([1, 2, 2, 16, 16]), None, torch.Size([1, 100, 2, 16]))
+        >>> torch.equal(dv2[:, 64:], dv[:, 64:])  # no gradient has reached the last state yet
+        True
+    """
+    dh, dh0, dv2 = backward(**_adapt(locals()))
+    return dh, None if h0 is None else dh0, dv2
 
 
 # Arguments that callers may leave out, or give by an older name. This runs before the contract is checked, so
@@ -146,7 +192,7 @@ def _gates_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
     for name in ("g", "gk"):
         given = args[name]
         if given is not None and given.dtype not in (torch.float32, args["q"].dtype):
-            raise contract.error(name, given, "dtype must be fp32, or fp64 beside q in fp64")
+            raise contract.error(name, given, "dtype must be fp32, or fp64 if q is fp64")
 
 
 def _heads(contract: Contract, args: dict[str, Any]) -> None:
@@ -211,116 +257,37 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)
 
 
-for _rule in (_options, _one_dtype, _gates_are_fp32, _heads, _packing, _states):
-    backward.rule(_rule)
+backward.rule(_options, _one_dtype, _gates_are_fp32, _heads, _packing, _states)
 backward.value_rule(_sequences)
 
 
 # Backends, fastest first
 
-_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
-_reference = Lazy(f"{__package__}.reference")
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_not(args)
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    return triton_cannot_run(args["q"].device) or _triton.why_not(args)
-
-
-@backward.backend("hopper", numerics=str(DHU_1), when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.dhu(**args)
-
-
-@backward.backend(
-    "triton", numerics=str(DHU_TRITON_1), when=_triton_cannot_serve, interpreted=True, launches=True
+backward.backend(
+    "hopper",
+    run="kernels_hopper:dhu",
+    numerics=str(DHU_1),
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _triton.dhu(**args)
 
 
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.dhu(**args)
+backward.backend(
+    "triton",
+    run="kernels_triton:dhu",
+    numerics=str(DHU_TRITON_1),
+    cannot_run=triton_cannot_run,
+    when="kernels_triton:why_not",
+    interpreted=True,
+    launches=True,
+)
+
+
+backward.backend("reference", run="reference:dhu", numerics=NONE)
 
 
 backward.not_differentiable(
     "isobit.chunk_gated_delta_rule_bwd_dhu is a gradient and has none of its own: call it under "
     "torch.no_grad(), or on detached tensors."
 )
-
-
-# Public function
-
-
-@backward.public
-def chunk_gated_delta_rule_bwd_dhu(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    do: Tensor,
-    dv: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    h0: Tensor | None = None,
-    dht: Tensor | None = None,
-    scale: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    chunk_indices: Tensor | None = None,
-    chunk_offsets: Tensor | None = None,
-    use_graph: bool = False,
-    *,
-    use_exp2: bool = True,
-    transpose_state_layout: bool | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of the states of gated delta-rule attention: what FLA's function of this name computes.
-
-    Args: q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference). w: [B, T, HV, K], of the same
-        dtype. HV is a multiple of H: groups of value heads share q and k. do, dv: [B, T, HV, V], of the same
-        dtype. g: [B, T, HV] fp32, the log2 of the gate, cumulative from the start of each chunk. gk: [B, T,
-        HV, K] fp32, the same for each feature; only the last row of each chunk is read. h0: [S, HV, K, V] or
-        None: whether dh0 is wanted. Its values are not read. dht: [S, HV, K, V], the gradient of the last
-        state; None is 0. scale: factor on q; None is K ** -0.5. A run-time value. state_v_first: states and
-        dh are [..., V, K]. `transpose_state_layout` is its older name. cu_seqlens: [S + 1], int32 or int64:
-        the first token of each packed sequence, from 0 to T, with B = 1. Sequences may be empty. None: every
-        batch element is a sequence. chunk_size: 16, 32 or 64. chunk_indices: [NT, 2] for packed sequences:
-        the sequence of each chunk and its number there. If it is not given it is computed, which waits for
-        the device once. chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is
-        not given. use_graph: accepted and without effect: every call can be captured, and outputs are always
-        new tensors. use_exp2: False takes the gates as natural logarithms. validate: check cu_seqlens,
-        chunk_indices and chunk_offsets on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-        with ISOBIT_VALIDATE=1. Without the check, wrong bounds give wrong results, but no access is out of
-        bounds. numerics: the numerics class that the result must have, "dhu/1" or "dhu/triton-1"; None takes
-        that of the backend that serves. It is an error if no backend can keep it. backend: force "hopper",
-        "triton" or "reference"; None takes the first that can serve.
-
-    Returns:
-        (dh, dh0, dv2): dh [B, NT, HV, K, V] in the dtype of q, dh0 like h0 in fp32 or None, dv2 like dv.
-        The bits of a sequence do not depend on what it is batched or packed with, nor on its place there.
-
-    Example:
-        >>> import torch, isobit
-        >>> q, k, w, do, dv = (torch.randn(1, 100, 2, 16) for _ in range(5))
-        >>> dh, dh0, dv2 = isobit.chunk_gated_delta_rule_bwd_dhu(q, k, w * 0.1, do, dv, scale=1.0)
-        >>> dh.shape, dh0, dv2.shape
-        (torch.Size([1, 2, 2, 16, 16]), None, torch.Size([1, 100, 2, 16]))
-        >>> torch.equal(dv2[:, 64:], dv[:, 64:])  # no gradient has reached the last state yet
-        True
-    """
-    given = {
-        "q": q, "k": k, "w": w, "do": do, "dv": dv, "g": g, "gk": gk, "h0": h0, "dht": dht, "scale": scale,
-        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size,
-        "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets, "use_graph": use_graph,
-        "use_exp2": use_exp2, "transpose_state_layout": transpose_state_layout,
-        "validate": validate, "numerics": numerics, "backend": backend,
-    }  # fmt: skip
-    dh, dh0, dv2 = backward(**_adapt(given))
-    return dh, None if h0 is None else dh0, dv2

@@ -3,7 +3,7 @@
 Modes are letters for what is given: g, k (gk), h (h0, so dh0 is computed), t (dht).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from isobit.ops.delta_rule import reference
 from isobit.ops.delta_rule.op import backward, chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.delta_rule.proof import PROOF
 from isobit.ops.delta_rule.proof.packings import TIMED, lengths_of
-from isobit.spec.goals import Cell, Goal, limit
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
@@ -102,10 +101,10 @@ class _OneHead:
     def error(self, direction: str, result: tuple[Any, ...]) -> Errors:
         """The worst of the three, figure by figure; NaN if any is NaN."""
         (dh, dh0, dv2), (true_dh, true_dh0, true_dv2) = result, self.known
-        found = [errors_of(dh[:1, :, self.head], true_dh), errors_of(dv2[:1, :, self.head], true_dv2)]
+        errors = [errors_of(dh[:1, :, self.head], true_dh), errors_of(dv2[:1, :, self.head], true_dv2)]
         if true_dh0 is not None:
-            found.append(errors_of(dh0[: len(true_dh0), self.head], true_dh0))
-        figures = torch.tensor([astuple(each) for each in found], dtype=torch.float64)
+            errors.append(errors_of(dh0[: len(true_dh0), self.head], true_dh0))
+        figures = torch.tensor([astuple(each) for each in errors], dtype=torch.float64)
         return Errors(*figures.amax(0).tolist())
 
 
@@ -158,42 +157,6 @@ OTHER = [
 ]
 
 
-def _few(cell: Cell) -> bool:
-    return cell.sizes["B"] == 1 and cell.sizes["H"] == 16
-
-
-def _mode(cell: Cell) -> str:
-    return next((part[5:] for part in cell.case.split() if part.startswith("mode=")), "")
-
-
-def _in(series: str) -> Callable[[Cell], bool]:
-    return lambda cell: cell.op == series
-
-
-def _no_gate(cell: Cell) -> bool:
-    return _mode(cell) in ("none", "ht")
-
-
-def _many(cell: Cell) -> bool:
-    return cell.sizes["B"] * cell.sizes["H"] >= 64
-
-
-GOALS = (
-    Goal("all", lambda cell: True, mean=1.5, least=1.0),
-    Goal("the grid", _in("dhu")),
-    Goal("64 heads", _in("dhu_wide")),
-    Goal("packed", _in("dhu_packed")),
-    Goal("short, grouped, the other layout", _in("dhu_other")),
-    Goal("with g", lambda cell: "g" in _mode(cell), mean=1.7),
-    Goal("one sequence of 16 heads", _few, mean=1.8),
-    Goal("one sequence of 16 heads, no gate", lambda cell: _few(cell) and _no_gate(cell), least=1.4),
-    Goal("bandwidth, B H >= 64", _many, least=0.85, against="copy"),
-    Goal("error", lambda cell: True, most=1.01, figure="rel_rms"),
-    Goal("host", lambda cell: True, most=1.0, figure="host_us"),
-    Goal("host", lambda cell: True, most=1.0, figure="host_us", against=limit(60, "us")),
-)
-
-
 def _kernels(case: Case) -> Hashable:
     """T is a number at run time, also for FLA, and so are the lengths of packed sequences."""
     options = {name: value for name, value in case.options.items() if name != "lengths"}
@@ -214,8 +177,8 @@ def _core(cases: list[Case]) -> list[Case]:
 
 
 SERIES = (
-    _series("dhu", GRID, core=_core(GRID), goals=GOALS),
-    _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True),
-    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True),
-    _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True),
+    _series("dhu", GRID, core=_core(GRID), about="`chunk_gated_delta_rule_bwd_dhu`, a grid of sizes"),
+    _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True, about="the same with 64 heads"),
+    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True, about="with packed sequences"),
+    _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True, about="short, grouped, other layout"),
 )

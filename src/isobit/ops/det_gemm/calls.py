@@ -8,7 +8,8 @@
 
 Operands are views with any strides, [rows, columns] if there is only one product (no Z). A stream is given
 for one product only; without a stream all rows count, as one sequence. No size is ever 0: an empty sum needs
-no kernel. `launch` is passed on to backends that launch kernels.
+no kernel. `launch` is passed on to backends that launch kernels. Modules are given by name, and imported at
+their first use.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from isobit.frame.backend import resolve
 from isobit.kernels.host import token_stream
 
 
@@ -31,22 +33,22 @@ def rows(t: Tensor) -> Tensor:
 
 
 def _product(
-    kernels: Any, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **launch: Any
+    kernels: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **launch: Any
 ) -> Tensor:
     if 0 in a.shape or 0 in b.shape:
         out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
         return (out if bias is None else out + bias).to(out_dtype)
-    return kernels.product(a, b, bias, out_dtype, **launch)
+    return resolve(f"{kernels}:product")(a, b, bias, out_dtype, **launch)
 
 
 def _token_product(
-    kernels: Any, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None, out_dtype: torch.dtype,
+    kernels: str, x: Tensor, dy: Tensor, stream: Any, init: Tensor | None, out_dtype: torch.dtype,
     **launch: Any,
 ) -> Tensor:  # fmt: skip
     if 0 in x.shape or 0 in dy.shape:
         shape = (*x.shape[:-2], dy.shape[-1], x.shape[-1])
         return torch.zeros(shape, dtype=out_dtype, device=x.device) if init is None else init.clone()
-    return kernels.token_product(x, dy, stream, init, out_dtype=out_dtype, **launch)
+    return resolve(f"{kernels}:token_product")(x, dy, stream, init, out_dtype=out_dtype, **launch)
 
 
 # The products that an op needs: (which function, its two operands), to ask a backend whether it can serve
@@ -99,13 +101,13 @@ def _as_rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 # How an op runs
 
 
-def run_gemm(kernels: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **launch: Any) -> Tensor:
+def run_gemm(kernels: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **launch: Any) -> Tensor:
     out = _product(kernels, matrices(a), matrices(b), None, out_dtype or a.dtype, **launch)
     return out if a.ndim in (2, 3) else out.view(*a.shape[:-1], b.shape[-1])
 
 
 def run_gemm_bwd(
-    kernels: Any, dc: Tensor, a: Tensor | None, b: Tensor | None, want_a: bool, want_b: bool, **launch: Any
+    kernels: str, dc: Tensor, a: Tensor | None, b: Tensor | None, want_a: bool, want_b: bool, **launch: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     da = db = None
     if want_a:
@@ -122,7 +124,7 @@ def run_gemm_bwd(
 
 
 def run_linear(
-    kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype | None,
+    kernels: str, x: Tensor, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None, **launch: Any,
 ) -> Tensor:  # fmt: skip
     if operand_dtype is not None:
@@ -133,7 +135,7 @@ def run_linear(
 
 
 def run_linear_bwd(
-    kernels: Any, dy: Tensor, x: Tensor | None, weight: Tensor, operand_dtype: torch.dtype | None,
+    kernels: str, dy: Tensor, x: Tensor | None, weight: Tensor, operand_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None, want_x: bool, want_weight: bool, want_bias: bool, **launch: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     narrow, K, lead = operand_dtype or weight.dtype, weight.shape[1], dy.shape[:-1]
@@ -149,13 +151,13 @@ def run_linear_bwd(
         assert x is not None
         dweight = sum_over_tokens(rows(x.to(narrow)), weight.dtype)
     if want_bias:
-        ones = dy.new_empty(len(dy), 1) if 0 in dy.shape else kernels.ones(dy, **launch)
+        ones = dy.new_empty(len(dy), 1) if 0 in dy.shape else resolve(f"{kernels}:ones")(dy, **launch)
         dbias = sum_over_tokens(ones, bias_dtype or weight.dtype)[:, 0]
     return dx, dweight, dbias
 
 
 def run_dw(
-    kernels: Any,
+    kernels: str,
     x: Tensor,
     dy: Tensor,
     mask: Tensor | None,

@@ -18,15 +18,17 @@ Gradients are these two kinds of products on transposed views. With dy in the op
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import Lazy
+from isobit.frame.backend import resolve
 from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single, dtype_name
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import Op, op
+from isobit.frame.public_op import public_op
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
 from isobit.ops.det_gemm import calls
 
@@ -36,13 +38,49 @@ def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
     return lambda args: 2 * math.prod(args[first].shape) * args[second].shape[-1]
 
 
-@op("det_gemm", flops=_flops("a", "b"))
-def gemm(
+@public_op("det_gemm", flops=_flops("a", "b"))
+def gemm() -> Float[Tensor, "* M N in out_dtype or a"]:
+    """a b."""
+
+
+@gemm.public
+def det_gemm(
     a: Half[Tensor, "* M K; any strides"],
     b: Half[Tensor, "* K N; any strides"],
+    *,
     out_dtype: torch.dtype | None = None,
-) -> Float[Tensor, "* M N in out_dtype or a"]:
-    """a b."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The product a b, with bits that do not depend on the batch.
+
+    Args:
+        a: [*, M, K] in bf16 or fp16. Any leading shape and any strides: transposed operands are read in
+            place.
+        b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
+        out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns: [*, M, N]. In class chain16 the bits of a row depend on that row of `a` and on `b`, and not on M,
+        other rows, strides or the schedule.
+
+    Gradients: da = dc b^T in chain16 and db = a^T dc in seg16/512, each rounded once to the dtype of a and b.
+    If out_dtype is another one, dc is rounded to the dtype of a and b first.
+
+    Example:
+        >>> import torch, isobit
+        >>> a, b = torch.randn(3, 40).bfloat16(), torch.randn(40, 5).bfloat16()
+        >>> c = isobit.det_gemm(a, b, out_dtype=torch.float32)
+        >>> c.shape
+        torch.Size([3, 5])
+        >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
+        True
+    """
+    return gemm(**locals())
 
 
 def _gemm_bwd_flops(args: dict[str, Any]) -> int:
@@ -61,27 +99,69 @@ def gemm_bwd(
     """(da, db): dc b^T and a^T dc, each from the other operand."""
 
 
-@op("det_linear", flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]))
-def linear(
+@public_op("det_linear", flops=lambda args: 2 * math.prod(args["x"].shape) * len(args["weight"]))
+def linear() -> Float[Tensor, "* N in out_dtype or operand_dtype or x"]:
+    """x weight^T + bias."""
+
+
+@linear.public
+def det_linear(
     x: Single[Tensor, "* K; any strides"],
     weight: Single[Tensor, "N K; any strides"],
     bias: Single[Tensor, "N"] | None = None,
+    *,
     operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Float[Tensor, "* N in out_dtype or operand_dtype or x"]:
-    """x weight^T + bias."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """x weight^T + bias, with bits that do not depend on the batch: a drop-in for `F.linear`.
+
+    Args:
+        x: [*, K] in bf16 or fp16, any leading shape and strides.
+        weight: [N, K], of the same dtype, any strides.
+        bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
+        operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
+            gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
+            does the same around `F.linear`; here it is part of the op, where a compiler cannot remove it.
+        out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
+        validate: as in every op; this op has no values to check.
+        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
+            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns:
+        [*, N]. In class chain16 the bits of a row depend on that row of x, on weight and on bias only.
+
+    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512. Each is
+    rounded once, to the dtype of its parameter. If out_dtype is not the dtype of x, dy is rounded to the
+    dtype of x first. Gradients that are not needed cost nothing: with a frozen weight x is not saved.
+
+    Example:
+        >>> import torch, isobit
+        >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+        >>> weight = torch.full((5, 4), 0.5, dtype=torch.bfloat16, requires_grad=True)
+        >>> y = isobit.det_linear(x, weight, torch.ones(5))
+        >>> y[1, 2]
+        tensor([3., 3., 3., 3., 3.], dtype=torch.bfloat16, grad_fn=<SelectBackward0>)
+        >>> y.sum().backward()
+        >>> weight.grad[0]
+        tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
+    """
+    return linear(**locals())
 
 
 def _linear_bwd_flops(args: dict[str, Any]) -> int:
     return (args["want_x"] + args["want_weight"]) * 2 * math.prod(args["dy"].shape) * args["weight"].shape[1]
 
 
-@op("det_linear_bwd", flops=_linear_bwd_flops)
+@op("det_linear_bwd", like=linear.params(..., "operand_dtype"), flops=_linear_bwd_flops)
 def linear_bwd(
     dy: Float[Tensor, "* N; any strides"],
     x: Single[Tensor, "* K; any strides"] | None,
     weight: Single[Tensor, "N K; any strides"],
-    operand_dtype: torch.dtype | None,
+    *,
     bias_dtype: torch.dtype | None,
     want_x: bool,
     want_weight: bool,
@@ -94,19 +174,60 @@ def linear_bwd(
     """(dx, dweight, dbias): dy weight, dy^T x and dy^T 1, where dy is rounded to the operands' dtype first.
 
     With operand_dtype the sums over tokens are rounded to it too, and then converted to the dtype of their
-    parameter. These roundings happen inside the op, because outside of it a compiler may remove a rounding
+    parameter. These roundings happen inside the op, because outside it a compiler may remove a rounding
     that is followed by a conversion to a wider dtype."""
 
 
-@op("det_gemm_dw", flops=_flops("x", "dy"))
-def gemm_dw(
+@public_op("det_gemm_dw", flops=_flops("x", "dy"))
+def gemm_dw() -> F32[Tensor, "N K"]:
+    """init + dy^T x over the token stream."""
+
+
+@gemm_dw.public
+def det_gemm_dw(
     x: Half[Tensor, "* K; any strides"],
     dy: Half[Tensor, "* N; any strides"],
+    *,
     mask: Mask[Tensor, "*"] | None = None,
     cu_seqlens: Int[Tensor, "S+1; any strides"] | None = None,
     init: F32[Tensor, "N K"] | None = None,
-) -> F32[Tensor, "N K"]:
-    """init + dy^T x over the token stream."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """dy^T x in fp32, the gradient of a weight, summed over the token stream in a fixed order.
+
+    The stream is the rows whose mask is nonzero, in order. A new segment begins every 512 of these rows and
+    at every sequence, and segments are added to `init` in order. So padding changes no bit, wherever it is
+    and whatever it holds. Nor does a split into several calls, between sequences or at a multiple of 512 rows
+    of the stream, if each call takes the result of the one before as `init`.
+
+    Args:
+        x: [*, K] in bf16 or fp16, any leading shape and strides.
+        dy: [*, N], of the same dtype.
+        mask: [*], bool or integer; rows where it is 0 are masked, and not read.
+        cu_seqlens: [S + 1], int32 or int64: the first row of each sequence, from 0 up to the number of rows,
+            which is its last element. None is one sequence.
+        init: [N, K] fp32, the initial value of the sum; None is 0.
+        validate: check cu_seqlens on a GPU too (a host sync). None checks on CPU tensors, and everywhere
+            with ISOBIT_VALIDATE=1. Without the check, wrong bounds give a wrong sum, but no read is out of
+            bounds.
+        numerics: the numerics class that the result must have, "seg16/512"; None takes that of the backend
+            that serves, which `isobit.explain` reports. It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+
+    Returns:
+        [N, K] fp32.
+
+    Example:
+        >>> import torch, isobit
+        >>> x, dy = torch.randn(700, 8).bfloat16(), torch.randn(700, 4).bfloat16()
+        >>> whole = isobit.det_gemm_dw(x, dy)
+        >>> part = isobit.det_gemm_dw(x[:512], dy[:512])
+        >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
+        True
+    """
+    return gemm_dw(**locals())
 
 
 # Rules that annotations cannot express
@@ -176,15 +297,11 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {found[-1]}")
 
 
-gemm.rule(_one_dtype("a", "b"))
-gemm.rule(_out_dtype)
-gemm_bwd.rule(_needs("b", "want_a"))
-gemm_bwd.rule(_needs("a", "want_b"))
-linear.rule(_operand_dtypes)
-linear.rule(_out_dtype)
+gemm.rule(_one_dtype("a", "b"), _out_dtype)
+gemm_bwd.rule(_needs("b", "want_a"), _needs("a", "want_b"))
+linear.rule(_operand_dtypes, _out_dtype)
 linear_bwd.rule(_needs("x", "want_weight"))
-gemm_dw.rule(_one_dtype("x", "dy"))
-gemm_dw.rule(_stream_form)
+gemm_dw.rule(_one_dtype("x", "dy"), _stream_form)
 gemm_dw.value_rule(_sequences_ascend)
 
 
@@ -214,7 +331,7 @@ def _add_backend(
     **options: Any,
 ) -> None:
     """Registers one module as a backend of all ops here. It is imported at the first call that needs it."""
-    kernels = Lazy(f"{__package__}.{module}")
+    kernels = f"{__package__}.{module}"
 
     def seg16(device: torch.device) -> str:
         return _segments_of(chain16(device))
@@ -222,18 +339,16 @@ def _add_backend(
     for target, over_tokens, questions, run in _OPS:
 
         def when(args: dict[str, Any], questions: Any = questions) -> str | None:
-            reason = cannot_run(_device(args))
-            if reason is not None:
-                return reason
+            reason = None
             for what, one, other in questions(**args):
                 if 0 not in (*one.shape, *other.shape):
-                    reason = reason or getattr(kernels, f"why_not_{what}")(one, other)
+                    reason = reason or resolve(f"{kernels}:why_not_{what}")(one, other)
             return reason
 
-        def call(run: Callable[..., Any] = run, **args: Any) -> Any:
-            return run(kernels, **args)
-
-        target.backend(name, numerics=seg16 if over_tokens else chain16, when=when, **options)(call)
+        target.backend(
+            name, run=partial(run, kernels), numerics=seg16 if over_tokens else chain16,
+            cannot_run=cannot_run, when=when, **options,
+        )  # fmt: skip
 
 
 def _segments_of(chain16: str) -> str:
@@ -270,44 +385,22 @@ _add_backend(
 # Autograd, once for all backends
 
 
-def _save_gemm(args: dict[str, Any], out: Tensor) -> dict[str, Any]:
-    a, b = args["a"], args["b"]
+def _save_gemm(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The gradient of one operand is computed from the other."""
+    a, b = call["a"], call["b"]
     return {"a": a if b.requires_grad else None, "b": b if a.requires_grad else None}
 
 
-def _gemm_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    needs = kept["needs"]
-    if grads[0] is None:
-        return {}
-    da, db = gemm_bwd(
-        dc=grads[0], a=kept["a"], b=kept["b"], want_a="a" in needs, want_b="b" in needs, **kept["follow"]
-    )
-    return {"a": da, "b": db}
-
-
-def _save_linear(args: dict[str, Any], out: Tensor) -> dict[str, Any]:
-    x = args["x"] if args["weight"].requires_grad else None  # a frozen weight keeps no activations
-    bias_dtype = None if args["bias"] is None else args["bias"].dtype
-    return {"x": x, "weight": args["weight"], "bias_dtype": bias_dtype}
-
-
-def _linear_gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    needs = kept["needs"]
-    if grads[0] is None:
-        return {}
-    dx, dweight, dbias = linear_bwd(
-        dy=grads[0], x=kept["x"], weight=kept["weight"], operand_dtype=kept["operand_dtype"],
-        bias_dtype=kept["bias_dtype"],
-        want_x="x" in needs, want_weight="weight" in needs, want_bias="bias" in needs, **kept["follow"],
-    )  # fmt: skip
-    return {"x": dx, "weight": dweight, "bias": dbias}
+def _save_linear(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    x = call["x"] if call["weight"].requires_grad else None  # a frozen weight keeps no activations
+    return saved | {"x": x, "bias_dtype": None if call["bias"] is None else call["bias"].dtype}
 
 
 _WHY = "isobit.{} has no second derivative: its backward is made of kernels without a gradient of their own."
 
-gemm.derivative("a", "b", save=_save_gemm, gradient=_gemm_gradient, once=_WHY.format("det_gemm"))
+gemm.derivative("a", "b", by=gemm_bwd, outputs=("c",), save=_save_gemm, once=_WHY.format("det_gemm"))
 linear.derivative(
-    "x", "weight", "bias", save=_save_linear, gradient=_linear_gradient, once=_WHY.format("det_linear")
+    "x", "weight", "bias", by=linear_bwd, outputs=("y",), save=_save_linear, once=_WHY.format("det_linear")
 )
 gemm_bwd.not_differentiable(_WHY.format("det_gemm"))
 linear_bwd.not_differentiable(_WHY.format("det_linear"))
@@ -315,148 +408,3 @@ gemm_dw.not_differentiable(
     "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
     "detached tensors."
 )
-
-
-# Public function
-
-
-@gemm.public
-def det_gemm(
-    a: Tensor,
-    b: Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """The product a b, with bits that do not depend on the batch.
-
-    Args:
-        a: [*, M, K] in bf16 or fp16. Any leading shape and any strides: transposed operands are read in
-            place.
-        b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
-        out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
-        validate: as in every op; this op has no values to check.
-        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
-            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
-
-    Returns: [*, M, N]. In class chain16 the bits of a row depend on that row of `a` and on `b`, and not on M,
-        other rows, strides or the schedule.
-
-    Gradients: da = dc b^T in chain16 and db = a^T dc in seg16/512, each rounded once to the dtype of a and b.
-    If out_dtype is another one, dc is rounded to the dtype of a and b first.
-
-    Example:
-        >>> import torch, isobit
-        >>> a, b = torch.randn(3, 40).bfloat16(), torch.randn(40, 5).bfloat16()
-        >>> c = isobit.det_gemm(a, b, out_dtype=torch.float32)
-        >>> c.shape
-        torch.Size([3, 5])
-        >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
-        True
-    """
-    controls = {"validate": validate, "numerics": numerics, "backend": backend}
-    return gemm(a=a, b=b, out_dtype=out_dtype, **controls)
-
-
-@linear.public
-def det_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    operand_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """x weight^T + bias, with bits that do not depend on the batch: a drop-in for `F.linear`.
-
-    Args:
-        x: [*, K] in bf16 or fp16, any leading shape and strides.
-        weight: [N, K], of the same dtype, any strides.
-        bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
-        operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
-            gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
-            does the same around `F.linear`; here it is part of the op, where a compiler cannot remove it.
-        out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
-        validate: as in every op; this op has no values to check.
-        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
-            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
-
-    Returns:
-        [*, N]. In class chain16 the bits of a row depend on that row of x, on weight and on bias only.
-
-    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512. Each is
-    rounded once, to the dtype of its parameter. If out_dtype is not the dtype of x, dy is rounded to the
-    dtype of x first. Gradients that are not needed cost nothing: with a frozen weight x is not saved.
-
-    Example:
-        >>> import torch, isobit
-        >>> x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
-        >>> weight = torch.full((5, 4), 0.5, dtype=torch.bfloat16, requires_grad=True)
-        >>> y = isobit.det_linear(x, weight, torch.ones(5))
-        >>> y[1, 2]
-        tensor([3., 3., 3., 3., 3.], dtype=torch.bfloat16, grad_fn=<SelectBackward0>)
-        >>> y.sum().backward()
-        >>> weight.grad[0]
-        tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
-    """
-    return linear(
-        x=x, weight=weight, bias=bias, operand_dtype=operand_dtype, out_dtype=out_dtype,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
-
-
-@gemm_dw.public
-def det_gemm_dw(
-    x: Tensor,
-    dy: Tensor,
-    *,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    init: Tensor | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """dy^T x in fp32, the gradient of a weight, summed over the token stream in a fixed order.
-
-    The stream is the rows whose mask is nonzero, in order. A new segment begins every 512 of these rows and
-    at every sequence, and segments are added to `init` in order. So padding changes no bit, wherever it is
-    and whatever it holds. Nor does a split into several calls, between sequences or at a multiple of 512 rows
-    of the stream, if each call takes the result of the one before as `init`.
-
-    Args:
-        x: [*, K] in bf16 or fp16, any leading shape and strides.
-        dy: [*, N], of the same dtype.
-        mask: [*], bool or integer; a row counts where it is nonzero. Other rows are not read.
-        cu_seqlens: [S + 1], int32 or int64: the first row of each sequence, from 0 up to the number of rows,
-            which is its last element. None is one sequence.
-        init: [N, K] fp32, the initial value of the sum; None is 0.
-        validate: check cu_seqlens on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-            with ISOBIT_VALIDATE=1. Without the check, wrong bounds give a wrong sum, but no read is out of
-            bounds.
-        numerics: the numerics class that the result must have, "seg16/512"; None takes that of the backend
-            that serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
-
-    Returns:
-        [N, K] fp32.
-
-    Example:
-        >>> import torch, isobit
-        >>> x, dy = torch.randn(700, 8).bfloat16(), torch.randn(700, 4).bfloat16()
-        >>> whole = isobit.det_gemm_dw(x, dy)
-        >>> part = isobit.det_gemm_dw(x[:512], dy[:512])
-        >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
-        True
-    """
-    return gemm_dw(
-        x=x, dy=dy, mask=mask, cu_seqlens=cu_seqlens, init=init,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What people use instead of `det_gemm`, the shapes at which both are timed, and the speed goals.
+"""What people use instead of `det_gemm`, and the shapes at which both are timed.
 
 Five series, for a layer with weight W [N, K] and M tokens:
 
@@ -6,13 +6,13 @@ Five series, for a layer with weight W [N, K] and M tokens:
     det_gemm_layers   the same for layers of models from 0.5B to 70B, and M that are no powers of two
     det_gemm_dx       dx = dy W
     det_gemm_dw       dW = dy^T x     fp32
-    det_linear        y, and with autograd dx and dW, beside a layer of PyTorch, as it is and compiled
+    det_linear        y, and with autograd dx and dW, next to a layer of PyTorch, as it is and compiled
 
 In every call the weight (for dW: the tokens) is not in the L2 cache. Activations may be, as in a model, where
 the layer before has just written them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from isobit.frame.device import sm_count
 from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, gemm, gemm_dw
 from isobit.ops.det_gemm.proof.cublas import BASELINE, mm, needs_cublas, unsplit
-from isobit.spec.goals import Cell, Goal, prediction
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.rotation import copies_for
@@ -102,7 +101,7 @@ PRODUCT_RIVALS = {
     for rival in (
         Rival(BASELINE, mm, directions=None, jit=False),
         Rival("torch.mm_nosplit", unsplit(mm), directions=None, available=needs_cublas, jit=False),
-        # Not compiled ahead: its one kernel has a few variants, and there are hundreds of cases.
+        # Not precompiled: its one kernel has a few variants, and there are hundreds of cases.
         Rival(_INVARIANT, _invariant, directions=None, available=_has_invariant, jit=False),
     )
 }
@@ -217,30 +216,6 @@ def _core(least: int) -> list[Case]:
     ]
 
 
-def _is(*names: str) -> Callable[[Cell], bool]:
-    return lambda cell: cell.op in names
-
-
-def _few(cell: Cell) -> bool:
-    return cell.op in ("det_gemm", "det_gemm_layers") and cell.sizes["M"] <= 768
-
-
-def _many(cell: Cell) -> bool:
-    return cell.op in ("det_gemm", "det_gemm_layers", "det_gemm_dx") and cell.sizes["M"] > 768
-
-
-GOALS = (
-    Goal("forward and dX, M > 768", _many, mean=0.98, least=0.90),
-    Goal("dW, M >= 1024", _is("det_gemm_dw"), mean=0.95),
-    Goal("forward, M <= 768, where torch.mm has the same bits",
-         lambda cell: _few(cell) and not cell.other_bits, mean=0.95, least=0.80),
-    Goal("forward, M <= 768, where torch.mm has other bits: it splits k",
-         lambda cell: _few(cell) and cell.other_bits, mean=0.80, least=0.60),
-    Goal("time, by what the rule for tiles expects", lambda cell: cell.op != "det_linear", most=1.25,
-         against=prediction()),
-)  # fmt: skip
-
-
 def _shared(case: Case) -> tuple[Any, ...]:
     return (case.dims["K"], case.dims["N"], case.dtype)
 
@@ -261,30 +236,34 @@ def layer_cost(dims: dict[str, int], dtype: torch.dtype) -> Cost:
 LAYER_CASES = [case for case in _core(256) if case.dims["N"] == 14336 and case.dims["M"] != 1024]
 
 FORWARD = _series(
-    "det_gemm", "fwd", 1, op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
-    judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, goals=GOALS,
+    "det_gemm", "fwd", 1, about="y = x W^T, M tokens",
+    op=gemm, make=_forward_args, call=_call_product, cost=partial(_cost, out="MN"),
+    judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True,
     takes=("out",), predict=_predict_product,
 )  # fmt: skip
 
 SERIES: Sequence[Series] = (
     FORWARD,
     replace(
-        FORWARD, name="det_gemm_layers", declared_only=True, goals=(), also={},
+        FORWARD, name="det_gemm_layers", declared_only=True, also={},
+        about="the layers of models from 0.5B to 70B",
         cases=[_case(M, K, N) for K, N in LAYER_SHAPES for M in LAYER_TOKENS],
         core=[_case(*sizes) for sizes in LAYER_CORE],
     ),
     _series(
-        "det_gemm_dx", "dx", 1024, op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
+        "det_gemm_dx", "dx", 1024, about="dx = dy W",
+        op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
         judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
         predict=_predict_product,
     ),
     _series(
-        "det_gemm_dw", "dw", 1024, op=gemm_dw, make=_dw_args, call=_call_dw,
+        "det_gemm_dw", "dw", 1024, about="dW = dy^T x, in fp32", op=gemm_dw, make=_dw_args, call=_call_dw,
         cost=partial(_cost, out="KN", out_itemsize=4),
         judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS, predict=_predict_dw,
     ),
     by_rows(
         "det_linear", LAYER_CASES, layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,
+        about="a linear layer, next to one of PyTorch",
         directions=("fwd", "fwd_bwd"), core=LAYER_CASES, also={"triton": LAYER_CASES},
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What people use instead of `grpo_loss`, the sizes at which both are timed, and the speed goals.
+"""What people use instead of `grpo_loss`, and the sizes at which both are timed.
 
 Six series, as in `ratio_kl`: from the logits of a reference, and from its log-probabilities (`_given`), with
 all tokens counting, half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities
@@ -6,7 +6,6 @@ of a reference, so it is timed where isobit gets them as well and reads as many 
 normalises them in groups; the others get advantages.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,10 +15,17 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.op import grpo_loss
-from isobit.ops.ratio_kl.rivals import CASES, DENSITIES, cost
-from isobit.spec.goals import Base, Cell, Goal, floors, limit
-from isobit.spec.proof import Args, Case
-from isobit.spec.rival import Rival, cannot_import
+from isobit.ops.ratio_kl.rivals import (
+    CASES,
+    DENSITIES,
+    about,
+    cost,
+    liger_available,
+    with_last_step,
+    zeros_in_masked_rows,
+)
+from isobit.spec.proof import Args
+from isobit.spec.rival import Rival
 from isobit.spec.series import Series, by_rows
 from isobit.spec.truth import ROWS, cotangent_like, spread_evenly
 
@@ -50,18 +56,10 @@ def _advantages(args: Args) -> Tensor:
 
 
 def _of_live_tokens(args: Args) -> Args:
-    """Advantages, and zeros in tokens that do not count, for rivals that mask afterwards: NaN or an invalid
-    id would be an error there."""
+    """With the advantages, and zeros in masked tokens."""
     live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    found = args | {"group_advantages": _advantages(args).float(), "live": live.float()}
-    if args["mask"] is None:
-        return found
-    found["token_ids"] = args["token_ids"].masked_fill(~live, 0)
-    for name in ("policy_logits", "ref_logits", "old_logp", "ref_logp"):
-        if args[name] is not None:
-            dead = ~live[..., None] if args[name].ndim > live.ndim else ~live
-            found[name] = args[name].masked_fill(dead, 0.0)
-    return found
+    changed = args | {"group_advantages": _advantages(args).float(), "live": live.float()}
+    return changed if args["mask"] is None else zeros_in_masked_rows(changed, live)
 
 
 def _liger(args: Args) -> Tensor:
@@ -77,18 +75,8 @@ def _liger(args: Args) -> Tensor:
 
 
 def _liger_inputs(args: Args) -> Args:
-    """Liger needs contiguous [B, T + 1, V] and does not read the last step of each sequence."""
     args = _of_live_tokens(args)
-    B, T, V = args["policy_logits"].shape
-    padded = args["policy_logits"].new_zeros(B, T + 1, V)
-    padded[:, :-1] = args["policy_logits"]
-    return args | {"policy_logits": padded}
-
-
-def _liger_available(case: Case, device: torch.device) -> str | None:
-    return cannot_import("liger_kernel.transformers.grpo_loss") or (
-        "its kernels need a GPU" if device.type == "cpu" else None
-    )
+    return args | {"policy_logits": with_last_step(args["policy_logits"])}
 
 
 _TAKES = ("by", "mask", "temperature", "ids", "ref", "ref_dtype", "layout")
@@ -100,7 +88,7 @@ COMPILED = Rival(
     takes=_TAKES,
 )  # fmt: skip
 LIGER = Rival(
-    "liger", _liger, prepare=_liger_inputs, available=_liger_available,
+    "liger", _liger, prepare=_liger_inputs, available=liger_available,
     takes=("by", "mask", "temperature", "ref", "layout"),
 )  # fmt: skip
 
@@ -110,7 +98,7 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Known:
-    """Truth in fp64: the loss, and the gradient of some tokens that count."""
+    """Truth in fp64: the loss, and the gradient of some live tokens."""
 
     loss: float
     at: tuple[Tensor, Tensor]  # (sequences, steps)
@@ -151,8 +139,8 @@ def known(args: Args) -> Known:
     with torch.enable_grad():  # forwards are judged under no_grad
         exact = some(b[chosen], t[chosen])
         leaf = exact["policy_logits"].requires_grad_()
-        found = reference.formula(**exact)[0]
-        (gradient,) = torch.autograd.grad(found, leaf, cotangent_like(found))
+        losses = reference.formula(**exact)[0]
+        (gradient,) = torch.autograd.grad(losses, leaf, cotangent_like(losses))
     return Known(loss, (b[chosen], t[chosen]), gradient[:, 0])
 
 
@@ -162,25 +150,6 @@ def known(args: Args) -> Known:
 _CORE = [CASES[1], CASES[3]]
 
 
-def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved, plus the microseconds of launches; and never slower than
-    rivals."""
-
-    def held(what: str, directions: str, against: str | Base, series: str = "", figure: str = "ms") -> Goal:
-        def chooses(cell: Cell) -> bool:
-            return cell.direction in directions.split() and cell.op.startswith(series or "grpo_loss")
-
-        return Goal(what, chooses, most=1.0, against=against, figure=figure)
-
-    return (
-        held("forward", "fwd", floors(1.08, 8)),
-        held("forward and backward", "fwd_bwd", floors(1.12, 8)),
-        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
-        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "grpo_loss_given"),
-        held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
-    )
-
-
 def _series(given: bool, suffix: str, density: float) -> Series:
     options = {"by": "samples"} | ({"ref": "logp"} if given else {})
     name = f"grpo_loss{'_given' if given else ''}{suffix}"
@@ -188,8 +157,9 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "grpo_loss"
     made = by_rows(
         "grpo_loss", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=known, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
-        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
+        judge=known, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
     return replace(made, call=_loss)
 

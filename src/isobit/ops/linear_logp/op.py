@@ -11,8 +11,8 @@ For every row h of `hidden`, with the options in this order and all of it in fp3
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
-gets a zero gradient, and its values, NaN included, reach no result.
+A masked row is one whose token id is `ignore_index` or whose mask is 0. It gives 0 and gets a zero gradient,
+and its values, NaN included, reach no result.
 
 Backward, with p = softmax(z) and H = entropy, for every row
 
@@ -33,10 +33,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE, resolve
 from isobit.frame.contract import F32, Contract, Float, Int, Mask, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
@@ -85,11 +86,57 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
 # The contract
 
 
-@op("linear_logp", sizes=kept_sizes, flops=_product_flops)
-def forward(
+@public_op("linear_logp", before="workspace_bytes", sizes=kept_sizes, flops=_product_flops)
+def forward(return_stats: bool = False, keep: bool = False) -> tuple[
+    F32[Tensor, "*"],
+    F32[Tensor, "* if return_entropy"],
+    F32[Tensor, "* if return_lse"],
+    F32[Tensor, "2 * if return_stats"],
+    Float[Tensor, "R C in hidden if keep"],
+    F32[Tensor, "R G 4 if keep"],
+]:  # fmt: skip
+    """(logp, entropy, lse, stats, kept, kept_base).
+
+    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature); autograd
+    asks for them where a backward may follow. The contents of kept and kept_base are up to the backend;
+    `kept_sizes` gives their sizes."""
+
+
+def _can_keep(
+    workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
+    numerics: str | Numerics | None, backend: str | None, **others: Any,
+) -> bool:  # fmt: skip
+    """Whether a backward may follow for which all probabilities can be kept. The contract has not been
+    checked yet: an invalid call keeps nothing here, and raises its error later."""
+    if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
+        return False
+    tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
+    numbers = isinstance(workspace_bytes, int) and isinstance(vocab_size, int | None)
+    if not (tensors and numbers and hidden.ndim and weight.ndim):
+        return False
+    followed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not (followed and torch.is_grad_enabled()):
+        return False
+    vocab = len(weight) if vocab_size is None else vocab_size
+    return kept_bytes(math.prod(hidden.shape[:-1]), vocab) <= workspace_bytes
+
+
+@overload
+def linear_logp(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, return_entropy: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logp(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
+@overload
+def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> Tensor: ...
+@forward.public  # type: ignore[misc]
+def linear_logp(  # overloads take any options
     hidden: Float[Tensor, "* D"],
     weight: Float[Tensor, "V D"],
     token_ids: Int[Tensor, "*"],
+    *,
     bias: Float[Tensor, "V"] | None = None,
     mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
@@ -100,21 +147,71 @@ def forward(
     vocab_size: int | None = None,
     return_entropy: bool = False,
     return_lse: bool = False,
-    return_stats: bool = False,
-    keep: bool = False,
     workspace_bytes: int | None = None,
-) -> tuple[
-    F32[Tensor, "*"],
-    F32[Tensor, "* if return_entropy"],
-    F32[Tensor, "* if return_lse"],
-    F32[Tensor, "2 * if return_stats"],
-    Float[Tensor, "R C in hidden if keep"],
-    F32[Tensor, "R G 4 if keep"],
-]:
-    """(logp, entropy, lse, stats, kept, kept_base).
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probabilities of `token_ids` under softmax of hidden @ weight.T, in fp32, without storing logits.
 
-    stats are a row's m = max of z before the temperature and s = sum of exp((z - m) / temperature). The
-    contents of kept and kept_base are up to the backend; `kept_sizes` gives their sizes."""
+    Args:
+        hidden: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
+            the last dimension contiguous; `hidden[:, :-1]` may be copied by a backend, 2 N D bytes.
+        weight: [V, D], of the same dtype: the weight of the LM head.
+        token_ids: [*], int32 or int64. In a live row an id outside the vocabulary is a
+            ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
+            it adds nothing to dweight and dbias, and no read is out of bounds.
+        bias: [V], of the same dtype or fp32; added in fp32.
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked, too. Masked rows give 0 and get a zero
+            gradient, and their values, NaN included, reach no result.
+        temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
+            (it gets no gradient).
+        softcap: logits become softcap * tanh(logits / softcap).
+        logit_scale: logits are multiplied by it, before the softcap.
+        logits_dtype: bf16 or fp16 rounds the logits to it, before all of the above, as an engine with logits
+            in that dtype does. None keeps them in fp32.
+        vocab_size: rows of the weight from here on are padding: they are ignored, and get zero gradients.
+        return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
+            differentiable.
+        workspace_bytes: memory for gradients of logits in the backward. None is 64 MB; on the hopper backend
+            16 KB a row if that is more, but then no more than the size of the weight. Kernels may exceed it
+            by what they need at least (hopper: 512 columns, 1 KB a row). If it does not hold the whole
+            vocabulary, fp32 sums of dhidden [N, D] are stored in addition. The size changes no bits, with
+            one exception: if it holds all probabilities and 64 MB, the hopper backend keeps them from the
+            forward, in 16 bits, and does not recompute logits. That changes bits of gradients, so make it
+            large enough for every batch, or for none.
+        validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the numerics class that the result must have, "lse/1" on a Hopper GPU or
+            "linear-lse/triton-1"; None takes that of the backend that serves, which `isobit.explain` reports.
+            It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as requested.
+
+    Gradients go to hidden, weight and bias; only those that are needed are computed. On the hopper and triton
+    backends a row's results and its row of dhidden do not depend on the other rows, and dweight and dbias
+    depend only on the live rows, in their order (`isobit.explain` names the numerics class).
+
+    Example:
+        >>> import torch, isobit
+        >>> head = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]], requires_grad=True)
+        >>> logp = isobit.linear_logp(torch.eye(2), head, torch.tensor([2, 0]))
+        >>> logp
+        tensor([-0.4076, -1.0986], grad_fn=<LinearLogpBackward>)
+        >>> logp.sum().backward()
+        >>> head.grad[:, 1]
+        tensor([ 0.6667, -0.3333, -0.3333])
+    """
+    given: dict[str, Any] = locals()
+    if workspace_bytes is not None:
+        given = {**given, "keep": _can_keep(**given)}
+    out, entropy, lse, *_ = forward(**given)
+    if not (return_entropy or return_lse):
+        return out
+    return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())
 
 
 def _backward_flops(args: dict[str, Any]) -> int:
@@ -123,13 +220,14 @@ def _backward_flops(args: dict[str, Any]) -> int:
     return products * _product_flops(args)
 
 
-@op("linear_logp_bwd", flops=_backward_flops)
+_SHARED = forward.params(
+    "hidden", "weight", "token_ids", "bias", "mask", ..., "ignore_index", "temperature", "softcap",
+    "logit_scale", "logits_dtype", "vocab_size", "workspace_bytes",
+)  # fmt: skip
+
+
+@op("linear_logp_bwd", like=_SHARED, flops=_backward_flops)
 def backward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
     stats: F32[Tensor, "2 *"],
     entropy: F32[Tensor, "*"] | None,
     kept: Float[Tensor, "R C"] | None,
@@ -137,13 +235,7 @@ def backward(
     dlogp: F32[Tensor, "*"] | None,
     dentropy: F32[Tensor, "*"] | None,
     dlse: F32[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
-    softcap: float | None,
-    logit_scale: float | None,
-    logits_dtype: torch.dtype | None,
-    vocab_size: int | None,
-    workspace_bytes: int | None,
+    *,
     want_hidden: bool,
     want_weight: bool,
     want_bias: bool,
@@ -203,24 +295,13 @@ def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
     tokens.ids_below(vocabulary(args), contract, args)
 
 
-for declared in (forward, backward):
-    declared.rule(_one_dtype)
-    declared.rule(tokens.scalars)
-    declared.rule(_scalars)
-    declared.rule(_sizes)
-backward.rule(tokens.entropy_is_there)
-backward.rule(_bias_is_there)
-backward.rule(_grad_dtype)
-forward.value_rule(_ids_in_range)
-forward.value_rule(tokens.temperatures_are_positive)
+_SHARED_RULES = (_one_dtype, tokens.scalars, _scalars, _sizes)
+forward.rule(*_SHARED_RULES)
+forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
+backward.rule(*_SHARED_RULES, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
 
 
 # Backends, fastest first
-
-# Imported at the first call that needs them.
-_reference = Lazy(f"{__package__}.reference")
-_hopper, _triton = Lazy(f"{__package__}.kernels_hopper"), Lazy(f"{__package__}.kernels_triton")
-_hopper_bwd, _triton_bwd = Lazy(f"{_hopper._name}_bwd"), Lazy(f"{_triton._name}_bwd")
 
 
 def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -237,18 +318,24 @@ def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> t
     )
 
 
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args)
+forward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.linear_logp(**args)
-
-
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_bwd.linear_logp_bwd(**args)
+backward.backend(
+    "hopper",
+    run="kernels_hopper_bwd:linear_logp_bwd",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
@@ -262,188 +349,40 @@ def _triton_numerics(device: torch.device) -> str:
     return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
 
 
-@forward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _triton.linear_logp(**args))
+def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
 
 
-@backward.backend(
-    "triton", numerics=_triton_numerics, when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton_bwd.linear_logp_bwd(**args)
+def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
+    return _kept_nothing(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
 
 
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _kept_nothing(args, _reference.linear_logp(**args))
+_ON_TRITON: dict[str, Any] = {
+    "numerics": _triton_numerics, "when": _triton_cannot_serve, "interpreted": True, "launches": True
+}  # fmt: skip
+forward.backend("triton", run=_by_triton, **_ON_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:linear_logp_bwd", **_ON_TRITON)
 
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_bwd(**args)
+forward.backend("reference", run=_by_reference, numerics=NONE)
+backward.backend("reference", run="reference:linear_logp_bwd", numerics=NONE)
 
 
 # Autograd, once for all backends
 
-_GIVEN = (
-    "hidden", "weight", "token_ids", "bias", "mask", "ignore_index", "temperature", "softcap", "logit_scale",
-    "logits_dtype", "vocab_size", "workspace_bytes",
-)  # fmt: skip
 
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, entropy, _, stats, kept, kept_base = outputs
-    tensors = {name: args[name] for name in _GIVEN}
-    if not args["keep"] or len(kept) == 0:
-        kept = kept_base = None  # type: ignore[assignment]
-    tensors |= {"stats": stats, "kept": kept, "kept_base": kept_base}
-    return tensors | {"entropy": entropy if args["return_entropy"] else None}
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    names = (*_GIVEN, "stats", "entropy", "kept", "kept_base")
-    found = backward(
-        **{name: kept[name] for name in names},
-        **dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False)),
-        **{f"want_{name}": name in kept["needs"] for name in forward.differentiable},
-        grad_dtype=None,
-        **kept["follow"],
-    )
-    gradients = zip(forward.differentiable, found, strict=True)
-    return {name: g for name, g in gradients if name in kept["needs"]}
+def _save(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Without probabilities that no backend could store."""
+    if saved["kept"] is not None and len(saved["kept"]) == 0:
+        saved |= {"kept": None, "kept_base": None}
+    return saved | {"grad_dtype": None}
 
 
 forward.derivative(
-    "hidden", "weight", "bias",
-    save=_save, gradient=_gradient, constant=(3, 4, 5), flags=("return_stats",),
+    "hidden", "weight", "bias", by=backward, save=_save,
+    outputs=("logp", "entropy", "lse", "stats", "kept", "kept_base"), constant=("stats", "kept", "kept_base"),
+    flags=("return_stats",),
 )  # fmt: skip
 backward.not_differentiable(
     "isobit.linear_logp has no second derivative: its backward is made of kernels without a gradient of "
     "their own. Differentiate a log_softmax of the logits instead where you need one."
 )
-
-
-# Public function
-
-
-def _can_keep(
-    workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
-    numerics: str | Numerics | None, backend: str | None,
-) -> bool:  # fmt: skip
-    """Whether a backward may follow for which all probabilities can be kept. The contract has not been
-    checked yet: an invalid call keeps nothing here, and raises its error later."""
-    if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
-        return False
-    tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
-    numbers = isinstance(workspace_bytes, int) and isinstance(vocab_size, int | None)
-    if not (tensors and numbers and hidden.ndim and weight.ndim):
-        return False
-    followed = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if not (followed and torch.is_grad_enabled()):
-        return False
-    vocab = len(weight) if vocab_size is None else vocab_size
-    return kept_bytes(math.prod(hidden.shape[:-1]), vocab) <= workspace_bytes
-
-
-@overload
-def linear_logp(
-    hidden: Tensor, weight: Tensor, token_ids: Tensor, *, bias: Tensor | None = ...,
-    mask: Tensor | None = ..., ignore_index: int = ..., temperature: float | Tensor = ...,
-    softcap: float | None = ..., logit_scale: float | None = ..., logits_dtype: torch.dtype | None = ...,
-    vocab_size: int | None = ...,
-    return_entropy: Literal[False] = ..., return_lse: Literal[False] = ...,
-    workspace_bytes: int | None = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def linear_logp(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
-@forward.public  # type: ignore[misc]
-def linear_logp(  # the second overload takes any options
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    ignore_index: int = -100,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    logits_dtype: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    workspace_bytes: int | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, ...]:
-    """Log-probabilities of `token_ids` under softmax of hidden @ weight.T, in fp32, without storing logits.
-
-    Args:
-        hidden: [*, D] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and strides,
-            the last dimension contiguous; `hidden[:, :-1]` may be copied by a backend, 2 N D bytes.
-        weight: [V, D], of the same dtype: the weight of the LM head.
-        token_ids: [*], int32 or int64. In a row that counts an id outside of the vocabulary is a
-            ContractError on CPU tensors. On a GPU it makes that row's results and its row of dhidden NaN;
-            it adds nothing to dweight and dbias, and no read is out of bounds.
-        bias: [V], of the same dtype or fp32; added in fp32.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
-            gradient, and their values, NaN included, reach no result.
-        temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
-            (it gets no gradient).
-        softcap: logits become softcap * tanh(logits / softcap).
-        logit_scale: logits are multiplied by it, before the softcap.
-        logits_dtype: bf16 or fp16 rounds the logits to it, before all of the above, as an engine with logits
-            in that dtype does. None keeps them in fp32.
-        vocab_size: rows of the weight from here on are padding: they are ignored, and get zero gradients.
-        return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
-            differentiable.
-        workspace_bytes: memory for gradients of logits in the backward. None is 64 MB; on the hopper backend
-            16 KB a row if that is more, but then no more than the size of the weight. Kernels may exceed it
-            by what they need at least (hopper: 512 columns, 1 KB a row). If it does not hold the whole
-            vocabulary, fp32 sums of dhidden [N, D] are stored in addition. The size changes no bits, with
-            one exception: if it holds all probabilities and 64 MB, the hopper backend keeps them from the
-            forward, in 16 bits, and does not recompute logits. That changes bits of gradients, so make it
-            large enough for every batch, or for none.
-        validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
-            everywhere with ISOBIT_VALIDATE=1.
-        numerics: the numerics class that the result must have, "lse/1" on a Hopper GPU or
-            "linear-lse/triton-1"; None takes that of the backend that serves, which `isobit.explain` reports.
-            It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
-
-    Returns:
-        logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as requested.
-
-    Gradients go to hidden, weight and bias; only those that are needed are computed. On the hopper and triton
-    backends a row's results and its row of dhidden do not depend on the other rows, and dweight and dbias
-    depend only on the rows that count, in their order (`isobit.explain` names the numerics class).
-
-    Example:
-        >>> import torch, isobit
-        >>> head = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]], requires_grad=True)
-        >>> logp = isobit.linear_logp(torch.eye(2), head, torch.tensor([2, 0]))
-        >>> logp
-        tensor([-0.4076, -1.0986], grad_fn=<LinearLogpBackward>)
-        >>> logp.sum().backward()
-        >>> head.grad[:, 1]
-        tensor([ 0.6667, -0.3333, -0.3333])
-    """
-    keep = workspace_bytes is not None and _can_keep(
-        workspace_bytes, hidden, weight, bias, vocab_size, numerics, backend
-    )
-    # Autograd sets return_stats itself where a backward may follow.
-    out, entropy, lse, *_ = forward(
-        hidden=hidden, weight=weight, token_ids=token_ids, bias=bias, mask=mask, ignore_index=ignore_index,
-        temperature=temperature, softcap=softcap, logit_scale=logit_scale, logits_dtype=logits_dtype,
-        vocab_size=vocab_size, return_entropy=return_entropy, return_lse=return_lse, keep=keep,
-        workspace_bytes=workspace_bytes, validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
-    if not (return_entropy or return_lse):
-        return out
-    return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

@@ -1,9 +1,9 @@
-"""What people use instead of `linear_logp`, the shapes at which both are timed, and the speed goals.
+"""What people use instead of `linear_logp`, and the shapes at which both are timed.
 
 Six series, for N tokens with D features and a vocabulary of V:
 
     linear_logp              logp, without gradients
-    linear_logp_bias         the same with a bias, beside the same call without it (`isobit:no bias`)
+    linear_logp_bias         the same with a bias, next to the same call without it (`isobit:no bias`)
     linear_logp_train        logp, and the gradients of hidden states and weight
     linear_logp_train_bias   and that of the bias
     linear_logp_frozen       logp, and the gradient of the hidden states alone
@@ -15,7 +15,7 @@ three or four times with gradients. cuBLAS is slow for odd sizes, so for G the v
 multiple of 64: G at V = 50257 is that at 50304.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from isobit.frame.device import sm_count
 from isobit.ops.linear_logp.op import forward, linear_logp
 from isobit.ops.linear_logp.proof.inputs import FULL
-from isobit.spec.goals import Cell, Goal, longer_of_floor_and, prediction
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.proofs import proof_of
 from isobit.spec.rival import Rival, cannot_import
@@ -208,9 +207,9 @@ class Sampled:
 
     @cached_property
     def rows(self) -> Truth:
-        found = truth_of(forward, self.args, self.inputs)
-        assert found is not None  # its output is row by row
-        return found
+        truth = truth_of(forward, self.args, self.inputs)
+        assert truth is not None  # its output is row by row
+        return truth
 
     @cached_property
     def total(self) -> float:
@@ -247,56 +246,9 @@ def _cost(products: int, dims: dict[str, int], dtype: torch.dtype) -> Cost:
 cost_of_training = partial(_cost, 2)
 
 
-_Sizes = dict[str, int]
-
-
-def _shape(ops: str, chooses: Callable[[_Sizes], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
-    return lambda cell: cell.op in ops.split() and chooses(cell.sizes)
-
-
-def _among(shapes: Sequence[tuple[int, ...]]) -> Callable[[_Sizes], bool]:
-    return lambda sizes: tuple(sizes[name] for name in "NDV") in shapes
-
-
-_usual = _among(SHAPES)
-_FORWARD, _TRAIN = "linear_logp linear_logp_bias", "linear_logp_train linear_logp_train_bias"
-
-#: As fractions of the speed of one product: 1 / 1.02 and so on; `most` as multiples of its time.
-GOALS = (
-    Goal("logp, D >= 2048",
-         _shape("linear_logp", lambda n: _usual(n) and n["D"] >= 2048 and n["V"] % 64 == 0),
-         mean=0.980, least=0.926),
-    Goal("logp, 512 x 896 x 151936", _shape("linear_logp", _among(SHAPES[-1:])), least=0.833),
-    Goal("logp, V = 50257", _shape("linear_logp", lambda n: n["V"] == 50257), least=0.800),
-    Goal("logp and all gradients", _shape("linear_logp_train", _usual), mean=0.227),
-    Goal("logp and the gradient of hidden states", _shape("linear_logp_frozen", _usual), mean=0.303),
-    Goal("logp and all gradients, probabilities kept", _shape("linear_logp_kept", _usual), mean=0.294),
-    Goal("logp, N >= 512", _shape(_FORWARD, lambda n: n["N"] >= 512), mean=0.971),
-    Goal("logp, N <= 128", _shape("linear_logp", lambda n: n["N"] <= 128), most=1.0,
-         against=longer_of_floor_and(BASELINE, 1.15, 6)),
-    Goal("logp, N from 129 to 511", _shape("linear_logp", lambda n: 128 < n["N"] < 512), most=1.0,
-         against=longer_of_floor_and(BASELINE, 1.4)),
-    Goal("logp, N <= 200", _shape("linear_logp", lambda n: n["N"] <= 200 and n["D"] == 4096), most=1.0,
-         against="verl"),
-    Goal("logp with a bias", _shape("linear_logp_bias"), most=1.05, against="isobit:no bias"),
-    Goal("logp and all gradients, N >= 2048", _shape(_TRAIN, lambda n: n["N"] >= 2048), mean=0.2326),
-    Goal("logp and all gradients, N >= 2048, D >= 2048",
-         _shape(_TRAIN, lambda n: n["N"] >= 2048 <= n["D"]), most=4.6, against=BASELINE),
-    Goal("logp and all gradients, N >= 2048, D = 1024",
-         _shape(_TRAIN, lambda n: n["N"] >= 2048 and n["D"] == 1024), most=5.0, against=BASELINE),
-    Goal("logp and all gradients, 1024 x 896 x 151936",
-         _shape("linear_logp_train", _among(TRAINED[1:])), most=6.0, against=BASELINE),
-    Goal("logp and the gradient of hidden states, D >= 2048",
-         _shape("linear_logp_frozen", lambda n: n["D"] >= 2048), mean=0.303),
-    Goal("logp and all gradients, probabilities kept, D >= 2048",
-         _shape("linear_logp_kept", lambda n: n["D"] >= 2048), mean=0.2985),
-    Goal("time, by what the model expects of the tile", _shape(_FORWARD), most=1.25, against=prediction()),
-)  # fmt: skip
-
-
 def predict(backend: str | None, args: Args) -> float | None:
     """Milliseconds of the forward by the model that chooses its schedule, and what its three kernels, or
-    four with shared splits, take beside their work."""
+    four with shared splits, take in addition to their work."""
     if backend != "hopper":
         return None
     from isobit.kernels.hopper.tiles import FIXED_US
@@ -326,7 +278,7 @@ def _series(
     return by_rows(
         "linear_logp", cases, partial(_cost, products), rivals, name=name, inputs=inputs, core=core,
         judge=lambda args: Sampled(args, inputs), directions=("fwd_bwd",) if inputs else ("fwd",),
-        against=BASELINE, copy=False, goals=GOALS if name == "linear_logp" else (), **rest,
+        against=BASELINE, copy=False, **rest,
     )  # fmt: skip
 
 
@@ -345,16 +297,23 @@ SERIES: Sequence[Series] = (
     _series(
         "linear_logp", (), _rivals(*_OTHERS), CASES + _cases([*FEW_ROWS, LONG]) + _UNEVEN,
         _CORE + _cases(_CORE_FEW) + _UNEVEN, also={"triton": _CORE}, predict=predict,
+        about="log-probabilities, without gradients",
     ),
-    _bias_series("linear_logp_bias", (), _BIASED, ways={"no bias": without_bias}, predict=predict),
+    _bias_series("linear_logp_bias", (), _BIASED, variants={"no bias": without_bias}, predict=predict,
+        about="the same with a bias"),
     _series(
         "linear_logp_train", _BOTH, _rivals(*_OTHERS, _EXACT), CASES + _cases([*TRAINED, LONG]) + _UNEVEN,
         _CORE + _UNEVEN, also={"triton": _CORE},
+        about="with the gradients of hidden states and weight",
     ),
-    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[:1]),
-    _series("linear_logp_frozen", ("hidden",), _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN),
+    _bias_series("linear_logp_train_bias", (*_BOTH, "bias"), _BIASED[:1], about="and that of a bias"),
+    _series(
+        "linear_logp_frozen", ("hidden",), _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN,
+        about="with the gradient of the hidden states alone",
+    ),
     _series(
         "linear_logp_kept", _BOTH, _rivals(), CASES + _UNEVEN, _CORE + _UNEVEN,
         options={"workspace_bytes": FULL},
+        about="all gradients, with memory for all probabilities between the passes",
     ),
 )  # fmt: skip

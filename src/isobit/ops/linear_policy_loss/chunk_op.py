@@ -21,24 +21,21 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
-from isobit.frame.contract import F32, Contract, Float, Int, Mask
+from isobit.frame.backend import NONE
+from isobit.frame.contract import F32, Contract, Float, Int
 from isobit.frame.device import hopper_cannot_run
 from isobit.frame.op import op
 from isobit.kernels.host import tokens
+from isobit.ops.linear_logp.op import forward as linear_logp
 
 # The contract
 
 
-@op("linear_logp_chunk")
+_ROWS = ("hidden", "weight", "token_ids", "bias", "mask")
+
+
+@op("linear_logp_chunk", like=linear_logp.params(*_ROWS, "ignore_index", "temperature"))
 def forward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
     memory: Float[Tensor, "M; written"],
     kept_base: F32[Tensor, "R G 4; written"] | None,
     queued: Int[Tensor, "1"] | None,
@@ -47,13 +44,8 @@ def forward(
     """(logp, entropy, stats); memory and kept_base hold what the backward needs."""
 
 
-@op("linear_logp_chunk_bwd")
+@op("linear_logp_chunk_bwd", like=linear_logp.params(*_ROWS))
 def backward(
-    hidden: Float[Tensor, "* D"],
-    weight: Float[Tensor, "V D"],
-    token_ids: Int[Tensor, "*"],
-    bias: Float[Tensor, "V"] | None,
-    mask: Mask[Tensor, "*"] | None,
     stats: F32[Tensor, "2 *"],
     entropy: F32[Tensor, "*"] | None,
     dlogp: F32[Tensor, "*"] | None,
@@ -97,55 +89,57 @@ def _has_rows(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", args["token_ids"], "a chunk has at least one row")
 
 
-for declared in (forward, backward):
-    declared.rule(tokens.scalars)
-    declared.rule(_has_rows)
-backward.rule(tokens.entropy_is_there)
-
-
-@backward.rule
 def _postponed(contract: Contract, args: dict[str, Any]) -> None:
     if args["postpone"] and not (args["first"] and args["last"] and args["kept"]):
         raise contract.error("postpone", True, "only where there is one chunk, and it was kept")
 
 
-# Backends, fastest first
+forward.rule(tokens.scalars, _has_rows)
+backward.rule(tokens.scalars, _has_rows, tokens.entropy_is_there, _postponed)
 
-_reference = Lazy(f"{__package__}.reference_chunk")
-_hopper = Lazy("isobit.ops.linear_logp.kernels_hopper")
-_hopper_chunk = Lazy(f"{__package__}.kernels_hopper")
+
+# Backends, fastest first
 
 
 def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    options = {"softcap": None, "logit_scale": None}
-    return hopper_cannot_run(args["hidden"].device) or _hopper.why_not(args | options)
+    from isobit.ops.linear_logp.kernels_hopper import why_not
+
+    return why_not(args | {"softcap": None, "logit_scale": None})
 
 
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk(**args)
-
-
-@backward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_chunk(**args)
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.linear_logp_chunk_bwd(**args)
-
-
-@finish.backend(
-    "hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["memory"].device), launches=True
+forward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when=_hopper_cannot_serve,
+    launches=True,
 )
-def _(**args: Any) -> Any:
-    return _hopper_chunk.linear_logp_chunk_dw(**args)
+
+
+backward.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk_bwd",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when=_hopper_cannot_serve,
+    launches=True,
+)
+
+
+forward.backend("reference", run="reference_chunk:linear_logp_chunk", numerics=NONE)
+
+
+backward.backend("reference", run="reference_chunk:linear_logp_chunk_bwd", numerics=NONE)
+
+
+finish.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk_dw",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    launches=True,
+)
 
 
 for declared in (forward, backward, finish):

@@ -46,21 +46,116 @@ from isobit.ops.linear_policy_loss.loss_call import Loss
 
 
 @composed("linear_policy_loss")
-def declared(
+def declared() -> F32[Tensor, ""]:
+    """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
+
+
+@declared.public
+def linear_policy_loss(
     hidden: Float[Tensor, "* D"],
     weight: Float[Tensor, "V D"],
     token_ids: Int[Tensor, "*"],
-    loss_fn: object,
-    inputs: object | None = None,
+    *,
+    loss_fn: Callable[..., Any],
+    inputs: Mapping[str, Any] | None = None,
     bias: Float[Tensor, "V"] | None = None,
     mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
     temperature: float | F32[Tensor, "*"] = 1.0,
     entropy: bool = False,
-    cu_seqlens: object | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     workspace_bytes: int | None = None,
-) -> F32[Tensor, ""]:
-    """(loss, sums): the loss, fp64 if loss_fn returns that, and the sums that it returns too."""
+    validate: bool | None = None,
+    numerics: str | Numerics | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The sum of `loss_fn` over chunks of rows, from hidden states and the weight of an LM head.
+
+    Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: the gradients
+    of a chunk are finished before the next one begins.
+
+    Args:
+        hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
+            reference backend). Any strides, the last dimension contiguous.
+        weight: [V, D], of the same dtype: the weight of the LM head.
+        token_ids: [N] or [B, T], int32 or int64; ids outside the vocabulary as in `linear_logp`.
+        loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or [b, T] with
+            whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or (loss,
+            sums), where sums is a dict of other values to be summed over chunks. Shares must add up: return a
+            sum over rows divided by a fixed number, not a mean over the rows of the chunk. `isobit.losses`
+            has some. Without rows it is called once, with empty tensors.
+        inputs: other arguments of loss_fn, by name. Tensors with the shape of token_ids are split like the
+            rows; tensors [B] (with cu_seqlens: one element per sequence, and sequences without rows are left
+            out) like the sequences; values without dimensions are passed unchanged. They get no gradient.
+        bias: [V], of the same dtype as the weight or fp32; added in fp32.
+        mask: [N] or [B, T], bool or integer; rows where it is 0 are masked. Masked rows have log-probability
+            0 and get no gradient, and their values, NaN included, reach no result. loss_fn does not receive
+            the mask, unless it is among the inputs too.
+        ignore_index: rows with this token id are masked, too.
+        temperature: a positive number that divides the logits, or an fp32 tensor with one for every row.
+        entropy: pass the entropies to loss_fn too; otherwise it gets None. If the loss uses their gradient,
+            logits are computed twice.
+        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
+            list or a tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
+        workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
+            rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
+            chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than
+            1024 fit. That changes bits of gradients; where chunks end does not.
+        validate: check ids and temperatures on a GPU too, and also run loss_fn on both halves of a chunk, or
+            on two chunks as one, to see whether shares add up (host syncs). None does it on CPU tensors, and
+            everywhere with ISOBIT_VALIDATE=1.
+        numerics: the numerics class that the result must have, as in `linear_logp`.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+
+    Returns:
+        (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
+        returned, detached. The loss is fp32, or fp64 if loss_fn returns fp64; shares and sums in 16 bits are
+        added in fp32.
+
+    Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
+    only those that are needed are computed, and without any there is one product. They equal those of
+    `linear_logp` with kept probabilities and the same loss, bit for bit if the gradient of the loss is 1; any
+    other value is multiplied in fp32, before the one rounding. Between the call and the backward they take
+    4 V D + 4 N D bytes at most.
+
+    `torch.compile` cannot trace it: a compiled function has a graph break there.
+
+    Example:
+        >>> import torch, isobit
+        >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> token_ids, advantages = torch.randint(0, 100, (2, 5)), torch.tensor([1.0, -1.0])
+        >>> def reinforce(logp, entropy, advantages, tokens):
+        ...     return -(logp * advantages[:, None]).sum() / tokens, {"logp": logp.sum()}
+        >>> loss, stats = isobit.linear_policy_loss(
+        ...     hidden, head, token_ids, loss_fn=reinforce, inputs={"advantages": advantages, "tokens": 10}
+        ... )
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.grad.shape, stats["logp"].shape
+        (torch.Size([2, 5, 16]), torch.Size([100, 16]), torch.Size([]))
+    """
+    served = declared.serve(locals())
+    args = served.args
+    batch = batch_of(args)
+    sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)
+    loss = Loss(declared.contract, args["loss_fn"])
+    call = Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
+    tensors = (args["hidden"], args["weight"], args["bias"])
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        with torch.no_grad():
+            sums = evaluate(call)
+        return sums.loss, sums.stats
+    total: Tensor
+    if call.kept:
+        kept: list[Sums] = []
+        total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
+        return total, kept[0].stats
+    sums, share, results = without_keeping(call)
+    total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
+    return total, sums.stats
+
+
+def _input_error(name: str, value: Any, rule: str) -> Exception:
+    return declared.contract.error("inputs", value, f"{name!r} {rule}")
 
 
 # Rules that annotations cannot express
@@ -139,9 +234,9 @@ _ONCE = (
 
 
 class _Root(torch.autograd.Function):
-    """An empty tensor that autograd derives from what the loss is differentiated by. Gradients that were made
-    in advance are no function of it that autograd could see; saved beside them, this one is, and does not
-    keep hidden states in memory."""
+    """An empty tensor that depends on the inputs in autograd's graph. Gradients that were made in advance do
+    not, so a double backward would silently return None. Saved with them, this tensor makes it an error, and
+    does not keep hidden states alive."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
@@ -205,114 +300,3 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
         return None, None, *(g if g is None else g * dloss.to(g.dtype) for g in ctx.saved_tensors)
-
-
-# Public function
-
-
-@declared.public
-def linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    *,
-    loss_fn: Callable[..., Any],
-    inputs: Mapping[str, Any] | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    ignore_index: int = -100,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    cu_seqlens: Sequence[int] | Tensor | None = None,
-    workspace_bytes: int | None = None,
-    validate: bool | None = None,
-    numerics: str | Numerics | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The sum of `loss_fn` over chunks of rows, from hidden states and the weight of an LM head.
-
-    Neither logits nor log-probabilities of all rows are stored, and no logit is computed twice: the gradients
-    of a chunk are finished before the next one begins.
-
-    Args: hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
-        reference backend). Any strides, the last dimension contiguous. weight: [V, D], of the same dtype: the
-        weight of the LM head. token_ids: [N] or [B, T], int32 or int64; ids outside of the vocabulary as in
-        `linear_logp`. loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or
-        [b, T] with whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or
-        (loss, sums), where sums is a dict of other values to be summed over chunks. Shares must add up:
-        return a sum over rows divided by a fixed number, not a mean over the rows of the chunk.
-        `isobit.losses` has some. Without rows it is called once, with empty tensors. inputs: other arguments
-        of loss_fn, by name. Tensors with the shape of token_ids are split like the rows; tensors [B] (with
-        cu_seqlens: one element per sequence, and sequences without rows are left out) like the sequences;
-        values without dimensions are passed unchanged. They get no gradient. bias: [V], of the same dtype as
-        the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts where it is
-        nonzero. Rows that do not count have log-probability 0 and get no gradient, and their values, NaN
-        included, reach no result. loss_fn does not receive the mask, unless it is among the inputs too.
-        ignore_index: rows with this token id do not count. temperature: a positive number that divides the
-        logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn too;
-        otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens: where
-        packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a tensor; one
-        on a GPU is read by the host, which waits once. Not needed for rows [B, T]. workspace_bytes: memory
-        for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer rows take less. Larger
-        chunks are faster, since fp32 sums of dweight are read and written once per chunk. Logits are computed
-        twice for a sequence that does not fit, and for all rows if fewer than 1024 fit. That changes bits of
-        gradients; where chunks end does not. validate: check ids and temperatures on a GPU too, and also run
-        loss_fn on both halves of a chunk, or on two chunks as one, to see whether shares add up (host syncs).
-        None does it on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. numerics: the numerics class that
-        the result must have, as in `linear_logp`. backend: force "hopper", "triton" or "reference"; None
-        takes the first that can serve.
-
-    Returns:
-        (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
-        returned, detached. The loss is fp32, or fp64 if loss_fn returns fp64; shares and sums in 16 bits are
-        added in fp32.
-
-    Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
-    only those that are needed are computed, and without any there is one product. They equal those of
-    `linear_logp` with kept probabilities and the same loss, bit for bit if the gradient of the loss is 1; any
-    other value is multiplied in fp32, before the one rounding. Between the call and the backward they take
-    4 V D + 4 N D bytes at most.
-
-    `torch.compile` cannot trace it: a compiled function has a graph break there.
-
-    Example:
-        >>> import torch, isobit
-        >>> hidden, head = torch.randn(2, 5, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
-        >>> token_ids, advantages = torch.randint(0, 100, (2, 5)), torch.tensor([1.0, -1.0])
-        >>> def reinforce(logp, entropy, advantages, tokens):
-        ...     return -(logp * advantages[:, None]).sum() / tokens, {"logp": logp.sum()}
-        >>> loss, stats = isobit.linear_policy_loss(
-        ...     hidden, head, token_ids, loss_fn=reinforce, inputs={"advantages": advantages, "tokens": 10}
-        ... )
-        >>> loss.backward()
-        >>> hidden.grad.shape, head.grad.shape, stats["logp"].shape
-        (torch.Size([2, 5, 16]), torch.Size([100, 16]), torch.Size([]))
-    """
-    served = declared.serve(
-        {"hidden": hidden, "weight": weight, "token_ids": token_ids, "loss_fn": loss_fn, "inputs": inputs,
-         "bias": bias, "mask": mask, "ignore_index": ignore_index, "temperature": temperature,
-         "entropy": entropy, "cu_seqlens": cu_seqlens, "workspace_bytes": workspace_bytes,
-         "validate": validate, "numerics": numerics, "backend": backend}
-    )  # fmt: skip
-    args = served.args
-    batch = batch_of(args)
-    sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)
-    loss = Loss(declared.contract, args["loss_fn"])
-    call = Call(args, served.backend, batch, sorted_inputs, loss, served.validated)
-    tensors = (args["hidden"], args["weight"], args["bias"])
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        with torch.no_grad():
-            sums = evaluate(call)
-        return sums.loss, sums.stats
-    total: Tensor
-    if call.kept:
-        kept: list[Sums] = []
-        total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
-        return total, kept[0].stats
-    sums, share, results = without_keeping(call)
-    total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
-    return total, sums.stats
-
-
-def _input_error(name: str, value: Any, rule: str) -> Exception:
-    return declared.contract.error("inputs", value, f"{name!r} {rule}")

@@ -1,4 +1,4 @@
-"""What people use instead of `linear_policy_loss`, the shapes at which both are timed, and the speed goals.
+"""What people use instead of `linear_policy_loss`, and the shapes at which both are timed.
 
 N tokens in sequences of 1024, with D features and a vocabulary of V; a clipped policy loss, its value and the
 gradients of hidden states and weight. Two series:
@@ -28,7 +28,6 @@ from isobit.ops.linear_logp.op import linear_logp
 from isobit.ops.linear_logp.rivals import BASELINE, bare_product, cost_of_training, filled_weight, native
 from isobit.ops.linear_policy_loss.op import declared, linear_policy_loss
 from isobit.ops.linear_policy_loss.proof.inputs import make as make_rows
-from isobit.spec.goals import Base, Cell, Goal, Group, sizes_of
 from isobit.spec.options import known_options
 from isobit.spec.proof import Args, Case
 from isobit.spec.rival import Rival, cannot_import
@@ -182,17 +181,17 @@ class Sampled:
         total = size = 0.0
         with torch.no_grad():
             for rows in everyone.split(512):
-                found, _ = self._terms(rows)
-                total, size = total + float(found.sum()), size + float(found.abs().sum())
+                terms, _ = self._terms(rows)
+                total, size = total + float(terms.sum()), size + float(terms.abs().sum())
         return total, size
 
     @cached_property
     def gradient(self) -> tuple[Tensor, Tensor]:
         hidden = self.args["hidden"]
         rows = spread_evenly(len(hidden), ROWS, hidden.device)
-        found, leaves = self._terms(rows)
+        terms, leaves = self._terms(rows)
         dloss = cotangent_like(torch.empty((), device=hidden.device)).double()
-        return rows, torch.autograd.grad(found.sum() * dloss, leaves)[0]
+        return rows, torch.autograd.grad(terms.sum() * dloss, leaves)[0]
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
         loss, dhidden = result[0], result[1]
@@ -208,34 +207,6 @@ class Sampled:
 # Series
 
 
-def _most_mb(workspace: int) -> Base:
-    """One fp32 dweight, and the workspace."""
-
-    def figure(group: Group) -> float | None:
-        sizes = sizes_of(next(iter(group.values()))["case"])
-        return (4 * sizes["V"] * sizes["D"] + workspace) / MB
-
-    return Base("dweight in fp32 and the workspace", figure)
-
-
-def _in(name: str) -> Callable[[Cell], bool]:
-    return lambda cell: cell.op == name
-
-
-GOALS = tuple(
-    goal
-    for name, workspace, most in (
-        ("linear_policy_loss", 13 * GIB // 10, 3.5), ("linear_policy_loss_small", SMALL, 4.2)
-    )
-    for goal in (
-        Goal(f"{name}, time", _in(name), most=most, against=BASELINE),
-        Goal(f"{name}, memory", _in(name), most=1.0, against=_most_mb(workspace), figure="extra_mb"),
-    )
-) + tuple(
-    Goal(f"against {rival}", _in("linear_policy_loss"), most=1.0, against=rival)
-    for rival in ("liger", "trl", "torch.compile")
-)  # fmt: skip
-
 CASES = [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES]
 
 
@@ -243,16 +214,16 @@ def _call(args: Args, backend: str | None) -> Tensor:
     return linear_policy_loss(**args, backend=backend)[0]
 
 
-def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival]) -> Series:
+def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival], about: str) -> Series:
     return Series(
         op=declared, name=name, cases=CASES, make=make, call=_call, cost=cost_of_training, judge=Sampled,
         rivals=rivals, inputs=("hidden", "weight"), options={"workspace_bytes": workspace_bytes},
         takes=tuple(known_options(declared)), directions=("fwd_bwd",), against=BASELINE, copy=False,
-        goals=GOALS if name == declared.name else (), core=CASES[:2],
+        core=CASES[:2], about=about,
     )  # fmt: skip
 
 
 SERIES = (
-    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS)),
-    _series("linear_policy_loss_small", SMALL, _rivals()),
+    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS), "loss and gradients"),
+    _series("linear_policy_loss_small", SMALL, _rivals(), "the same with 256 MB of workspace"),
 )

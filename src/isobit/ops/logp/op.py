@@ -6,8 +6,8 @@ With z = logits / temperature (a number, or one for every row), for every row:
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
-gets a zero gradient, and its values reach no result.
+A masked row is one whose token id is `ignore_index` or whose mask is 0. It gives 0 and gets a zero gradient,
+and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -15,163 +15,44 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
 
 
-@op("logp")
-def forward(
-    logits: Float[Tensor, "* V"],
-    token_ids: Int[Tensor, "*"],
-    mask: Mask[Tensor, "*"] | None = None,
-    ignore_index: int = -100,
-    temperature: float | F32[Tensor, "*"] = 1.0,
-    return_entropy: bool = False,
-    return_lse: bool = False,
-    return_stats: bool = False,
-) -> tuple[
+@public_op("logp")
+def forward(return_stats: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
     F32[Tensor, "* if return_lse"],
     F32[Tensor, "2 * if return_stats"],
-]:
-    """(logp, entropy, lse, stats): stats are a row's m = max(logits) and sum of exp((logit - m) / T)."""
-
-
-@op("logp_bwd")
-def backward(
-    logits: Float[Tensor, "* V"],
-    token_ids: Int[Tensor, "*"],
-    mask: Mask[Tensor, "*"] | None,
-    stats: F32[Tensor, "2 *"],
-    entropy: F32[Tensor, "*"] | None,
-    dlogp: F32[Tensor, "*"] | None,
-    dentropy: F32[Tensor, "*"] | None,
-    dlse: F32[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
-) -> Like[Tensor, "logits"]:
-    """dlogits, from the gradients of any of the outputs."""
-
-
-# Rules that annotations cannot express
-
-
-def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
-    if args["logits"].shape[-1] == 0:
-        raise contract.error("logits", args["logits"], "V must be at least 1")
-
-
-def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    tokens.ids_below(args["logits"].shape[-1], contract, args)
-
-
-for declared in (forward, backward):
-    declared.rule(tokens.scalars)
-    declared.rule(_has_tokens)
-backward.rule(tokens.entropy_is_there)
-forward.value_rule(_ids_in_range)
-forward.value_rule(tokens.temperatures_are_positive)
-
-
-# Backends, fastest first
-
-# Imported at the first call that needs them.
-_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
-_reference = Lazy(f"{__package__}.reference")
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    if args["logits"].dtype == torch.float64:
-        return "logits are fp64; the kernels compute in fp32"
-    return triton_cannot_run(args["logits"].device)
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["logits"].device) or _hopper.why_not(args)
-
-
-@forward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.logp(**args)
-
-
-@backward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.logp_bwd(**args)
-
-
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.logp(**args)
-
-
-# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
-@backward.backend("hopper", numerics="lse/1", when=lambda args: hopper_cannot_run(args["logits"].device))
-def _(**args: Any) -> Any:
-    return _triton.logp_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.logp(**args)
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.logp_bwd(**args)
-
-
-# Autograd, once for all backends
-
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, entropy, _, stats = outputs
-    kept = {name: args[name] for name in ("logits", "token_ids", "mask", "temperature")}
-    return kept | {"stats": stats, "entropy": entropy if args["return_entropy"] else None}
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    names = ("logits", "token_ids", "mask", "stats", "entropy", "ignore_index", "temperature")
-    given = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=False))
-    return {"logits": backward(**{name: kept[name] for name in names}, **given, **kept["follow"])}
-
-
-forward.derivative("logits", save=_save, gradient=_gradient, constant=(3,), flags=("return_stats",))
-backward.not_differentiable(
-    "isobit.logp has no second derivative: its backward is a kernel without a gradient of its own. "
-    "Differentiate a log_softmax of the logits instead where you need one."
-)
-
-
-# Public function
+]:  # fmt: skip
+    """(logp, entropy, lse, stats): stats are a row's m = max(logits) and sum of exp((logit - m) / T).
+    Autograd asks for them where a backward may follow."""
 
 
 @overload
 def logp(
-    logits: Tensor, token_ids: Tensor, *, mask: Tensor | None = ..., ignore_index: int = ...,
-    temperature: float | Tensor = ..., return_entropy: Literal[False] = ...,
-    return_lse: Literal[False] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
+    logits: Tensor, token_ids: Tensor, *, return_entropy: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
 @overload
-def logp(logits: Tensor, token_ids: Tensor, **options: Any) -> tuple[Tensor, ...]: ...
+def logp(
+    logits: Tensor, token_ids: Tensor, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, ...]: ...
+@overload
+def logp(logits: Tensor, token_ids: Tensor, **options: Any) -> Tensor: ...
 @forward.public  # type: ignore[misc]
-def logp(  # the second overload takes any options
-    logits: Tensor,
-    token_ids: Tensor,
+def logp(  # overloads take any options
+    logits: Float[Tensor, "* V"],
+    token_ids: Int[Tensor, "*"],
     *,
-    mask: Tensor | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
-    temperature: float | Tensor = 1.0,
+    temperature: float | F32[Tensor, "*"] = 1.0,
     return_entropy: bool = False,
     return_lse: bool = False,
     validate: bool | None = None,
@@ -183,11 +64,11 @@ def logp(  # the second overload takes any options
     Args:
         logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place.
-        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+        token_ids: [*], int32 or int64. In a live row an id outside [0, V) is a ContractError on
             CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
             bounds.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked, too. Masked rows give 0 and get a zero
             gradient, and their values, NaN included, reach no result (the kernels do not read them).
         temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
             (it gets no gradient).
@@ -216,12 +97,96 @@ def logp(  # the second overload takes any options
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # Autograd sets return_stats itself where a backward may follow.
-    out, entropy, lse, _ = forward(
-        logits=logits, token_ids=token_ids, mask=mask, ignore_index=ignore_index, temperature=temperature,
-        return_entropy=return_entropy, return_lse=return_lse,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
+    out, entropy, lse, _ = forward(**locals())
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())
+
+
+@op("logp_bwd", like=forward.params("logits", "token_ids", "mask", ..., "ignore_index", "temperature"))
+def backward(
+    stats: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+    dlse: F32[Tensor, "*"] | None,
+) -> Like[Tensor, "logits"]:
+    """dlogits, from the gradients of any of the outputs."""
+
+
+# Rules that annotations cannot express
+
+
+def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
+    if args["logits"].shape[-1] == 0:
+        raise contract.error("logits", args["logits"], "V must be at least 1")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    tokens.ids_below(args["logits"].shape[-1], contract, args)
+
+
+forward.rule(tokens.scalars, _has_tokens)
+forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
+backward.rule(tokens.scalars, _has_tokens, tokens.entropy_is_there)
+
+
+# Backends, fastest first
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    if args["logits"].dtype == torch.float64:
+        return "logits are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["logits"].device)
+
+
+forward.backend(
+    "triton",
+    run="kernels_triton:logp",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+backward.backend(
+    "triton",
+    run="kernels_triton:logp_bwd",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+forward.backend(
+    "hopper",
+    run="kernels_hopper:logp",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
+
+
+# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
+backward.backend("hopper", run="kernels_triton:logp_bwd", numerics="lse/1", cannot_run=hopper_cannot_run)
+
+
+forward.backend("reference", run="reference:logp", numerics=NONE)
+
+
+backward.backend("reference", run="reference:logp_bwd", numerics=NONE)
+
+
+# Autograd, once for all backends
+
+forward.derivative(
+    "logits", by=backward, outputs=("logp", "entropy", "lse", "stats"), constant=("stats",),
+    flags=("return_stats",),
+)  # fmt: skip
+backward.not_differentiable(
+    "isobit.logp has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate a log_softmax of the logits instead where you need one."
+)

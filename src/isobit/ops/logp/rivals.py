@@ -18,7 +18,7 @@ def native(args: Args) -> Tensor:
 
 
 def _of_live_rows(args: Args) -> Args:
-    """Zeros in rows that do not count, for rivals that mask afterwards: NaN or an invalid id in such a row
+    """Zeros in masked rows, for rivals that mask afterwards: NaN or an invalid id in such a row
     would be an error there."""
     if args["mask"] is None:
         return args
@@ -92,6 +92,7 @@ LOGP = by_rows(
     cases=CASES,
     cost=cost,
     rivals=RIVALS,
+    about="log-probabilities from logits",
     core=[*_CORE, CASES[5]],
     also={"triton": _CORE, "hopper": _CORE},
 )

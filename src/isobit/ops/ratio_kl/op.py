@@ -12,8 +12,8 @@ the policy's logits get a gradient:
 
     dlogp = dratio * ratio - dkl * expm1(d)        plus the gradient of logp itself, if it was requested
 
-and from there as in `logp`. A row counts unless its token id is `ignore_index` or its mask is 0. A row that
-does not count has ratio 1, kl 0 and gradient 0, and its values reach no result.
+and from there as in `logp`. A masked row, whose token id is `ignore_index` or whose mask is 0,
+has ratio 1, kl 0 and gradient 0, and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -21,214 +21,59 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, Like, Mask
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
 
 
-@op("ratio_kl")
-def forward(
-    policy_logits: Float[Tensor, "* V"],
-    ref_logits: Float[Tensor, "* V"] | None,
-    token_ids: Int[Tensor, "*"],
-    old_logp: F32[Tensor, "*"] | None = None,
-    mask: Mask[Tensor, "*"] | None = None,
-    ignore_index: int = -100,
-    ref_logp: F32[Tensor, "*"] | None = None,
-    temperature: float | F32[Tensor, "*"] = 1.0,
-    return_kl: bool = True,
-    return_logp: bool = False,
-    return_entropy: bool = False,
-    return_stats: bool = False,
-) -> tuple[
+@public_op("ratio_kl")
+def forward(return_stats: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_kl"],
     F32[Tensor, "* if return_logp"],
     F32[Tensor, "* if return_entropy"],
     F32[Tensor, "2 * if return_stats"],
     F32[Tensor, "2 * if return_stats"],
-]:
+]:  # fmt: skip
     """(ratio, kl, logp, entropy, stats, slopes). stats are a row's m = max(policy_logits) and sum of
-    exp((logit - m) / T), slopes the derivatives of ratio and of kl with respect to logp."""
-
-
-@op("ratio_kl_bwd")
-def backward(
-    policy_logits: Float[Tensor, "* V"],
-    token_ids: Int[Tensor, "*"],
-    mask: Mask[Tensor, "*"] | None,
-    stats: F32[Tensor, "2 *"],
-    slopes: F32[Tensor, "2 *"],
-    entropy: F32[Tensor, "*"] | None,
-    dratio: F32[Tensor, "*"] | None,
-    dkl: F32[Tensor, "*"] | None,
-    dlogp: F32[Tensor, "*"] | None,
-    dentropy: F32[Tensor, "*"] | None,
-    ignore_index: int,
-    temperature: float | F32[Tensor, "*"],
-) -> Like[Tensor, "policy_logits"]:
-    """The gradient of policy_logits, from the gradients of any of the outputs. slopes are read for those of
-    ratio and kl."""
-
-
-# Rules that annotations cannot express
-
-
-def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
-    if args["policy_logits"].shape[-1] == 0:
-        raise contract.error("policy_logits", args["policy_logits"], "V must be at least 1")
-
-
-def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
-    logits, logp = args["ref_logits"], args["ref_logp"]
-    if logits is not None and logp is not None:
-        raise contract.error("ref_logp", logp, "is given beside ref_logits; one of the two must be None")
-    if args["return_kl"] and logits is None and logp is None:
-        rule = "a kl needs it, or ref_logp; with return_kl=False no reference is read"
-        raise contract.error("ref_logits", None, rule)
-
-
-def _log_probs_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
-    for name in ("old_logp", "ref_logp"):
-        given = args[name]
-        if given is not None and given.dtype not in (torch.float32, args["policy_logits"].dtype):
-            raise contract.error(name, given, "dtype must be fp32, or fp64 beside policy_logits in fp64")
-
-
-def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
-    tokens.ids_below(args["policy_logits"].shape[-1], contract, args)
-
-
-for declared in (forward, backward):
-    declared.rule(tokens.scalars)
-    declared.rule(_has_tokens)
-forward.rule(_one_reference)
-forward.rule(_log_probs_are_fp32)
-backward.rule(tokens.entropy_is_there)
-forward.value_rule(_ids_in_range)
-forward.value_rule(tokens.temperatures_are_positive)
-
-
-# Backends, fastest first
-
-# Imported at the first call that needs them.
-_triton, _hopper = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_hopper")
-_reference = Lazy(f"{__package__}.reference")
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    for name in ("policy_logits", "ref_logits"):
-        if args.get(name) is not None and args[name].dtype == torch.float64:
-            return f"{name} are fp64; the kernels compute in fp32"
-    return triton_cannot_run(args["policy_logits"].device)
-
-
-@forward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl(**args)
-
-
-@backward.backend(
-    "triton", numerics="lse/triton-1", when=_triton_cannot_serve, interpreted=True, launches=True
-)
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl_bwd(**args)
-
-
-def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["policy_logits"].device) or _hopper.why_not(args)
-
-
-@forward.backend("hopper", numerics="lse/1", when=_hopper_cannot_serve, launches=True)
-def _(**args: Any) -> Any:
-    return _hopper.ratio_kl(**args)
-
-
-# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
-@backward.backend(
-    "hopper",
-    numerics="lse/1",
-    when=lambda args: hopper_cannot_run(args["policy_logits"].device),
-    launches=True,
-)
-def _(**args: Any) -> Any:
-    return _triton.ratio_kl_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.ratio_kl(**args)
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.ratio_kl_bwd(**args)
-
-
-# Autograd, once for all backends
-
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    *_, entropy, stats, slopes = outputs
-    kept = {name: args[name] for name in ("policy_logits", "token_ids", "mask", "temperature")}
-    kept |= {"stats": stats, "slopes": slopes}
-    return kept | {"entropy": entropy if args["return_entropy"] else None}
-
-
-_KEPT = ("policy_logits", "token_ids", "mask", "stats", "slopes", "entropy", "ignore_index", "temperature")
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    given = dict(zip(("dratio", "dkl", "dlogp", "dentropy"), grads, strict=False))
-    return {"policy_logits": backward(**{name: kept[name] for name in _KEPT}, **given, **kept["follow"])}
-
-
-forward.derivative("policy_logits", save=_save, gradient=_gradient, constant=(4, 5), flags=("return_stats",))
-backward.not_differentiable(
-    "isobit.ratio_kl has no second derivative: its backward is a kernel without a gradient of its own. "
-    "Differentiate a log_softmax of the logits instead where you need one."
-)
-
-
-# Public function
+    exp((logit - m) / T), slopes the derivatives of ratio and of kl with respect to logp. Autograd asks for
+    them where a backward may follow."""
 
 
 @overload
 def ratio_kl(
-    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, old_logp: Tensor | None = ...,
-    mask: Tensor | None = ..., ignore_index: int = ..., ref_logp: Tensor | None = ...,
-    temperature: float | Tensor = ..., return_kl: Literal[True] = ..., return_logp: Literal[False] = ...,
-    return_entropy: Literal[False] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, return_logp: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+@overload
+def ratio_kl(
+    policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, return_entropy: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 @overload
 def ratio_kl(
     policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, *, return_kl: Literal[False],
-    old_logp: Tensor | None = ..., mask: Tensor | None = ..., ignore_index: int = ...,
-    ref_logp: Tensor | None = ..., temperature: float | Tensor = ..., return_logp: Literal[False] = ...,
-    return_entropy: Literal[False] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
+    **options: Any,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ratio_kl(
     policy_logits: Tensor, ref_logits: Tensor | None, token_ids: Tensor, **options: Any
-) -> tuple[Tensor, ...]: ...
+) -> tuple[Tensor, Tensor]: ...
 @forward.public  # type: ignore[misc]
-def ratio_kl(  # the last overload takes any options
-    policy_logits: Tensor,
-    ref_logits: Tensor | None,
-    token_ids: Tensor,
+def ratio_kl(  # overloads take any options
+    policy_logits: Float[Tensor, "* V"],
+    ref_logits: Float[Tensor, "* V"] | None,
+    token_ids: Int[Tensor, "*"],
     *,
-    old_logp: Tensor | None = None,
-    mask: Tensor | None = None,
+    old_logp: F32[Tensor, "*"] | None = None,
+    mask: Mask[Tensor, "*"] | None = None,
     ignore_index: int = -100,
-    ref_logp: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
+    ref_logp: F32[Tensor, "*"] | None = None,
+    temperature: float | F32[Tensor, "*"] = 1.0,
     return_kl: bool = True,
     return_logp: bool = False,
     return_entropy: bool = False,
@@ -246,14 +91,14 @@ def ratio_kl(  # the last overload takes any options
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place. Gradients go here.
         ref_logits: the same shape, in any of these dtypes and with strides of its own. It gets no gradient.
             None with `ref_logp`, or with `return_kl=False`, which reads no reference.
-        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+        token_ids: [*], int32 or int64. In a live row an id outside [0, V) is a ContractError on
             CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
             bounds.
         old_logp: [*] in fp32, under the policy that produced the samples. If it came from `isobit.logp` on
             the same logits in the same numerics class, the ratio is exactly 1. None means that this policy
             produced them: ratio 1, with the gradient of logp.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count have ratio 1, kl 0 and a
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked, too. Masked rows have ratio 1, kl 0 and a
             zero gradient, and their values, NaN included, reach no result (the kernels do not read them).
         ref_logp: [*] in fp32, in place of `ref_logits`.
         temperature: a positive number that divides both logits, or an fp32 tensor [*] with one for every row
@@ -289,13 +134,122 @@ def ratio_kl(  # the last overload takes any options
         >>> policy.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    # Autograd sets return_stats itself where a backward may follow.
-    ratio, kl, logp, entropy, *_ = forward(
-        policy_logits=policy_logits, ref_logits=ref_logits, token_ids=token_ids, old_logp=old_logp, mask=mask,
-        ignore_index=ignore_index, ref_logp=ref_logp, temperature=temperature, return_kl=return_kl,
-        return_logp=return_logp, return_entropy=return_entropy,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
+    ratio, kl, logp, entropy, *_ = forward(**locals())
     wanted = ((return_kl, kl), (return_logp, logp), (return_entropy, entropy))
     more = tuple(output for asked, output in wanted if asked)
     return (ratio, *more) if more else ratio
+
+
+@op(
+    "ratio_kl_bwd",
+    like=forward.params("policy_logits", "token_ids", "mask", ..., "ignore_index", "temperature"),
+)
+def backward(
+    stats: F32[Tensor, "2 *"],
+    slopes: F32[Tensor, "2 *"],
+    entropy: F32[Tensor, "*"] | None,
+    dratio: F32[Tensor, "*"] | None,
+    dkl: F32[Tensor, "*"] | None,
+    dlogp: F32[Tensor, "*"] | None,
+    dentropy: F32[Tensor, "*"] | None,
+) -> Like[Tensor, "policy_logits"]:
+    """The gradient of policy_logits, from the gradients of any of the outputs. slopes are read for those of
+    ratio and kl."""
+
+
+# Rules that annotations cannot express
+
+
+def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
+    if args["policy_logits"].shape[-1] == 0:
+        raise contract.error("policy_logits", args["policy_logits"], "V must be at least 1")
+
+
+def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
+    logits, logp = args["ref_logits"], args["ref_logp"]
+    if logits is not None and logp is not None:
+        rule = "is given in addition to ref_logits; one of the two must be None"
+        raise contract.error("ref_logp", logp, rule)
+    if args["return_kl"] and logits is None and logp is None:
+        rule = "a kl needs it, or ref_logp; with return_kl=False no reference is read"
+        raise contract.error("ref_logits", None, rule)
+
+
+def _log_probs_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
+    for name in ("old_logp", "ref_logp"):
+        given = args[name]
+        if given is not None and given.dtype not in (torch.float32, args["policy_logits"].dtype):
+            raise contract.error(name, given, "dtype must be fp32, or fp64 if policy_logits are fp64")
+
+
+def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
+    tokens.ids_below(args["policy_logits"].shape[-1], contract, args)
+
+
+forward.rule(tokens.scalars, _has_tokens, _one_reference, _log_probs_are_fp32)
+forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
+backward.rule(tokens.scalars, _has_tokens, tokens.entropy_is_there)
+
+
+# Backends, fastest first
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    for name in ("policy_logits", "ref_logits"):
+        if args.get(name) is not None and args[name].dtype == torch.float64:
+            return f"{name} are fp64; the kernels compute in fp32"
+    return triton_cannot_run(args["policy_logits"].device)
+
+
+forward.backend(
+    "triton",
+    run="kernels_triton:ratio_kl",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+backward.backend(
+    "triton",
+    run="kernels_triton:ratio_kl_bwd",
+    numerics="lse/triton-1",
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+forward.backend(
+    "hopper",
+    run="kernels_hopper:ratio_kl",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    when="kernels_hopper:why_not",
+    launches=True,
+)
+
+
+# The gradient is elementwise, from the sums of the forward, so there is no order of additions.
+backward.backend(
+    "hopper", run="kernels_triton:ratio_kl_bwd", numerics="lse/1", cannot_run=hopper_cannot_run, launches=True
+)
+
+
+forward.backend("reference", run="reference:ratio_kl", numerics=NONE)
+
+
+backward.backend("reference", run="reference:ratio_kl_bwd", numerics=NONE)
+
+
+# Autograd, once for all backends
+
+forward.derivative(
+    "policy_logits", by=backward, outputs=("ratio", "kl", "logp", "entropy", "stats", "slopes"),
+    constant=("stats", "slopes"), flags=("return_stats",),
+)  # fmt: skip
+backward.not_differentiable(
+    "isobit.ratio_kl has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate a log_softmax of the logits instead where you need one."
+)

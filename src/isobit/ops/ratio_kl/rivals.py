@@ -1,11 +1,10 @@
-"""What people use instead of `ratio_kl`, the sizes at which both are timed, and the speed goals.
+"""What people use instead of `ratio_kl`, and the sizes at which both are timed.
 
 Six series: from the logits of a reference, and from its log-probabilities (`_given`), with all rows counting,
 half of them (`_half`) and a tenth (`_tenth`). Liger's GRPO loss takes log-probabilities of a reference, so it
 is timed where isobit gets them as well and reads as many bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference
 from isobit.spec import inputs as alter
-from isobit.spec.goals import Base, Cell, Goal, floors, limit
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
@@ -43,18 +41,21 @@ def native(args: Args) -> tuple[Tensor, Tensor]:
     return torch.where(args["live"], ratio, 1.0), torch.where(args["live"], kl, 0.0)
 
 
-def _of_live_rows(args: Args) -> Args:
-    """Zeros in rows that do not count, for rivals that mask afterwards: NaN or an invalid id in such a row
-    would be an error there."""
-    if args["mask"] is None:
-        return args
-    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
-    zeros = {"token_ids": args["token_ids"].masked_fill(~live, 0), "live": live}
+def zeros_in_masked_rows(args: Args, live: Tensor) -> Args:
+    """For rivals that mask afterwards: NaN or an invalid id in a masked row would be an error there."""
+    zeros = {"token_ids": args["token_ids"].masked_fill(~live, 0)}
     for name in ("policy_logits", "ref_logits", "old_logp", "ref_logp"):
         if args[name] is not None:
             dead = ~live[..., None] if args[name].ndim > live.ndim else ~live
             zeros[name] = args[name].masked_fill(dead, 0.0)
     return args | zeros
+
+
+def _of_live_rows(args: Args) -> Args:
+    if args["mask"] is None:
+        return args
+    live = live_rows(args["token_ids"], args["mask"], args["ignore_index"])
+    return zeros_in_masked_rows(args, live) | {"live": live}
 
 
 def _liger(args: Args) -> Tensor:
@@ -69,17 +70,22 @@ def _liger(args: Args) -> Tensor:
     return loss
 
 
-def _liger_inputs(args: Args) -> Args:
+def with_last_step(logits: Tensor) -> Tensor:
     """Liger needs contiguous [B, T + 1, V] and does not read the last step of each sequence."""
+    B, T, V = logits.shape
+    padded = logits.new_zeros(B, T + 1, V)
+    padded[:, :-1] = logits
+    return padded
+
+
+def _liger_inputs(args: Args) -> Args:
     args = _of_live_rows(args)
-    B, T, V = args["policy_logits"].shape
-    padded = args["policy_logits"].new_zeros(B, T + 1, V)
-    padded[:, :-1] = args["policy_logits"]
-    advantages = torch.full((B,), -1.0, dtype=torch.float32, device=padded.device)
+    padded = with_last_step(args["policy_logits"])
+    advantages = torch.full((len(padded),), -1.0, dtype=torch.float32, device=padded.device)
     return args | {"policy_logits": padded, "advantages": advantages}
 
 
-def _liger_available(case: Case, device: torch.device) -> str | None:
+def liger_available(case: Case, device: torch.device) -> str | None:
     if "B" not in case.dims:
         return "takes sequences, not rows"
     return cannot_import("liger_kernel.transformers.grpo_loss") or (
@@ -95,7 +101,7 @@ COMPILED = Rival(
     "torch.compile", native, directions=("fwd", "fwd_bwd"), prepare=_of_live_rows, compiled=True, takes=_TAKES
 )
 LIGER = Rival(
-    "liger", _liger, prepare=_liger_inputs, available=_liger_available,
+    "liger", _liger, prepare=_liger_inputs, available=liger_available,
     takes=("temperature", "mask", "ref", "layout"),
 )  # fmt: skip
 
@@ -105,7 +111,7 @@ LIGER = Rival(
 
 @dataclass(frozen=True)
 class Sampled:
-    """Truth in fp64: ratio and kl of some rows that count, and the gradient of their logits with the same
+    """Truth in fp64: ratio and kl of some live rows, and the gradient of their logits with the same
     cotangent for both."""
 
     args: Args
@@ -144,10 +150,10 @@ class Sampled:
             known = (ratio, kl) if len(outputs) == 2 else (ratio + kl,)
             pairs += [(o.reshape(-1)[self.rows], t) for o, t in zip(outputs, known, strict=True)]
         if direction != "fwd":
-            V, found = gradient.shape[-1], result[-1]
-            if found.shape != self.args["policy_logits"].shape:  # liger has one more step per sequence
-                found = found[:, :-1]
-            pairs.append((found.reshape(-1, V)[self.rows], gradient))
+            V, given = gradient.shape[-1], result[-1]
+            if given.shape != self.args["policy_logits"].shape:  # liger has one more step per sequence
+                given = given[:, :-1]
+            pairs.append((given.reshape(-1, V)[self.rows], gradient))
         errors = [(ours.detach().double() - exact).abs().max() for ours, exact in pairs]
         return float(torch.stack(errors).max())  # NaN if any is NaN
 
@@ -164,7 +170,7 @@ def live_count(N: int, density: float) -> int:
 
 
 def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) -> Cost:
-    """Forward reads both logits of rows that count, backward the policy's; the gradient of every row is
+    """Forward reads both logits of live rows, backward the policy's; the gradient of every row is
     written. Vectors of N are negligible but counted."""
     rows = [size for name, size in dims.items() if name != "V"]
     N, row = torch.Size(rows).numel(), dims["V"] * dtype.itemsize
@@ -176,6 +182,13 @@ def cost(density: float, given: bool, dims: dict[str, int], dtype: torch.dtype) 
 
 DENSITIES = {"": 1.0, "_half": 0.5, "_tenth": 0.1}
 
+
+def about(given: bool, density: float) -> str:
+    """What kind of call it is."""
+    reference = "log-probabilities of the reference given" if given else "logits of policy and reference"
+    return reference if density == 1 else f"{reference}, {100 * density:g} % of the rows live"
+
+
 CASES = [
     Case({"B": 32, "T": 256, "V": 32768}, torch.float16, data="random"),
     Case({"B": 32, "T": 256, "V": 50257}, torch.float16, data="random"),
@@ -186,25 +199,6 @@ CASES = [
 _CORE = [CASES[1], CASES[3]]
 
 
-def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved, plus the microseconds of a launch; and never slower than
-    rivals."""
-
-    def held(what: str, directions: str, against: str | Base, series: str = "", **rest: str) -> Goal:
-        def chooses(cell: Cell) -> bool:
-            return cell.direction in directions.split() and cell.op.startswith(series or "ratio_kl")
-
-        return Goal(what, chooses, most=1.0, against=against, **rest)  # type: ignore[arg-type]
-
-    return (
-        held("forward", "fwd", floors(1.08, 8)),
-        held("forward and backward", "fwd_bwd", floors(1.12, 8)),
-        held("both, beside torch.compile", "fwd fwd_bwd", "torch.compile"),
-        held("both, beside Liger's GRPO loss", "fwd fwd_bwd", "liger", "ratio_kl_given"),
-        held("memory", "fwd fwd_bwd", limit(1, "MB"), figure="extra_mb"),
-    )
-
-
 def _series(given: bool, suffix: str, density: float) -> Series:
     options = {"ref": "logp"} if given else {}
     name = f"ratio_kl{'_given' if given else ''}{suffix}"
@@ -212,8 +206,9 @@ def _series(given: bool, suffix: str, density: float) -> Series:
     plain = name == "ratio_kl"
     return by_rows(
         "ratio_kl", CASES, partial(cost, density, given), {rival.name: rival for rival in rivals}, name=name,
-        judge=Sampled, options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
-        also={"triton": _CORE, "hopper": _CORE if plain else []}, goals=_goals() if plain else (),
+        judge=Sampled, about=about(given, density),
+        options=options | ({} if density == 1 else {"mask": density}), core=_CORE,
+        also={"triton": _CORE, "hopper": _CORE if plain else []},
     )  # fmt: skip
 
 

@@ -20,10 +20,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from isobit.frame.backend import NONE, Lazy
+from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, dtype_name
 from isobit.frame.device import triton_cannot_run
 from isobit.frame.op import op
+from isobit.frame.public_op import public_op
 from isobit.numerics import Numerics
 
 RMS_1 = Numerics(
@@ -36,182 +37,24 @@ RMS_1 = Numerics(
 )
 
 
-@op("rms_norm")
-def forward(
+@public_op("rms_norm")
+def forward(return_rstd: bool = False) -> tuple[
+    Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]
+]:  # fmt: skip
+    """(out, summed, rstd): summed only with a residual. Autograd asks for rstd where a backward may
+    follow."""
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, *, residual: Tensor, **options: Any) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, **options: Any) -> Tensor: ...
+@forward.public  # type: ignore[misc]
+def rms_norm(  # overloads take any options
     x: Float[Tensor, "* D"],
     weight: Float[Tensor, "D"],
-    residual: Float[Tensor, "* D"] | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast: str = "before",
-    return_rstd: bool = False,
-) -> tuple[Float[Tensor, "* D in x"], Float[Tensor, "* D in x if residual"], F32[Tensor, "* if return_rstd"]]:
-    """(out, h, rstd): h only with a residual."""
-
-
-@op("rms_norm_bwd")
-def backward(
-    h: Float[Tensor, "* D"],
-    weight: Float[Tensor, "D"],
-    rstd: F32[Tensor, "*"],
-    dout: Float[Tensor, "* D"],
-    dsummed: Float[Tensor, "* D"] | None,
-    offset: float,
-    want_h: bool,
-    want_weight: bool,
-) -> tuple[Float[Tensor, "* D in h if want_h"], Float[Tensor, "D in weight if want_weight"]]:
-    """(dx, dweight), those that are wanted; dx is dresidual too."""
-
-
-# Rules that annotations cannot express
-
-
-def _has_columns(contract: Contract, args: dict[str, Any]) -> None:
-    if args["x"].shape[-1] == 0:
-        raise contract.error("x", args["x"], "D must be at least 1")
-
-
-def _dtypes(contract: Contract, args: dict[str, Any]) -> None:
-    x, weight, residual = args["x"], args["weight"], args["residual"]
-    wanted = dtype_name(x.dtype)
-    if weight.dtype not in (x.dtype, torch.float32):
-        either = "" if x.dtype == torch.float32 else ", or fp32"
-        raise contract.error("weight", weight, f"dtype must be that of x, {wanted}{either}")
-    if residual is not None and residual.dtype != x.dtype:
-        raise contract.error("residual", residual, f"dtype must be that of x, {wanted}")
-
-
-def _scalars(contract: Contract, args: dict[str, Any]) -> None:
-    if not 0 <= args["eps"] < math.inf:
-        raise contract.error("eps", args["eps"], "must be a finite number, 0 or more")
-    if not math.isfinite(args["offset"]):
-        raise contract.error("offset", args["offset"], "must be a finite number")
-    if args["cast"] not in ("before", "after"):
-        raise contract.error("cast", args["cast"], "must be 'before' or 'after' (the weight)")
-
-
-for _rule in (_has_columns, _dtypes, _scalars):
-    forward.rule(_rule)
-
-
-# Backends, fastest first
-
-# Imported at the first call that needs them.
-_triton, _triton_bwd = Lazy(f"{__package__}.kernels_triton"), Lazy(f"{__package__}.kernels_triton_bwd")
-_model, _reference = Lazy(f"{__package__}.model"), Lazy(f"{__package__}.reference")
-
-
-def _first(args: dict[str, Any]) -> Tensor:
-    """x, or h in the backward."""
-    found: Tensor = args["x"] if "x" in args else args["h"]
-    return found
-
-
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
-    return _is_fp64(args) or triton_cannot_run(_first(args).device)
-
-
-def _is_fp64(args: dict[str, Any]) -> str | None:
-    return "x is fp64; class rms/1 is fp32 arithmetic" if _first(args).dtype == torch.float64 else None
-
-
-def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
-    if _first(args).device.type == "cpu":
-        return None
-    return "it runs one PyTorch kernel per addition: select it by name to compare"
-
-
-@forward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
-def _(**args: Any) -> Any:
-    return _triton.rms_norm(**args)
-
-
-@backward.backend("triton", numerics=str(RMS_1), when=_triton_cannot_serve, interpreted=True, launches=True)
-def _(**args: Any) -> Any:
-    return _triton_bwd.rms_norm_bwd(**args)
-
-
-@forward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.rms_norm(**args)
-
-
-@backward.backend("model", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu)
-def _(**args: Any) -> Any:
-    return _model.rms_norm_bwd(**args)
-
-
-@forward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.rms_norm(**args)
-
-
-@backward.backend("reference", numerics=NONE)
-def _(**args: Any) -> Any:
-    return _reference.rms_norm_bwd(**args)
-
-
-# Autograd, once for all backends
-
-
-def _save(args: dict[str, Any], outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    _, summed, rstd = outputs
-    h = args["x"] if args["residual"] is None else summed
-    return {"h": h, "weight": args["weight"], "rstd": rstd}
-
-
-def _gradient(kept: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
-    dout, dsummed, _ = grads
-    needs = kept["needs"]
-    if dout is None:  # only h was used
-        return {name: dsummed for name in ("x", "residual") if name in needs}
-    dx, dweight = backward(
-        h=kept["h"], weight=kept["weight"], rstd=kept["rstd"], dout=_by_columns(dout),
-        dsummed=_by_columns(dsummed), offset=kept["offset"],
-        want_h="x" in needs or "residual" in needs, want_weight="weight" in needs, **kept["follow"],
-    )  # fmt: skip
-    found = {"x": dx, "residual": dx, "weight": dweight}
-    return {name: g for name, g in found.items() if name in needs}
-
-
-def _by_columns(grad: Tensor | None) -> Tensor | None:
-    """A gradient as kernels read it, with last stride 1. The gradient of a sum is one number expanded over
-    all columns. (A clone, because contiguous() returns an empty tensor itself, whatever its strides.)"""
-    if grad is None or grad.stride(-1) == 1:
-        return grad
-    return grad.clone(memory_format=torch.contiguous_format)
-
-
-forward.derivative(
-    "x", "weight", "residual", save=_save, gradient=_gradient, constant=(2,), flags=("return_rstd",)
-)
-backward.not_differentiable(
-    "isobit.rms_norm has no second derivative: its backward is a kernel without a gradient of its own. "
-    "Differentiate torch.nn.functional.rms_norm instead where you need one."
-)
-
-
-# Public function
-
-
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor, *, residual: None = ..., eps: float = ..., offset: float = ...,
-    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
-@overload
-def rms_norm(
-    x: Tensor, weight: Tensor, *, residual: Tensor, eps: float = ..., offset: float = ...,
-    cast: Literal["before", "after"] = ..., validate: bool | None = ...,
-    numerics: str | Numerics | None = ..., backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-@forward.public
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
     *,
-    residual: Tensor | None = None,
+    residual: Float[Tensor, "* D"] | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
     cast: Literal["before", "after"] = "before",
@@ -256,8 +99,138 @@ def rms_norm(
         tensor([[6.0000, 8.0000],
                 [1.2000, 1.6000]])
     """
-    out, summed, _ = forward(
-        x=x, weight=weight, residual=residual, eps=eps, offset=offset, cast=cast,
-        validate=validate, numerics=numerics, backend=backend,
-    )  # fmt: skip
+    out, summed, _ = forward(**locals())
     return out if residual is None else (out, summed)
+
+
+@op("rms_norm_bwd", like=forward.params(..., "offset"))
+def backward(
+    h: Float[Tensor, "* D"],
+    weight: Float[Tensor, "D"],
+    rstd: F32[Tensor, "*"],
+    dout: Float[Tensor, "* D"],
+    dsummed: Float[Tensor, "* D"] | None,
+    *,
+    want_h: bool,
+    want_weight: bool,
+) -> tuple[Float[Tensor, "* D in h if want_h"], Float[Tensor, "D in weight if want_weight"]]:
+    """(dx, dweight), those that are wanted; dx is dresidual too."""
+
+
+# Rules that annotations cannot express
+
+
+def _has_columns(contract: Contract, args: dict[str, Any]) -> None:
+    if args["x"].shape[-1] == 0:
+        raise contract.error("x", args["x"], "D must be at least 1")
+
+
+def _dtypes(contract: Contract, args: dict[str, Any]) -> None:
+    x, weight, residual = args["x"], args["weight"], args["residual"]
+    wanted = dtype_name(x.dtype)
+    if weight.dtype not in (x.dtype, torch.float32):
+        either = "" if x.dtype == torch.float32 else ", or fp32"
+        raise contract.error("weight", weight, f"dtype must be that of x, {wanted}{either}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise contract.error("residual", residual, f"dtype must be that of x, {wanted}")
+
+
+def _scalars(contract: Contract, args: dict[str, Any]) -> None:
+    if not 0 <= args["eps"] < math.inf:
+        raise contract.error("eps", args["eps"], "must be a finite number, 0 or more")
+    if not math.isfinite(args["offset"]):
+        raise contract.error("offset", args["offset"], "must be a finite number")
+    if args["cast"] not in ("before", "after"):
+        raise contract.error("cast", args["cast"], "must be 'before' or 'after' (the weight)")
+
+
+forward.rule(_has_columns, _dtypes, _scalars)
+
+
+# Backends, fastest first
+
+
+def _first(args: dict[str, Any]) -> Tensor:
+    """x, or h in the backward."""
+    found: Tensor = args["x"] if "x" in args else args["h"]
+    return found
+
+
+def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+    return _is_fp64(args) or triton_cannot_run(_first(args).device)
+
+
+def _is_fp64(args: dict[str, Any]) -> str | None:
+    return "x is fp64; class rms/1 is fp32 arithmetic" if _first(args).dtype == torch.float64 else None
+
+
+def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if _first(args).device.type == "cpu":
+        return None
+    return "it runs one PyTorch kernel per addition: select it by name to compare"
+
+
+forward.backend(
+    "triton",
+    run="kernels_triton:rms_norm",
+    numerics=str(RMS_1),
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+backward.backend(
+    "triton",
+    run="kernels_triton_bwd:rms_norm_bwd",
+    numerics=str(RMS_1),
+    when=_triton_cannot_serve,
+    interpreted=True,
+    launches=True,
+)
+
+
+forward.backend(
+    "model", run="model:rms_norm", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu
+)
+
+
+backward.backend(
+    "model", run="model:rms_norm_bwd", numerics=str(RMS_1), when=_is_fp64, not_by_default=_not_on_the_cpu
+)
+
+
+forward.backend("reference", run="reference:rms_norm", numerics=NONE)
+
+
+backward.backend("reference", run="reference:rms_norm_bwd", numerics=NONE)
+
+
+# Autograd, once for all backends
+
+
+def _save(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    return saved | {"h": call["x"] if call["residual"] is None else call["summed"]}
+
+
+def _gradient(saved: dict[str, Any], grads: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    dout, dsummed, _ = grads
+    needs = saved["needs"]
+    if dout is None:  # only summed was used
+        return {name: dsummed for name in ("x", "residual") if name in needs}
+    dx, dweight = backward(
+        **{name: saved[name] for name in ("h", "weight", "rstd", "offset")}, dout=dout, dsummed=dsummed,
+        want_h="x" in needs or "residual" in needs, want_weight="weight" in needs, **saved["follow"],
+    )  # fmt: skip
+    gradients = {"x": dx, "residual": dx, "weight": dweight}
+    return {name: g for name, g in gradients.items() if name in needs}
+
+
+forward.derivative(
+    "x", "weight", "residual", by=backward, outputs=("out", "summed", "rstd"), constant=("rstd",),
+    flags=("return_rstd",), save=_save, gradient=_gradient,
+)  # fmt: skip
+backward.not_differentiable(
+    "isobit.rms_norm has no second derivative: its backward is a kernel without a gradient of its own. "
+    "Differentiate torch.nn.functional.rms_norm instead where you need one."
+)

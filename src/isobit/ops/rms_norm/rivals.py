@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.ops.rms_norm.op import forward
-from isobit.spec.goals import Base, Cell, Goal, floors
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
@@ -47,8 +46,8 @@ def _liger(args: Args) -> Tensor:
     from liger_kernel.transformers.functional import liger_rms_norm
 
     # Not in place: that would overwrite dout with the gradient.
-    found: Tensor = liger_rms_norm(args["x"], args["weight"], args["eps"], in_place=False)
-    return found
+    out: Tensor = liger_rms_norm(args["x"], args["weight"], args["eps"], in_place=False)
+    return out
 
 
 def _liger_available(case: Case, device: torch.device) -> str | None:
@@ -102,51 +101,21 @@ HEADS = [Case({"N": 8192, "H": 32, "D": 128}, BF16, data="random")]
 _CORE = [_case(32768, 2048), _case(32768, 4096), _case(32768, 8192), _case(4096, 4096), _case(1, 4096)]
 
 
-#: Rows from which on goals allow nothing for launches.
-MANY = 32768
-
-
-def _goals() -> Sequence[Goal]:
-    """The time for the bytes that must be moved; and never slower than rivals. With few rows that time is
-    shorter than it takes to start and to drain a kernel, so below `MANY` rows some microseconds are added:
-    for one kernel forward, for several with a backward."""
-
-    def held(what: str, direction: str, against: str | Base, least: int = 0, most: float = math.inf) -> Goal:
-        def chooses(cell: Cell) -> bool:
-            mine = cell.direction == direction and cell.sizes["D"] >= 2048
-            return mine and least <= cell.sizes["N"] < most
-
-        return Goal(what, chooses, most=1.0, against=against)
-
-    forward, both = "0.92 of a copy's bandwidth", "1.15 of their bytes"
-    few, many = f"N < {MANY}, beside launches", f"N >= {MANY}"
-    return (
-        held(f"forward, {many}: {forward}", "fwd", floors(1 / 0.92), MANY),
-        held(f"forward, {few}: {forward}", "fwd", floors(1 / 0.92, 3), most=MANY),
-        held(f"forward and backward, {many}: {both}", "fwd_bwd", floors(1.15), MANY),
-        held(f"forward and backward, {few}: {both}", "fwd_bwd", floors(1.15, 10), most=MANY),
-        *(
-            held(f"{direction}, beside {name}", direction, name)
-            for name in ("native", "torch.compile", "liger")
-            for direction in ("fwd", "fwd_bwd")
-        ),
-    )
-
-
-def _series(name: str, cases: Sequence[Case], residual: bool = False) -> Series:
-    kept = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
+def _series(name: str, cases: Sequence[Case], about: str, residual: bool = False) -> Series:
+    rivals = {n: rival for n, rival in RIVALS.items() if not residual or n != "liger"}
     plain = name == "rms_norm"
     return by_rows(
-        "rms_norm", cases, partial(cost, residual), kept, name=name,
+        "rms_norm", cases, partial(cost, residual), rivals, name=name, about=about,
         inputs=_ADDED if residual else ("x", "weight"), judge=_with_sum if residual else None,
         options={"residual": True} if residual else {}, core=_CORE if plain else cases[:1],
-        goals=_goals() if plain else (),
         directions=("fwd", "fwd_bwd") if residual else ("fwd", "bwd", "fwd_bwd"),
     )  # fmt: skip
 
 
 SERIES = [
-    _series("rms_norm", CASES),
-    _series("rms_norm_heads", HEADS),
-    _series("rms_norm_residual", [_case(N, 4096) for N in (16, 4096, 32768)], residual=True),
+    _series("rms_norm", CASES, "N rows of D features"),
+    _series("rms_norm_heads", HEADS, "the heads of queries or keys"),
+    _series(
+        "rms_norm_residual", [_case(N, 4096) for N in (16, 4096, 32768)], "with a residual", residual=True
+    ),
 ]

@@ -1,0 +1,58 @@
+"""Ops that people call: the signature of the public function is the contract."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from isobit.frame.backend import Args
+from isobit.frame.contract import Contract, params_of
+from isobit.frame.op import CONTROLS, Op
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PUBLIC_CONTROLS = {p.name for p in CONTROLS} - {"prefer"}
+
+
+@dataclass(eq=False)
+class PublicOp(Op):
+    """An op with a public function. Its contract is complete, and it can be called, once that is declared."""
+
+    declared: Callable[..., Any] | None = None  # declares the outputs, and arguments that people do not give
+    before: str | None = None  # the public argument that these stand before; else they come last
+
+    def __post_init__(self) -> None:
+        self.forget()
+
+    def public(self, function: F) -> F:
+        """Mark the public function. Its annotations and defaults are the contract's, and it takes the
+        controls."""
+        params = params_of(function)
+        missing = _PUBLIC_CONTROLS - {p.name for p in params if p.default is None}
+        if missing:
+            raise TypeError(f"{self.name}: {function.__name__} has no {', '.join(sorted(missing))} = None")
+        params = [p for p in params if p.name not in _PUBLIC_CONTROLS]
+        own, names = params_of(self.declared), [p.name for p in params]
+        if twice := {p.name for p in own} & {*names}:
+            raise TypeError(f"{self.name}: {', '.join(sorted(twice))} is declared twice")
+        at = len(params) if self.before is None else names.index(self.before)
+        self.contract = Contract(self.name, self.declared, CONTROLS, [*params[:at], *own, *params[at:]])
+        self.function = function
+        self._register()
+        return function
+
+
+def public_op(
+    name: str,
+    *,
+    before: str | None = None,
+    sizes: Callable[[Args], dict[str, int]] | None = None,
+    flops: Callable[[Args], int] | None = None,
+) -> Callable[[Callable[..., Any]], PublicOp]:
+    """Declare what the public function of an op does not say: the outputs of the op, and its arguments that
+    only our own code gives, which stand before the public argument `before`, or last."""
+
+    def declare(fn: Callable[..., Any]) -> PublicOp:
+        package = fn.__module__.rpartition(".")[0]
+        return PublicOp(Contract(name, fn, CONTROLS), package, sizes, flops, declared=fn, before=before)
+
+    return declare

@@ -1,0 +1,1 @@
+"""Layers of `torch.nn` made of ops. `isobit.nn` has their public names."""
