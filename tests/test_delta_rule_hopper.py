@@ -184,8 +184,8 @@ def test_whoever_is_slow_the_bits_are_the_same(
 def test_the_consumer_goes_on_while_a_state_is_stored(
     separate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store of dh0 of the first item is held back until the consumer has dht of the second, two seconds at
-    most: it gets that far if the states have buffers of their own, and only then."""
+    """The store of dh0 of the first item is held back until the consumer has dht of the second, two seconds
+    at most: it gets that far if the states have buffers of their own, and only then."""
     taken = threading.Event()
     seen: list[bool] = []
 

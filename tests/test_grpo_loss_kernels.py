@@ -14,7 +14,7 @@ import ptx
 from interpreted import in_interpreter
 from isobit.frame.launch import Recorder
 from isobit.frame.op import OPS
-from isobit.kernels.triton import dependent_launch as triton_early
+from isobit.kernels.triton import dependent_launch
 from isobit.ops.grpo_loss import kernels_triton as kernels
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.proof import model
@@ -134,7 +134,7 @@ def test_compiled_code_has_the_bits_of_the_interpreter(
         ptx.execute(kernel, grid, *given, **options)
 
     monkeypatch.setattr(ptx.Block, "waited", arrived)
-    monkeypatch.setattr(triton_early, "launches_early", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "launches_early", lambda device: True)
     ours = kernels.token_loss(*(t if t is None else t.clone() for t in of_tokens), launch, **args)
     for one, other in zip(ours, found["losses"][name], strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype

@@ -18,6 +18,7 @@ import ptx
 from interpreted import in_interpreter
 from isobit import logp, ratio_kl
 from isobit.frame.launch import Recorder, run
+from isobit.kernels.triton import dependent_launch
 from isobit.kernels.triton.exp import exp, k3_and_expm1
 from isobit.kernels.triton.interpreter import INTERPRETED
 from isobit.ops.logp import kernels_hopper as logp_hopper
@@ -207,7 +208,7 @@ def test_rows_are_finished_early_but_for_their_sums(monkeypatch: pytest.MonkeyPa
         assert "griddepcontrol.launch_dependents" in text  # of `finish_rows` for what an op puts behind it
 
     monkeypatch.setattr(ptx.Block, "waited", arrived)
-    monkeypatch.setattr(kernels_triton, "launches_early", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "launches_early", lambda device: True)
     found = kernels_triton.ratio_kl(launch, **args)
     assert len(late) == 1 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

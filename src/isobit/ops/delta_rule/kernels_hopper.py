@@ -64,8 +64,8 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
 )
 from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 
-#: Stages of the ring by K: as many as fit next to the output buffers. Both gates and a state leave no room for
-#: a third stage of K = 128.
+#: Stages of the ring by K: as many as fit next to the output buffers. Both gates and a state leave no room
+#: for a third stage of K = 128.
 STAGES = {64: 4, 128: 3, 256: 1}
 
 #: The same where most SMs have a program. Then the memory is the limit, and it is faster with less in flight:
