@@ -246,7 +246,7 @@ def test_packed_sequences_that_the_mask_does_not_separate_are_refused() -> None:
     model(ids, position_ids=packed.expand(2, -1), use_cache=False)
     for options in ({"use_cache": True}, {"use_cache": False, "attention_mask": given}):
         for positions in (packed, packed.expand(2, -1)):
-            with pytest.raises(HFError, match=r"begin anew inside of a row.*pack with use_cache=False and"):
+            with pytest.raises(HFError, match=r"start again inside a row.*pack with use_cache=False and"):
                 model(ids, position_ids=positions, **options)
     # Packed behind padding.
     given[1, :3] = 0

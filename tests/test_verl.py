@@ -112,8 +112,8 @@ def test_being_installed_registers_a_name_and_changes_nothing(found: dict[str, A
         "ours": "isobit.integrations.verl_plugin",
         "others": ["verl.trainer.ppo.core_algos"],
         "vanilla": True,
-        "session": True,
-        "seams": [True, True],
+        "patch": True,
+        "replaced": [True, True],
     }
 
 

@@ -1,5 +1,4 @@
-"""isobit inside of other libraries: one module per library, and nothing happens until its `enable()` is
-called.
+"""isobit inside other libraries: one module per library, and nothing happens until its `enable()` is called.
 
 Importing these modules imports none of the libraries.
 """
