@@ -1,4 +1,4 @@
-"""isobit inside of FLA: its registry, and attention through its own functions.
+"""isobit inside FLA: its registry, and attention through its own functions.
 
 FLA is real, in both versions, from the folders that `make parity` makes. Its kernels need a GPU, so calls end
 in isobit's reference or in a stand-in for FLA's kernel; `fla_on_a_cpu.py` runs these too, in Triton's

@@ -192,7 +192,7 @@ def test_a_head_of_a_class_that_is_also_called_linear_is_refused_by_its_full_nam
 
 
 def test_a_head_inside_of_an_adapter_is_refused() -> None:
-    """As PEFT wraps it: no linear layer itself, which has one and an update of low rank beside it."""
+    """As PEFT wraps it: no linear layer itself, which has one and an update of low rank next to it."""
 
     class LoraLinear(nn.Module):
         def __init__(self, base_layer: nn.Linear) -> None:

@@ -102,12 +102,12 @@ def test_a_window_has_the_same_bits_where_the_cache_has_dropped_keys(before: int
              "attention_mask": given}  # fmt: skip
     whole, _ = attend(Layer(), q, k, v, mask(kv_length=before + T, **asked))
     bounds = mask(kv_length=window - 1 + T, kv_offset=dropped, **asked)
-    kept = (k[:, :, dropped:], v[:, :, dropped:])
-    found, _ = attend(Layer(), q, *kept, bounds)
+    remaining = (k[:, :, dropped:], v[:, :, dropped:])
+    found, _ = attend(Layer(), q, *remaining, bounds)
     assert torch.equal(found, whole)
     # Without the zeros in front keys would have other positions in their blocks, and sums other bits.
     start = torch.stack((torch.zeros(2).long(), torch.full((2,), window - 1 + T)))
-    plain, _ = attend(Layer(), q, *kept, KeyBounds.of(start, bounds.info._replace(front=0)))
+    plain, _ = attend(Layer(), q, *remaining, KeyBounds.of(start, bounds.info._replace(front=0)))
     assert not torch.equal(plain, whole)
 
 

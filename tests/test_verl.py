@@ -1,4 +1,4 @@
-"""isobit inside of verl: its fused kernels on a CPU, with and without it, in the environment that
+"""isobit inside verl: its fused kernels on a CPU, with and without it, in the environment that
 `make parity` makes. `verl_on_a_cpu.py` runs them; one run serves all tests here."""
 
 import json

@@ -139,7 +139,7 @@ def merged_sums(partials, row, N, n_splits, scale, ENTROPY: tl.constexpr, LOG_SP
     return fold(m, s, t, scale, LOG_SPLITS)
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """How rows of V logits are summed. Depends on V alone."""
 
     splits: int
@@ -153,19 +153,19 @@ class Plan(NamedTuple):
     def log_splits(self) -> int:
         return (self.splits - 1).bit_length()
 
-    def walks_rows(self, N: int, device: torch.device) -> bool:
+    def takes_whole_rows(self, N: int, device: torch.device) -> bool:
         """Whether one program takes a whole row. Affects the schedule only."""
         return self.splits == 1 or ROWS_PER_SM * sm_count(device) <= N
 
 
 @cache
-def plan_of(V: int) -> Plan:
+def schedule_of(V: int) -> Schedule:
     own = order_of(V)
     order = {"LOG_BLOCK": own.log_block, "UNROLL": own.unroll, "STEPS": own.steps}
     options = {"num_warps": own.warps, "enable_fp_fusion": False}
     if own.registers and torch.version.hip is None:  # only NVIDIA's compiler has this option
         options["maxnreg"] = own.registers
-    return Plan(-(-V // own.split), max(1, (V + 3 * own.split // 4) // own.split), order, options)
+    return Schedule(-(-V // own.split), max(1, (V + 3 * own.split // 4) // own.split), order, options)
 
 
 def word_of(z: Tensor, strides: Sequence[int]) -> int:

@@ -26,9 +26,9 @@ from isobit.kernels.triton.logits import (
     as_bytes,
     gradient_of,
     merged_sums,
-    plan_of,
     row_state,
     row_sums,
+    schedule_of,
     store_split,
     word_of,
 )
@@ -136,25 +136,25 @@ def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         return results
     inner, (z, ids, mask), strides = row_strides(lead, (logits, ids, mask))
     scaled = scaling(args["temperature"], N)
-    plan, word = plan_of(V), word_of(z, strides[:2])
+    schedule, word = schedule_of(V), word_of(z, strides[:2])
     sizes = (args["ignore_index"], N, V, inner)
-    if plan.walks_rows(N, logits.device):
+    if schedule.takes_whole_rows(N, logits.device):
         launch(
             logp_rows, (N,),
             z, ids, mask, *results, *scaled, *sizes, *strides,
-            WORD=word, LOG_SPLITS=plan.log_splits, **plan.order, **plan.options,
+            WORD=word, LOG_SPLITS=schedule.log_splits, **schedule.order, **schedule.options,
         )  # fmt: skip
     else:
-        partials = empty((2 if entropy is None else 3, N, plan.splits))
+        partials = empty((2 if entropy is None else 3, N, schedule.splits))
         launch(
-            logp_splits, (N, plan.splits),
+            logp_splits, (N, schedule.splits),
             z, ids, mask, partials, scaled.scales, scaled.scale, *sizes, *strides,
-            ENTROPY=entropy is not None, WORD=word, **plan.order, **plan.options,
+            ENTROPY=entropy is not None, WORD=word, **schedule.order, **schedule.options,
         )  # fmt: skip
         launch(
             logp_merge, (N,),
-            z, ids, mask, partials, *results, *scaled, *sizes, plan.splits, *strides,
-            LOG_SPLITS=plan.log_splits, num_warps=1, enable_fp_fusion=False,
+            z, ids, mask, partials, *results, *scaled, *sizes, schedule.splits, *strides,
+            LOG_SPLITS=schedule.log_splits, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return results
 

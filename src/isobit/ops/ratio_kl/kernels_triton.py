@@ -39,7 +39,7 @@ from isobit.kernels.triton.dependent_launch import (
 )
 from isobit.kernels.triton.exp import exp, k3_and_expm1
 from isobit.kernels.triton.interpreter import INTERPRETED
-from isobit.kernels.triton.logits import BATCH, as_bytes, gradient_of, plan_of, word_of
+from isobit.kernels.triton.logits import BATCH, as_bytes, gradient_of, schedule_of, word_of
 from isobit.kernels.triton.rows import (
     finite_or_zero,
     fold,
@@ -311,12 +311,12 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     of_rows = (walkable(lead, t) for t in (args["old_logp"], given))
     inner, tensors, strides = row_strides(lead, (logits, ids, mask, ref, *of_rows))
     z, ids, mask, ref = tensors[:4]
-    scaled, plan = scaling(args["temperature"], N), plan_of(V)
-    segments, rows, parts = -(-N // SEGMENT), min(N, SEGMENT), plan.parts
+    scaled, schedule = scaling(args["temperature"], N), schedule_of(V)
+    segments, rows, parts = -(-N // SEGMENT), min(N, SEGMENT), schedule.parts
     wanted = max(1, PARTS_PER_SM * sm_count(device) // segments)  # per segment
     programs = min(rows * parts, wanted, max(rows * parts // SPLITS_EACH, wanted // 4, 1))
     planes = (2 if ref is None else 4) + (entropy is not None)
-    capacity = max(rows, min(rows * plan.splits, MOST_SUMS // (planes * segments)))
+    capacity = max(rows, min(rows * schedule.splits, MOST_SUMS // (planes * segments)))
     sums = empty(planes, segments, capacity)
     dependent = dependent_launch_options(device)
     word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
@@ -327,14 +327,15 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         sum_parts, (segments * (1 if ref is None else 2), programs),
         z, ref, ids, mask, sums, scaled.scales,
         scaled.scale, args["ignore_index"], N, V, inner, capacity, parts, *strides[:8],
-        ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike, LOG_SPLITS=plan.log_splits,
-        SEGMENT=SEGMENT, EARLY=dependent["EARLY"], **plan.order, **plan.options,
+        ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike,
+        LOG_SPLITS=schedule.log_splits, SEGMENT=SEGMENT, EARLY=dependent["EARLY"],
+        **schedule.order, **schedule.options,
     )  # fmt: skip
     launch(
         finish_rows, (segments,),
         *tensors, *results, *scaled, args["ignore_index"], N, V, inner,
-        sums, capacity, parts, plan.splits, *strides,
-        LOG_SPLITS=plan.log_splits, SEGMENT=SEGMENT, num_warps=4, enable_fp_fusion=False, **dependent,
+        sums, capacity, parts, schedule.splits, *strides,
+        LOG_SPLITS=schedule.log_splits, SEGMENT=SEGMENT, num_warps=4, enable_fp_fusion=False, **dependent,
     )  # fmt: skip
     return results
 

@@ -146,7 +146,7 @@ def normalised(h, scale, w, BEFORE: tl.constexpr):
 def norm_rows(
     x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
-    CHUNKS: tl.constexpr, EARLY: tl.constexpr, FEW: tl.constexpr,
+    CHUNKS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows and holds them in registers. Strides are in words of WORD elements."""
     LANES: tl.constexpr = 1 << LOG_LANES
@@ -156,7 +156,7 @@ def norm_rows(
     residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
     own = row * D
     ws = None
-    if EARLY:  # before the sum, not after it
+    if WEIGHT_FIRST:  # loaded before the sum, not after it
         ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
         if FEW:
             tl.debug_barrier()  # or the compiler lets these loads wait for the row, a second trip to memory
@@ -275,7 +275,7 @@ def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         launch(
             norm_rows, (programs,),
             *tensors, N, inner, *strides,
-            **common, **tile, EARLY=D <= HELD // 2, FEW=few,
+            **common, **tile, WEIGHT_FIRST=D <= HELD // 2, FEW=few,
             num_warps=8 if D > HELD // 2 or (few and D > TILE) else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, summed, rstd
