@@ -251,7 +251,7 @@ def test_packed_sequences_that_the_mask_does_not_separate_are_refused() -> None:
     # Packed behind padding.
     given[1, :3] = 0
     positions = torch.stack((torch.arange(9), torch.tensor([1, 1, 1, 0, 1, 2, 0, 1, 2])))
-    with pytest.raises(HFError, match="begin anew"):
+    with pytest.raises(HFError, match="start again"):
         model(ids, attention_mask=given, position_ids=positions)
 
 

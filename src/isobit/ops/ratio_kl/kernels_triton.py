@@ -249,7 +249,7 @@ def finish_rows(
     segment = tl.program_id(0)
     row = segment * SEGMENT + tl.arange(0, SEGMENT)
     token, live = load_ids(ids, mask, row, row < N, inner, ids_so, ids_si, mask_so, mask_si, ignore_index)
-    store_rows(
+    store_rows(  # of masked rows
         row, (row < N) & (live == 0), N, ratio, kl, logp, entropy, stats, slopes,
         (1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0),
     )  # fmt: skip
@@ -319,14 +319,15 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     capacity = max(rows, min(rows * schedule.splits, MOST_SUMS // (planes * segments)))
     sums = empty(planes, segments, capacity)
     dependent = dependent_launch_options(device)
-    word, ref_word = word_of(z, strides[:2]), 1 if ref is None else word_of(ref, strides[6:8])
+    of_sums = strides[:8]  # two each of the policy, ids, mask and reference
+    word, ref_word = word_of(z, of_sums[:2]), 1 if ref is None else word_of(ref, of_sums[-2:])
     # If only one of them is aligned, its loads would become as narrow as those of the other.
     alike = ref is not None and entropy is None and (z.dtype, word) == (ref.dtype, ref_word)
     alike = alike and (z.data_ptr() % 16 == 0) == (ref.data_ptr() % 16 == 0)
     launch(
         sum_parts, (segments * (1 if ref is None else 2), programs),
         z, ref, ids, mask, sums, scaled.scales,
-        scaled.scale, args["ignore_index"], N, V, inner, capacity, parts, *strides[:8],
+        scaled.scale, args["ignore_index"], N, V, inner, capacity, parts, *of_sums,
         ENTROPY=entropy is not None, WORD=word, REF_WORD=ref_word, ALIKE=alike,
         LOG_SPLITS=schedule.log_splits, SEGMENT=SEGMENT, EARLY=dependent["EARLY"],
         **schedule.order, **schedule.options,

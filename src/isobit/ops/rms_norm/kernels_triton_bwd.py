@@ -412,7 +412,7 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
         if partials is not None:
             launch(
                 sum_groups, (len(partials), triton.cdiv(D, 1 << log)),
-                *tensors[:2], rstd, partials, N, inner, *strides[:4],
+                *tensors[:2], rstd, partials, N, inner, *strides[:4],  # without dsummed
                 **common, LOG_LANES=log, GROUP=GROUP, num_warps=4, **options,
             )  # fmt: skip
     elif 2 * h.numel() * h.element_size() <= FEW_BYTES:
