@@ -1,7 +1,7 @@
 """GRPO from scratch on a CPU: what `isobit demo` runs. A tiny transformer learns to write digits backwards.
 
 The script to read and copy is `src/isobit/demo/grpo.py`: the task, rollouts from a KV cache, the loss and the
-training loop. `policy.py` beside it has the transformer. They are in the package so that an installed isobit
+training loop. `policy.py` next to it has the transformer. They are in the package so that an installed isobit
 has them too.
 
     python examples/grpo_demo.py

@@ -23,7 +23,7 @@ def main(steps: int = 30) -> float:
         logits = table.detach().expand(B, T, V)
         token_ids = torch.multinomial(logits.flatten(0, 1).softmax(-1), 1, generator=gen).view(B, T)
         rewards = (token_ids == 3).float().mean(1)
-        # Sequences have lengths of their own; what is behind them does not count.
+        # Sequences have lengths of their own; the tokens after them are masked.
         mask = torch.arange(T) < torch.randint(2, T + 1, (B, 1), generator=gen)
         batch = {"token_ids": token_ids, "mask": mask, "old_logp": isobit.logp(logits, token_ids, mask=mask)}
         advantages = isobit.group_advantages(rewards, samples_per_prompt=SAMPLES)

@@ -35,16 +35,17 @@ def main() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     input_ids = torch.randint(0, config.vocab_size, (2, 17))
-    mask = torch.arange(16).expand(2, 16) >= 4  # the first four tokens are a prompt: they do not count
+    mask = torch.arange(16).expand(2, 16) >= 4  # the first four tokens are a prompt: masked
 
     results = {}
-    for way in (from_logits, from_hidden_states):
+    for logp_of in (from_logits, from_hidden_states):
         model.zero_grad()
-        logp = way(model, input_ids, mask)
+        logp = logp_of(model, input_ids, mask)
         (-logp.sum() / mask.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        results[way.__name__] = (logp.detach(), gradient)
-        print(f"{way.__name__:18s} logp {logp[0, 4:8].tolist()}, norm of all gradients {gradient.norm():.6f}")
+        name = logp_of.__name__
+        results[name] = (logp.detach(), gradient)
+        print(f"{name:18s} logp {logp[0, 4:8].tolist()}, norm of all gradients {gradient.norm():.6f}")
 
     (logp, gradient), (ours, our_gradient) = results.values()
     torch.testing.assert_close(ours, logp, rtol=0, atol=2e-5)

@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import isobit
 
 #: (sequences, cache, tokens of a chunk of prefill)
-WAYS = ((1, "dynamic", None), (3, "dynamic", None), (8, "dynamic", 7), (8, "static", None), (3, "static", 7))
+DECODINGS = (
+    (1, "dynamic", None), (3, "dynamic", None), (8, "dynamic", 7), (8, "static", None), (3, "static", 7)
+)  # fmt: skip
 LENGTHS = (19, 4, 11, 1, 16, 7, 2, 13)
 
 
@@ -50,15 +52,15 @@ def drift(model: Any, rows: int, cache: str, chunk: int | None, new: int) -> tup
     T = max(lengths)
     ids = torch.randint(3, model.config.vocab_size, (rows, T), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(T) >= T - torch.tensor(lengths)[:, None]
-    found = model.generate(
+    generated = model.generate(
         ids.to(device), attention_mask=mask.long().to(device), max_new_tokens=new, min_new_tokens=new,
         do_sample=False, cache_implementation=None if cache == "dynamic" else cache,
         prefill_chunk_size=chunk, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     differ, largest = 0, 0.0
     for row, length in enumerate(lengths):
-        tokens = found.sequences[row, T - length :]
-        decoded = isobit.logp(torch.stack([logits[row] for logits in found.logits]), tokens[length:])
+        tokens = generated.sequences[row, T - length :]
+        decoded = isobit.logp(torch.stack([logits[row] for logits in generated.logits]), tokens[length:])
         logits = model(tokens[None], use_cache=False).logits[0, length - 1 : -1].float()
         trained = isobit.logp(logits, tokens[length:])
         differ += int((decoded.view(torch.int32) != trained.view(torch.int32)).sum())
@@ -75,15 +77,15 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="isobit: det_gemm")  # that it is slow on a CPU is known
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch, on CPUs without bf16
     model = build(given.model, torch.device(given.device))
-    before = [drift(model, *way, given.tokens) for way in WAYS]
+    before = [drift(model, *decoding, given.tokens) for decoding in DECODINGS]
     with isobit.integrations.hf.zero_drift(model) as on:
-        after = [drift(model, *way, given.tokens) for way in WAYS]
+        after = [drift(model, *decoding, given.tokens) for decoding in DECODINGS]
 
     print(f"{on}\n")
     print("tokens with other bits of log-probability than in one forward, and the largest difference\n")
     print(f"{'rows':>4s} {'cache':>8s} {'chunks':>7s} {'tokens':>7s}{'as it is':>19s}{'zero_drift':>19s}")
-    for (rows, cache, chunk), *found in zip(WAYS, before, after, strict=True):
-        cells = "".join(f"{differ:8d}  {largest:9.1e}" for differ, largest in found)
+    for (rows, cache, chunk), *drifts in zip(DECODINGS, before, after, strict=True):
+        cells = "".join(f"{differ:8d}  {largest:9.1e}" for differ, largest in drifts)
         print(f"{rows:4d} {cache:>8s} {chunk or '-':>7} {rows * given.tokens:7d}{cells}")
     return int(any(differ for differ, _ in after))
 

@@ -1,4 +1,4 @@
-"""Calls of the kernels that `grpo_loss` has beside those of `ratio_kl`, with inputs that reach every loop.
+"""Calls of the kernels that `grpo_loss` adds to those of `ratio_kl`, with inputs that reach every loop.
 
 Run as a program under TRITON_INTERPRET=1 it saves their results.
 """
@@ -62,7 +62,7 @@ def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
         if rest.pop("dead", False):
             mask = torch.zeros_like(mask)
         live = mask & (ids != 3)
-        # What does not count holds NaN wherever it may.
+        # Masked tokens hold NaN wherever they may.
         ratio = torch.where(live, torch.exp(0.4 * torch.randn(B, T, generator=gen)), 1.0)
         A = torch.randn(B, T, generator=gen)
         if rest.pop("huge", False):  # two terms that cancel: what was added to one of them before is lost
@@ -92,7 +92,7 @@ def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
         "a sum with weights": call(3, 7, reduction="sum", rollout_weights=True, beta=0.1),
         "a normalizer": call(3, 7, normalizer=12.5),
         "a normalizer on the device": call(3, 7, normalizer=torch.tensor(7), reduction="sequence_mean"),
-        "nothing that counts": call(2, 3, dead=True, normalizer=torch.tensor(0)),
+        "all masked": call(2, 3, dead=True, normalizer=torch.tensor(0)),
         "no sequences": call(0, 3),
         "no tokens": call(2, 0),
         "no advantages but of groups": call(

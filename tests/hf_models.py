@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, for tests of what isobit does inside of them."""
+"""Tiny models of transformers with random weights, for tests of what isobit does inside them."""
 
 from typing import Any
 

@@ -60,7 +60,7 @@ def main() -> None:
     inner, wrong = launch.run, []
     cpu = torch.device("cpu")
     assert kernels_triton_bwd.steps_of(116, 16, 2100, cpu) == 4
-    assert kernels_triton_bwd.steps_of(100, 16, 5200, cpu) == 4 and kernels_triton_bwd.IN_SHARED < 5200
+    assert kernels_triton_bwd.steps_of(100, 16, 5200, cpu) == 4 and kernels_triton_bwd.PREFETCHED < 5200
     assert kernels_triton_bwd.steps_of(2000, 256, 100, cpu) == 2
     for name in CALLS:
         names = launched.setdefault(name, [])

@@ -35,7 +35,7 @@ def test_ops_round_scale_sum_and_weigh_rows_by_the_same_functions() -> None:
     assert linear_bwd.row_weights is triton_logits.row_weights is triton_rows.row_weights
     for name in ("split_sums", "fold"):
         assert getattr(ratio_kl, name) is getattr(triton_logits, name) is getattr(triton_rows, name)
-    for name in ("row_sums", "merged_sums", "plan_of", "gradient_of"):
+    for name in ("row_sums", "merged_sums", "schedule_of", "gradient_of"):
         assert getattr(logp, name) is getattr(triton_logits, name)
-    for name in ("plan_of", "gradient_of"):
+    for name in ("schedule_of", "gradient_of"):
         assert getattr(ratio_kl, name) is getattr(triton_logits, name)

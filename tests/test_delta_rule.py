@@ -17,6 +17,7 @@ from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.frame.backend import Backend
 from isobit.frame.op import OPS
 from isobit.ops.delta_rule import kernels_hopper, kernels_triton, reference
+from isobit.ops.delta_rule.kernels_hopper import Buffers
 from isobit.ops.delta_rule.op import DHU_TRITON_1
 
 NAME = "chunk_gated_delta_rule_bwd_dhu"
@@ -408,9 +409,12 @@ def test_thousands_of_sequences_fit_into_a_grid(module: Any) -> None:
 @pytest.mark.parametrize(("heads", "stages"), [(1, 3), (48, 3), (55, 2), (66, 2), (512, 2)])
 def test_the_ring_is_shorter_where_most_sms_have_a_program(heads: int, stages: int) -> None:
     """On an H200 with two programs a head: what was measured as faster."""
-    assert kernels_hopper.stages_of(128, 2 * heads, 132) == stages
-    assert all(kernels_hopper.stages_of(K, 2 * heads, 132) == kernels_hopper.STAGES[K] for K in (64, 256))
+    for K, expected in ((128, stages), (64, 4), (256, 1)):
+        assert kernels_hopper.stages_of(Buffers(K, states=0), 2 * heads, 132) == expected
 
 
-def test_three_stages_do_not_fit_beside_both_gates_and_a_state() -> None:
-    assert kernels_hopper.stages_of(128, 2, 132, crowded=True) == 2
+@pytest.mark.parametrize(("has_g", "has_gk"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_three_stages_do_not_fit_with_both_gates_and_a_state(states: int, has_g: bool, has_gk: bool) -> None:
+    stages = 2 if has_g and has_gk and states else 3
+    assert kernels_hopper.stages_of(Buffers(128, states, has_g, has_gk), 2, 132) == stages

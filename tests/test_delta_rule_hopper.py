@@ -15,6 +15,7 @@ from attention_on_a_cpu import slowed
 from gluon_on_a_cpu import F32, Array, Barrier, Device, Shared, array
 from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.ops.delta_rule import kernels_hopper, kernels_hopper_io, reference
+from isobit.ops.delta_rule.kernels_hopper import Buffers
 
 DTYPES = {F32: torch.float32, np.int32: torch.int32}
 
@@ -107,7 +108,8 @@ def on_a_cpu(args: dict[str, Any], programs: int = 2) -> tuple[Tensor | None, ..
     )  # fmt: skip
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
-        device.run(scope, kernel, values)
+        constants = (options[name] for name in kernel.arg_names[len(values) :])
+        device.run(scope, kernel, (*values, *constants))
 
     return kernels_hopper.dhu(launch, programs, **args)
 
@@ -163,24 +165,27 @@ def test_no_state_is_stored_before_dh_whatever_the_integers_are(v_first: bool) -
 
 
 @pytest.mark.parametrize("who", range(5))
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("mode", ["h", "t", "ht", "gkht"])
 def test_whoever_is_slow_the_bits_are_the_same(
-    mode: str, apart: bool, who: int, monkeypatch: pytest.MonkeyPatch
+    mode: str, separate: bool, who: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One program, so that all items share its buffers: walker, loader, both storers, loader of gates."""
+    """One program, so that all items share its buffers: consumer, producer, both store warps, producer of
+    gates."""
     args = made(mode, False, LENGTHS)
     right = on_a_cpu(args)
     slowed(monkeypatch, who, (Walked, "store_wait"))
-    monkeypatch.setattr(kernels_hopper, "apart", lambda *sizes: apart)
+    monkeypatch.setattr(kernels_hopper, "fits_separate_buffers", lambda *sizes: separate)
     for found, expected in zip(on_a_cpu(args, 1), right, strict=True):
         assert (found is None and expected is None) or torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_the_walker_runs_on_while_a_state_leaves(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """dh0 of the first item is kept from leaving until the walker has dht of the second, two seconds at most:
-    it gets that far if the states have buffers of their own, and only then."""
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_consumer_goes_on_while_a_state_is_stored(
+    separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of dh0 of the first item is held back until the consumer has dht of the second, two seconds
+    at most: it gets that far if the states have buffers of their own, and only then."""
     taken = threading.Event()
     seen: list[bool] = []
 
@@ -191,7 +196,7 @@ def test_the_walker_runs_on_while_a_state_leaves(apart: bool, monkeypatch: pytes
         wait(self, left)
 
     class Watched(Room):
-        """The second state that the walker reads is dht of the second item."""
+        """The second state that the consumer reads is dht of the second item."""
 
         states = 0
 
@@ -204,15 +209,21 @@ def test_the_walker_runs_on_while_a_state_leaves(apart: bool, monkeypatch: pytes
 
     monkeypatch.setattr(Walked, "store_wait", leave)
     monkeypatch.setitem(globals(), "Room", Watched)
-    monkeypatch.setattr(kernels_hopper, "apart", lambda *sizes: apart)
+    monkeypatch.setattr(kernels_hopper, "fits_separate_buffers", lambda *sizes: separate)
     on_a_cpu(made("ht", False, [64, 64], V=64), 1)
-    assert seen == [apart]
+    assert seen == [separate]
 
 
 def test_states_have_buffers_of_their_own_wherever_a_program_has_several_items() -> None:
     """With K = 256 one has, two have not; without a state there is nothing to share."""
-    many = kernels_hopper.STAGES_OF_MANY
-    assert [kernels_hopper.apart(K, many[K], 2) for K in (64, 128, 256)] == [True, True, False]
-    assert all(kernels_hopper.apart(K, many[K], 1) for K in many)
-    assert not kernels_hopper.apart(128, 3, 1)
-    assert all(kernels_hopper.apart(K, kernels_hopper.STAGES[K], 0) for K in many)
+    many, few = kernels_hopper.STAGES_OF_MANY, kernels_hopper.STAGES
+
+    def fits(K: int, stages: int, states: int) -> bool:
+        every = [Buffers(K, states, g, gk) for g in (False, True) for gk in (False, True)]
+        (found,) = {kernels_hopper.fits_separate_buffers(buffers, stages) for buffers in every}
+        return found  # whatever the gates
+
+    assert [fits(K, many[K], 2) for K in (64, 128, 256)] == [True, True, False]
+    assert all(fits(K, many[K], 1) for K in many)
+    assert not fits(128, 3, 1)
+    assert all(fits(K, few[K], 0) for K in many)

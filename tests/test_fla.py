@@ -1,4 +1,4 @@
-"""isobit inside of FLA: its registry, and attention through its own functions.
+"""isobit inside FLA: its registry, and attention through its own functions.
 
 FLA is real, in both versions, from the folders that `make parity` makes. Its kernels need a GPU, so calls end
 in isobit's reference or in a stand-in for FLA's kernel; `fla_on_a_cpu.py` runs these too, in Triton's
@@ -216,13 +216,13 @@ class Slow(int):
 
 def test_calls_of_many_threads_are_all_counted(module: types.ModuleType) -> None:
     with fla.enable("reference") as on:
-        session = registry()._backends["isobit"].session
-        session.served, session.passed["a reason"] = Slow(0), Slow(1)
+        patch = registry()._backends["isobit"].patch
+        patch.served, patch.passed["a reason"] = Slow(0), Slow(1)
 
         def work() -> None:
             for _ in range(10):
-                session.count_served()
-                session.count_passed("a reason")
+                patch.count_served()
+                patch.count_passed("a reason")
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
@@ -302,7 +302,7 @@ def test_an_error_in_the_verifier_is_raised(
 def refused(match: str) -> None:
     with pytest.raises(fla.FLAError, match=match):
         fla.enable("reference")
-    assert "isobit" not in registry()._backends and fla.SWITCH.session is None
+    assert "isobit" not in registry()._backends and fla.SWITCH.patch is None
 
 
 def test_other_versions_are_refused(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def logp_of(x: float) -> float:
 
 
 class Hand:
-    """Three sequences of up to two tokens; the last token of the second does not count. In scalar Python."""
+    """Three sequences of up to two tokens; the last token of the second is masked. In scalar Python."""
 
     x, ref = ((0.3, -0.2), (1.0, 9.0), (-0.5, 0.4)), ((0.1, 0.2), (0.0, -7.0), (0.5, 0.3))
     # Ratios of 1.65 and 0.67 are beyond the clip, and so are 1.49 and 0.55.

@@ -14,7 +14,7 @@ import ptx
 from interpreted import in_interpreter
 from isobit.frame.launch import Recorder
 from isobit.frame.op import OPS
-from isobit.kernels.triton import dependent_launch as triton_early
+from isobit.kernels.triton import dependent_launch
 from isobit.ops.grpo_loss import kernels_triton as kernels
 from isobit.ops.grpo_loss import reference
 from isobit.ops.grpo_loss.proof import model
@@ -77,7 +77,7 @@ def test_losses_and_slopes_are_those_of_the_reference(found: dict[str, Any], nam
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["nothing that counts", "no sequences", "no tokens"])
+@pytest.mark.parametrize("name", ["all masked", "no sequences", "no tokens"])
 def test_empty_inputs_give_empty_outputs(found: dict[str, Any], name: str) -> None:
     *results, slope, _ = found["losses"][name]
     assert not any(x.any() for x in results) and not slope.any()
@@ -134,7 +134,7 @@ def test_compiled_code_has_the_bits_of_the_interpreter(
         ptx.execute(kernel, grid, *given, **options)
 
     monkeypatch.setattr(ptx.Block, "waited", arrived)
-    monkeypatch.setattr(triton_early, "launches_early", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "launches_early", lambda device: True)
     ours = kernels.token_loss(*(t if t is None else t.clone() for t in of_tokens), launch, **args)
     for one, other in zip(ours, found["losses"][name], strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
@@ -174,10 +174,10 @@ def test_a_step_is_few_launches() -> None:
     args = dict(zip(forward.contract.names, forward.bind(given | {"samples_per_prompt": 4}), strict=True))
     there = Recorder()
     *_, stats, slope, scale = forward.backend_named("triton").run(launch=there, **args)
-    kept = {"stats": stats, "slope": slope, "scale": scale, "dloss": empty()}
+    saved = {"stats": stats, "slope": slope, "scale": scale, "dloss": empty()}
     names = (p.name for p in backward.contract.params)
     back = Recorder()
-    backward.backend_named("triton").run(launch=back, **{n: (args | kept)[n] for n in names})
+    backward.backend_named("triton").run(launch=back, **{n: (args | saved)[n] for n in names})
     assert [kernel.__name__ for kernel, _, _ in there.launches] == [
         "sum_parts", "finish_rows", "sum_chunks", "reduce_batch",
     ]  # fmt: skip

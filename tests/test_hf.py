@@ -192,7 +192,7 @@ def test_a_head_of_a_class_that_is_also_called_linear_is_refused_by_its_full_nam
 
 
 def test_a_head_inside_of_an_adapter_is_refused() -> None:
-    """As PEFT wraps it: no linear layer itself, which has one and an update of low rank beside it."""
+    """As PEFT wraps it: no linear layer itself, which has one and an update of low rank next to it."""
 
     class LoraLinear(nn.Module):
         def __init__(self, base_layer: nn.Linear) -> None:
@@ -267,7 +267,7 @@ def test_other_models_are_refused() -> None:
     encoder = transformers.T5Config(
         vocab_size=V, d_model=8, d_ff=8, num_layers=1, num_heads=1, decoder_start_token_id=0
     )
-    refused(transformers.T5ForConditionalGeneration(encoder), "it has an encoder beside its decoder")
+    refused(transformers.T5ForConditionalGeneration(encoder), "it has an encoder in addition to its decoder")
     model = made("Llama")
     model.forward = lambda input_ids: None
     refused(model, "its forward has no logits_to_keep")

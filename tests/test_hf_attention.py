@@ -102,12 +102,12 @@ def test_a_window_has_the_same_bits_where_the_cache_has_dropped_keys(before: int
              "attention_mask": given}  # fmt: skip
     whole, _ = attend(Layer(), q, k, v, mask(kv_length=before + T, **asked))
     bounds = mask(kv_length=window - 1 + T, kv_offset=dropped, **asked)
-    kept = (k[:, :, dropped:], v[:, :, dropped:])
-    found, _ = attend(Layer(), q, *kept, bounds)
+    remaining = (k[:, :, dropped:], v[:, :, dropped:])
+    found, _ = attend(Layer(), q, *remaining, bounds)
     assert torch.equal(found, whole)
     # Without the zeros in front keys would have other positions in their blocks, and sums other bits.
     start = torch.stack((torch.zeros(2).long(), torch.full((2,), window - 1 + T)))
-    plain, _ = attend(Layer(), q, *kept, KeyBounds.of(start, bounds.info._replace(front=0)))
+    plain, _ = attend(Layer(), q, *remaining, KeyBounds.of(start, bounds.info._replace(front=0)))
     assert not torch.equal(plain, whole)
 
 
@@ -246,12 +246,12 @@ def test_packed_sequences_that_the_mask_does_not_separate_are_refused() -> None:
     model(ids, position_ids=packed.expand(2, -1), use_cache=False)
     for options in ({"use_cache": True}, {"use_cache": False, "attention_mask": given}):
         for positions in (packed, packed.expand(2, -1)):
-            with pytest.raises(HFError, match=r"begin anew inside of a row.*pack with use_cache=False and"):
+            with pytest.raises(HFError, match=r"start again inside a row.*pack with use_cache=False and"):
                 model(ids, position_ids=positions, **options)
     # Packed behind padding.
     given[1, :3] = 0
     positions = torch.stack((torch.arange(9), torch.tensor([1, 1, 1, 0, 1, 2, 0, 1, 2])))
-    with pytest.raises(HFError, match="begin anew"):
+    with pytest.raises(HFError, match="start again"):
         model(ids, attention_mask=given, position_ids=positions)
 
 

@@ -181,7 +181,7 @@ def test_a_bad_id_is_named_with_its_place(bad: int) -> None:
     )
 
 
-def test_a_bad_id_in_a_row_that_does_not_count_is_fine() -> None:
+def test_a_bad_id_in_a_masked_row_is_fine() -> None:
     z, ids = batch(4, 9)
     ids[1], ids[2] = 99, -7
     mask = torch.tensor([1, 0, 1, 1])
@@ -329,7 +329,7 @@ def test_results_are_fp32_and_gradients_have_the_dtype_of_the_logits(dtype: torc
 
 
 def test_results_own_their_memory() -> None:
-    """Writing into one result must not change another, nor what the backward kept."""
+    """Writing into one result must not change another, nor what the backward saved."""
     z, ids = batch(4, 6)
     gradients = []
     for write in (False, True):

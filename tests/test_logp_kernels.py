@@ -287,14 +287,14 @@ def test_the_forward_reads_in_vectors(ptx: dict[tuple[str, int], str], kernel: s
 @pytest.mark.parametrize("V", [50257, 151936])
 def test_the_backward_reads_and_writes_whole_words(ptx: dict[tuple[str, int], str], V: int) -> None:
     loads, stores = (bytes_per_access(ptx["logits_gradient", V], what) for what in ("ld", "st"))
-    # Rows that count, and rows that do not, which are only written.
+    # Live rows, and masked rows, which are only written.
     assert loads.count(16) >= triton_logits.BWD_UNROLL and stores.count(16) >= 2 * triton_logits.BWD_UNROLL
     assert sum(size < 16 for size in stores) == 2  # the first and the last word of a row, by element
 
 
 def test_sums_are_not_contracted_into_fused_operations(ptx: dict[tuple[str, int], str]) -> None:
     """A fused multiply-add rounds once where the code rounds twice, and the compiler would decide where. The
-    remaining ones are in the polynomial inside of log2, the same number in every kernel that takes one
+    remaining ones are in the polynomial inside log2, the same number in every kernel that takes one
     logarithm."""
     fused = {key: len(re.findall(r"\bfma\.rn", text)) for key, text in ptx.items()}
     for V in (50257, 151936):

@@ -21,7 +21,7 @@ SHAPES = {"rows": ((2, 4), 9), "splits": ((2, 3), 17000)}
 
 
 def case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Arguments of a call, and gradients of its results. Two rows do not count and have no temperature."""
+    """Arguments of a call, and gradients of its results. Two rows are masked and have no temperature."""
     lead, V = SHAPES[name]
     gen = torch.Generator().manual_seed(7)
     logits = torch.randn(*lead, V, generator=gen).bfloat16()
@@ -75,7 +75,7 @@ def test_a_row_has_the_bits_of_its_number(
 ) -> None:
     each, numbers = interpreted[name]
     for i, (one, other) in enumerate(zip(each, numbers, strict=True)):
-        assert one.isfinite().all(), i  # what a row that does not count has there reaches nothing
+        assert one.isfinite().all(), i  # what a masked row has there reaches nothing
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), i
 
 

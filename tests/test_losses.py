@@ -169,7 +169,7 @@ def test_beta_adds_the_kl_as_terms_are_added(loss: Callable[..., Any], name: str
 
 
 def flat(lines: list[list[float]]) -> list[float]:
-    """The five tokens that count."""
+    """The five live tokens."""
     return lines[0] + lines[1][:2]
 
 

@@ -1,4 +1,4 @@
-"""Guards what `isobit.losses` does with rows: sums that add up over chunks, rows that do not count, packed
+"""Guards what `isobit.losses` does with rows: sums that add up over chunks, masked rows, packed
 sequences, ratios that overflow, gradients of any value."""
 
 import math
@@ -85,11 +85,11 @@ def test_the_gradient_of_cispo_is_that_of_fixed_weights() -> None:
 
 
 def packed(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows that count, and two that do not, one sequence after another; ids need not be consecutive."""
-    kept = given["mask"].clone()
-    kept[:2, -1] = True  # the second sequence has this row alone
-    ids = (torch.tensor([7, 3, 4, 0, 9])[:, None]).expand_as(kept)
-    return {name: tensor[kept] for name, tensor in {**given, "sequence_ids": ids}.items()}
+    """The live rows, and two masked ones, one sequence after another; ids need not be consecutive."""
+    some = given["mask"].clone()
+    some[:2, -1] = True  # the second sequence has this row alone
+    ids = (torch.tensor([7, 3, 4, 0, 9])[:, None]).expand_as(some)
+    return {name: tensor[some] for name, tensor in {**given, "sequence_ids": ids}.items()}
 
 
 @each_sequence_loss
@@ -212,7 +212,7 @@ def test_gradients_go_to_logp_and_entropy_alone(loss: Callable[..., Any]) -> Non
     assert len(constants) == 4 and all(tensor.grad is None for tensor in [*constants, normalizer])
 
 
-# Rows that do not count
+# Masked rows
 
 
 def naive(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:

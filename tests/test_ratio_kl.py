@@ -148,11 +148,11 @@ def test_what_is_not_a_number_stays_in_its_row(where: str) -> None:
     assert [bool(o[1].isnan()) for o in found] == expected[where]
 
 
-# Rows that do not count
+# Masked rows
 
 
 @pytest.mark.parametrize("ref", ["logits", "logp", "none"])
-def test_rows_that_do_not_count_are_1_and_0_and_have_no_gradient(ref: str) -> None:
+def test_masked_rows_are_1_and_0_and_have_no_gradient(ref: str) -> None:
     z, logits, ids = batch(2, 3, 5)
     old, given = torch.zeros(2, 3), torch.zeros(2, 3)
     mask = torch.tensor([[1, 0, 1], [1, 1, 1]])
@@ -285,7 +285,7 @@ def test_the_forms_of_the_result() -> None:
 
 
 def test_results_own_their_memory() -> None:
-    """Writing into one result must not change another, nor what the backward kept."""
+    """Writing into one result must not change another, nor what the backward saved."""
     z, ref, ids = batch(4, 6)
     gradients = []
     for write in (False, True):

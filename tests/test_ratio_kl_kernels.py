@@ -18,6 +18,7 @@ import ptx
 from interpreted import in_interpreter
 from isobit import logp, ratio_kl
 from isobit.frame.launch import Recorder, run
+from isobit.kernels.triton import dependent_launch
 from isobit.kernels.triton.exp import exp, k3_and_expm1
 from isobit.kernels.triton.interpreter import INTERPRETED
 from isobit.ops.logp import kernels_hopper as logp_hopper
@@ -207,12 +208,12 @@ def test_rows_are_finished_early_but_for_their_sums(monkeypatch: pytest.MonkeyPa
         assert "griddepcontrol.launch_dependents" in text  # of `finish_rows` for what an op puts behind it
 
     monkeypatch.setattr(ptx.Block, "waited", arrived)
-    monkeypatch.setattr(kernels_triton, "launches_early", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "launches_early", lambda device: True)
     found = kernels_triton.ratio_kl(launch, **args)
     assert len(late) == 1 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_rows_that_do_not_count_on_hopper() -> None:
+def test_masked_rows_on_hopper() -> None:
     mask = torch.tensor([1, 0, 1, 1])
     args = call(4, 300, mask=mask, old_logp=torch.tensor([NAN, NAN, 0.0, NAN]))
     args["policy_logits"][1] = args["ref_logits"][1] = args["policy_logits"][3] = NAN
@@ -364,11 +365,11 @@ assert all(torch.equal(bits[0], other) for other in bits[1:])
 JOINED = """
 import torch
 from isobit import logp, ratio_kl
-from isobit.kernels.triton.logits import plan_of
+from isobit.kernels.triton.logits import schedule_of
 from isobit.ops.ratio_kl import kernels_triton as kernels
 
 V = 2 * 16384 + 3  # three splits, the last one short
-assert plan_of(V).splits == 3 and plan_of(V).parts == 2
+assert schedule_of(V).splits == 3 and schedule_of(V).parts == 2
 gen = torch.Generator().manual_seed(0)
 policy, ref = (torch.randn(2, V, generator=gen).half() for _ in range(2))
 ids = torch.tensor([V - 1, 16384])

@@ -239,7 +239,7 @@ def test_bad_calls_say_what_is_wrong(change: dict[str, Any], message: str) -> No
     assert message in str(error.value)
 
 
-def test_a_weight_in_fp32_beside_rows_in_16_bits() -> None:
+def test_a_weight_in_fp32_with_rows_in_16_bits() -> None:
     x, weight = rows(3, 8, dtype=BF16).requires_grad_(), rows(8, seed=1).requires_grad_()
     out = rms_norm(x, weight)
     assert out.dtype == BF16

@@ -1,4 +1,4 @@
-"""isobit inside of TRL: its trainers on a CPU, with and without it, in the environment that `make parity`
+"""isobit inside TRL: its trainers on a CPU, with and without it, in the environment that `make parity`
 makes. `trl_on_a_cpu.py` runs them; one run serves all tests here."""
 
 import json

@@ -1,4 +1,4 @@
-"""isobit inside of verl: its fused kernels on a CPU, with and without it, in the environment that
+"""isobit inside verl: its fused kernels on a CPU, with and without it, in the environment that
 `make parity` makes. `verl_on_a_cpu.py` runs them; one run serves all tests here."""
 
 import json
@@ -112,8 +112,8 @@ def test_being_installed_registers_a_name_and_changes_nothing(found: dict[str, A
         "ours": "isobit.integrations.verl_plugin",
         "others": ["verl.trainer.ppo.core_algos"],
         "vanilla": True,
-        "session": True,
-        "seams": [True, True],
+        "patch": True,
+        "replaced": [True, True],
     }
 
 

@@ -136,7 +136,7 @@ def test_another_order_in_decoding_is_detected(
 
 
 def gradients(model: Any, ids: Tensor, counts: Tensor, **inputs: Any) -> list[Tensor]:
-    """Of the embeddings, and of the hidden states after each layer, [B, T, D]; every token that counts has
+    """Of the embeddings, and of the hidden states after each layer, [B, T, D]; every live token has
     its own weight for its log-probability."""
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     states: list[Tensor] = [embeds]

@@ -4,7 +4,7 @@
 
 CASES is a file of `torch.save`: a list of dicts with "framework", its "options" and its "inputs" (tensors).
 For each, RESULTS has the loss, the gradients of log-probabilities and entropies, and what the framework
-reports beside it; the last entry has the versions.
+reports in addition; the last entry has the versions.
 
 From TRL a real `GRPOTrainer` is made of a real `GRPOConfig` for every case, and its `_compute_loss` is
 called; only the log-probabilities and entropies are given instead of being computed by a model. From verl it

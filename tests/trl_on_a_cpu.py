@@ -138,7 +138,7 @@ def calls() -> dict[str, float]:
 
 
 def gathers() -> list[list[list[int]]]:
-    """The shapes of what a call gathers in its backward. Its forward is inside of TRL's own gathering."""
+    """The shapes of what a call gathers in its backward. Its forward is inside TRL's own gathering."""
     utils, seen = sys.modules["trl.trainer.utils"], []
 
     def gather(*parameters: torch.Tensor) -> Any:

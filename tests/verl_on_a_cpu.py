@@ -61,7 +61,7 @@ class Megatron(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: Any) -> None: ...
 
 
-# Calls of the two seams
+# Calls of the two functions that are replaced
 
 
 def inputs(rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +171,7 @@ def models() -> dict[str, float]:
 # Which functions are in place
 
 
-def seams() -> list[bool]:
+def replaced() -> list[bool]:
     """Whether verl's own functions are in place: in the class, the module, and the modules that import from
     it."""
     now = [vars(torch_functional.FusedLinearForPPO)["forward"] is TORCH]
@@ -181,15 +181,15 @@ def seams() -> list[bool]:
 
 def switching() -> dict[str, Any]:
     """On, off, modules that are imported before and meanwhile, and a graph that outlives it."""
-    found: dict[str, Any] = {"before": seams()}
+    found: dict[str, Any] = {"before": replaced()}
     fused = import_module(IMPORTERS[0])
     first = inside.enable()
     overlap = import_module(IMPORTERS[1])
-    found["on"] = seams()
+    found["on"] = replaced()
     assert overlap.linear_cross_entropy is fused.linear_cross_entropy
     with inside.enable() as second:
         pass
-    found["after the inner block"] = seams()
+    found["after the inner block"] = replaced()
     hidden, weight, ids = inputs((2, 9))
     layer = mock.Mock(weight=weight)
     with (
@@ -204,11 +204,11 @@ def switching() -> dict[str, Any]:
     found["another backend"] = told(lambda: inside.enable("triton"))
     inside.disable()
     inside.disable()
-    found["off"] = seams()
+    found["off"] = replaced()
     output.log_probs.sum().backward()
     with inside.enable():
-        found["on again"] = seams()
-    found["off again"] = seams()
+        found["on again"] = replaced()
+    found["off again"] = replaced()
     theirs = by_torch(*(x.detach() for x in (hidden, weight, ids)), 0.7)
     ours = [output.log_probs.detach(), output.entropy.detach(), weight.grad]
     found["megatron"] = distance(ours, [*(x.flatten() for x in theirs), weight.grad])
@@ -260,18 +260,18 @@ def refusals() -> dict[str, str]:
         with mock.patch.object(owner, attribute, value):
             found[name] = told(inside.enable)
             now = vars(owner)[attribute]
-            assert now is value and inside.SWITCH.session is None
-    assert all(seams())
+            assert now is value and inside.SWITCH.patch is None
+    assert all(replaced())
     return found
 
 
 def external() -> list[list[bool]]:
     """By verl's own way to import what its configuration names."""
-    before = seams()
+    before = replaced()
     import_external_libs("isobit.integrations.verl_on")
-    during = seams()
+    during = replaced()
     inside.disable()
-    return [before, during, seams()]
+    return [before, during, replaced()]
 
 
 # The entry point
@@ -282,7 +282,7 @@ def registered() -> dict[str, Any]:
     return {
         "ours": POLICY_LOSS_REGISTRY["isobit_clip"].__module__,
         "others": sorted(set(others.values())), "vanilla": "vanilla" in others,
-        "session": inside.SWITCH.session is None, "seams": seams(),
+        "patch": inside.SWITCH.patch is None, "replaced": replaced(),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from isobit.integrations import fla
-from isobit.integrations.session import calls
+from isobit.integrations.patch import calls
 
 
 def main(arguments: Sequence[str]) -> int:

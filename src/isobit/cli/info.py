@@ -15,7 +15,7 @@ from isobit.check.stamp import stamp
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import arch_key, triton_cannot_run
 from isobit.frame.op import OPS, public_ops
-from isobit.integrations.seams import seams
+from isobit.integrations.installed import installed_integrations
 from isobit.spec.proof import InputOptions
 from isobit.spec.proofs import proof_of
 
@@ -31,7 +31,7 @@ def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
     for folder in sorted({OPS[name].folder for name in names}):
         yield f"{'kernels':12s}{kernel_sha(folder)} of {folder}"
     yield f"{'triton runs':12s}{triton_cannot_run(device) or f'on {device}'}"
-    yield from (f"{name:12s}{state}" for name, state in seams(try_them).items())
+    yield from (f"{name:12s}{state}" for name, state in installed_integrations(probe=try_them).items())
     yield ""
     for name in names:
         yield f"{name}: {default_backend(OPS[name], device)}"

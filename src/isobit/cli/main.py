@@ -359,7 +359,11 @@ def demo(
     html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
 ) -> None:
     """GRPO from scratch with nothing downloaded: exit code 1 if the task was not learned."""
-    raise typer.Exit(int(not run_demo(device_of(device), steps, seed, zero_drift, html)))
+    check_file(html, "--html")
+    report = run_demo(device_of(device), steps, seed, zero_drift)
+    write(html, page([report], "isobit demo"))
+    print(f"wrote {html}")
+    raise typer.Exit(int(not report["passed"]))
 
 
 @app.command()

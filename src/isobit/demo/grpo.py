@@ -2,7 +2,7 @@
 
     prompt "2718="    answer "8172"    reward: the share of the digits that are right, 1/16 by chance
 
-A step samples a group of answers to each prompt from a KV cache and keeps the log-probabilities they were
+A step samples a group of answers to each prompt from a KV cache and records the log-probabilities they were
 sampled with, rewards the answers, turns the rewards of a group into advantages, and follows the loss for a
 few minibatches. `isobit demo` runs it and draws the curves.
 """
@@ -101,12 +101,12 @@ def policy_loss(
 def drift(
     policy: Policy, ops: Ops, prompts: Tensor, answers: Tensor, old_logp: Tensor | None = None
 ) -> dict[str, float]:
-    """The difference between log-probabilities of decoding and of training. `old_logp` was kept when the
+    """The difference between log-probabilities of decoding and of training. `old_logp` was recorded when the
     answers were sampled; without it they are decoded again."""
     if old_logp is None:
         _, old_logp = decode(policy, ops, prompts, answers.shape[1], lambda logits, t: answers[:, t : t + 1])
-    apart = (training_logp(policy, ops, prompts, answers) - old_logp).abs()
-    return {"max": apart.max().item(), "mean": apart.mean().item()}
+    difference = (training_logp(policy, ops, prompts, answers) - old_logp).abs()
+    return {"max": difference.max().item(), "mean": difference.mean().item()}
 
 
 # Training

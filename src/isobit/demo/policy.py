@@ -104,10 +104,10 @@ class Policy(nn.Module):
         it."""
         past = cache[0][0].shape[1] if cache else 0
         x = F.embedding(token_ids, self.tokens) + self.positions[past : past + token_ids.shape[1]]
-        x, kept = x.bfloat16(), []
+        x, new_cache = x.bfloat16(), []
         for i, layer in enumerate(self.layers):
             x, kv = layer(x, ops, cache[i] if cache else None)
-            kept.append(kv)
+            new_cache.append(kv)
         if cache is not None:
-            cache[:] = kept
+            cache[:] = new_cache
         return F.layer_norm(x, (WIDTH,))

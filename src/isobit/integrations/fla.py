@@ -1,11 +1,11 @@
-"""isobit inside of flash-linear-attention (FLA).
+"""isobit inside flash-linear-attention (FLA).
 
     isobit.integrations.fla.enable()
 
 From here on FLA takes the gradients of delta-rule states from `isobit.chunk_gated_delta_rule_bwd_dhu`, in the
 backward of `chunk_gated_delta_rule`, of `chunk_kda` and of all its other ops that call the function of this
 name. That function looks into a registry of backends at each call, so one entry there reaches every caller,
-also those that imported the function earlier.
+including those that imported the function earlier.
 
     with isobit.integrations.fla.enable() as on:
         loss.backward()
@@ -27,7 +27,7 @@ import torch
 
 from isobit.frame.backend import Backend, UnsupportedError
 from isobit.frame.contract import dtype_name
-from isobit.integrations.session import Enabled, Session, Switch
+from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
 
@@ -89,17 +89,17 @@ def _installed() -> _Fla:
         raise _refusal(f"the backend registry of {version} is unknown: {error!r}") from error
     if not shaped:
         raise _refusal(f"the backend registry of {version} is unknown: {type(registry).__name__}")
-    found = _Fla(version, function, registry, base)
-    _check_signature(found)
-    return found
+    fla = _Fla(version, function, registry, base)
+    _check_signature(fla)
+    return fla
 
 
 def _check_signature(fla: _Fla) -> None:
     """Checks that names, order and defaults of the arguments are the expected ones."""
-    found = _text(inspect.signature(fla.function).parameters.values())
-    wanted = _text(list(OURS.values())[: ARGUMENTS[fla.version]])
-    if found != wanted:
-        raise _refusal(f"found {NAME}({found}) in version {fla.version}, but isobit needs {NAME}({wanted})")
+    theirs = _text(inspect.signature(fla.function).parameters.values())
+    ours = _text(list(OURS.values())[: ARGUMENTS[fla.version]])
+    if theirs != ours:
+        raise _refusal(f"found {NAME}({theirs}) in version {fla.version}, but isobit needs {NAME}({ours})")
 
 
 def _text(parameters: Iterable[inspect.Parameter]) -> str:
@@ -116,8 +116,9 @@ def _refusal(what: str) -> FLAError:
 
 
 def why_not(backend: Backend, given: dict[str, Any]) -> str | None:
-    """Why this backend of isobit cannot serve a call of FLA's, or None. FLA's kernel takes more than isobit's
-    contract allows. Other violations of the contract FLA cannot compute either; they are errors."""
+    """Why this backend of isobit cannot serve a call of FLA's, or None. These are calls that FLA's kernel
+    accepts and isobit's contract does not. Other violations of the contract are errors: FLA cannot compute
+    them either."""
     if given.get("use_graph"):
         return "use_graph=True needs results in FLA's own static buffers"
     if given.get("chunk_offsets") is not None:  # use_graph=True of chunk_kda arrives here like this
@@ -149,43 +150,43 @@ def _backend_class(base: type) -> Any:
     class IsobitBackend(base):
         backend_type = "isobit"
         priority = PRIORITY
-        session: "_Session"
+        patch: "_Patch"
 
         def verify(self, function_name: str, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            """Whether isobit serves a call. FLA's own method would take an error in here as a no."""
+            """Whether isobit serves a call. FLA's own method would treat an error in here as a refusal."""
             if function_name != NAME:
                 return False, f"isobit has {NAME} alone"
             given = dict(zip(OURS, args, strict=False)) | kwargs
             if given["q"] is _PROBE:
                 return True, None
-            reason = why_not(self.session.serving, given)
+            reason = why_not(self.patch.serving, given)
             if reason is not None:
-                self.session.count_passed(reason)
+                self.patch.count_passed(reason)
             return reason is None, reason
 
         def chunk_gated_delta_rule_bwd_dhu(self, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("q") is _PROBE:
                 return _PROBE
             with torch.no_grad():  # FLA's kernels leave no graph either
-                found = chunk_gated_delta_rule_bwd_dhu(*args, **kwargs, backend=self.session.serving.name)
-            self.session.count_served()
-            return found
+                results = chunk_gated_delta_rule_bwd_dhu(*args, **kwargs, backend=self.patch.serving.name)
+            self.patch.count_served()
+            return results
 
     return IsobitBackend
 
 
-def _register(fla: _Fla, session: "_Session") -> None:
+def _register(fla: _Fla, patch: "_Patch") -> None:
     backend = _backend_class(fla.base)()
-    backend.session = session
+    backend.patch = patch
     fla.registry.register(backend)
 
 
 def _checked() -> _Fla:
     """The installed FLA, after checking that its function uses registered backends."""
     fla = _installed()
-    _register(fla, _Session(fla, op.backends[0]))
+    _register(fla, _Patch(fla, op.backends[0]))
     try:
-        found = fla.function(**dict.fromkeys(("q", "k", "w", "do", "dv"), _PROBE))
+        answer = fla.function(**dict.fromkeys(("q", "k", "w", "do", "dv"), _PROBE))
     except Exception as error:
         raise _refusal(
             f"{NAME} of version {fla.version} does not use the backends that are registered. Is "
@@ -193,7 +194,7 @@ def _checked() -> _Fla:
         ) from error
     finally:
         _unregister(fla)
-    if found is not _PROBE:
+    if answer is not _PROBE:
         raise _refusal(f"another backend of FLA serves {NAME} before isobit's")
     return fla
 
@@ -209,13 +210,13 @@ def _unregister(fla: _Fla) -> None:
 # On and off
 
 
-class _Session(Session):
+class _Patch(Patch):
     def __init__(self, fla: _Fla, serving: Backend) -> None:
         own = f"{SWITCH.name}: FLA's own kernel serves {NAME} here"
         super().__init__(backend=serving.name, instead=own)
         self.fla, self.serving = fla, serving
 
-    def end(self) -> None:
+    def undo(self) -> None:
         _unregister(self.fla)
 
 
@@ -249,15 +250,15 @@ def enable(backend: str = "hopper") -> Enabled:
     """
     serving = op.backend_named(backend)
 
-    def begin() -> _Session:
+    def apply() -> _Patch:
         global _fla
         if _fla is None or getattr(sys.modules.get(MODULE), NAME, None) is not _fla.function:
             _fla = _checked()
-        session = _Session(_fla, serving)
-        _register(_fla, session)
-        return session
+        patch = _Patch(_fla, serving)
+        _register(_fla, patch)
+        return patch
 
-    return SWITCH.on(backend, begin)
+    return SWITCH.on(backend, apply)
 
 
 def disable() -> None:

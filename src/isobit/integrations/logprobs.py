@@ -72,7 +72,7 @@ class _LogProbs(torch.autograd.Function):
         wants = dict(zip(("hidden", "weight", "bias"), ctx.needs_input_grad, strict=False))
         options = {name: value for name, value in ctx.call.options.items() if name != "return_entropy"}
         with ctx.call.gather(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-            found = backward(
+            gradients = backward(
                 **_cast(ctx.dtype, hidden, weight, bias), token_ids=token_ids, stats=stats, entropy=entropy,
                 kept=None, kept_base=None, dlse=None, **_FIXED, **options,
                 dlogp=None if dlogp is None else dlogp.contiguous(),
@@ -80,9 +80,8 @@ class _LogProbs(torch.autograd.Function):
                 **{f"want_{name}": want for name, want in wants.items()},
                 grad_dtype=None if ctx.dtype == torch.float64 else torch.float32, backend=ctx.call.backend,
             )  # fmt: skip
-        given = (hidden, weight, bias)
-        wanted = zip(found, given, wants.values(), strict=True)
-        return *(g.to(x.dtype) if want else None for g, x, want in wanted), None, None
+        inputs = zip(gradients, (hidden, weight, bias), wants.values(), strict=True)
+        return *(g.to(x.dtype) if want else None for g, x, want in inputs), None, None
 
 
 def _cast(dtype: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""isobit inside of TRL.
+"""isobit inside TRL.
 
     isobit.integrations.trl.enable()
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isobit.frame.backend import UnsupportedError
 from isobit.integrations.logprobs import Call
-from isobit.integrations.session import Enabled, Session, Switch
+from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.linear_logp.op import forward
 
 MODULE, NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
@@ -44,7 +44,7 @@ class TRLError(UnsupportedError):
 SWITCH = Switch("isobit.integrations.trl")
 
 
-class _Session(Session):
+class _Patch(Patch):
     """Replaces TRL's function."""
 
     def __init__(self, module: ModuleType, backend: str | None) -> None:
@@ -52,7 +52,7 @@ class _Session(Session):
         super().__init__(backend=backend, instead=own)
         self.module, self.theirs = module, vars(module)[NAME]
 
-    def end(self) -> None:
+    def undo(self) -> None:
         setattr(self.module, NAME, self.theirs)
 
     def apply(
@@ -104,12 +104,12 @@ def _installed() -> ModuleType:
     if function is None or not hasattr(module, "maybe_gather_lm_head_ctx"):
         raise TRLError(f"isobit.integrations.trl: TRL {version} has no {NAME} in {MODULE} ({supported})")
     _, *parameters = inspect.signature(function.forward).parameters.values()  # the first is ctx
-    found = [str(p.replace(annotation=p.empty)) for p in parameters]
-    if found[-1:] == [f"outputs={OUTPUTS!r}"]:
-        found[-1] = "outputs"
-    if tuple(found) != ARGUMENTS:
+    arguments = [str(p.replace(annotation=p.empty)) for p in parameters]
+    if arguments[-1:] == [f"outputs={OUTPUTS!r}"]:
+        arguments[-1] = "outputs"
+    if tuple(arguments) != ARGUMENTS:
         raise TRLError(
-            f"isobit.integrations.trl: TRL {version} has {NAME}({', '.join(found)}), but isobit needs "
+            f"isobit.integrations.trl: TRL {version} has {NAME}({', '.join(arguments)}), but isobit needs "
             f"{NAME}({', '.join(ARGUMENTS)}) ({supported})"
         )
     return module
@@ -142,12 +142,12 @@ def enable(backend: str | None = None) -> Enabled:
     if backend is not None:
         forward.backend_named(backend)
 
-    def begin() -> _Session:
-        session = _Session(_installed(), backend)
-        setattr(session.module, NAME, session)
-        return session
+    def apply() -> _Patch:
+        patch = _Patch(_installed(), backend)
+        setattr(patch.module, NAME, patch)
+        return patch
 
-    return SWITCH.on(backend, begin)
+    return SWITCH.on(backend, apply)
 
 
 def disable() -> None:

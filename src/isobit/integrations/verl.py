@@ -1,4 +1,4 @@
-"""isobit inside of verl.
+"""isobit inside verl.
 
     isobit.integrations.verl.enable()
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from isobit.frame.backend import UnsupportedError
 from isobit.integrations.logprobs import Call
-from isobit.integrations.session import Enabled, Session, Switch
+from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.linear_logp.op import forward
 
 TORCH, FUSED = "verl.utils.experimental.torch_functional", "FusedLinearForPPO"
@@ -77,7 +77,7 @@ def _installed() -> _Verl:
         if error.name != "verl":
             raise
         raise ModuleNotFoundError(f"{SWITCH.name}: verl is not installed: {INSTALL}", name="verl") from error
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for place, name in ((TORCH, FUSED), (TRITON, FUNCTION)):
         try:
             kind = vars(import_module(place)).get(name)
@@ -92,11 +92,11 @@ def _installed() -> _Verl:
         if given != ARGUMENTS[name]:
             needed = f"{name}({ARGUMENTS[name]})"
             raise _refusal(f"verl {version} has {name}({given}), but isobit needs {needed}")
-        found[name] = kind
+        kinds[name] = kind
     module = import_module(TRITON)
-    if getattr(module, NAME, None) != found[FUNCTION].apply:
+    if getattr(module, NAME, None) != kinds[FUNCTION].apply:
         raise _refusal(f"{NAME} in {TRITON} of verl {version} is not {FUNCTION}.apply")
-    return _Verl(found[FUSED], vars(found[FUSED])["forward"], module, vars(module)[NAME])
+    return _Verl(kinds[FUSED], vars(kinds[FUSED])["forward"], module, vars(module)[NAME])
 
 
 def _text(function: Callable[..., Any]) -> str:
@@ -119,7 +119,7 @@ def _that_have(function: Callable[..., Any]) -> Iterator[ModuleType]:
 # Replacements of verl's functions
 
 
-class _Session(Session):
+class _Patch(Patch):
     def __init__(self, verl: _Verl, backend: str | None) -> None:
         own = f"{SWITCH.name}: verl's own function serves log-probabilities here"
         super().__init__(backend=backend, instead=own)
@@ -134,7 +134,7 @@ class _Session(Session):
         setattr(verl.fused, "forward", fused_forward)  # noqa: B010  # a type has no such attribute
         self._rename(verl.linear_cross_entropy, self.ours)
 
-    def end(self) -> None:
+    def undo(self) -> None:
         setattr(self.verl.fused, "forward", self.verl.forward)  # noqa: B010
         self._rename(self.ours, self.verl.linear_cross_entropy)
 
@@ -146,8 +146,8 @@ class _Session(Session):
         self, module: Any, hidden: Tensor, weight: Tensor, input_ids: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Replaces FusedLinearForPPO.forward: results have the shape of input_ids."""
-        found = self._served(hidden, weight, input_ids, temperature)
-        return found or self.verl.forward(module, hidden, weight, input_ids, temperature)
+        results = self._served(hidden, weight, input_ids, temperature)
+        return results or self.verl.forward(module, hidden, weight, input_ids, temperature)
 
     def linear_cross_entropy(
         self,
@@ -170,8 +170,8 @@ class _Session(Session):
             self.count_passed(reason)
             return self.verl.linear_cross_entropy(*given)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        found = self._served(flat, weight, labels.reshape(-1), temperature)
-        return found or self.verl.linear_cross_entropy(*given)
+        results = self._served(flat, weight, labels.reshape(-1), temperature)
+        return results or self.verl.linear_cross_entropy(*given)
 
     def _served(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
@@ -221,7 +221,7 @@ def enable(backend: str | None = None) -> Enabled:
     """
     if backend is not None:
         forward.backend_named(backend)
-    return SWITCH.on(backend, lambda: _Session(_installed(), backend))
+    return SWITCH.on(backend, lambda: _Patch(_installed(), backend))
 
 
 def disable() -> None:

@@ -1,4 +1,4 @@
-"""Enables isobit inside of verl when it is imported. For verl's configuration, which names modules that its
+"""Enables isobit inside verl when it is imported. For verl's configuration, which names modules that its
 worker processes import.
 
     actor_rollout_ref.model.external_lib=isobit.integrations.verl_on

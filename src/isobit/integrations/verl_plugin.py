@@ -69,8 +69,8 @@ def _normalizer(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Any:
-    """verl's divisor of the sum, for the batch of all ranks. Gradients are averaged over ranks, so each
-    counts `dp_size` times."""
+    """verl's divisor of the sum, for the batch of all ranks, over `dp_size`: gradients are averaged over
+    ranks."""
     if mode == "token-sum":
         return 1 / dp_size
     tokens = mode == "token-mean"

@@ -6,8 +6,8 @@ Every loss is called as
 
 on a whole batch or on some of its rows, and returns the share of these rows in the loss: a sum over rows,
 divided by a given `normalizer`. So the shares of chunks or micro-batches of a batch add up to the loss of the
-batch, and so do their gradients. `stats` are detached sums over the rows that count, and add up in the same
-way.
+batch, and so do their gradients. `stats` are detached sums over the live rows, those that are not masked, and
+add up in the same way.
 
 Rows are [n], or [B, T] with one sequence per line. Gradients go to `logp` and `entropy`; everything else is a
 constant.

@@ -18,14 +18,14 @@ def entropy_bonus(
     R. Williams and J. Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms",
     1991. `entropy_coef` of the other losses uses the normalizer of the loss, and in `grpo` and `gspo` the
     mean over a sequence, which is verl's `entropy_coeff`. This loss has its own normalizer: with the number
-    of tokens that count it is TRL's `entropy_coef`, whatever the loss type.
+    of live tokens it is TRL's `entropy_coef`, whatever the loss type.
 
     Args:
         logp: [n] or [B, T]; only its shape and dtype are used.
         entropy: of that shape, the entropies of the distributions.
         normalizer: divisor of the sum, a number or a tensor without dimensions.
         coef: weight of the entropies.
-        mask: bool or integer; rows where it is 0 do not count.
+        mask: bool or integer; rows where it is 0 are masked, all others are live.
 
     Returns:
         (loss, stats): the share of these rows in the loss, and the sums "entropy" and "tokens".
@@ -38,6 +38,6 @@ def entropy_bonus(
         -0.0200
     """
     rows = Rows("entropy_bonus", logp, mask)
-    found = rows.differentiable("entropy", entropy)
-    loss = -rows.number("coef", coef, -INF) * rows.normalized(found, normalizer)
-    return loss, {"entropy": rows.total(found), "tokens": rows.active.sum()}
+    entropies = rows.differentiable("entropy", entropy)
+    loss = -rows.number("coef", coef, -INF) * rows.normalized(entropies, normalizer)
+    return loss, {"entropy": rows.total(entropies), "tokens": rows.active.sum()}

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from isobit.losses.kl import Estimator
 from isobit.losses.rows import Rows, Stats
-from isobit.losses.terms import clipped, summed
+from isobit.losses.terms import Extras, clipped, summed
 
 
 def grpo(
@@ -42,11 +42,11 @@ def grpo(
         advantages: of that shape, or one per sequence: [B], or, with sequence_ids, [s] in the order of the
             sequences. If they are not as many as the sequences of sequence_ids, the loss is NaN.
         normalizer: divisor of the sum, a number or a tensor without dimensions, for the whole batch and not
-            for these rows. If it is 0, no row should count, and the loss is 0.
+            for these rows. If it is 0, all rows should be masked, and the loss is 0.
         old_logp: log-probabilities under the policy before the update; None is on-policy: ratios are 1, with
             the gradient of logp.
-        mask: bool or integer; rows where it is 0 do not count. Their loss and gradient are 0, and input
-            values there, NaN included, reach no result.
+        mask: bool or integer; rows where it is 0 are masked, all others are live. The loss and gradient of
+            masked rows are 0, and input values there, NaN included, reach no result.
         clip_low, clip_high: ratios are clipped below 1 - clip_low and above 1 + clip_high.
         dual_clip: with a negative advantage, clip ratios above this too: see `dual_clip_ppo`.
         rollout_weights: factors of the policy's terms, shaped like `advantages`: see `truncated_weights`.
@@ -60,15 +60,15 @@ def grpo(
             sequence begins where the id changes. Without them each line of [B, T] is one sequence.
 
     Returns:
-        (loss, stats): the share of these rows in the loss, and detached sums over the rows that count:
-        "ratio", "kl" and "entropy" (if they exist), "clip_low", "clip_high" and "clip_dual" (how many rows
-        are clipped there), "tokens" (how many count); "policy_loss" is the loss without KL and entropy.
+        (loss, stats): the share of these rows in the loss, and detached sums over the live rows: "ratio",
+        "kl" and "entropy" (if they exist), "clip_low", "clip_high" and "clip_dual" (how many rows
+        are clipped there), "tokens" (how many are live); "policy_loss" is the loss without KL and entropy.
 
     Example:
         >>> import torch
         >>> from isobit import losses
         >>> logp = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
-        >>> mask = torch.tensor([[1, 1], [1, 0]])  # of the second sequence one token counts
+        >>> mask = torch.tensor([[1, 1], [1, 0]])  # one token of the second sequence is live
         >>> loss, stats = losses.grpo(logp, advantages=torch.tensor([1.0, -1.0]), mask=mask, normalizer=2)
         >>> loss.backward()
         >>> logp.grad
@@ -78,11 +78,8 @@ def grpo(
     rows = Rows("grpo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer, lengths=rows.lengths(),
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer, rows.lengths())
 
 
 def dapo(
@@ -108,8 +105,8 @@ def dapo(
 
         loss = 1 / normalizer  sum_it  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL
 
-    Q. Yu et al., "DAPO", 2025, arXiv:2503.14476. `normalizer` is the number of tokens that count. Which
-    prompts are kept, and rewards of overlong answers, are decided before the loss. In TRL:
+    Q. Yu et al., "DAPO", 2025, arXiv:2503.14476. `normalizer` is the number of live tokens. Which
+    prompts are used, and rewards of overlong answers, are decided before the loss. In TRL:
     `loss_type="dapo"` with `epsilon_high=0.28`. In verl: `loss_mode="vanilla"`,
     `loss_agg_mode="token-mean"`, `clip_ratio_high=0.28`.
 
@@ -134,11 +131,8 @@ def dapo(
     rows = Rows("dapo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer,
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer)
 
 
 def dr_grpo(
@@ -194,11 +188,8 @@ def dr_grpo(
     rows = Rows("dr_grpo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer,
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer)
 
 
 def dual_clip_ppo(
@@ -227,7 +218,7 @@ def dual_clip_ppo(
 
     D. Ye et al., "Mastering Complex Control in MOBA Games", 2019, arXiv:1912.09729; the single clip is that
     of J. Schulman et al., "Proximal Policy Optimization", 2017, arXiv:1707.06347. `normalizer` is the number
-    of tokens that count. In verl: `loss_mode="vanilla"`, `loss_agg_mode="token-mean"`, where dual_clip is
+    of live tokens. In verl: `loss_mode="vanilla"`, `loss_agg_mode="token-mean"`, where dual_clip is
     `clip_ratio_c`. In TRL: `delta` of the clipped losses.
 
     Args:
@@ -253,11 +244,8 @@ def dual_clip_ppo(
     rows = Rows("dual_clip_ppo", logp, mask, sequence_ids)
     log_ratio = rows.log_ratio(old_logp)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high, dual_clip)
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer,
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer)
 
 
 def gspo(
@@ -317,13 +305,10 @@ def gspo(
     """
     rows = Rows("gspo", logp, mask, sequence_ids)
     lengths = rows.lengths()
-    log_ratio = rows.cleaned(rows.sequence_sum(rows.log_ratio(old_logp)) / lengths)
+    log_ratio = rows.zero_masked(rows.sequence_sum(rows.log_ratio(old_logp)) / lengths)
     policy, clips = clipped(rows, log_ratio, advantages, clip_low, clip_high)
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer, lengths=lengths,
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer, lengths)
 
 
 def cispo(
@@ -349,7 +334,7 @@ def cispo(
         loss = 1 / normalizer  sum_it  -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp + beta KL
 
     MiniMax, "MiniMax-M1", 2025, arXiv:2506.13585. No gradient goes through sg. `normalizer` is the number of
-    tokens that count. By default there is no lower bound, as in the paper, and the upper one is 5, as in
+    live tokens. By default there is no lower bound, as in the paper, and the upper one is 5, as in
     D. Khatri et al., "The Art of Scaling Reinforcement Learning Compute for LLMs", 2025, arXiv:2510.13786. In
     TRL: `loss_type="cispo"`, where `epsilon_high` is the bound itself, 1 + clip_high, and clip_low is 1. In
     verl: `loss_mode="cispo"`, `loss_agg_mode="token-mean"`.
@@ -381,8 +366,5 @@ def cispo(
     ratio = log_ratio.detach().exp()
     policy = -ratio.clamp(low, high) * rows.constant("advantages", advantages, per_sequence=True) * rows.logp
     clips = {"clip_low": rows.total(ratio < low), "clip_high": rows.total(ratio > high)}
-    return summed(
-        rows, policy, log_ratio, clips, normalizer=normalizer,
-        rollout_weights=rollout_weights, beta=beta, ref_logp=ref_logp, kl_estimator=kl_estimator,
-        unbiased_kl=unbiased_kl, entropy=entropy, entropy_coef=entropy_coef,
-    )  # fmt: skip
+    extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
+    return summed(rows, policy, log_ratio, clips, extras, normalizer)

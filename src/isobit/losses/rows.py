@@ -1,7 +1,7 @@
-"""What all losses do with their rows: bring inputs to one shape, zero the rows that do not count, sum.
+"""What all losses do with their rows: bring inputs to one shape, zero masked rows, sum.
 
-A row that does not count is replaced by zeros on entry: its log-ratio, advantage, KL and entropy are 0, and
-so is its term. Values there, NaN included, are gone before an exp could turn the gradient into 0 * inf.
+A masked row is replaced by zeros on entry: its log-ratio, advantage, KL and entropy are 0, and so is its
+term. Values there, NaN included, are gone before an exp could turn the gradient into 0 * inf.
 """
 
 from numbers import Real
@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 class Rows:
-    """The rows of one call: their log-probabilities, which of them count, and the sequence of each."""
+    """The rows of one call: their log-probabilities, which of them are live, and the sequence of each."""
 
     def __init__(
         self, loss: str, logp: Tensor, mask: Tensor | None = None, sequence_ids: Tensor | None = None
@@ -27,12 +27,12 @@ class Rows:
             raise self.error("logp", logp, "must be a floating point tensor [n] or [B, T]")
         self.shape = logp.shape
         self.dtype = torch.promote_types(logp.dtype, torch.float32)  # losses are fp32, or fp64 for fp64
-        self.counts = None if mask is None else self._integers("mask", mask, "a bool or integer") != 0
+        self.live = None if mask is None else self._integers("mask", mask, "a bool or integer") != 0
         self.sequence_ids = sequence_ids
         if sequence_ids is not None:
             self._integers("sequence_ids", sequence_ids, "an integer")
         self.logp = self.differentiable("logp", logp)
-        self.active = self.cleaned(torch.ones_like(self.logp.detach()))  # 1 where a row counts, else 0
+        self.active = self.zero_masked(torch.ones_like(self.logp.detach()))  # 1 for live rows, else 0
 
     def error(self, name: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.loss}({name}: {describe(value)}): {rule}")
@@ -40,14 +40,14 @@ class Rows:
     # Inputs
 
     def differentiable(self, name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor:
-        """An input in the shape and dtype of the rows, 0 where they do not count; some may be one per
+        """An input in the shape and dtype of the rows, 0 where they are masked; some may be one per
         sequence."""
         if isinstance(value, Tensor):
-            found: Tensor | None = value.to(self.dtype)
+            of_rows: Tensor | None = value.to(self.dtype)
             if value.shape != self.shape:
-                found = self._repeated(value.to(self.dtype)) if per_sequence else None
-            if found is not None:
-                return self.cleaned(found)
+                of_rows = self._repeated(value.to(self.dtype)) if per_sequence else None
+            if of_rows is not None:
+                return self.zero_masked(of_rows)
         rule = f"must be a tensor {list(self.shape)}"
         if per_sequence and len(self.shape) > 1:
             rule += f" or {list(self.shape[:-1])}"
@@ -89,9 +89,9 @@ class Rows:
 
     # Rows and sequences
 
-    def cleaned(self, x: Tensor) -> Tensor:
-        """x, with 0 where a row does not count; no gradient goes there."""
-        return x if self.counts is None else torch.where(self.counts, x, 0.0)
+    def zero_masked(self, x: Tensor) -> Tensor:
+        """x, with 0 for masked rows; no gradient goes there."""
+        return x if self.live is None else torch.where(self.live, x, 0.0)
 
     def _sequences(self) -> tuple[Tensor, Tensor]:
         """(which of the rows begin a sequence, the index of the sequence of each among those of these rows),
@@ -117,16 +117,17 @@ class Rows:
         return sums[number].view(self.shape)
 
     def lengths(self) -> Tensor:
-        """How many rows of its sequence count, at every row; 1 if none does."""
+        """How many rows of its sequence are live, at every row; 1 if none is."""
         return self.sequence_sum(self.active).clamp(min=1.0)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the rows that count, for stats."""
+        """The sum over the live rows, for stats."""
         return (x.detach() * self.active).sum()
 
     def normalized(self, x: Tensor, normalizer: float | Tensor) -> Tensor:
-        """The sum of all rows divided by the normalizer. 0 is right if no row counts: then the
-        sum is 0. If rows count it is a mistake of the caller, and the loss is not finite."""
+        """The sum of all rows divided by the normalizer. A normalizer of 0 is right if no row is live: the
+        sum is 0 too, and so is the result. If a row is live it is a mistake of the caller, and the loss is
+        not finite."""
         total = x.sum()
         if isinstance(normalizer, Tensor):
             if normalizer.ndim != 0:

@@ -7,6 +7,8 @@ times its rollout weight, plus beta times an estimate of the KL, minus entropy_c
 differ in the term, in how terms are summed, and in the meaning of `normalizer`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -37,25 +39,32 @@ def clipped(
     return -A * torch.where(is_constant, constant, torch.where(is_constant, 0.0, log_ratio).exp()), stats
 
 
+class Extras(NamedTuple):
+    """What every policy loss applies to its terms: rollout weights, KL and entropy, as the caller gave
+    them."""
+
+    rollout_weights: Tensor | None
+    beta: float
+    ref_logp: Tensor | None
+    kl_estimator: Estimator
+    unbiased_kl: bool
+    entropy: Tensor | None
+    entropy_coef: float
+
+
 def summed(
     rows: Rows,
     policy: Tensor,
     log_ratio: Tensor,
     clips: Stats,
-    *,
+    extras: Extras,
     normalizer: float | Tensor,
-    rollout_weights: Tensor | None,
-    beta: float,
-    ref_logp: Tensor | None,
-    kl_estimator: Estimator,
-    unbiased_kl: bool,
-    entropy: Tensor | None,
-    entropy_coef: float,
     lengths: Tensor | float = 1.0,
 ) -> tuple[Tensor, Stats]:
     """(loss, stats) from the terms of the policy: apply weights, add KL and entropy, sum."""
-    if rollout_weights is not None:
-        policy = policy * rows.constant("rollout_weights", rollout_weights, per_sequence=True)
+    weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef = extras
+    if weights is not None:
+        policy = policy * rows.constant("rollout_weights", weights, per_sequence=True)
     terms, stats = policy, {"policy_loss": rows.normalized(policy.detach() / lengths, normalizer), **clips}
     stats |= {"ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
     if rows.number("beta", beta, 0) != 0:  # otherwise 0 times a KL that overflows would be NaN

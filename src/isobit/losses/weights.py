@@ -32,7 +32,7 @@ def truncated_weights(
         old_logp: [n] or [B, T], log-probabilities of the tokens under the policy before the update, as the
             trainer computes them.
         rollout_logp: as reported by the engine, of that shape.
-        mask: bool or integer, of that shape; rows where it is 0 do not count and have the weight 0.
+        mask: bool or integer, of that shape; rows where it is 0 are masked and have the weight 0.
         cap: the largest weight.
         level: "token" for a weight per token, "sequence" for the capped product over the tokens of a
             sequence, repeated at each of them.
@@ -56,4 +56,4 @@ def truncated_weights(
         log_weight = rows.sequence_sum(log_weight)
     elif level != "token":
         raise rows.error("level", level, "must be 'token' or 'sequence'")
-    return rows.cleaned(log_weight.exp().clamp(max=cap))
+    return rows.zero_masked(log_weight.exp().clamp(max=cap))

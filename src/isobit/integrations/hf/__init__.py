@@ -1,4 +1,4 @@
-"""isobit inside of Hugging Face's transformers.
+"""isobit inside Hugging Face's transformers.
 
 token_logps           log-probabilities of a causal LM, without its logits
 register_attention    `attn_implementation="isobit"`

@@ -28,12 +28,12 @@ NAME = "isobit"
 
 
 class MaskInfo(NamedTuple):
-    """Properties of a mask beside the numbers of its rows."""
+    """Properties of a mask, apart from the numbers of its rows."""
 
     keys: int  # that the cache will return
     window: int | None = None
     dropped: bool = False  # the cache has dropped keys
-    front: int = 0  # zeros that replace them
+    front: int = 0  # how many zeros replace them
     starts: bool = False  # rows begin at keys other than the first
     ends: bool = False  # the cache is longer than the keys
     packed: bool = False  # the numbers are the starts of packed sequences
@@ -44,8 +44,8 @@ class KeyBounds(Tensor):
     with the first key of each row and the one after its last, [1, 1, 1, sequences + 1], or [0, 1, 1, B]."""
 
     info: MaskInfo
-    kept: tuple[Tensor, ...] | None = None
-    looked = False  # at the positions of this forward
+    numbers: tuple[Tensor, ...] | None = None  # of the rows, computed once
+    positions_checked = False  # in this forward
 
     @classmethod
     def of(cls, numbers: Tensor, info: MaskInfo) -> "KeyBounds":
@@ -62,9 +62,9 @@ class KeyBounds(Tensor):
 
     def rows(self) -> tuple[Tensor, ...]:
         """Its numbers, computed once for all layers of a forward."""
-        if self.kept is None:
-            self.kept = self.as_subclass(Tensor)[:, 0, 0].unbind()
-        return self.kept
+        if self.numbers is None:
+            self.numbers = self.as_subclass(Tensor)[:, 0, 0].unbind()
+        return self.numbers
 
 
 # The mask, once per forward
@@ -99,10 +99,10 @@ def mask(
     info = MaskInfo(kv_length, window, kv_offset > 0, front, starts=padded, ends=ends)
     if not (padded or ends):
         return KeyBounds.of(torch.empty((0, batch_size), dtype=torch.int64, device=device), info)
-    behind = end - kv_offset + front
+    key_end = end - kv_offset + front
     own_end = (
-        behind.expand(batch_size) if isinstance(behind, Tensor)
-        else torch.full((batch_size,), behind, device=device)
+        key_end.expand(batch_size) if isinstance(key_end, Tensor)
+        else torch.full((batch_size,), key_end, device=device)
     )  # fmt: skip
     if first is None:
         return KeyBounds.of(torch.stack((torch.zeros_like(own_end), own_end)), info)
@@ -178,7 +178,7 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
 
 # Attention, in every layer
 
-#: Arguments of layers beside those of `attend` that change no number here. Others may.
+#: Arguments that layers pass in addition to those of `attend`, and that change no result. Others may.
 _HARMLESS = frozenset((
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits",
     "num_items_in_batch", "max_length_q", "max_length_k", "is_causal",
@@ -252,22 +252,24 @@ def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) ->
 def _check_positions(bounds: KeyBounds, positions: Tensor | None, T: int, S: int) -> None:
     """Sequences that are packed by positions, and that the mask does not separate: transformers looks at
     positions only if there is no attention_mask and no cache. A sequence begins where the position falls and
-    then rises by one; padding behind a row may fall, but does not rise.
+    then rises by one; positions of padding after a row may fall, but do not rise.
 
-    Looks once per forward, and only if this forward has all the keys, so never in decoding. It waits for the
-    device."""
-    if bounds.looked or bounds.info.packed or T != S or T < 3 or positions is None or positions.ndim != 2:
+    This check runs once per forward, and only if this forward has all the keys, so never in decoding. It
+    waits for the device."""
+    if bounds.positions_checked or bounds.info.packed or T != S or T < 3:
+        return
+    if positions is None or positions.ndim != 2:
         return
     capturing = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or torch.compiler.is_compiling():
         return
-    bounds.looked = True
+    bounds.positions_checked = True
     begins = (positions[:, 1:-1] < positions[:, :-2]) & (positions[:, 2:] == positions[:, 1:-1] + 1)
     if bounds.info.starts:  # what is in front of a row's first token is padding, with any position
         begins = begins & (torch.arange(1, T - 1, device=positions.device) > bounds.rows()[0][:, None])
     if bool(begins.any()):
         raise _refusal(
-            "position_ids begin anew inside of a row, but its mask does not separate the sequences: pack "
+            "position_ids start again inside a row, but its mask does not separate the sequences: pack "
             "with use_cache=False and without attention_mask"
         )
 

@@ -24,7 +24,7 @@ from isobit.integrations.hf.attention import NAME, register_attention
 from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.swaps import COMPILES, is_on, or_as_before, turn_off, turn_on
-from isobit.integrations.session import Handle, Session, Switch
+from isobit.integrations.patch import Handle, Patch, Switch
 from isobit.layers.linear import DetLinear
 from isobit.ops.attention.op import HEAD_SIZES
 
@@ -61,7 +61,7 @@ def _why_not(model: Any) -> str | None:
         return f"it is not a transformers.PreTrainedModel{hint}"
     config = model.config
     if config.is_encoder_decoder:
-        return "it has an encoder beside its decoder"
+        return "it has an encoder in addition to its decoder"
     if config.get_text_config(decoder=True) is not config:
         return (
             "it contains more than a language model; make one that has its text_config, its layers and "
@@ -84,40 +84,40 @@ def _why_not(model: Any) -> str | None:
 
 def _refused(model: nn.Module) -> dict[str, str]:
     """Modules that cannot be served, and why."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, module in model.named_modules():
         moving = _moving_frequencies(module)
         if isinstance(module, nn.Dropout) and module.p > 0:
-            found[name] = f"Dropout(p={module.p}) is random in training"
+            reasons[name] = f"Dropout(p={module.p}) is random in training"
         elif moving is not None:
-            found[name] = (
+            reasons[name] = (
                 f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once "
                 "that exceeds a limit of the config"
             )
         elif (sizes := _unequal_heads(module)) is not None:
-            found[name] = (
+            reasons[name] = (
                 f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
                 "values; isobit.attention takes equal ones"
             )
         elif not isinstance(module, nn.Linear | nn.Embedding):
             own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
             if own:
-                found[name] = (
+                reasons[name] = (
                     f"{type(module).__name__} multiplies by its {', '.join(own)} in a way of its own"
                 )
         elif isinstance(module, nn.Linear) and module.weight.dtype not in (torch.bfloat16, torch.float16):
             kind = module.weight.device.type
             if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-                found[name] = (
+                reasons[name] = (
                     f"its weight is {module.weight.dtype}; cast the model to bf16, or call zero_drift under "
                     "torch.autocast, as the model will be called"
                 )
-    return found
+    return reasons
 
 
 def _moving_frequencies(module: nn.Module) -> str | None:
-    """The type of a rotary embedding whose frequencies are functions of the batch. Not left to the trial,
-    whose sequences are short: they change beyond thousands of positions."""
+    """The type of a rotary embedding whose frequencies are functions of the batch. The trial run cannot
+    detect these: its sequences are too short for the frequencies to change."""
     given = getattr(module, "rope_type", None)
     kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
     return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
@@ -130,22 +130,22 @@ def _unequal_heads(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _head_size(config: Any) -> int:
-    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return found
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 # On and off
 
 
 @dataclass(eq=False, kw_only=True)
-class _Session(Session):
-    """It keeps no model alive. What to restore is on the model itself."""
+class _Patch(Patch):
+    """It keeps no model alive. What to restore is stored on the model itself."""
 
     model: "weakref.ref[Any]"
     report: Report
     adopted: bool  # the model is a copy of one that was on
 
-    def end(self) -> None:
+    def undo(self) -> None:
         model = self.model()
         if model is not None:
             turn_off(model)
@@ -157,8 +157,8 @@ class ZeroDrift(Handle):
 
     @property
     def report(self) -> Report:
-        assert isinstance(self._session, _Session)
-        return self._session.report
+        assert isinstance(self._patch, _Patch)
+        return self._patch.report
 
     @property
     def changed(self) -> dict[str, list[str]]:
@@ -173,7 +173,7 @@ class ZeroDrift(Handle):
     def disable(self) -> None:
         """Restore the model. Does nothing the second time. If something else has changed the class of a
         module since, this is an error, and the model stays enabled: undo that first."""
-        if self._session is self._switch.session:
+        if self._patch is self._switch.patch:
             self._switch.off()
 
     def __repr__(self) -> str:
@@ -221,12 +221,12 @@ def zero_drift(model: Any) -> ZeroDrift:
     switch = _switches.get(model) if isinstance(model, nn.Module) else None
     if switch is None:
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__})")
-    session, begun = switch.begun(None, lambda: _begin(model))
+    patch, new = switch.applied(None, lambda: _apply(model))
     _switches[model] = switch
-    return ZeroDrift(switch, session, begun and not (isinstance(session, _Session) and session.adopted))
+    return ZeroDrift(switch, patch, new and not (isinstance(patch, _Patch) and patch.adopted))
 
 
-def _begin(model: Any) -> _Session:
+def _apply(model: Any) -> _Patch:
     reason = _why_not(model)
     if reason is not None:
         raise _refusal(model, reason)
@@ -243,7 +243,7 @@ def _begin(model: Any) -> _Session:
     adopted = is_on(model)
     with or_as_before(model):
         report = _turned_on(model)
-    return _Session(backend=None, instead="", model=weakref.ref(model), report=report, adopted=adopted)
+    return _Patch(backend=None, instead="", model=weakref.ref(model), report=report, adopted=adopted)
 
 
 def _turned_on(model: Any) -> Report:
@@ -277,11 +277,11 @@ def _leaves(model: nn.Module) -> list[nn.Module]:
 def _tried(model: Any, left: Collection[trial.ModuleClass]) -> set[trial.ModuleClass]:
     """The classes of modules that were called and do not depend on the batch; raises an error if any does, or
     the model as a whole."""
-    found, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
+    differing, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
     wrong = {each[0].__name__: reason for each, call in calls.items() if (reason := trial.of_module(call))}
     if wrong:
         raise _refusal(model, f"these depend on the batch on this machine: {_listed(wrong)}")
-    for what, count in found.items():
+    for what, count in differing.items():
         if count:
             raise _refusal(model, f"{count} logits have other bits {what}; and no single module explains it")
     return set(calls)

@@ -117,12 +117,12 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     def whole(**given: Any) -> Any:
         return head.run(forward, logps, **given)
 
-    # Inside of the model's forward: there FSDP2 has gathered the model's parameters, and it puts its backward
+    # Inside the model's forward: there FSDP2 has gathered the model's parameters, and it puts its backward
     # hooks on what this returns.
-    found = in_forward(model, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
-    if any(x.dtype not in (torch.float32, torch.float64) for x in (found if return_entropy else (found,))):
+    result = in_forward(model, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
+    if any(x.dtype not in (torch.float32, torch.float64) for x in (result if return_entropy else (result,))):
         raise _refusal(model, "the output_dtype of its mp_policy would round log-probabilities; make it None")
-    return found
+    return result
 
 
 def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
@@ -148,8 +148,8 @@ class _Head:
         logits = softcap * tanh(factor * linear(states) / softcap)
 
     `linear` is the model's output layer, the numbers are from its configuration. Some models do more than
-    that, and no attribute tells. Therefore each call checks that the layer reads exactly the states that the
-    backbone returned, and the first call of a model compares the model's logits of the last position with
+    that, and no attribute says so. Therefore each call checks that the layer reads exactly the states that
+    the backbone returned, and the first call of a model compares the model's logits of the last position with
     this formula, applied to the layer's output (one host sync)."""
 
     def __init__(self, model: Any) -> None:
@@ -168,7 +168,7 @@ class _Head:
     def _why_not(self) -> str | None:
         model, linear = self.model, self.linear
         if model.config.is_encoder_decoder:
-            return "it has an encoder beside its decoder"
+            return "it has an encoder in addition to its decoder"
         if model.base_model is model:
             return "it has no backbone of its own"
         if linear is None:
@@ -193,7 +193,7 @@ class _Head:
     def run(self, forward: Callable[..., Any], logps: Callable[[Tensor], Any], **inputs: Any) -> Any:
         """The result of `logps` for the hidden states that the head reads, at all positions but the last.
 
-        It runs inside of the one call that the model makes of its head, beside the head's own forward: if the
+        It runs inside the one call that the model makes of its head, after the head's own forward: if the
         head is sharded separately, its weight is gathered only there. `forward` is the model's."""
         linear, own, seen = self.linear, self.linear.forward, dict[str, Any]()
 
@@ -213,12 +213,12 @@ class _Head:
             return seen["made"], logps(states)
 
         def after(module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> Tensor:
-            made, seen["found"] = output
+            made, seen["logps"] = output
             return made
 
         hooks = (
             self.model.base_model.register_forward_hook(backbone),
-            # Outside of FSDP2's hooks, which gather the weight, on both sides.
+            # Before and after FSDP2's hooks, which gather the weight.
             linear.register_forward_pre_hook(before, prepend=True),
             linear.register_forward_hook(after),
         )
@@ -229,12 +229,12 @@ class _Head:
             del linear.forward
             for hook in hooks:
                 hook.remove()
-        if "found" not in seen:
+        if "logps" not in seen:
             raise _refusal(self.model, "its forward does not call its backbone and its head")
         if self.model not in _compared:
             self._compare(seen["made"].detach(), logits.detach())
             _compared.add(self.model)
-        return seen["found"]
+        return seen["logps"]
 
     def _compare(self, made: Tensor, logits: Tensor) -> None:
         expected = made.float() if self.factor is None else made.float() * self.factor

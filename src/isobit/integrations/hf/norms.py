@@ -1,8 +1,8 @@
 """RMSNorms of transformers through `isobit.rms_norm`.
 
 Models have their own classes for it, which differ in two things: where the normalised row is rounded, and
-whether the weight is an offset from 1. No attribute tells. Therefore a copy of a module with random weights
-is compared with each variant of `isobit.rms_norm`, and the module is swapped if one of them matches.
+whether the weight is an offset from 1. No attribute says which. Therefore a copy of a module with random
+weights is compared with each variant of `isobit.rms_norm`, and the module is swapped if one of them matches.
 """
 
 import copy
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isobit.ops.rms_norm import rms_norm
 
 #: (cast, offset) of `isobit.rms_norm`.
-WAYS = (("before", 0.0), ("after", 0.0), ("after", 1.0), ("before", 1.0))
+VARIANTS = (("before", 0.0), ("after", 0.0), ("after", 1.0), ("before", 1.0))
 
 #: Rows that are compared, and the fraction of elements that must have the same bits. Another order of the sum
 #: changes a few elements by a rounding; a rounding in another place changes every fourth.
@@ -67,7 +67,7 @@ def options_of(module: nn.Module) -> Options | None:
     twin = copy.deepcopy(module)
     twin.weight = nn.Parameter(drawn[0] * 0.3 + 1.0, requires_grad=False)
     theirs = twin(drawn[1:])
-    for cast, offset in WAYS:
+    for cast, offset in VARIANTS:
         options = Options(eps, cast, offset)
         ours = rms_norm(drawn[1:], twin.weight, eps=eps, cast=options.cast, offset=offset)
         if ours.dtype == theirs.dtype and (ours == theirs).double().mean() >= AGREE:
@@ -78,12 +78,12 @@ def options_of(module: nn.Module) -> Options | None:
 def options_of_all(model: nn.Module) -> list[tuple[nn.Module, Options]]:
     """Every RMSNorm of a model that `isobit.rms_norm` can compute."""
     known: dict[Any, Options | None] = {}
-    found: list[tuple[nn.Module, Options]] = []
+    norms: list[tuple[nn.Module, Options]] = []
     for module in model.modules():
         weights = [(p.shape, p.dtype) for p in module.parameters(recurse=False)]
         key = (type(module), _eps_of(module), *weights, "forward" in vars(module))
         if key not in known:  # hundreds of norms are of two or three kinds
             known[key] = options_of(module)
         if (options := known[key]) is not None:
-            found.append((module, options))
-    return found
+            norms.append((module, options))
+    return norms

@@ -1,8 +1,8 @@
-"""What `zero_drift` changes in a model, and the way back.
+"""What `zero_drift` changes in a model, and how it is restored.
 
-Modules get another class, the model another attention, and `generate` may not compile. What was before is
-kept as attributes on the model and its modules, not elsewhere: a copy of a model has them too, and can be
-restored like the original.
+Modules get another class, the model another attention, and `generate` may not compile. What was there before
+is stored as attributes on the model and its modules, not elsewhere: a copy of a model has them too, and can
+be restored like the original.
 """
 
 import warnings

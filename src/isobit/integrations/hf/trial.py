@@ -63,7 +63,8 @@ class Call:
     kwargs: dict[str, Any]
 
 
-#: The class of a module, and the shapes of its parameters: a norm of heads is tested apart from one of rows.
+#: The class of a module, and the shapes of its parameters: a norm of heads and one of rows are tested
+#: separately.
 ModuleClass = tuple[type, tuple[torch.Size, ...]]
 
 
@@ -74,15 +75,15 @@ def class_of_module(module: nn.Module) -> ModuleClass:
 @contextmanager
 def calls_of(model: nn.Module, classes: Collection[ModuleClass]) -> Iterator[dict[ModuleClass, Call]]:
     """The first call of a module of each of these classes in this block."""
-    found: dict[ModuleClass, Call] = {}
+    calls: dict[ModuleClass, Call] = {}
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found.setdefault(class_of_module(module), Call(module, args, kwargs))
+        calls.setdefault(class_of_module(module), Call(module, args, kwargs))
 
     modules = [m for m in model.modules() if class_of_module(m) in classes]
     hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in modules]
     try:
-        yield found
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
@@ -137,8 +138,8 @@ def of_module(call: Call) -> str | None:
     return None
 
 
-def _run(call: Call, given: Part, kept: Part) -> tuple[list[Tensor], list[Tensor]]:
-    """(outputs, gradients of inputs) of the tokens `kept`, when the module gets the tokens `given`. Only
+def _run(call: Call, given: Part, returned: Part) -> tuple[list[Tensor], list[Tensor]]:
+    """(outputs, gradients of inputs) of the tokens `returned`, when the module gets the tokens `given`. Only
     tensors with one entry per token are used."""
     leaves: list[Tensor] = []
 
@@ -161,7 +162,7 @@ def _run(call: Call, given: Part, kept: Part) -> tuple[list[Tensor], list[Tensor
             each = wave.to(roots[0].device)
             douts = [each.reshape(*wave.shape, *[1] * (t.ndim - 2)).expand_as(t).to(t.dtype) for t in roots]
             gradients = list(torch.autograd.grad(roots, leaves, douts, allow_unused=True))
-    return [t.detach()[kept] for t in outputs], [g[kept] for g in gradients if g is not None]
+    return [t.detach()[returned] for t in outputs], [g[returned] for g in gradients if g is not None]
 
 
 def _of_tokens(t: Tensor) -> bool:
@@ -169,9 +170,9 @@ def _of_tokens(t: Tensor) -> bool:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _mapped(tree, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    _mapped(tree, lambda t: tensors.append(t) or t)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def _mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:

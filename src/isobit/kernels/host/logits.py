@@ -30,10 +30,9 @@ def formula(
     ignore_index: int,
     temperature: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever their values."""
+    """(logp, entropy, lse) by definition. Masked rows are 0, whatever their values."""
     live = live_rows(token_ids, mask, ignore_index)
-    # Zeroed before the exponential, so that NaN in a row that does not count reaches neither results nor
-    # gradients.
+    # Zeroed before the exponential, so that NaN in a masked row reaches neither results nor gradients.
     z = torch.where(live[..., None], logits.to(wide(logits)), 0.0)
     if isinstance(temperature, Tensor):
         temperature = torch.where(live, temperature, 1.0)[..., None]
@@ -42,12 +41,12 @@ def formula(
 
 def results(z: Tensor, rows: logprob.Rows, want_entropy: bool, dtype: torch.dtype) -> Tensor:
     """[5, N] of logits [N, V], computed in `dtype`: see `logprob.row_results`."""
-    found = torch.empty((5, len(z)), dtype=dtype, device=z.device)
+    out = torch.empty((5, len(z)), dtype=dtype, device=z.device)
     for part in chunks(z):
         here = rows.chunk(part)
         known = torch.where(here.good[:, None], z[part].to(dtype), 0.0)
-        found[:, part] = logprob.row_results(known, here, want_entropy)
-    return found
+        out[:, part] = logprob.row_results(known, here, want_entropy)
+    return out
 
 
 def gradient(

@@ -1,8 +1,8 @@
 """Log-probabilities of rows of logits in plain PyTorch, for the references of several ops.
 
 `formula` defines a log-probability, for any floating dtype, differentiable. `row_results` and `dlogits` are
-the same numbers for a backend, with an explicit gradient. `Rows` holds the tokens of rows, which of them
-count, and their temperatures.
+the same numbers for a backend, with an explicit gradient. `Rows` holds the tokens of rows, which of them are
+live, and their temperatures.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ INF = float("inf")
 
 
 def formula(z: Tensor, token_ids: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) of softmax(z), z [*, V] finite in rows that do not count. Those give 0; a row that
-    counts with an invalid id gives NaN."""
+    """(logp, entropy, lse) of softmax(z), z [*, V] finite in masked rows. Those give 0; a live row with an
+    invalid id gives NaN."""
     good = (token_ids >= 0) & (token_ids < z.shape[-1])
     log_p = z.log_softmax(-1)
     token = torch.where(good, token_ids, 0).long()
@@ -33,8 +33,8 @@ class Rows(NamedTuple):
     """Everything that has one number per row."""
 
     ids: Tensor
-    live: Tensor  # the row counts
-    good: Tensor  # it counts and its id is valid
+    live: Tensor  # the row is not masked
+    good: Tensor  # it is live and its id is valid
     temperature: Tensor | float
 
     @classmethod
@@ -42,8 +42,7 @@ class Rows(NamedTuple):
         cls, token_ids: Tensor, mask: Tensor | None, ignore_index: int, temperature: Tensor | float, V: int,
         dtype: torch.dtype,
     ) -> "Rows":  # fmt: skip
-        """From a call with any leading shape. The temperature of a row that does not count may be
-        anything."""
+        """From a call with any leading shape. The temperature of a masked row may be anything."""
         ids = token_ids.reshape(-1)
         live = live_rows(token_ids, mask, ignore_index).reshape(-1)
         good = live & (ids >= 0) & (ids < V)
@@ -66,7 +65,7 @@ class Rows(NamedTuple):
         return torch.where(self.good, self.ids, 0).long()[:, None]
 
     def fill(self, dtype: torch.dtype) -> Tensor:
-        """The result of rows without a valid token: 0 if they do not count, else NaN."""
+        """The result of rows without a valid token: 0 if they are masked, else NaN."""
         zeros = torch.zeros(self.ids.shape, dtype=dtype, device=self.ids.device)
         return zeros.masked_fill(self.live & ~self.good, float("nan"))
 

@@ -25,12 +25,12 @@ def row_strides(lead: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple[
     if rank == 0:
         return 1, list(tensors), [0] * (2 * len(tensors))
     for cut in range(rank, -1, -1):
-        found = [t if t is None else _two_strides(lead, t.stride(), cut) for t in tensors]
-        if all(f is not None or t is None for f, t in zip(found, tensors, strict=True)):
+        pairs = [t if t is None else _two_strides(lead, t.stride(), cut) for t in tensors]
+        if all(pair is not None or t is None for pair, t in zip(pairs, tensors, strict=True)):
             inner = 1
             for size in lead[cut:]:
                 inner *= size
-            return inner, list(tensors), _flat(found)
+            return inner, list(tensors), _flat(pairs)
     return row_strides(lead, [t if t is None else t.contiguous() for t in tensors])
 
 

@@ -1,10 +1,10 @@
 """The token stream: which rows a sum over tokens includes, in which order, and where its segments begin.
 
-The rows that count are put into *slots*, sequence after sequence in the caller's order. Every sequence begins
-at a slot that is a multiple of 64, so that kernels read whole blocks of 64 slots; the rest of a sequence's
-last block are gaps. A sequence is summed in segments of 512 of its own rows, the last one shorter, and a
-segment begins at a block. So the bits of a sum depend on the rows that count and on nothing else: not on
-where they were, nor on what was between them.
+The live rows are put into *slots*, sequence after sequence in the caller's order. Every sequence begins at a
+slot that is a multiple of 64, so that kernels read whole blocks of 64 slots; the rest of a sequence's last
+block are gaps. A sequence is summed in segments of 512 of its own rows, the last one shorter, and a segment
+begins at a block. So the bits of a sum depend on the live rows and on nothing else: not on where they were,
+nor on what was between them.
 
 torch builds the tables on the device, without a host sync, and their sizes depend on shapes alone. It uses
 integer arithmetic and searches in sorted tables, no scatter, so it is deterministic.
@@ -49,10 +49,10 @@ def capacity(T: int, sequences: int) -> tuple[int, int]:
 def build(T: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Stream:
     """The stream of T rows: those whose mask [T] is nonzero, in the sequences that begin at cu_seqlens.
 
-    Whatever cu_seqlens holds, no table points outside of the rows: bounds are clamped to [0, T] and made
+    Whatever cu_seqlens holds, no table points outside the rows: bounds are clamped to [0, T] and made
     ascending, rows before the first belong to the first sequence and rows after the last to the last one.
     """
-    seen = torch.arange(1, T + 1, device=device)  # [T]: rows that count up to this one, inclusive
+    seen = torch.arange(1, T + 1, device=device)  # [T]: live rows up to this one, inclusive
     if mask is not None:
         seen = (mask != 0).cumsum(0)
     ends = seen.new_full((1,), T)  # [S]: one past the last row of each sequence
@@ -61,7 +61,7 @@ def build(T: int, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.
     slots, segments = capacity(T, len(ends))
 
     zero = seen.new_zeros(1)
-    counted = torch.cat((zero, seen))[ends]  # [S]: rows that count up to each sequence's end
+    counted = torch.cat((zero, seen))[ends]  # [S]: live rows up to each sequence's end
     before = torch.cat((zero, counted[:-1]))
     length = counted - before
     slot_end = _rounded_up(length, BLOCK).cumsum(0)

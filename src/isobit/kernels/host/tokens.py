@@ -1,5 +1,5 @@
-"""Rows that pick tokens: which of them count, and rules on ids, `ignore_index`, temperature and entropy that
-annotations cannot express."""
+"""Rows that pick tokens: which of them are live, and rules on ids, `ignore_index`, temperature and entropy
+that annotations cannot express."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from isobit.frame.contract import Contract, dtype_name
 
 
 def live_rows(token_ids: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
-    """The rows that count."""
+    """The rows that are not masked: neither by the mask nor by their id."""
     live = token_ids != ignore_index
     return live if mask is None else live & (mask != 0)
 
@@ -24,8 +24,8 @@ def scalars(contract: Contract, args: dict[str, Any]) -> None:
             raise contract.error("temperature", temperature, rule)
     elif not 1e-38 <= temperature <= 1e38:  # kernels multiply by its inverse, in fp32
         raise contract.error("temperature", temperature, "must be a positive number, 1e-38 to 1e38")
-    held = torch.iinfo(args["token_ids"].dtype)
-    if not (-(2**31) <= ignore_index < 2**31 or held.min <= ignore_index <= held.max):
+    ids = torch.iinfo(args["token_ids"].dtype)
+    if not (-(2**31) <= ignore_index < 2**31 or ids.min <= ignore_index <= ids.max):
         raise contract.error("ignore_index", ignore_index, "must be a value that token_ids can hold")
 
 
@@ -35,7 +35,7 @@ def entropy_is_there(contract: Contract, args: dict[str, Any]) -> None:
 
 
 def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
-    """Every id of a row that counts must be one of V tokens. Reads the values."""
+    """Every id of a live row must be one of V tokens. Reads the values."""
     ids = args["token_ids"]
     live = live_rows(ids, args["mask"], args["ignore_index"])
     bad = (live & ((ids < 0) | (ids >= V))).nonzero()
@@ -46,7 +46,7 @@ def ids_below(V: int, contract: Contract, args: dict[str, Any]) -> None:
 
 
 def temperatures_are_positive(contract: Contract, args: dict[str, Any]) -> None:
-    """The temperatures of rows that count must be positive. Reads the values."""
+    """The temperatures of live rows must be positive. Reads the values."""
     each = args["temperature"]
     if not isinstance(each, Tensor):
         return

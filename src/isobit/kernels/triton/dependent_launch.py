@@ -1,12 +1,12 @@
-"""Kernels that start before the kernel that they depend on is done: NVIDIA's programmatic dependent launch.
+"""Programmatic dependent launch (NVIDIA): a kernel starts before the kernel that it depends on is done.
 
-A launch costs about two microseconds more if it begins only when the one before it has ended. A kernel that
-is launched with `launch_pdl` may begin as soon as all programs of the one before it have called
-`start_next_launch` (or are done). Until it calls `wait_for_last_launch` it may read nothing that the kernels
-before it in the chain write, and write nothing that they use.
+A launch costs about two microseconds more if it begins only when the previous one has ended. A kernel that is
+launched with `launch_pdl` may begin as soon as all programs of the previous kernel have called
+`start_next_launch` or are done. Until it calls `wait_for_last_launch` it must not read what earlier kernels
+of the chain write, nor write what they use.
 
-Waiting covers one launch only. So in a chain of such kernels every program of each has to wait, even if it
-reads nothing of the one before: what comes behind it relies on all of them.
+A wait covers the previous launch only. So in a chain of such kernels every program of each kernel has to
+wait, even one that reads nothing of the previous kernel: later kernels rely on it.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from isobit.frame.device import launches_early
 
 @triton.jit
 def start_next_launch():
-    """Let the next kernel start, if it was launched to start early. It starts when all programs of this one
-    have come here or are done."""
+    """Let the next kernel start, if it was launched with `launch_pdl`. It starts when all programs of this
+    kernel have called this or are done."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -33,6 +33,7 @@ def wait_for_last_launch():
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def early_options(device: torch.device) -> dict[str, Any]:
-    """Of a launch whose kernel has the constant EARLY, and waits if it is set."""
+def dependent_launch_options(device: torch.device) -> dict[str, Any]:
+    """Launch options for programmatic dependent launch; the kernel must call `wait_for_last_launch` if
+    EARLY."""
     return {"EARLY": True, "launch_pdl": True} if launches_early(device) else {"EARLY": False}

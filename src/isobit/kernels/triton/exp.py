@@ -50,8 +50,8 @@ def exp(x):
     e = 1.0 + (r + r * r * _series(r))
     whole = n.to(tl.int32)
     half = whole >> 1  # 2^n itself may be out of range although the result is not
-    found = e * _power_of_two(half) * _power_of_two(whole - half)
-    return tl.where(x == x, found, x)
+    result = e * _power_of_two(half) * _power_of_two(whole - half)
+    return tl.where(x == x, result, x)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Where Triton's CPU interpreter computes something else than a GPU, and what kernels do about it there.
 
-`INTERPRETED` is fixed when kernels are decorated, as Triton itself fixes it; on a GPU none of this exists.
+`INTERPRETED` is set when kernels are decorated, because Triton decides at that moment too. It is a constant,
+so code for the interpreter is not compiled for a GPU.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Stored rows of logits in portable Triton, for the ops that read them.
 
-The forward sums a row (`triton_rows`) by one of two schedules. With many rows one program takes a whole row.
-With few rows one program takes a split of a row, and a second kernel adds the splits. Both add in the same
-order, so N and the number of SMs affect the schedule and never the bits.
+The forward sums a row (`isobit.kernels.triton.rows`) by one of two schedules. With many rows one program
+takes a whole row. With few rows one program takes a split of a row, and a second kernel adds the splits. Both
+add in the same order, so N and the number of SMs affect the schedule and never the bits.
 
 Backward, one read and one write, elementwise:
 
@@ -90,7 +90,7 @@ _GRADIENTS = tuple(
 
 @triton.jit
 def row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V):
-    """(id, live, good) of a row: live rows count, and good ones also have an id inside [0, V)."""
+    """(id, live, good) of a row: a live row is not masked, a good one also has an id inside [0, V)."""
     token = tl.load(ids + row_offset(row, inner, ids_so, ids_si))
     live = token != ignore_index
     if mask is not None:
@@ -139,7 +139,7 @@ def merged_sums(partials, row, N, n_splits, scale, ENTROPY: tl.constexpr, LOG_SP
     return fold(m, s, t, scale, LOG_SPLITS)
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """How rows of V logits are summed. Depends on V alone."""
 
     splits: int
@@ -153,19 +153,19 @@ class Plan(NamedTuple):
     def log_splits(self) -> int:
         return (self.splits - 1).bit_length()
 
-    def walks_rows(self, N: int, device: torch.device) -> bool:
+    def takes_whole_rows(self, N: int, device: torch.device) -> bool:
         """Whether one program takes a whole row. Affects the schedule only."""
         return self.splits == 1 or ROWS_PER_SM * sm_count(device) <= N
 
 
 @cache
-def plan_of(V: int) -> Plan:
+def schedule_of(V: int) -> Schedule:
     own = order_of(V)
     order = {"LOG_BLOCK": own.log_block, "UNROLL": own.unroll, "STEPS": own.steps}
     options = {"num_warps": own.warps, "enable_fp_fusion": False}
     if own.registers and torch.version.hip is None:  # only NVIDIA's compiler has this option
         options["maxnreg"] = own.registers
-    return Plan(-(-V // own.split), max(1, (V + 3 * own.split // 4) // own.split), order, options)
+    return Schedule(-(-V // own.split), max(1, (V + 3 * own.split // 4) // own.split), order, options)
 
 
 def word_of(z: Tensor, strides: Sequence[int]) -> int:
@@ -173,7 +173,7 @@ def word_of(z: Tensor, strides: Sequence[int]) -> int:
     itself starts inside one, so that no row has aligned words).
 
     A kernel is compiled for sizes that are multiples of 16 or not. Multiples of a smaller word are unknown to
-    the compiler, which would read such rows by element: they count as rows that may start anywhere.
+    the compiler, which would read such rows by element: they are treated as rows that may start anywhere.
     """
     on_words = all(n % 16 == 0 for n in (*strides, z.shape[-1]))
     return 1 if on_words or z.data_ptr() % 16 else 16 // z.element_size()
@@ -214,7 +214,7 @@ def logits_gradient(
     hi = tl.minimum(lo + STEPS * UNROLL * WORDS, whole_to)
     ends = tl.where(tl.arange(0, 2)[:, None] == 0, whole_from - 1, whole_to) * WORD + inside - shift
     of_row = (ends >= 0) & (ends < V)
-    # If few rows count, most of the time goes to those that do not: nothing is read or computed for them.
+    # If few rows are live, masked rows take most of the time: nothing is read or computed for them.
     if good == 0:
         fill = narrow(tl.where(live, float("nan"), 0.0), dlogits)
         for first in range(lo, hi, UNROLL * WORDS):
@@ -270,8 +270,8 @@ def through(gradient, slope):
 
 @triton.jit
 def of_loss(slope, share, dloss):
-    """The gradient of logp from its derivative of a loss before that is divided, and the row's share in the
-    loss: the exact product of share and gradient, times the derivative, in fp64. A derivative of 0 stays 0
+    """The gradient of logp: `slope`, the derivative of the loss before its division, times the row's share in
+    the loss times the gradient of the loss. In fp64, where the second product is exact. A slope of 0 stays 0
     even if the loss is not finite."""
     factor = tl.load(dloss).to(tl.float64) * share.to(tl.float64)
     return tl.where(slope == 0.0, 0.0, (slope.to(tl.float64) * factor).to(tl.float32))
@@ -294,7 +294,7 @@ def gradient(z, col, token, weights, scale, ENTROPY: tl.constexpr):
 def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     """dlogits, contiguous, in the dtype of the logits. `args` are those of a backward; `dratio` and `dkl`
     need `slopes`, the derivatives of ratio and kl by logp. With `dloss`, a number, `dlogp` is the derivative
-    of a loss, to be multiplied by that number and by the row's own in `shares`."""
+    of a loss, to be multiplied by that number and by the row's number in `shares`."""
     ids, mask = args["token_ids"], as_bytes(args["mask"])
     lead, V = logits.shape[:-1], logits.shape[-1]
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -313,11 +313,12 @@ def gradient_of(logits: Tensor, launch: Launch, args: dict[str, Any]) -> Tensor:
     words = (V + line - math.gcd(V, line)) // word
     parts = max(1, -(-words // (BWD_WORDS * BWD_UNROLL * BWD_STEPS)))
     # Saved-tensor hooks may restore tensors with any strides.
-    saved = (args.get(name) for name in ("stats", "slopes", "entropy"))
-    kept = [x if x is None else x.contiguous() for x in saved]
+    given = (args.get(name) for name in ("stats", "slopes", "entropy"))
+    saved = [x if x is None else x.contiguous() for x in given]
     launch(
-        logits_gradient, (N * parts,), z, ids, mask, *kept, *grads, args.get("dloss"), dlogits,
-        *scaling(args["temperature"], N), args["ignore_index"], N, V, inner, parts, *strides,
+        logits_gradient, (N * parts,),
+        z, ids, mask, *saved, *grads, args.get("dloss"), dlogits, *scaling(args["temperature"], N),
+        args["ignore_index"], N, V, inner, parts, *strides,
         CONGRUENT=congruent, LINE=line, WORDS=BWD_WORDS, UNROLL=BWD_UNROLL, STEPS=BWD_STEPS,
         num_warps=BWD_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

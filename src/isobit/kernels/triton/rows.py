@@ -41,36 +41,36 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 @triton.jit
 def at_row(numbers, row, live, OTHER: tl.constexpr):
-    """Numbers of rows from a table: of those that are live, or of one row if live is None."""
+    """Numbers of rows from a table: OTHER for masked rows. If `live` is None, it is one row, and live."""
     if live is None:
-        found = tl.load(numbers + row)
+        values = tl.load(numbers + row)
     else:
-        found = tl.load(numbers + row, mask=live, other=OTHER)
-    return found
+        values = tl.load(numbers + row, mask=live, other=OTHER)
+    return values
 
 
 @triton.jit
 def own_or(number, numbers, row, live):
     """Each row's own number if there is a table, otherwise the one number for all rows."""
-    found = tl.full(row.shape, number, tl.float32)
+    own = tl.full(row.shape, number, tl.float32)
     if numbers is not None:
-        found = at_row(numbers, row, live, 1.0)
-    return found
+        own = at_row(numbers, row, live, 1.0)
+    return own
 
 
 @triton.jit
 def given_at(numbers, row, live):
-    """The same with zeros for rows that are not live; None if there is no table."""
-    found = None
+    """Each row's number from a table, 0 for masked rows; None if there is no table."""
+    values = None
     if numbers is not None:
-        found = at_row(numbers, row, live, 0.0)
-    return found
+        values = at_row(numbers, row, live, 0.0)
+    return values
 
 
 @triton.jit
 def row_weights(entropy, dlogp, dentropy, dlse, inverse):
     """(on_target, on_p, on_plogp) of rows, where dz = p (on_p + on_plogp log p) + on_target at the token.
-    From one number per row; None if there is no such gradient."""
+    Gradients are one number per row, or None."""
     on_target = tl.zeros(inverse.shape, tl.float32)
     on_p = tl.zeros(inverse.shape, tl.float32)
     on_plogp = tl.zeros(inverse.shape, tl.float32)
@@ -146,8 +146,8 @@ def split_sums(
 ):  # fmt: skip
     """(m, s, t) of one split of the row that starts at element `start` of `z_ptr`.
 
-    WORD is the number of elements in 16 bytes when rows may start or end inside such a word; 1 when none
-    does (or when z_ptr itself does, so that no word of a row is aligned).
+    WORD is the number of elements in 16 bytes if rows may start or end inside such a word. It is 1 if no row
+    does, or if z_ptr itself is not aligned to a word, so that no word of a row is.
     """
     BLOCK: tl.constexpr = 1 << LOG_BLOCK
     STEP: tl.constexpr = UNROLL << LOG_BLOCK
@@ -181,23 +181,23 @@ def split_sums(
 
 @triton.jit
 def in_pairs(x):
-    """Whether there are instructions for two numbers of x at once: NVIDIA has them for 16 bits. A step of a
-    sum that has few instructions and keeps its logits in 16 bits leaves registers for more programs."""
+    """Whether the GPU has instructions for two numbers of x at once: NVIDIA's have them for 16 bits. A step
+    with fewer instructions, and logits that stay in 16 bits, leaves registers for more programs."""
     return not INTERPRETED and x.dtype.primitive_bitwidth == 16 and cuda_capability_geq(8, 0)
 
 
 @triton.jit
-def chosen(which, x, y, any_of_them=True):
-    """x where `which`, if there are `any_of_them`, otherwise y."""
+def chosen(which, x, y, condition=True):
+    """x where `which` and `condition` hold, otherwise y; `condition` is one bool for all elements."""
     if in_pairs(x):
         bits = tl.where(which, -1, 0).to(tl.int16)
-        some = tl.where(any_of_them, -1, 0).to(tl.int16)
+        some = tl.where(condition, -1, 0).to(tl.int16)
         z = tl.inline_asm_elementwise(
             "{ .reg .b32 c; and.b32 c, $3, $4; lop3.b32 $0, $1, $2, c, 0xD8; }", "=r,r,r,r,r",
             [y, x, bits, some], dtype=x.dtype, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        z = tl.where(which & any_of_them, x, y)
+        z = tl.where(which & condition, x, y)
     return z
 
 

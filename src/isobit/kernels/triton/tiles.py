@@ -51,7 +51,7 @@ def place(tiles_m, tiles_n, tile):
 
 @triton.jit
 def steps(left, right, acc):
-    """left [m, k] times right [k, n], added to acc by the hardware's matrix steps over ascending k."""
+    """left [m, k] times right [k, n], added to acc by the hardware's matrix instructions over ascending k."""
     if INTERPRETED:
         # Its product of bf16 tiles is wrong (Triton 3.6 to 3.9); that of fp32 tiles is numpy's.
         left, right = left.to(tl.float32), right.to(tl.float32)

@@ -8,15 +8,15 @@ carries 64 columns of a head's state, transposed, in the registers of one warpgr
     X = dv^T - X       one rounding: dv2
     E = decay E - scale do^T Q + X W
 
-With E = -D nothing has to be negated on the way. This warpgroup is the *walker*. Other warps load tiles,
-gates and dht and store dh, dv2 and dh0 (`kernels_hopper_io`), so that the walker waits for the tensor cores
+With E = -D nothing has to be negated on the way. This warpgroup is the consumer. Other warps load tiles,
+gates and dht and store dh, dv2 and dh0 (`kernels_hopper_io`), so that the consumer waits for the tensor cores
 only.
 
 do^T Q does not depend on the state. Without a gate it has an accumulator of its own and starts one chunk
-ahead: the tensor cores compute it while the walker rounds E. With a gate, do is first multiplied by gate and
-scale and split into two 16-bit numbers, high + low, whose products with Q are added to E while the walker
-computes X; a single number would lose digits of the state. K = 256 leaves no registers for a second
-accumulator, and takes that way too.
+ahead: the tensor cores compute it while the consumer rounds E. With a gate, do is first multiplied by gate
+and scale and split into two 16-bit numbers, high + low, whose products with Q are added to E while the
+consumer computes X; a single number would lose digits of the state. K = 256 leaves no registers for a second
+accumulator, and is computed like this too.
 
 The last chunk of a sequence may have fewer than 64 tokens. The rest of its tiles belongs to another sequence
 and is set to zero in shared memory, and dv2 is stored with a mask.
@@ -25,13 +25,13 @@ Items (sequence, head, columns) are dealt to programs round-robin. Which program
 programs there are, affects no bit.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.pipeline import (
     LOADER_REGISTERS,
     accumulator_layout,
@@ -43,6 +43,7 @@ from isobit.kernels.hopper.pipeline import (
     kernel,
     matrix,
     mbarrier,
+    record,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -50,7 +51,9 @@ from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.delta_rule.kernels_hopper_io import (
     CHUNK,
     COLUMNS,
+    KVW,
     OF_CHUNK,
+    QDO,
     Items,
     Out,
     Ring,
@@ -61,8 +64,8 @@ from isobit.ops.delta_rule.kernels_hopper_io import (
 )
 from isobit.ops.delta_rule.kernels_triton import chunk_offsets, outputs
 
-#: Stages of the ring: as many as fit beside the output buffers, 227 KB together. Both gates and a state leave
-#: no room for a third stage of K = 128.
+#: Stages of the ring by K: as many as fit next to the output buffers. Both gates and a state leave no room
+#: for a third stage of K = 128.
 STAGES = {64: 4, 128: 3, 256: 1}
 
 #: The same where most SMs have a program. Then the memory is the limit, and it is faster with less in flight:
@@ -70,8 +73,11 @@ STAGES = {64: 4, 128: 3, 256: 1}
 #: programs it was 100 and 89, with 112 124 and 127 (2026-11). Affects the schedule only.
 STAGES_OF_MANY = {64: 4, 128: 2, 256: 1}
 
-#: Registers per thread at launch, and those that the gate loader keeps.
-REGISTERS, GATER_REGISTERS = 240, gl.constexpr(48)
+#: Bytes of shared memory per program, and those of them that barriers and alignment may take.
+SHARED_BYTES, BARRIER_BYTES = 227 * 1024, 1024
+
+#: Registers per thread at launch, and those that the producer of gates keeps.
+REGISTERS, GATE_REGISTERS = 240, gl.constexpr(48)
 
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ONE_OF_FOUR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -109,7 +115,7 @@ def _gated(ring, stage, scale, OF_STATE: gl.constexpr):
 @gluon.jit
 def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
     """Wait for q and do of a chunk. WHOLE: it is known to have 64 tokens."""
-    mbarrier.wait(ring.ready.index(2 * stage), phase)
+    mbarrier.wait(ring.ready.index(2 * stage + QDO), phase)
     if not WHOLE:
         left = gl.max(ring.left.index(stage).load(ONE_OF_FOUR), 0)
         if left < CHUNK:
@@ -118,7 +124,7 @@ def _arrived(ring, stage, phase, WHOLE: gl.constexpr):
 
 @gluon.jit
 def _begin(ring, stage, phase, OF_STATE: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr):
-    """Start P = do^T Q of a chunk; nothing unless it is computed AHEAD."""
+    """Start P = do^T Q of a chunk, if it is computed AHEAD."""
     P = gl.to_tensor(0)
     if AHEAD:
         _arrived(ring, stage, phase, WHOLE)
@@ -128,9 +134,19 @@ def _begin(ring, stage, phase, OF_STATE: gl.constexpr, AHEAD: gl.constexpr, WHOL
     return P
 
 
+@record
+class Turns:
+    """Where the consumer is in the ring, and the phases of the two buffers that it fills for each chunk."""
+
+    stage: gl.tensor
+    phase: gl.tensor  # of the barriers of the ring
+    dh: gl.tensor
+    dv2: gl.tensor
+
+
 @gluon.jit
 def _chunk(
-    E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, row, left, scale,
+    E, P, turns, items, item, ring, out, row, left, scale,
     OF_STATE: gl.constexpr, AHEAD: gl.constexpr, LAST: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """E before a chunk, from E after it, and P of the next chunk to process. LAST: the chunk has fewer than
@@ -140,9 +156,10 @@ def _chunk(
     serialises all products. So E is written only where none is in flight."""
     DTYPE: gl.constexpr = ring.q_desc.dtype
     A: gl.constexpr = gl.DotOperandLayout(0, OF_STATE, 2)
+    stage, phase = turns.stage, turns.phase
     k, dv, w = ring.k.index(stage), ring.dv.index(stage), ring.w.index(stage)
     narrow = E.to(DTYPE)
-    mbarrier.wait(ring.ready.index(2 * stage + 1), phase)
+    mbarrier.wait(ring.ready.index(2 * stage + KVW), phase)
     if LAST:
         _clear(k, w, left)
         _clear(dv, dv, left)
@@ -158,7 +175,7 @@ def _chunk(
         high, low = _gated(ring, stage, scale, OF_STATE)
         E = warpgroup_mma(high, ring.q.index(stage), E, is_async=True)
         E = warpgroup_mma(low, ring.q.index(stage), E, is_async=True)
-    out.put_state(narrow, dh_turn)
+    out.put_state(narrow, turns.dh)
     dv_turned = dv.permute((1, 0)).load(OF_CHUNK).to(gl.float32)
     if AHEAD:
         X, P, dv_turned = warpgroup_mma_wait(0, deps=(X, P, dv_turned))
@@ -174,55 +191,53 @@ def _chunk(
             E = E * ring.decay.index(stage).load(OF_STATE)
         E = gl.fma(P, gl.full_like(P, -scale), E)
     E = warpgroup_mma(gl.convert_layout(X, A), w, E, is_async=True)
-    coming, its_phase = after(stage, phase, ring.STAGES)
-    P = _begin(ring, coming, its_phase, OF_STATE, AHEAD, not FIRST)
+    next_stage, next_phase = after(stage, phase, ring.STAGES)
+    P = _begin(ring, next_stage, next_phase, OF_STATE, AHEAD, not FIRST)
     if AHEAD:
-        mbarrier.arrive(ring.empty.index(2 * stage))
-    out.put_rows(items, X, dv_turn, hv, column, row, left, LAST)
+        mbarrier.arrive(ring.empty.index(2 * stage + QDO))
+    out.put_rows(items, item, X, turns.dv2, row, left, LAST)
     E = warpgroup_mma_wait(1 if AHEAD else 0, deps=(E,))
     if not AHEAD:
-        mbarrier.arrive(ring.empty.index(2 * stage))
-    mbarrier.arrive(ring.empty.index(2 * stage + 1))
+        mbarrier.arrive(ring.empty.index(2 * stage + QDO))
+    mbarrier.arrive(ring.empty.index(2 * stage + KVW))
+    dv_turn = turns.dv2
     if not LAST:
         dv_turn = dv_turn ^ 1
-    return E, P, coming, its_phase, dh_turn ^ 1, dv_turn
+    return E, P, Turns(next_stage, next_phase, turns.dh ^ 1, dv_turn)
 
 
 @gluon.jit
-def _walk(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
-    """The walker: every item from its last chunk to its first."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    dh_turn = gl.to_tensor(0)
-    dv_turn = gl.to_tensor(0)
+def _consume(items, ring, out, scale, OF_STATE: gl.constexpr, AHEAD: gl.constexpr):
+    """The consumer: every item from its last chunk to its first."""
+    turns = Turns(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     item_turn = gl.to_tensor(0)
-    P = _begin(ring, stage, phase, OF_STATE, AHEAD, False)
+    P = _begin(ring, turns.stage, turns.phase, OF_STATE, AHEAD, False)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        _, hv, column, first, tokens, _ = items.item(t)
+        item = items.item(t)
         E = gl.zeros((COLUMNS, ring.K), gl.float32, OF_STATE)
         if out.HAS_DHT:
             E = out.take_last(item_turn, OF_STATE)
-        full = tokens // CHUNK
-        left = tokens - full * CHUNK
+        full = item.tokens // CHUNK
+        left = item.tokens - full * CHUNK
         if left > 0:
-            E, P, stage, phase, dh_turn, dv_turn = _chunk(
-                E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first + full * CHUNK,
-                left, scale, OF_STATE, AHEAD, True, True,
+            E, P, turns = _chunk(
+                E, P, turns, items, item, ring, out, item.token + full * CHUNK, left, scale, OF_STATE, AHEAD,
+                LAST=True, FIRST=True,
             )  # fmt: skip
         # All of these but the sequence's first chunk are followed by another whole chunk.
         for _ in range(full - 1 if AHEAD else full):
-            E, P, stage, phase, dh_turn, dv_turn = _chunk(
-                E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first, CHUNK,
-                scale, OF_STATE, AHEAD, False, False,
+            E, P, turns = _chunk(
+                E, P, turns, items, item, ring, out, item.token, CHUNK, scale, OF_STATE, AHEAD,
+                LAST=False, FIRST=False,
             )  # fmt: skip
         if AHEAD:
             if full > 0:
-                E, P, stage, phase, dh_turn, dv_turn = _chunk(
-                    E, P, stage, phase, dh_turn, dv_turn, items, ring, out, hv, column, first, CHUNK,
-                    scale, OF_STATE, AHEAD, False, True,
+                E, P, turns = _chunk(
+                    E, P, turns, items, item, ring, out, item.token, CHUNK, scale, OF_STATE, AHEAD,
+                    LAST=False, FIRST=True,
                 )  # fmt: skip
         if out.HAS_DH0:
-            out.put_first(E, item_turn, dh_turn, dv_turn)
+            out.put_first(E, item_turn, turns.dh, turns.dv2)
         item_turn = item_turn ^ 1
     if AHEAD:
         P = warpgroup_mma_wait(0, deps=(P,))
@@ -234,21 +249,21 @@ def dhu_kernel(
     q_desc, k_desc, w_desc, do_desc, dv_desc, dh_desc, dv2_desc, dht_desc, dh0_desc,
     K: gl.constexpr, STAGES: gl.constexpr, OF_STATE: gl.constexpr, PACKED: gl.constexpr,
     HAS_G: gl.constexpr, HAS_GK: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-    V_FIRST: gl.constexpr, APART: gl.constexpr, AHEAD: gl.constexpr,
+    V_FIRST: gl.constexpr, SEPARATE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     items = Items(cu_seqlens, offsets, T, S, HV, group, V, chunks, PACKED)
     ring = Ring.create(q_desc, k_desc, w_desc, do_desc, dv_desc, K, STAGES, HAS_G, HAS_GK)
-    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, APART)
+    out = Out.create(dh_desc, dv2_desc, dht_desc, dh0_desc, dv2, K, V_FIRST, HAS_DHT, HAS_DH0, SEPARATE)
     if HAS_G or HAS_GK:
         gl.warp_specialize(
-            [(_walk, (items, ring, out, scale, OF_STATE, AHEAD)),
+            [(_consume, (items, ring, out, scale, OF_STATE, AHEAD)),
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K)),
              (load_gates, (items, ring, g, gk, scale, unit))],
-            [1, 1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, GATER_REGISTERS],
+            [1, 1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, GATE_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_walk, (items, ring, out, scale, OF_STATE, AHEAD)),
+            [(_consume, (items, ring, out, scale, OF_STATE, AHEAD)),
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
             [1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )  # fmt: skip
@@ -282,16 +297,39 @@ def _rows(t: Tensor) -> Tensor:
     return _placed(t).view(t.shape[0] * t.shape[1], t.shape[2] * t.shape[3])
 
 
-def stages_of(K: int, items: int, sms: int, crowded: bool = False) -> int:
-    """Stages of the ring, for so many programs of 64 columns. crowded: beside both gates and a state."""
-    return (STAGES_OF_MANY if crowded or 5 * sms <= 6 * items else STAGES)[K]
+class Buffers(NamedTuple):
+    """What a program has in shared memory, apart from the number of stages."""
+
+    K: int
+    states: int  # how many of dht and dh0 there are
+    has_g: bool = False
+    has_gk: bool = False
+
+    def nbytes(self, stages: int, separate: bool) -> int:
+        """`separate`: dht and dh0 have buffers of their own. Otherwise one buffer for a state is shared by
+        these two, dh and dv2."""
+        tiles = stages * 64 * (3 * self.K + 2 * 64) * 2  # q, k, w; do, dv
+        gates = stages * (2 * 64 * self.has_g + (self.K if self.has_gk else 1)) * 4
+        outputs, state = 64 * (self.K + 64) * 2, 64 * self.K * 4
+        if separate:
+            outputs += self.states * state
+        elif self.states:
+            outputs = max(outputs, state)
+        return tiles + gates + outputs + BARRIER_BYTES
 
 
-def apart(K: int, stages: int, states: int) -> bool:
-    """Whether so many states, dht and dh0, have buffers of their own: beside the ring, dh and dv2, and 3 KB
-    for gates and barriers. With three stages of K = 128 they have not, but then a program has one item."""
-    ring, ours, state = stages * 64 * (3 * K + 128) * 2, 64 * (K + 64) * 2, 64 * K * 4
-    return ring + ours + states * state <= 224 * 1024
+def stages_of(buffers: Buffers, items: int, sms: int) -> int:
+    """Stages of the ring, for so many items of 64 columns."""
+    stages = (STAGES_OF_MANY if 5 * sms <= 6 * items else STAGES)[buffers.K]
+    if buffers.nbytes(stages, separate=buffers.states == 0) > SHARED_BYTES:
+        stages = STAGES_OF_MANY[buffers.K]
+    return stages
+
+
+def fits_separate_buffers(buffers: Buffers, stages: int) -> bool:
+    """Whether dht and dh0 fit in shared memory next to the ring, dh, dv2, gates and barriers. Three stages at
+    K = 128 leave no room; there each program has one item, so sharing is safe."""
+    return buffers.nbytes(stages, separate=True) <= SHARED_BYTES
 
 
 def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -307,30 +345,31 @@ def dhu(launch: Launch = run, sms: int = 0, **args: Any) -> tuple[Tensor, Tensor
         return dh, dh0, dv2
     v_first, bounds = args["state_v_first"], args["cu_seqlens"]
     q, k, w, do, dv = (_rows(args[name]) for name in ("q", "k", "w", "do", "dv"))
-    # Without a chunk there is nothing to store, but invalid bounds may say so: not into an input, then.
+    # dh may be empty, and invalid bounds may still name a chunk. Its store must not go into an input.
     flat = dh.view(-1, dh.shape[-1]) if dh.numel() else dv2.view(dv.shape)
     box = (64, K) if v_first else (K, 64)
     dh_desc = descriptor(matrix(flat), *box)
-    # The states at both ends; without one its descriptor is unused.
+    # Descriptors of dht and dh0; where one is missing the kernel does not use its descriptor.
     ends = [descriptor(matrix(t.flatten(0, 2)), *box) for t in (dht, dh0) if t is not None] or [dh_desc]
     items, sms = S * HV * (V // 64), sms or sm_count(dv2.device)
     states = (dht is not None) + (dh0 is not None)
-    stages = stages_of(K, items, sms, g is not None and gk is not None and states > 0)
-
-    def or_other(t: Tensor | None) -> Tensor:
-        return dv2 if t is None else t
-
+    buffers = Buffers(K, states, has_g=g is not None, has_gk=gk is not None)
+    stages = stages_of(buffers, items, sms)
+    offsets = chunk_offsets(args, launch)
     launch(
         dhu_kernel, (min(items, sms),),
-        dv2, or_other(g), or_other(gk), or_other(None if bounds is None else bounds.contiguous()),
-        or_other(chunk_offsets(args, launch)),
+        dv2,
+        unused(dv2) if g is None else g,
+        unused(dv2) if gk is None else gk,
+        unused(dv2) if bounds is None else bounds.contiguous(),
+        unused(dv2) if offsets is None else offsets,
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, S, HV, HV // H, V, dh.shape[1],
         *(descriptor(matrix(t), 64, K) for t in (q, k, w)),
         *(descriptor(matrix(t), 64, 64) for t in (do, dv)),
         dh_desc, descriptor(matrix(dv2.view(dv.shape)), 64, 64), ends[0], ends[-1],
-        K, stages, accumulator_layout(K), bounds is not None,
-        g is not None, gk is not None, dht is not None, dh0 is not None, v_first,
-        apart(K, stages, states), g is None and K < 256,
+        K=K, STAGES=stages, OF_STATE=accumulator_layout(K), PACKED=bounds is not None,
+        HAS_G=g is not None, HAS_GK=gk is not None, HAS_DHT=dht is not None, HAS_DH0=dh0 is not None,
+        V_FIRST=v_first, SEPARATE=fits_separate_buffers(buffers, stages), AHEAD=g is None and K < 256,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return dh, dh0, dv2

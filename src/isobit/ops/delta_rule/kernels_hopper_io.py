@@ -1,5 +1,5 @@
-"""Everything around the walker of `kernels_hopper`: work items, loads of tiles and gates, stores of results.
-Each kind of traffic has its own warp, which waits for its own barriers only."""
+"""Everything around the consumer warpgroup of `kernels_hopper`: work items, loads of tiles and gates, stores
+of results. Each kind of traffic has its own warp, which waits for its own barriers only."""
 
 from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
@@ -21,6 +21,12 @@ reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 #: Tokens per chunk, and columns of the state per program.
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 
+#: The two parts of a stage: q and do, and k, dv and w. A part has its own barriers, number 2 stage + part.
+QDO, KVW = gl.constexpr(0), gl.constexpr(1)
+
+#: The buffers of outputs, by the number of their barriers.
+DH, DV2, DH0 = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
 OF_CHUNK = gl.constexpr(accumulator_layout(64))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ALONG_CHUNK = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0]))
@@ -29,8 +35,20 @@ ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @record
+class Item:
+    """64 columns of one head's state in one sequence."""
+
+    sequence: gl.tensor
+    head: gl.tensor  # of the values
+    column: gl.tensor  # the first of the 64
+    token: gl.tensor  # the first of the sequence
+    tokens: gl.tensor  # of the sequence
+    chunk: gl.tensor  # the first of the sequence, in dh
+
+
+@record
 class Items:
-    """The work items: 64 columns of one head's state in one sequence."""
+    """All work items of a call."""
 
     cu_seqlens: gl.tensor
     offsets: gl.tensor
@@ -48,9 +66,9 @@ class Items:
 
     @gluon.jit
     def item(self, t):
-        """(sequence, value head, first column, first token, tokens, first chunk) of item t. Bounds of packed
-        sequences are clamped to the T tokens, and first chunks to those of dh and one past them, whatever
-        they are: a store by TMA may go beyond the end of a tensor, where it is dropped, but not before it."""
+        """Item t. Bounds of packed sequences are clamped to the T tokens, and first chunks to those of dh and
+        one past them, whatever they are: a store by TMA may go beyond the end of a tensor, where it is
+        dropped, but not before it."""
         tiles = self.V // COLUMNS
         column = t % tiles * COLUMNS
         hv = t // tiles % self.HV
@@ -63,14 +81,14 @@ class Items:
             end = gl.minimum(gl.maximum(gl.load(self.cu_seqlens + n + 1), first), self.T).to(gl.int32)
             tokens = end - first
             chunk = gl.minimum(gl.maximum(gl.load(self.offsets + n), 0), self.chunks).to(gl.int32)
-        return n, hv, column, first, tokens, chunk
+        return Item(n, hv, column, first, tokens, chunk)
 
 
 @record
 class Ring:
     """Stages of shared memory, one for each chunk in flight. A chunk has two parts: q and do, which are used
     before the previous chunk is finished, and k, dv and w. `ready`: the tiles and gates of a part have
-    arrived; `empty`: the walker is done with them. Barrier 2 stage + part."""
+    arrived; `empty`: the consumer is done with them."""
 
     q_desc: tma.tensor_descriptor
     k_desc: tma.tensor_descriptor
@@ -117,10 +135,10 @@ class Ring:
         ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(STAGES):
-            mbarrier.init(ready.index(2 * s), count=2 if HAS_G else 1)
-            mbarrier.init(ready.index(2 * s + 1), count=2 if HAS_G or HAS_GK else 1)
-            mbarrier.init(empty.index(2 * s), count=1)
-            mbarrier.init(empty.index(2 * s + 1), count=1)
+            mbarrier.init(ready.index(2 * s + QDO), count=2 if HAS_G else 1)
+            mbarrier.init(ready.index(2 * s + KVW), count=2 if HAS_G or HAS_GK else 1)
+            mbarrier.init(empty.index(2 * s + QDO), count=1)
+            mbarrier.init(empty.index(2 * s + KVW), count=1)
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         return Ring(
             q_desc, k_desc, w_desc, do_desc, dv_desc, q, k, w, do, dv, of_do, of_x, decay, left, ready, empty,
@@ -130,41 +148,41 @@ class Ring:
 
 @gluon.jit
 def load_chunks(items, ring):
-    """The loader: the tiles of every chunk, as soon as a stage is free."""
+    """The producer of tiles: those of every chunk, as soon as a stage is free."""
     WIDE: gl.constexpr = ring.q_desc.block_type.nbytes
     SLIM: gl.constexpr = ring.do_desc.block_type.nbytes
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        _, hv, column, first, tokens, _ = items.item(t)
-        by_k, by_v = hv // items.group * ring.K, hv * items.V + column
-        chunks = gl.cdiv(tokens, CHUNK)
+        item = items.item(t)
+        by_k, by_v = item.head // items.group * ring.K, item.head * items.V + item.column
+        chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
             start = (chunks - 1 - i) * CHUNK
-            row = first + start
-            bar = ring.ready.index(2 * stage)
-            mbarrier.wait(ring.empty.index(2 * stage), phase)
-            ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (tokens - start))
+            row = item.token + start
+            bar = ring.ready.index(2 * stage + QDO)
+            mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+            ring.left.index(stage).store(gl.full((1,), 0, gl.int32, ONE_EACH) + (item.tokens - start))
             mbarrier.expect(bar, WIDE + SLIM)
             tma_load(ring.do_desc, [row, by_v], bar, ring.do.index(stage))
             tma_load(ring.q_desc, [row, by_k], bar, ring.q.index(stage))
-            bar = ring.ready.index(2 * stage + 1)
-            mbarrier.wait(ring.empty.index(2 * stage + 1), phase)
+            bar = ring.ready.index(2 * stage + KVW)
+            mbarrier.wait(ring.empty.index(2 * stage + KVW), phase)
             mbarrier.expect(bar, 2 * WIDE + SLIM)
             tma_load(ring.k_desc, [row, by_k], bar, ring.k.index(stage))
             tma_load(ring.dv_desc, [row, by_v], bar, ring.dv.index(stage))
-            tma_load(ring.w_desc, [row, hv * ring.K], bar, ring.w.index(stage))
+            tma_load(ring.w_desc, [row, item.head * ring.K], bar, ring.w.index(stage))
             stage, phase = after(stage, phase, ring.STAGES)
-    # The walker starts the product of q and do of a chunk before it finishes the previous one, and so also
+    # The consumer starts the product of q and do of a chunk before it finishes the previous one, and so also
     # after the last chunk. The result of that one is not used.
-    mbarrier.wait(ring.empty.index(2 * stage), phase)
+    mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
     ring.left.index(stage).store(gl.full((1,), 64, gl.int32, ONE_EACH))
-    mbarrier.arrive(ring.ready.index(2 * stage))
+    mbarrier.arrive(ring.ready.index(2 * stage + QDO))
 
 
 @gluon.jit
 def load_gates(items, ring, g, gk, scale, unit):
-    """The gate loader. `unit` turns the gates into powers of two. Tokens of another sequence get factor
+    """The producer of gates. `unit` turns them into powers of two. Tokens of another sequence get factor
     zero."""
     ALONG_K: gl.constexpr = gl.BlockedLayout([1, ring.K // 32], [1, 32], [1, 1], [1, 0])
     token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, ALONG_CHUNK)), 0)
@@ -172,12 +190,12 @@ def load_gates(items, ring, g, gk, scale, unit):
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        _, hv, _, first, tokens, _ = items.item(t)
-        chunks = gl.cdiv(tokens, CHUNK)
+        item = items.item(t)
+        chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
             start = (chunks - 1 - i) * CHUNK
-            left = gl.minimum(tokens - start, CHUNK)
-            at = (first + start).to(gl.int64) * items.HV + hv
+            left = gl.minimum(item.tokens - start, CHUNK)
+            at = (item.token + start).to(gl.int64) * items.HV + item.head
             last = at + (left - 1).to(gl.int64) * items.HV
             g_last = gl.to_tensor(0.0)
             if ring.HAS_GK:
@@ -186,36 +204,36 @@ def load_gates(items, ring, g, gk, scale, unit):
                 live = token < left
                 each = gl.load(g + at + token.to(gl.int64) * items.HV, mask=live, other=0.0) * unit
                 g_last = gl.load(g + last) * unit
-                mbarrier.wait(ring.empty.index(2 * stage), phase)
+                mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
                 ring.of_do.index(stage).store(gl.where(live, gl.exp2(each) * -scale, 0.0))
-                mbarrier.arrive(ring.ready.index(2 * stage))
-            mbarrier.wait(ring.empty.index(2 * stage + 1), phase)
+                mbarrier.arrive(ring.ready.index(2 * stage + QDO))
+            mbarrier.wait(ring.empty.index(2 * stage + KVW), phase)
             if ring.HAS_G:
                 ring.of_x.index(stage).store(gl.where(live, -gl.exp2(g_last - each), 0.0))
             if ring.HAS_GK:
                 ring.decay.index(stage).store(gl.exp2(of_k + g_last))
             else:
                 ring.decay.index(stage).store(gl.full((1, 1), 1.0, gl.float32, ALONG_CHUNK) * gl.exp2(g_last))
-            mbarrier.arrive(ring.ready.index(2 * stage + 1))
+            mbarrier.arrive(ring.ready.index(2 * stage + KVW))
             stage, phase = after(stage, phase, ring.STAGES)
     if ring.HAS_G:
-        mbarrier.wait(ring.empty.index(2 * stage), phase)
-        mbarrier.arrive(ring.ready.index(2 * stage))
+        mbarrier.wait(ring.empty.index(2 * stage + QDO), phase)
+        mbarrier.arrive(ring.ready.index(2 * stage + QDO))
 
 
 @record
 class Out:
-    """Outputs: dh and dv2 have a buffer each, which a *storer* warp each stores by TMA. `full` and `free`:
-    barriers of the buffers of dh, dv2 and dh0. The walker does not store by itself, because the fence that
-    TMA needs would wait for the products in flight.
+    """Outputs: dh and dv2 have a buffer each, and each has a *store warp* that stores it by TMA. `full` and
+    `free`: barriers of the buffers of dh, dv2 and dh0. The consumer does not store by itself, because the
+    fence that TMA needs would wait for the products in flight.
 
-    The states at the ends of a sequence pass through shared memory too: dht before its first turn, dh0 after
-    its last. The storer of dv2, which the walker fills last, moves these states. `given`: dht has arrived;
-    `taken`: the walker has it.
+    The states at the ends of a sequence pass through shared memory too: dht before the first chunk that is
+    processed, dh0 after the last. The store warp of dv2, the buffer that the consumer fills last, moves these
+    states. `given`: dht has arrived; `taken`: the consumer has read it.
 
-    APART: each of these states has a buffer of its own. Then dht of an item is loaded, and dh0 of an item
-    leaves, while the walker is at another item. Otherwise there is room for one state in fp32, of which the
-    buffers of dh and dv2 are parts, and the walker waits for both."""
+    SEPARATE: each of these states has a buffer of its own. Then dht of an item is loaded, and dh0 of an item
+    is stored, while the consumer is at another item. Otherwise there is one buffer for a state in fp32. The
+    buffers of dh and dv2 are parts of it, and the consumer waits for the load and for the store."""
 
     dh_desc: tma.tensor_descriptor
     dv2_desc: tma.tensor_descriptor
@@ -233,18 +251,18 @@ class Out:
     V_FIRST: gl.constexpr
     HAS_DHT: gl.constexpr
     HAS_DH0: gl.constexpr
-    APART: gl.constexpr
+    SEPARATE: gl.constexpr
 
     @gluon.jit
     def create(
         dh_desc, dv2_desc, dht_desc, dh0_desc, dv2_at,
         K: gl.constexpr, V_FIRST: gl.constexpr, HAS_DHT: gl.constexpr, HAS_DH0: gl.constexpr,
-        APART: gl.constexpr,
+        SEPARATE: gl.constexpr,
     ):  # fmt: skip
         of_dh: gl.constexpr = dh_desc.block_type.shape
         of_dv2: gl.constexpr = dv2_desc.block_type.shape
         of_state: gl.constexpr = dh0_desc.block_type.shape
-        if APART:
+        if SEPARATE:
             dh = gl.allocate_shared_memory(dh_desc.dtype, of_dh, dh_desc.layout)
             dv2 = gl.allocate_shared_memory(dv2_desc.dtype, of_dv2, dv2_desc.layout)
             dht = dh  # unused without these states
@@ -274,12 +292,12 @@ class Out:
             fence_async_shared()
         return Out(
             dh_desc, dv2_desc, dht_desc, dh0_desc, dh, dv2, dht, dh0, full, free, given, taken, dv2_at,
-            V_FIRST, HAS_DHT, HAS_DH0, APART,
+            V_FIRST, HAS_DHT, HAS_DH0, SEPARATE,
         )  # fmt: skip
 
     @gluon.jit
-    def of_walker(self, buffer):
-        """A buffer of a state as the walker has it, by columns."""
+    def of_consumer(self, buffer):
+        """A buffer of a state as the consumer has it, by columns."""
         if not self.V_FIRST:
             buffer = buffer.permute((1, 0))
         return buffer
@@ -288,42 +306,43 @@ class Out:
     def take_last(self, turn, OF_STATE: gl.constexpr):
         """E = -dht of an item."""
         mbarrier.wait(self.given.index(0), turn)
-        dht = self.of_walker(self.dht).load(OF_STATE)
+        dht = self.of_consumer(self.dht).load(OF_STATE)
         mbarrier.arrive(self.taken.index(0))
         return -dht
 
     @gluon.jit
     def put_state(self, E, turn):
         """dh = -E of a chunk."""
-        mbarrier.wait(self.free.index(0), turn ^ 1)
-        self.of_walker(self.dh).store(-E)
-        mbarrier.arrive(self.full.index(0))
+        mbarrier.wait(self.free.index(DH), turn ^ 1)
+        self.of_consumer(self.dh).store(-E)
+        mbarrier.arrive(self.full.index(DH))
 
     @gluon.jit
     def put_first(self, E, turn, dh_turn, dv_turn):
-        """dh0 = -E of an item. Unless APART it returns when dh0 has left: the next dh takes its place."""
-        if self.APART:
-            mbarrier.wait(self.free.index(2), turn ^ 1)
+        """dh0 = -E of an item. Unless buffers are SEPARATE it returns when dh0 is stored: the next dh takes
+        its place."""
+        if self.SEPARATE:
+            mbarrier.wait(self.free.index(DH0), turn ^ 1)
         else:
-            mbarrier.wait(self.free.index(0), dh_turn ^ 1)
-            mbarrier.wait(self.free.index(1), dv_turn ^ 1)
-        self.of_walker(self.dh0).store(-E)
-        mbarrier.arrive(self.full.index(2))
-        if not self.APART:
-            mbarrier.wait(self.free.index(2), turn)
+            mbarrier.wait(self.free.index(DH), dh_turn ^ 1)
+            mbarrier.wait(self.free.index(DV2), dv_turn ^ 1)
+        self.of_consumer(self.dh0).store(-E)
+        mbarrier.arrive(self.full.index(DH0))
+        if not self.SEPARATE:
+            mbarrier.wait(self.free.index(DH0), turn)
 
     @gluon.jit
-    def put_rows(self, items, X, turn, hv, column, row, left, LAST: gl.constexpr):
-        """dv2 = X of a chunk. For a LAST chunk the walker itself stores it, with a mask."""
+    def put_rows(self, items, item, X, turn, row, left, LAST: gl.constexpr):
+        """dv2 = X of a chunk. For a LAST chunk the consumer itself stores it, with a mask."""
         if LAST:
             token = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, OF_CHUNK)), 0)
             v = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, OF_CHUNK)), 1)
-            at = ((row.to(gl.int64) + token) * items.HV + hv) * items.V + column + v
+            at = ((row.to(gl.int64) + token) * items.HV + item.head) * items.V + item.column + v
             gl.store(self.dv2_at + at, X, mask=token < left)
         else:
-            mbarrier.wait(self.free.index(1), turn ^ 1)
+            mbarrier.wait(self.free.index(DV2), turn ^ 1)
             self.dv2.permute((1, 0)).store(X)
-            mbarrier.arrive(self.full.index(1))
+            mbarrier.arrive(self.full.index(DV2))
 
 
 @gluon.jit
@@ -338,7 +357,7 @@ def _corner(items, state, column, K: gl.constexpr, V_FIRST: gl.constexpr):
 
 @gluon.jit
 def _store(out, desc, row, column, buffer, turn, WHICH: gl.constexpr):
-    """Store what the walker puts into a buffer next."""
+    """Store what the consumer puts into a buffer next."""
     mbarrier.wait(out.full.index(WHICH), turn)
     fence_async_shared()
     tma_store(desc, [row, column], buffer)
@@ -349,50 +368,50 @@ def _store(out, desc, row, column, buffer, turn, WHICH: gl.constexpr):
 
 @gluon.jit
 def store_states(items, out, K: gl.constexpr):
-    """The storer of dh."""
+    """The store warp of dh."""
     turn = gl.to_tensor(0)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        _, hv, column, _, tokens, chunk = items.item(t)
-        chunks = gl.cdiv(tokens, CHUNK)
+        item = items.item(t)
+        chunks = gl.cdiv(item.tokens, CHUNK)
         for i in range(chunks):
-            state = (chunk + chunks - 1 - i) * items.HV + hv
-            row, left = _corner(items, state, column, K, out.V_FIRST)
-            turn = _store(out, out.dh_desc, row, left, out.dh, turn, 0)
+            state = (item.chunk + chunks - 1 - i) * items.HV + item.head
+            row, left = _corner(items, state, item.column, K, out.V_FIRST)
+            turn = _store(out, out.dh_desc, row, left, out.dh, turn, DH)
 
 
 @gluon.jit
 def _load_last(items, out, t, K: gl.constexpr):
-    """Ask for dht of item t, if there is one."""
+    """Start the load of dht of item t, if there is such an item."""
     if t < items.count():
-        n, hv, column, _, _, _ = items.item(t)
-        row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
+        item = items.item(t)
+        row, left = _corner(items, item.sequence * items.HV + item.head, item.column, K, out.V_FIRST)
         mbarrier.expect(out.given.index(0), out.dht_desc.block_type.nbytes)
         tma_load(out.dht_desc, [row, left], out.given.index(0), out.dht)
 
 
 @gluon.jit
 def store_rows(items, out, K: gl.constexpr):
-    """The storer of dv2, of chunks with 64 tokens, and of dh0; and the loader of dht."""
+    """The store warp of dv2, of chunks with 64 tokens, and of dh0. It also loads dht."""
     turn = gl.to_tensor(0)
     dh_turn = gl.to_tensor(0)
     item_turn = gl.to_tensor(0)
-    if out.HAS_DHT and out.APART:
+    if out.HAS_DHT and out.SEPARATE:
         _load_last(items, out, gl.program_id(0), K)
     for t in range(gl.program_id(0), items.count(), gl.num_programs(0)):
-        n, hv, column, first, tokens, _ = items.item(t)
-        full = tokens // CHUNK
+        item = items.item(t)
+        full = item.tokens // CHUNK
         if out.HAS_DHT:
-            if not out.APART:
-                mbarrier.wait(out.free.index(0), dh_turn ^ 1)  # dh of the previous item has left
-                dh_turn = dh_turn ^ (gl.cdiv(tokens, CHUNK) & 1)
+            if not out.SEPARATE:
+                mbarrier.wait(out.free.index(DH), dh_turn ^ 1)  # dh of the previous item is stored
+                dh_turn = dh_turn ^ (gl.cdiv(item.tokens, CHUNK) & 1)
                 _load_last(items, out, t, K)
             mbarrier.wait(out.taken.index(0), item_turn)
-            if out.APART:
+            if out.SEPARATE:
                 _load_last(items, out, t + gl.num_programs(0), K)
         for i in range(full):
-            start = first + (full - 1 - i) * CHUNK
-            turn = _store(out, out.dv2_desc, start, hv * items.V + column, out.dv2, turn, 1)
+            start = item.token + (full - 1 - i) * CHUNK
+            turn = _store(out, out.dv2_desc, start, item.head * items.V + item.column, out.dv2, turn, DV2)
         if out.HAS_DH0:
-            row, left = _corner(items, n * items.HV + hv, column, K, out.V_FIRST)
-            _store(out, out.dh0_desc, row, left, out.dh0, item_turn, 2)
+            row, left = _corner(items, item.sequence * items.HV + item.head, item.column, K, out.V_FIRST)
+            _store(out, out.dh0_desc, row, left, out.dh0, item_turn, DH0)
         item_turn = item_turn ^ 1

@@ -2,8 +2,7 @@
 
 One program processes one sequence of one value head, for BV columns of the state: columns are independent,
 and sums run over K. The state stays in registers from the last chunk to the first. Every edge is masked:
-missing tokens, features and columns count as zero, so the bits of a sequence do not depend on what follows
-it.
+missing tokens, features and columns are zeros, so the bits of a sequence do not depend on what follows it.
 """
 
 from typing import Any
@@ -148,7 +147,8 @@ def chunk_offsets(args: dict[str, Any], launch: Launch) -> Tensor | None:
     S = len(bounds) - 1
     offsets = torch.empty(max(S, 1), dtype=torch.int32, device=bounds.device)
     launch(
-        offsets_kernel, (1,), offsets, bounds.contiguous(), S, args["q"].shape[1],
+        offsets_kernel, (1,),
+        offsets, bounds.contiguous(), S, args["q"].shape[1],
         CHUNK=args["chunk_size"], BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return offsets
@@ -177,7 +177,8 @@ def dhu(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tenso
     names = ("q", "k", "w", "do", "dv", "g", "gk", "dht", "cu_seqlens")
     given = (None if args[name] is None else args[name].contiguous() for name in names)
     launch(
-        dhu_kernel, (-(-V // columns) * S * HV,), *given, chunk_offsets(args, launch), dh, dh0, dv2,
+        dhu_kernel, (-(-V // columns) * S * HV,),
+        *given, chunk_offsets(args, launch), dh, dh0, dv2,
         float(args["scale"]), 1.0 if args["use_exp2"] else LOG2E, T, dh.shape[1], H, HV, K, V,
         CHUNK=args["chunk_size"], BK=rows, BV=columns,
         V_FIRST=args["state_v_first"], SPLIT=g is not None and q.dtype != torch.float32,

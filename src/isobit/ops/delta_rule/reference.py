@@ -32,8 +32,8 @@ def recurrence(
     def by_chunks(t: Tensor) -> Tensor:
         """[B, T, heads, ...] as [NT, S, HV, C, ...], zeros where there is no token."""
         flat = torch.cat((t.to(wide).flatten(0, 1), t.new_zeros(1, *t.shape[2:], dtype=wide)))
-        found = flat[rows].unflatten(1, (NT, C)).movedim(1, 0).movedim(3, 2)
-        return found.repeat_interleave(HV // found.shape[2], 2)
+        chunks = flat[rows].unflatten(1, (NT, C)).movedim(1, 0).movedim(3, 2)
+        return chunks.repeat_interleave(HV // chunks.shape[2], 2)
 
     def narrowed(t: Tensor) -> Tensor:
         return t.to(narrow).to(wide) if rounded else t
@@ -82,9 +82,9 @@ def recurrence(
         states = torch.cat((states[:, :chunks], states.new_zeros(1, max(missing, 0), HV, K, V)), 1)
     if state_v_first:
         states, D = states.mT, D.mT
-    kept = narrow if rounded else wide
+    dtype = narrow if rounded else wide
     dh0 = D.contiguous() if h0 is not None else None
-    return states.contiguous().to(kept), dh0, out.contiguous().to(kept)
+    return states.contiguous().to(dtype), dh0, out.contiguous().to(dtype)
 
 
 def _rows(B: int, T: int, bounds: Tensor | None, C: int, device: torch.device) -> tuple[Tensor, Tensor]:

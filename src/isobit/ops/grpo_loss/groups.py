@@ -26,7 +26,8 @@ def one_spec(contract: Contract, args: dict[str, Any]) -> None:
     if size is None and given is None:
         raise contract.error("samples_per_prompt", None, "is required with rewards, or group_boundaries is")
     if size is not None and given is not None:
-        raise contract.error("group_boundaries", given, "is given beside samples_per_prompt; give one")
+        rule = "is given in addition to samples_per_prompt; give one"
+        raise contract.error("group_boundaries", given, rule)
     B = args["rewards"].shape[0]
     if size is not None and (size < 1 or B % size):
         rule = "must be at least 1" if size < 1 else f"does not divide the number of sequences, {B}"
@@ -49,8 +50,8 @@ def ascend(contract: Contract, args: dict[str, Any]) -> None:
         check(contract, args["group_boundaries"], args["group_boundaries"].tolist(), args["rewards"].shape[0])
 
 
-def check(contract: Contract, given: Boundaries, found: Sequence[int], B: int) -> None:
-    bounds.check(contract, "group_boundaries", given, found, B, of="sequences", empty=False)
+def check(contract: Contract, given: Boundaries, values: Sequence[int], B: int) -> None:
+    bounds.check(contract, "group_boundaries", given, values, B, of="sequences", empty=False)
 
 
 def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
@@ -61,16 +62,18 @@ def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
     if isinstance(given, list | tuple):
         if not all(type(b) is int for b in given):
             raise contract.error("group_boundaries", given, "must be whole numbers")
-        found = torch.tensor(given, dtype=torch.int64, device="cpu")
+        boundaries = torch.tensor(given, dtype=torch.int64, device="cpu")
     elif isinstance(given, Tensor) and given.device.type == "cpu" and given.ndim == 1:
-        found = given
+        boundaries = given
     else:
         return args  # None, on a GPU, or a mistake too
     if isinstance(rewards, Tensor) and rewards.ndim == 1:
-        if found is not given:
+        if boundaries is not given:
             check(contract, given, list(given), rewards.shape[0])
-        elif found.dtype in INTS and not torch.compiler.is_compiling():  # a graph is checked when it runs
-            check(contract, given, found.tolist(), rewards.shape[0])
-    device = next((t.device for t in args.values() if isinstance(t, Tensor) and t is not given), found.device)
+        elif boundaries.dtype in INTS and not torch.compiler.is_compiling():
+            # Not while compiling: a graph is checked when it runs.
+            check(contract, given, boundaries.tolist(), rewards.shape[0])
+    others = (t.device for t in args.values() if isinstance(t, Tensor) and t is not given)
+    device = next(others, boundaries.device)
     # A copy that does not wait for the device.
-    return args | {"group_boundaries": found.to(device, non_blocking=True)}
+    return args | {"group_boundaries": boundaries.to(device, non_blocking=True)}

@@ -13,7 +13,8 @@ j, j + L, j + 2 L, ... in ascending order, and then the lanes are added by a tre
 So the sums of a group or of a sequence depend on nothing else in the batch, and not on padding at its end.
 
 Two kernels follow those of `ratio_kl`: `sum_chunks` and `reduce_batch`. Where the hardware allows it both are
-started early: which tokens count and the advantages are known while `ratio_kl` is still reading logits.
+started early: they find out which tokens are live and the advantages while `ratio_kl` is still reading
+logits.
 """
 
 import struct
@@ -26,7 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.launch import Launch, run
-from isobit.kernels.triton.dependent_launch import early_options, start_next_launch, wait_for_last_launch
+from isobit.kernels.triton.dependent_launch import (
+    dependent_launch_options,
+    start_next_launch,
+    wait_for_last_launch,
+)
 from isobit.kernels.triton.logits import as_bytes, gradient_of
 from isobit.kernels.triton.rows import tree_sum
 
@@ -38,18 +43,25 @@ CHUNK = STEPS << LOG_TOKENS
 #: Programs that share the groups. Each reads all boundaries, so their number is limited.
 PROGRAMS = 1024
 
-#: Rewards, or boundaries, that all sequences together may read to find their own advantages. Where they would
-#: read more, a kernel of its own computes advantages group by group. Affects the schedule only.
+#: Rewards, or boundaries, that all sequences together may read to find their own advantages. If they would
+#: read more, a separate kernel computes advantages group by group. Affects the schedule only.
 MOST_READ = 1 << 20
 
 #: Steps of a chunk that are read together: memory latency is longer than a step. Affects the schedule only.
 TOGETHER = 2
 
-#: A chunk writes a line of eight numbers: sums of surrogate, kl, ratio and entropy; how many tokens count,
-#: are clipped from below, and from above; and 0.
+#: A chunk writes a line of eight numbers.
 LINE = 8
 
-REDUCTIONS = {"token_mean": 0, "sequence_mean": 1, "sum": 2}
+#: Their columns. Sums over live tokens:
+SURROGATE, KL, RATIO, ENTROPY = (tl.constexpr(column) for column in range(4))
+#: how many tokens are live, are clipped from below, and from above:
+TOKENS, CLIPPED_LOW, CLIPPED_HIGH = (tl.constexpr(column) for column in range(4, 7))
+#: and 0. `reduce_batch` puts the number of sequences with a live token here, and later the loss.
+EXTRA = tl.constexpr(7)
+
+TOKEN_MEAN, SEQUENCE_MEAN, SUM = (tl.constexpr(number) for number in range(3))
+REDUCTIONS = {"token_mean": TOKEN_MEAN.value, "sequence_mean": SEQUENCE_MEAN.value, "sum": SUM.value}
 
 #: Arguments that change from batch to batch or from step to step. They are not specialised, to avoid
 #: recompiles.
@@ -92,7 +104,7 @@ def partition(bounds, bound_s, G, B, LOG_LANES: tl.constexpr):
 
 @triton.jit
 def deviation(rewards, reward_s, i, inside, origin):
-    """fp64 rewards relative to the first of their group; 0 outside of it."""
+    """fp64 rewards relative to the first of their group; 0 outside the group."""
     own = tl.load(rewards + i * reward_s, mask=inside, other=0.0).to(tl.float64)
     return tl.where(inside, own - origin, 0.0)
 
@@ -152,7 +164,7 @@ def advantage_of(
     b, rewards, bounds, B, G, size, eps, reward_s, bound_s, LOG_LANES: tl.constexpr,
 ):  # fmt: skip
     """What `normalize_groups` would write for sequence b."""
-    found = tl.full([], float("nan"), tl.float64)
+    advantage = tl.full([], float("nan"), tl.float64)
     lo = b // tl.maximum(size, 1) * size
     hi = lo + size
     valid = tl.full([], 1, tl.int1)
@@ -174,10 +186,10 @@ def advantage_of(
     if valid:
         origin, mean, divisor = moments(rewards, reward_s, lo, hi, eps, True, LOG_LANES)
         own = tl.load(rewards + b * reward_s).to(tl.float64)
-        found = ((own - origin) - mean) / divisor
+        advantage = ((own - origin) - mean) / divisor
         if rewards.dtype.element_ty != tl.float64:
-            found = found.to(tl.float32).to(tl.float64)
-    return found
+            advantage = advantage.to(tl.float32).to(tl.float64)
+    return advantage
 
 
 # The loss
@@ -185,7 +197,7 @@ def advantage_of(
 
 @triton.jit
 def live_tokens(ids, mask, b, t, T, ids_so, ids_si, mask_so, mask_si, ignore_index):
-    """Which of the tokens t of sequence b count."""
+    """Which of the tokens t of sequence b are live."""
     inside = t < T
     live = inside & (tl.load(ids + b * ids_so + t * ids_si, mask=inside, other=0) != ignore_index)
     if mask is not None:
@@ -212,8 +224,8 @@ def sum_chunks(
     TOGETHER: tl.constexpr, LINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per chunk of a sequence. Writes its line of sums [B, chunks, LINE], and what the backward
-    scales: the derivative of each token's term by its log-probability. Without advantages of tokens it finds
-    that of its sequence from the rewards."""
+    scales: the derivative of each token's term by its log-probability. Without advantages of tokens it
+    computes that of its sequence from the rewards."""
     if EARLY:
         start_next_launch()
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -228,7 +240,7 @@ def sum_chunks(
     above = tl.zeros([1 << LOG_TOKENS], tl.int32)
     begin = chunk * (STEPS << LOG_TOKENS)
     steps = tl.cdiv(tl.minimum(T - begin, STEPS << LOG_TOKENS), 1 << LOG_TOKENS)
-    which = tl.zeros([1 << LOG_TOKENS], tl.int32)  # bit i: whether the lane's token in step i counts
+    which = tl.zeros([1 << LOG_TOKENS], tl.int32)  # bit i: whether the lane's token in step i is live
     for step in range(steps):
         t = (begin + (step << LOG_TOKENS) + lane).to(tl.int64)
         live = live_tokens(ids, mask, b, t, T, ids_so, ids_si, mask_so, mask_si, ignore_index)
@@ -275,16 +287,16 @@ def sum_chunks(
             if entropy is not None:
                 of_entropy += entropies[i]
             if slope is not None:
-                found = tl.where(is_below | is_above, 0.0, term)  # the derivative of ratio is ratio
+                by_logp = tl.where(is_below | is_above, 0.0, term)  # the derivative of ratio is ratio
                 if kl is not None:
-                    found += beta * kl_slopes[i]
-                tl.store(slope + b * T + t, tl.where(lives[i], found, 0.0).to(tl.float32), mask=t < T)
-    # tl.join stacks its operands in a new last dimension, so what is joined last alternates in a line.
+                    by_logp += beta * kl_slopes[i]
+                tl.store(slope + b * T + t, tl.where(lives[i], by_logp, 0.0).to(tl.float32), mask=t < T)
+    # tl.join stacks its operands in a new last dimension, so the operands of the last join alternate.
     lines = tl.join(tl.join(of_policy, of_ratio), tl.join(of_kl, of_entropy))
     lines = tl.reshape(lines, [1 << LOG_TOKENS, LINE // 2])
     to = sums + (b * tl.num_programs(1) + chunk) * LINE + tl.arange(0, LINE // 2)[None, :]
     tl.store(to, tree_of_lines(lines, LOG_TOKENS, LINE // 2))
-    # Counts are exact in any order. At most a chunk, so three of them fit in one number.
+    # Counts are exact in any order. None is larger than a chunk, so three of them fit in one number.
     counts = tl.sum(counted.to(tl.int64) + (below.to(tl.int64) << 16) + (above.to(tl.int64) << 32), axis=0)
     nth = tl.arange(0, LINE // 2)[None, :]
     tl.store(to + LINE // 2, ((counts >> (16 * nth)) & 0xFFFF).to(tl.float64))
@@ -323,49 +335,51 @@ def reduce_batch(
     total = tl.zeros([1 << LOG_LANES, LINE], tl.float64)
     for first in range(0, B, 1 << LOG_LANES):
         own = of_sequences(sums, first + lane, B, chunks, LINE)
-        if REDUCTION == 1:
-            length = one_of(own, 4, 1)[:, None]
-            own = tl.where(column < 2, own / tl.maximum(length, 1.0), own)
-            own = tl.where(column == 7, (length > 0).to(tl.float64), own)
+        if REDUCTION == SEQUENCE_MEAN:
+            length = one_of(own, TOKENS, 1)[:, None]
+            own = tl.where(column < RATIO, own / tl.maximum(length, 1.0), own)  # surrogate and kl
+            own = tl.where(column == EXTRA, (length > 0).to(tl.float64), own)
         total += own
     total = tree_of_lines(total, LOG_LANES, LINE)
-    active = tl.max(one_of(total, 4, 1), axis=0)
+    active = tl.max(one_of(total, TOKENS, 1), axis=0)
     tokens = tl.maximum(active, 1.0)
     divisor = tokens
-    if REDUCTION == 1:
-        divisor = tl.maximum(tl.max(one_of(total, 7, 1), axis=0), 1.0)
-    elif REDUCTION == 2:
+    if REDUCTION == SEQUENCE_MEAN:
+        divisor = tl.maximum(tl.max(one_of(total, EXTRA, 1), axis=0), 1.0)
+    elif REDUCTION == SUM:
         divisor = tl.full([], 1.0, tl.float64)
     if NORMALIZED:
         divisor = double(number)
         if normalizer is not None:
             divisor = given
-    # If no token counts the loss is 0, whatever the divisor.
+    # If no token is live the loss is 0, whatever the divisor.
     divisor = tl.where(active == 0, 1.0, divisor)
     # All quotients at once, because a division in fp64 takes long: 1 / divisor in place of the number of
     # tokens, and the loss in the last column.
-    of_loss = (one_of(total, 0, 1) + double(beta) * one_of(total, 1, 1))[:, None]
-    above = tl.where(column == 7, of_loss, tl.where(column == 4, 1.0, total))
-    quotient = above / tl.where((column < 2) | (column == 4) | (column == 7), divisor, tokens)
-    rounded, here = quotient.to(tl.float32), column * 0
-    tl.store(loss + here, rounded, mask=column == 7)
-    tl.store(policy_loss + here, rounded, mask=column == 0)
-    tl.store(kl + here, rounded, mask=column == 1)
-    tl.store(ratio + here, rounded, mask=column == 2)
-    tl.store(clip_low + here, rounded, mask=column == 5)
-    tl.store(clip_high + here, rounded, mask=column == 6)
+    of_loss = (one_of(total, SURROGATE, 1) + double(beta) * one_of(total, KL, 1))[:, None]
+    above = tl.where(column == EXTRA, of_loss, tl.where(column == TOKENS, 1.0, total))
+    by_divisor = (column < RATIO) | (column == TOKENS) | (column == EXTRA)
+    quotient = above / tl.where(by_divisor, divisor, tokens)
+    # Each column is stored at the start of an output: one lane of the line writes, the others are masked.
+    rounded, start = quotient.to(tl.float32), tl.zeros_like(column)
+    tl.store(loss + start, rounded, mask=column == EXTRA)
+    tl.store(policy_loss + start, rounded, mask=column == SURROGATE)
+    tl.store(kl + start, rounded, mask=column == KL)
+    tl.store(ratio + start, rounded, mask=column == RATIO)
+    tl.store(clip_low + start, rounded, mask=column == CLIPPED_LOW)
+    tl.store(clip_high + start, rounded, mask=column == CLIPPED_HIGH)
     tl.store(active_tokens, active.to(tl.int32))
     if entropy is not None:
-        tl.store(entropy + here, rounded, mask=column == 3)
+        tl.store(entropy + start, rounded, mask=column == ENTROPY)
     if scale is not None:
         # Its bits, because the sum with zeros would lose the sign of a zero.
-        bits = tl.where(column == 4, quotient.to(tl.int64, bitcast=True), 0)
+        bits = tl.where(column == TOKENS, quotient.to(tl.int64, bitcast=True), 0)
         share = tl.max(tl.sum(bits, axis=1), axis=0).to(tl.float64, bitcast=True)
         for first in range(0, B, 1 << LOG_LANES):
             b = first + lane
             own_scale = tl.broadcast_to(share, [1 << LOG_LANES])
-            if REDUCTION == 1:
-                length = one_of(of_sequences(sums, b, B, chunks, LINE), 4, 1)
+            if REDUCTION == SEQUENCE_MEAN:
+                length = one_of(of_sequences(sums, b, B, chunks, LINE), TOKENS, 1)
                 own_scale = share / tl.maximum(length, 1.0)
             tl.store(scale + b, own_scale.to(tl.float32), mask=b < B)
 
@@ -387,7 +401,7 @@ def stride_of(t: Tensor | None) -> tuple[int, ...]:
 
 
 def groups_of(args: dict[str, Any]) -> tuple[int, int]:
-    """(number of groups, sequences per group or 0 if boundaries tell)."""
+    """(number of groups, sequences per group); 0 sequences if groups are given by their boundaries."""
     bounds, size = args["group_boundaries"], args["samples_per_prompt"]
     return (len(args["rewards"]) // size, size) if bounds is None else (len(bounds) - 1, 0)
 
@@ -399,9 +413,9 @@ def group_advantages(launch: Launch = run, **args: Any) -> Tensor:
     out = torch.empty(B, dtype=dtype, device=rewards.device)
     programs = min(max(G, 1), PROGRAMS) if B else 0  # at least one, to report invalid boundaries
     launch(
-        normalize_groups, (programs,), rewards, bounds, out, B, G, size, bits_of(args["eps"]),
-        *stride_of(rewards), *stride_of(bounds), SCALE=args["scale"], LOG_LANES=LOG_LANES, num_warps=1,
-        enable_fp_fusion=False,
+        normalize_groups, (programs,),
+        rewards, bounds, out, B, G, size, bits_of(args["eps"]), *stride_of(rewards), *stride_of(bounds),
+        SCALE=args["scale"], LOG_LANES=LOG_LANES, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -413,7 +427,7 @@ def token_loss(
     """(loss, policy_loss, kl, clip_low, clip_high, ratio, active_tokens, entropy, slope [B, T], scale [B]),
     from the results of `ratio_kl` per token; None for what does not exist or was not requested."""
     ids, mask, weights = args["token_ids"], as_bytes(args["mask"]), args["rollout_weights"]
-    (B, T), keep = ids.shape, args["return_kept"]
+    B, T = ids.shape
     advantages, rewards, bounds, G, size = args["advantages"], None, None, 0, 0
     if advantages is None:
         G, size = groups_of(args)
@@ -421,21 +435,24 @@ def token_loss(
             rewards, bounds = args["rewards"], args["group_boundaries"]
         else:
             groups = ("rewards", "samples_per_prompt", "group_boundaries", "eps")
-            found = group_advantages(launch, **{name: args[name] for name in groups}, scale=True)
-            advantages = found[:, None].expand(B, T)
+            own = group_advantages(launch, **{name: args[name] for name in groups}, scale=True)
+            advantages = own[:, None].expand(B, T)
     empty = partial(torch.empty, dtype=torch.float32, device=ids.device)
     chunks = -(-T // CHUNK)
     sums = empty((B, chunks, LINE), dtype=torch.float64)
-    slope, scale = (empty((B, T)), empty(B)) if keep else (None, None)
+    slope, scale = (empty((B, T)), empty(B)) if args["return_kept"] else (None, None)
     low, high, beta = (bits_of(x) for x in (1 - args["clip_low"], 1 + args["clip_high"], args["beta"]))
     # No contraction to fused multiply-adds: the class fixes where roundings are.
-    options = {"num_warps": 4, "enable_fp_fusion": False, **early_options(ids.device)}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **dependent_launch_options(ids.device)}
     launch(
-        sum_chunks, (B, chunks), ratio, kl, entropy, slopes, ids, mask, advantages, weights, rewards, bounds,
-        sums, slope, B, T, G, size, bits_of(args["eps"]), low, high, beta, args["ignore_index"],
+        sum_chunks, (B, chunks),
+        ratio, kl, entropy, slopes,
+        ids, mask, advantages, weights, rewards, bounds,
+        sums, slope,
+        B, T, G, size, bits_of(args["eps"]), low, high, beta, args["ignore_index"],
         *strides_of(ids), *strides_of(mask), *strides_of(advantages), *strides_of(weights),
-        *stride_of(rewards), *stride_of(bounds), LOG_LANES=LOG_LANES, LOG_TOKENS=LOG_TOKENS, STEPS=STEPS,
-        TOGETHER=TOGETHER, LINE=LINE, **options,
+        *stride_of(rewards), *stride_of(bounds),
+        LOG_LANES=LOG_LANES, LOG_TOKENS=LOG_TOKENS, STEPS=STEPS, TOGETHER=TOGETHER, LINE=LINE, **options,
     )  # fmt: skip
     normalizer = args["normalizer"]
     by_tensor = isinstance(normalizer, Tensor)
@@ -443,9 +460,11 @@ def token_loss(
     results = (*(empty(()) for _ in range(6)), empty((), dtype=torch.int32))
     mean_entropy = None if entropy is None else empty(())
     launch(
-        reduce_batch, (1,), sums, *results, mean_entropy, scale, normalizer if by_tensor else None,
-        B, chunks, beta, bits_of(number), NORMALIZED=normalizer is not None,
-        REDUCTION=REDUCTIONS[args["reduction"]], LOG_LANES=LOG_LANES, LINE=LINE, **options,
+        reduce_batch, (1,),
+        sums, *results, mean_entropy, scale, normalizer if by_tensor else None,
+        B, chunks, beta, bits_of(number),
+        NORMALIZED=normalizer is not None, REDUCTION=REDUCTIONS[args["reduction"]],
+        LOG_LANES=LOG_LANES, LINE=LINE, **options,
     )  # fmt: skip
     return (*results, mean_entropy, slope, scale)
 

@@ -27,12 +27,13 @@ def advantages_formula(
         bounds = list(range(0, len(r) + 1, samples_per_prompt))
     else:
         bounds = group_boundaries.tolist()
-    found = [r[:0]]
+    advantages = [r[:0]]
     for first, end in pairwise(bounds):
         group = r[first:end] - r[first]
         from_mean = group - group.mean()
-        found.append(from_mean / from_mean.square().mean().sqrt().clamp(min=eps) if scale else from_mean)
-    return (torch.cat(found).to(_wide(rewards)),)
+        divisor = from_mean.square().mean().sqrt().clamp(min=eps) if scale else 1.0
+        advantages.append(from_mean / divisor)
+    return (torch.cat(advantages).to(_wide(rewards)),)
 
 
 def formula(
@@ -120,11 +121,12 @@ def group_advantages(
 
     r = rewards.double()
     from_first = r - r[bounds[own]]
-    found = from_first - mean(from_first)
+    advantages = from_first - mean(from_first)
     if scale:
-        found = found / mean(found.square()).sqrt().clamp(min=eps)
-    found = found if good is None else torch.where(good, found, float("nan"))
-    return found.to(_wide(rewards))
+        advantages = advantages / mean(advantages.square()).sqrt().clamp(min=eps)
+    if good is not None:
+        advantages = torch.where(good, advantages, float("nan"))
+    return advantages.to(_wide(rewards))
 
 
 def token_loss(
@@ -162,8 +164,8 @@ def token_loss(
     policy_loss, mean_kl = (x.sum() / divisor for x in of_sequence)
     tokens = active.clamp(min=1).double()
     means = [below.sum() / tokens, above.sum() / tokens, torch.where(live, r, 0.0).sum() / tokens]
-    found = [policy_loss + args["beta"] * mean_kl, policy_loss, mean_kl, *means]
-    results = (*(x.to(dtype) for x in found), active.int())
+    of_batch = [policy_loss + args["beta"] * mean_kl, policy_loss, mean_kl, *means]
+    results = (*(x.to(dtype) for x in of_batch), active.int())
     of_entropy = None if entropy is None else (entropy.double().sum() / tokens).to(dtype)
     if not args["return_kept"]:
         return (*results, of_entropy, None, None)
@@ -179,8 +181,8 @@ def token_loss(
 
 def token_loss_bwd(slope: Tensor, scale: Tensor, dloss: Tensor) -> Tensor:
     """dlogp [B, T], for the backward of `ratio_kl`. A slope of 0 stays 0 even if the loss is not finite."""
-    found = slope.double() * (dloss.double() * scale.double())[:, None]
-    return torch.where(slope == 0, 0.0, found).to(slope.dtype)
+    dlogp = slope.double() * (dloss.double() * scale.double())[:, None]
+    return torch.where(slope == 0, 0.0, dlogp).to(slope.dtype)
 
 
 def _wide(rewards: Tensor) -> torch.dtype:

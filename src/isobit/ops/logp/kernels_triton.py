@@ -26,9 +26,9 @@ from isobit.kernels.triton.logits import (
     as_bytes,
     gradient_of,
     merged_sums,
-    plan_of,
     row_state,
     row_sums,
+    schedule_of,
     store_split,
     word_of,
 )
@@ -39,7 +39,7 @@ from isobit.kernels.triton.rows import own_or, row_offset, row_results, split_su
 def store_row(
     z_ptr, token, good, row, N, m, s, t, inverse, logp, entropy, lse, stats,
 ):  # fmt: skip
-    """Turn the sums of a row that counts into its results."""
+    """Turn the sums of a live row into its results."""
     z = tl.load(z_ptr + token, mask=good, other=0.0).to(tl.float32)
     nan = tl.where(good, 0.0, float("nan"))
     own_logp, own_entropy, own_lse, s = row_results(z, m, s, t, inverse)
@@ -54,7 +54,7 @@ def store_row(
 
 
 @triton.jit
-def store_dead_row(row, N, logp, entropy, lse, stats):
+def store_masked_row(row, N, logp, entropy, lse, stats):
     tl.store(logp + row, 0.0)
     if stats is not None:
         tl.store(stats + row, 0.0)
@@ -75,7 +75,7 @@ def logp_rows(
     row = tl.program_id(0).to(tl.int64)
     token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
-        store_dead_row(row, N, logp, entropy, lse, stats)
+        store_masked_row(row, N, logp, entropy, lse, stats)
         return
     scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     start = row_offset(row, inner, logits_so, logits_si)
@@ -113,7 +113,7 @@ def logp_merge(
     row = tl.program_id(0).to(tl.int64)
     token, live, good = row_state(ids, mask, row, inner, ids_so, ids_si, mask_so, mask_si, ignore_index, V)
     if live == 0:
-        store_dead_row(row, N, logp, entropy, lse, stats)
+        store_masked_row(row, N, logp, entropy, lse, stats)
         return
     scale, inverse = own_or(scale, scales, row, None), own_or(inverse, inverses, row, None)
     m, s, t = merged_sums(partials, row, N, n_splits, scale, entropy is not None, LOG_SPLITS)
@@ -136,22 +136,25 @@ def logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         return results
     inner, (z, ids, mask), strides = row_strides(lead, (logits, ids, mask))
     scaled = scaling(args["temperature"], N)
-    plan, word = plan_of(V), word_of(z, strides[:2])
+    schedule, word = schedule_of(V), word_of(z, strides[:2])
     sizes = (args["ignore_index"], N, V, inner)
-    if plan.walks_rows(N, logits.device):
+    if schedule.takes_whole_rows(N, logits.device):
         launch(
-            logp_rows, (N,), z, ids, mask, *results, *scaled, *sizes, *strides,
-            WORD=word, LOG_SPLITS=plan.log_splits, **plan.order, **plan.options,
+            logp_rows, (N,),
+            z, ids, mask, *results, *scaled, *sizes, *strides,
+            WORD=word, LOG_SPLITS=schedule.log_splits, **schedule.order, **schedule.options,
         )  # fmt: skip
     else:
-        partials = empty((2 if entropy is None else 3, N, plan.splits))
+        partials = empty((2 if entropy is None else 3, N, schedule.splits))
         launch(
-            logp_splits, (N, plan.splits), z, ids, mask, partials, scaled.scales, scaled.scale, *sizes,
-            *strides, ENTROPY=entropy is not None, WORD=word, **plan.order, **plan.options,
+            logp_splits, (N, schedule.splits),
+            z, ids, mask, partials, scaled.scales, scaled.scale, *sizes, *strides,
+            ENTROPY=entropy is not None, WORD=word, **schedule.order, **schedule.options,
         )  # fmt: skip
         launch(
-            logp_merge, (N,), z, ids, mask, partials, *results, *scaled, *sizes, plan.splits, *strides,
-            LOG_SPLITS=plan.log_splits, num_warps=1, enable_fp_fusion=False,
+            logp_merge, (N,),
+            z, ids, mask, partials, *results, *scaled, *sizes, schedule.splits, *strides,
+            LOG_SPLITS=schedule.log_splits, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return results
 

@@ -21,7 +21,7 @@ def formula(
     ignore_index: int = -100,
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever their values."""
+    """(logp, entropy, lse) by definition. Masked rows are 0, whatever their values."""
     return stored.formula(logits, token_ids, mask, ignore_index, temperature)
 
 
@@ -29,8 +29,8 @@ def logp(**args: Any) -> tuple[Tensor | None, ...]:
     """Forward. Returns (logp, entropy, lse, stats [2, *] = (m, s)); None for outputs that were not
     requested."""
     lead, (z, rows) = args["token_ids"].shape, _by_rows(args)
-    found = stored.results(z, rows, args["return_entropy"], stored.wide(z))
-    logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in found)
+    results = stored.results(z, rows, args["return_entropy"], stored.wide(z))
+    logp, entropy, lse, m, s = (r.reshape(lead).clone() for r in results)
     optional = {"entropy": entropy, "lse": lse, "stats": torch.stack((m, s))}
     return (logp, *(x if args[f"return_{name}"] else None for name, x in optional.items()))
 

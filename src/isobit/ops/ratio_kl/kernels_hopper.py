@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper import logits as hopper_logits
 from isobit.kernels.hopper.pipeline import triton_kernel
 from isobit.kernels.host.rows import row_strides, walkable
@@ -29,8 +29,8 @@ def ratio_kernel(
     ratio, kl, slopes, ids, logp, old_logp, ref_logp, N, inner, old_so, old_si, ref_so, ref_si,
     OLD: tl.constexpr, KL: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ratio, kl and their derivatives by logp, of BLOCK rows per program. Rows that do not count are not
-    read: with zeros everywhere they have ratio 1 and kl 0."""
+    """ratio, kl and their derivatives by logp, of BLOCK rows per program. Masked rows are not read: with
+    zeros everywhere they have ratio 1 and kl 0."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < N
     live = inside & (tl.load(ids + row, mask=inside, other=-2) != -2)
@@ -38,15 +38,15 @@ def ratio_kernel(
     old = own
     if OLD:
         old = tl.load(old_logp + row_offset(row, inner, old_so, old_si), mask=live, other=0.0)
-    found = exp(own - old)
-    tl.store(ratio + row, found, mask=inside)
+    own_ratio = exp(own - old)
+    tl.store(ratio + row, own_ratio, mask=inside)
     slope = tl.zeros([BLOCK], tl.float32)
     if KL:
         ref = tl.load(ref_logp + row_offset(row, inner, ref_so, ref_si), mask=live, other=0.0)
         penalty, slope = k3_and_expm1(ref - own)
         tl.store(kl + row, penalty, mask=inside)
     if SLOPES:
-        tl.store(slopes + row, found, mask=inside)
+        tl.store(slopes + row, own_ratio, mask=inside)  # the derivative of ratio is ratio
         tl.store(slopes + N + row, -slope, mask=inside)
 
 
@@ -74,11 +74,17 @@ def ratio_kl(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     slopes = empty((2, *lead)) if wanted else None
     of_rows = [walkable(lead, t) for t in (args["old_logp"], given if args["return_kl"] else None)]
     inner, (old, given), strides = row_strides(lead, of_rows)
-    # Missing tensors are replaced by any pointer; it is not read.
-    pointers = (logp if t is None else t for t in (kl, slopes))
-    read = (logp if t is None else t for t in (old, given))
     launch(
-        ratio_kernel, (-(-N // BLOCK),), ratio, *pointers, slots.ids, logp, *read, N, inner, *strides,
-        old is not None, kl is not None, wanted, BLOCK, num_warps=1, enable_fp_fusion=False,
+        ratio_kernel, (-(-N // BLOCK),),
+        ratio,
+        unused(logp) if kl is None else kl,
+        unused(logp) if slopes is None else slopes,
+        slots.ids,
+        logp,
+        unused(logp) if old is None else old,
+        unused(logp) if given is None else given,
+        N, inner, *strides,
+        OLD=old is not None, KL=kl is not None, SLOPES=wanted, BLOCK=BLOCK,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return ratio, kl, logp if args["return_logp"] else None, entropy, stats, slopes

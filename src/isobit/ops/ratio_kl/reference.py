@@ -27,8 +27,8 @@ def formula(
     ref_logp: Tensor | None = None,
     temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(ratio, kl, logp, entropy) by definition; no kl without a reference. Rows that do not count have ratio
-    1 and otherwise 0, whatever their values."""
+    """(ratio, kl, logp, entropy) by definition; no kl without a reference. Masked rows have ratio 1 and
+    otherwise 0, whatever their values."""
     live = live_rows(token_ids, mask, ignore_index)
     tokens = (token_ids, mask, ignore_index, temperature)
     logp, entropy, _ = stored.formula(policy_logits, *tokens)
@@ -46,8 +46,8 @@ def ratio_kl(**args: Any) -> tuple[Tensor | None, ...]:
     """Forward. Returns (ratio, kl, logp, entropy, stats [2, *] = (m, s), slopes [2, *]: derivatives of ratio
     and kl by logp); None for outputs that were not requested."""
     lead, (z, rows) = args["token_ids"].shape, _by_rows(args["policy_logits"], args)
-    found = stored.results(z, rows, args["return_entropy"], stored.wide(z))
-    logp, entropy, _, m, s = found.reshape(5, *lead)
+    results = stored.results(z, rows, args["return_entropy"], stored.wide(z))
+    logp, entropy, _, m, s = results.reshape(5, *lead)
     live = rows.live.reshape(lead)
     old_logp, ref_logp = args["old_logp"], args["ref_logp"]
     ratio = torch.exp(logp - (logp if old_logp is None else torch.where(live, old_logp, 0.0).to(logp)))
@@ -59,8 +59,8 @@ def ratio_kl(**args: Any) -> tuple[Tensor | None, ...]:
         d = torch.where(live, ref_logp, 0.0).to(logp) - logp
         kl, slope = k3(d), -torch.expm1(d)
     optional = {"kl": kl, "logp": logp.clone(), "entropy": entropy.clone()}
-    kept = (torch.stack((m, s)), torch.stack((ratio, slope))) if args["return_stats"] else (None, None)
-    return ratio, *(x if args[f"return_{name}"] else None for name, x in optional.items()), *kept
+    saved = (torch.stack((m, s)), torch.stack((ratio, slope))) if args["return_stats"] else (None, None)
+    return ratio, *(x if args[f"return_{name}"] else None for name, x in optional.items()), *saved
 
 
 def ratio_kl_bwd(**args: Any) -> Tensor:
@@ -74,8 +74,8 @@ def ratio_kl_bwd(**args: Any) -> Tensor:
             # If the gradient is 0, as for a clipped ratio, the slope may be infinite: 0 * inf must be 0 here.
             total = total + torch.where(given == 0, 0.0, given * args["slopes"][i].reshape(-1))
     entropy, dentropy = args["entropy"], args["dentropy"]
-    found = stored.gradient(z, rows, stats, entropy, total, dentropy, None)
-    return found.view(args["policy_logits"].shape)
+    dlogits = stored.gradient(z, rows, stats, entropy, total, dentropy, None)
+    return dlogits.view(args["policy_logits"].shape)
 
 
 def _by_rows(logits: Tensor, args: dict[str, Any]) -> tuple[Tensor, logprob.Rows]:

@@ -73,10 +73,10 @@ def load_tile(ptr, start, col, mask):
     """Columns of rows that start at these offsets; 0 where masked."""
     at = ptr + start[:, None] + col[None, :]
     if mask is None:
-        found = tl.load(at)
+        tile = tl.load(at)
     else:
-        found = tl.load(at, mask=mask, other=0.0)
-    return found
+        tile = tl.load(at, mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -91,20 +91,20 @@ def load_weight(weight, offset, col, D: tl.constexpr):
 @triton.jit
 def weights_of(weight, offset, D: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr):
     """The chunks of the weight."""
-    found = ()
+    ws = ()
     for i in tl.static_range(CHUNKS):
-        found = found + (load_weight(weight, offset, (i << LOG_LANES) + tl.arange(0, 1 << LOG_LANES), D),)
-    return found
+        ws = ws + (load_weight(weight, offset, (i << LOG_LANES) + tl.arange(0, 1 << LOG_LANES), D),)
+    return ws
 
 
 @triton.jit
 def weight_of(ws, weight, offset, i: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr):
-    """Chunk i of the weight, from registers if it is there."""
+    """Chunk i of the weight, from registers if `ws` holds it."""
     if ws is None:
-        found = load_weight(weight, offset, i * LANES + tl.arange(0, LANES), D)
+        w = load_weight(weight, offset, i * LANES + tl.arange(0, LANES), D)
     else:
-        found = ws[i]
-    return found
+        w = ws[i]
+    return w
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def normalised(h, scale, w, BEFORE: tl.constexpr):
 def norm_rows(
     x, residual, weight, out, summed, rstd, eps, offset, N, inner, x_so, x_si, residual_so, residual_si,
     D: tl.constexpr, WORD: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr,
-    CHUNKS: tl.constexpr, EARLY: tl.constexpr, FEW: tl.constexpr,
+    CHUNKS: tl.constexpr, WEIGHT_FIRST: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows and holds them in registers. Strides are in words of WORD elements."""
     LANES: tl.constexpr = 1 << LOG_LANES
@@ -156,7 +156,7 @@ def norm_rows(
     residual_start = row_offset(row, inner, residual_so, residual_si) * WORD
     own = row * D
     ws = None
-    if EARLY:  # before the sum, not behind it
+    if WEIGHT_FIRST:  # loaded before the sum, not after it
         ws = weights_of(weight, offset, D, LOG_LANES, CHUNKS)
         if FEW:
             tl.debug_barrier()  # or the compiler lets these loads wait for the row, a second trip to memory
@@ -228,14 +228,14 @@ class Walk(NamedTuple):
 
 
 def walk(lead: torch.Size, D: int, *tensors: Tensor | None) -> Walk:
-    inner, found, strides = row_strides(lead, tensors)
+    inner, views, strides = row_strides(lead, tensors)
     pairs = list(zip(strides[::2], strides[1::2], strict=True))
     even = lead.numel() <= inner or all(outer == inner * step for outer, step in pairs)
     # A word is 16 bytes, or the part of it to which all rows are aligned. Kernels multiply strides by it, so
     # the compiler knows the alignment: loads are as wide as possible, and another stride does not recompile.
     itemsize = next(t.element_size() for t in tensors if t is not None)
     word = gcd(16 // itemsize, D, *strides)
-    return Walk(None if even else inner, found, [s // word for s in strides], word)
+    return Walk(None if even else inner, views, [s // word for s in strides], word)
 
 
 def tile_of(D: int, elements: int) -> dict[str, int]:
@@ -263,8 +263,9 @@ def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     common = {"D": D, "WORD": word, "BEFORE": args["cast"] == "before"}
     if D > HELD:
         launch(
-            norm_long_rows, (N,), *tensors, N, inner, *strides, **common, LOG_LANES=log_lanes(D),
-            UNROLL=UNROLL, num_warps=4, enable_fp_fusion=False,
+            norm_long_rows, (N,),
+            *tensors, N, inner, *strides,
+            **common, LOG_LANES=log_lanes(D), UNROLL=UNROLL, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         tile = tile_of(D, TILE)
@@ -272,7 +273,9 @@ def rms_norm(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
         # Few programs have an SM almost to themselves, and more warps compute a long row sooner.
         few = programs <= 4 * sm_count(x.device)
         launch(
-            norm_rows, (programs,), *tensors, N, inner, *strides, **common, **tile, EARLY=D <= HELD // 2,
-            FEW=few, num_warps=8 if D > HELD // 2 or (few and D > TILE) else 4, enable_fp_fusion=False,
+            norm_rows, (programs,),
+            *tensors, N, inner, *strides,
+            **common, **tile, WEIGHT_FIRST=D <= HELD // 2, FEW=few,
+            num_warps=8 if D > HELD // 2 or (few and D > TILE) else 4, enable_fp_fusion=False,
         )  # fmt: skip
     return out, summed, rstd

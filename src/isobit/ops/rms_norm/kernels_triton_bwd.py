@@ -44,27 +44,30 @@ from isobit.ops.rms_norm.order import GROUP, log_lanes
 #: Elements of a tile of several short rows.
 TILE = 2048
 
-#: The longest row that a program holds in registers, beside its sums of dweight.
+#: The longest row that a program holds in registers, in addition to its sums of dweight.
 HELD = 8192
 
-#: Bytes of shared memory in which rows arrive while others are computed. GPUs for which Triton does that have
-#: at least this.
-WAITING = 96 << 10
+#: Bytes of shared memory for rows that are loaded while others are computed. GPUs for which Triton does that
+#: have at least this.
+PREFETCH_BYTES = 96 << 10
 
-#: The longest row that arrives there. Of longer ones there would be room for one program per SM only, and
-#: they would be copied in words of 8 bytes: on an H200 32768 rows of 8192 took 518 us so, 477 with the next
+#: The longest row that is loaded there. With longer ones only one program would fit in an SM, and they would
+#: be copied in words of 8 bytes: on an H200 32768 rows of 8192 took 518 us so, 477 with the next
 #: row loaded ahead in registers, and 439 with LONG_ROW_REGISTERS per thread and nothing ahead (2026-11).
-IN_SHARED = 5120
+PREFETCHED = 5120
 
 #: Registers per thread for longer rows of 16-bit numbers: two programs of eight warps fit in an SM, and one
 #: loads while the other computes.
 LONG_ROW_REGISTERS = 128
 
-#: Few rows: h and dout together have no more bytes than this. A program of dweight then takes so many groups
-#: (log2), and so many columns. The interpreter gets less, so that tests run both kernels.
-FEW, LOG_GROUPS, SLICE = 1 << 16 if INTERPRETED.value else 16 << 20, 4, 64
+#: Rows are few if h and dout together have no more bytes than this. Less in the interpreter, so that tests
+#: run both kernels.
+FEW_BYTES = 1 << 16 if INTERPRETED.value else 16 << 20
 
-#: The most steps of a program of the many: each doubling halves the number of partial sums.
+#: Groups (log2) and columns of a program that adds dweight of few rows.
+LOG_GROUPS, SLICE = 4, 64
+
+#: The most steps of a program if there are many rows: each doubling halves the number of partial sums.
 MAX_STEPS = 8
 
 #: Partial sums that a program of the last kernel adds (log2), and its columns. Affects the schedule only. The
@@ -123,7 +126,7 @@ def gradient_tile(
     hs, douts, dsummed, ws, weight, offset, scale, dx, row, N, inner, dsummed_so, dsummed_si,
     D: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr, LOG_LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of some rows if it is wanted; returns the chunks of dout y. Without `ws` the weight is loaded
+    """Write dx of some rows if it is wanted; return the chunks of dout y. Without `ws` the weight is loaded
     twice, from L1."""
     LANES: tl.constexpr = 1 << LOG_LANES
     if dx is not None:
@@ -143,10 +146,10 @@ def gradient_tile(
             if dsummed is not None:
                 d = d + load_tile(dsummed, dsummed_start, col, mask).to(tl.float32)
             store_tile(dx, row * D, col, narrow(d, dx), mask)
-    found = ()
+    terms = ()
     for i in tl.static_range(CHUNKS):
-        found = found + (douts[i].to(tl.float32) * (hs[i].to(tl.float32) * scale[:, None]),)
-    return found
+        terms = terms + (douts[i].to(tl.float32) * (hs[i].to(tl.float32) * scale[:, None]),)
+    return terms
 
 
 @triton.jit(do_not_specialize=BATCH)
@@ -190,7 +193,7 @@ def gradient_rows(
             for i in tl.static_range(CHUNKS):
                 totals = totals + (over_rows(sums[i], LOG_ROWS, LANES),)
             own = program * D + tl.zeros([1], tl.int64)
-            level = step * 0
+            level = tl.zeros([], tl.int32)
             while (step >> level) & 1 == 1:  # a neighbour waits
                 more = ()
                 for i in tl.static_range(CHUNKS):
@@ -324,7 +327,7 @@ def sum_groups(
 @triton.jit(do_not_specialize=BATCH)
 def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.constexpr):
     """One program adds some columns of 2**LOG_FAN of the P sums: [P, D] becomes [programs, D]. The first
-    levels of the tree, up to three, are additions inside of a thread."""
+    levels of the tree, up to three, are additions inside a thread."""
     LEVELS: tl.constexpr = LOG_FAN if LOG_FAN < 3 else 3
     ROWS: tl.constexpr = 1 << (LOG_FAN - LEVELS)
     part = tl.program_id(0).to(tl.int64)
@@ -339,9 +342,9 @@ def fold(partials, out, P, D: tl.constexpr, COLUMNS: tl.constexpr, LOG_FAN: tl.c
         for k in tl.static_range(1 << (LEVELS - 1 - i)):
             more = more + (sums[2 * k] + sums[2 * k + 1],)
         sums = more
-    found = over_rows(sums[0], LOG_FAN - LEVELS, COLUMNS)
+    total = over_rows(sums[0], LOG_FAN - LEVELS, COLUMNS)
     own = part * D + tl.zeros([1], tl.int64)
-    store_tile(out, own, col, narrow(found, out), (own >= 0)[:, None] & (col < D)[None, :])
+    store_tile(out, own, col, narrow(total, out), (own >= 0)[:, None] & (col < D)[None, :])
 
 
 # Launchers
@@ -358,10 +361,10 @@ def steps_of(N: int, rows: int, D: int, device: torch.device) -> int:
 
 
 def stages_of(nbytes: int, word: int) -> int:
-    """Stages of a loop over tiles of so many bytes: one is computed, two are on their way. With a third there
-    is room for fewer programs per SM: on an H200 32768 rows of 5120 took 295 us with it, and take 275. Words
-    of less than four bytes cannot be copied to shared memory: one tile is on its way, in registers."""
-    return 1 + min(2, WAITING // nbytes) if word >= 4 else 2
+    """Stages of a loop over tiles of so many bytes: one is computed, two are being loaded. With a third fewer
+    programs fit in an SM: on an H200 32768 rows of 5120 took 295 us with it, and take 275. Words of less than
+    four bytes cannot be copied to shared memory: then one tile is being loaded, into registers."""
+    return 1 + min(2, PREFETCH_BYTES // nbytes) if word >= 4 else 2
 
 
 def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
@@ -372,8 +375,9 @@ def sum_of(partials: Tensor, dtype: torch.dtype, launch: Launch) -> Tensor:
         parts = triton.cdiv(P, 1 << LOG_FAN)
         out = torch.empty((parts, D), dtype=dtype if parts == 1 else torch.float32, device=partials.device)
         launch(
-            fold, (parts, triton.cdiv(D, COLUMNS)), partials, out, P, D, COLUMNS, LOG_FAN,
-            num_warps=4, enable_fp_fusion=False,
+            fold, (parts, triton.cdiv(D, COLUMNS)),
+            partials, out, P,
+            D=D, COLUMNS=COLUMNS, LOG_FAN=LOG_FAN, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         partials = out
     return partials.view(D)
@@ -393,43 +397,47 @@ def rms_norm_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, Tens
     tile = tile_of(D, TILE)
     rows = tile["ROWS"] * GROUP
 
-    def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def sums(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return torch.empty((*shape, D), dtype=dtype, device=device) if args["want_weight"] else None
 
     if D > HELD:
-        partials = room(triton.cdiv(N, GROUP))
+        partials = sums(triton.cdiv(N, GROUP))
         log = log_lanes(D)
         if dx is not None:
             launch(
-                gradient_long_rows, (N,), *tensors, weight, rstd, dx, offset, N, inner, *strides,
+                gradient_long_rows, (N,),
+                *tensors, weight, rstd, dx, offset, N, inner, *strides,
                 **common, LOG_LANES=log, UNROLL=UNROLL, num_warps=4, **options,
             )  # fmt: skip
         if partials is not None:
             launch(
-                sum_groups, (len(partials), triton.cdiv(D, 1 << log)), *tensors[:2], rstd, partials, N, inner,
-                *strides[:4], **common, LOG_LANES=log, GROUP=GROUP, num_warps=4, **options,
+                sum_groups, (len(partials), triton.cdiv(D, 1 << log)),
+                *tensors[:2], rstd, partials, N, inner, *strides[:4],  # without dsummed
+                **common, LOG_LANES=log, GROUP=GROUP, num_warps=4, **options,
             )  # fmt: skip
-    elif 2 * h.numel() * h.element_size() <= FEW:
+    elif 2 * h.numel() * h.element_size() <= FEW_BYTES:
         blocks, width = triton.cdiv(N, GROUP << LOG_GROUPS), min(SLICE, triton.next_power_of_2(D))
-        partials = room(blocks, dtype=dtype if blocks == 1 else torch.float32)
+        partials = sums(blocks, dtype=dtype if blocks == 1 else torch.float32)
         programs = 0 if dx is None else triton.cdiv(N, tile["ROWS"])
         programs += 0 if partials is None else blocks * triton.cdiv(D, width)
         launch(
-            gradient_few_rows, (programs,), *tensors, weight, rstd, dx, partials, offset, N, inner, *strides,
+            gradient_few_rows, (programs,),
+            *tensors, weight, rstd, dx, partials, offset, N, inner, *strides,
             **common, **tile, LOG_GROUPS=LOG_GROUPS, GROUP=GROUP, SLICE=width, num_warps=8, **options,
         )  # fmt: skip
     else:
         steps = steps_of(N, rows, D, device)
         programs = triton.cdiv(N, rows * steps)
-        waiting = room(steps.bit_length(), programs)
+        waiting = sums(steps.bit_length(), programs)
         nbytes = (2 + (args["dsummed"] is not None)) * max(D, TILE) * h.element_size()
-        stages = stages_of(nbytes, word * h.element_size()) if D <= IN_SHARED else 1
-        if D > IN_SHARED and h.element_size() == 2 and torch.version.hip is None:  # NVIDIA's option
+        stages = stages_of(nbytes, word * h.element_size()) if D <= PREFETCHED else 1
+        if D > PREFETCHED and h.element_size() == 2 and torch.version.hip is None:  # NVIDIA's option
             options["maxnreg"] = LONG_ROW_REGISTERS
         launch(
-            gradient_rows, (programs,), *tensors, weight, rstd, dx, waiting, offset, N, inner, steps,
-            *strides, **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP,
-            STAGES=stages, num_warps=4 if D <= HELD // 2 else 8, **options,
+            gradient_rows, (programs,),
+            *tensors, weight, rstd, dx, waiting, offset, N, inner, steps, *strides,
+            **common, **tile, LOG_ROWS=tile["ROWS"].bit_length() - 1, GROUP=GROUP, STAGES=stages,
+            num_warps=4 if D <= HELD // 2 else 8, **options,
         )  # fmt: skip
         partials = None if waiting is None else waiting[-1]
     return dx, None if partials is None else sum_of(partials, dtype, launch)

@@ -58,8 +58,8 @@ def rms_norm_bwd(**args: Any) -> tuple[Tensor | None, Tensor | None]:
             groups.append(group_sums(g * y))
         if dx is not None:
             g = g * w
-            found = rstd[some] * (g - y * row_means(g * y)[:, None])
-            dx[some] = found if dsummed is None else found + dsummed[some].float()
+            own = rstd[some] * (g - y * row_means(g * y)[:, None])
+            dx[some] = own if dsummed is None else own + dsummed[some].float()
     dweight = None
     if args["want_weight"]:
         empty = h.new_zeros(1, D, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What `isobit info` says about the libraries that isobit can be put inside of."""
+"""What `isobit info` says about the libraries that isobit has integrations for."""
 
 import doctest
 import sys
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from isobit.integrations import seams as module
+from isobit.integrations import installed as module
 from isobit.integrations import trl
-from isobit.integrations.seams import seams
+from isobit.integrations.installed import installed_integrations
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +40,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_versions_that_are_here_and_how_to_get_others(installed: Path) -> None:
-    assert seams() == {
+    assert installed_integrations() == {
         "trl": "trl 1.99.0; off: isobit.integrations.trl.enable() turns it on",
         "verl": "not installed: pip install verl==0.9.1",
         "fla": "not installed: pip install fla-core==0.6.0",
@@ -54,8 +54,8 @@ def test_a_library_that_isobit_does_not_know_is_found_out(installed: Path) -> No
     refusal = (
         "TRLError: isobit.integrations.trl: TRL 1.99.0 has no _ChunkedLogProbFunction in trl.trainer.utils"
     )
-    assert seams(try_them=True)["trl"].startswith(f"trl 1.99.0; cannot be turned on: {refusal}")
-    assert trl.SWITCH.session is None
+    assert installed_integrations(probe=True)["trl"].startswith(f"trl 1.99.0; cannot be turned on: {refusal}")
+    assert trl.SWITCH.patch is None
 
 
 def test_where_it_is_on_it_says_so(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,15 +65,15 @@ def test_where_it_is_on_it_says_so(installed: Path, monkeypatch: pytest.MonkeyPa
         f"        final_logit_softcapping=None, logit_scale=1.0, outputs={trl.OUTPUTS!r}): ...\n"
         "def maybe_gather_lm_head_ctx(): ...\n"
     )
-    assert seams(try_them=True)["trl"] == "trl 1.99.0; off, and can be turned on"
+    assert installed_integrations(probe=True)["trl"] == "trl 1.99.0; off, and can be turned on"
     with trl.enable() as on:
-        on._session.count_served()
-        assert seams()["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
-        assert seams(try_them=True)["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
-        assert trl.SWITCH.session is on._session
-    assert seams(try_them=True)["trl"] == "trl 1.99.0; off, and can be turned on"
+        on._patch.count_served()
+        assert installed_integrations()["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
+        assert installed_integrations(probe=True)["trl"] == "trl 1.99.0; on: 1 call served, 0 passed on"
+        assert trl.SWITCH.patch is on._patch
+    assert installed_integrations(probe=True)["trl"] == "trl 1.99.0; off, and can be turned on"
 
 
 def test_the_example_runs() -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(seams, "seams")
+    (test,) = doctest.DocTestFinder(recurse=False).find(installed_integrations, "installed_integrations")
     assert test.examples and doctest.DocTestRunner(verbose=False).run(test).failed == 0

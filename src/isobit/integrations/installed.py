@@ -5,7 +5,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from isobit.integrations import fla, trl, verl
-from isobit.integrations.session import Enabled, Switch, calls
+from isobit.integrations.patch import Enabled, Switch, calls
 
 
 class _Library(NamedTuple):
@@ -23,38 +23,38 @@ _LIBRARIES = {
 }
 
 
-def seams(try_them: bool = False) -> dict[str, str]:
-    """By the name of a module of `isobit.integrations`: which version of its library was found, and whether
+def installed_integrations(probe: bool = False) -> dict[str, str]:
+    """By the name of a module of `isobit.integrations`: the installed version of its library, and whether
     isobit is enabled there.
 
     Args:
-        try_them: import each installed library, and enable and disable isobit where it is off. That takes
+        probe: import each installed library, and enable and disable isobit where it is off. That takes
             seconds, and shows whether isobit supports the installed version.
 
     Example:
-        >>> from isobit.integrations.seams import seams
-        >>> list(seams())
+        >>> from isobit.integrations.installed import installed_integrations
+        >>> list(installed_integrations())
         ['trl', 'verl', 'fla', 'hf']
     """
-    return {name: _state(name, library, try_them) for name, library in _LIBRARIES.items()}
+    return {name: _state(name, library, probe) for name, library in _LIBRARIES.items()}
 
 
-def _state(name: str, library: _Library, try_it: bool) -> str:
-    found = next(filter(None, map(_version, library.distributions)), None)
-    if found is None:
+def _state(name: str, library: _Library, probe: bool) -> str:
+    version = next(filter(None, map(_version, library.distributions)), None)
+    if version is None:
         return f"not installed: {library.install}"
     if library.switch is None or library.enable is None:
-        return f"{found}; for single models: token_logps and zero_drift of isobit.integrations.{name}"
-    session = library.switch.session
-    if session is not None:
-        return f"{found}; on: {calls(session.served)} served, {sum(session.passed.values())} passed on"
-    if not try_it:
-        return f"{found}; off: isobit.integrations.{name}.enable() turns it on"
+        return f"{version}; for single models: token_logps and zero_drift of isobit.integrations.{name}"
+    patch = library.switch.patch
+    if patch is not None:
+        return f"{version}; on: {calls(patch.served)} served, {sum(patch.passed.values())} passed on"
+    if not probe:
+        return f"{version}; off: isobit.integrations.{name}.enable() turns it on"
     try:
         with library.enable():
-            return f"{found}; off, and can be turned on"
+            return f"{version}; off, and can be turned on"
     except Exception as error:  # report whatever a library's import raises
-        return f"{found}; cannot be turned on: {type(error).__name__}: {error}"
+        return f"{version}; cannot be turned on: {type(error).__name__}: {error}"
 
 
 def _version(distribution: str) -> str | None:

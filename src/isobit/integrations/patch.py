@@ -1,4 +1,7 @@
-"""Enabling and disabling isobit inside of another library: counts, nesting and threads, shared by all."""
+"""Patches of other libraries, and handles for them: what `enable` replaces and `disable` restores.
+
+All integrations share this: counts of calls, nested with-blocks, and threads.
+"""
 
 import threading
 from collections import Counter
@@ -14,15 +17,16 @@ H = TypeVar("H", bound="Handle")
 
 
 @dataclass(eq=False, kw_only=True)
-class Session:
-    """The time from enable to disable: which backend serves, what it has done, and how long it lasts."""
+class Patch:
+    """What was replaced in another library, from enable to disable: which backend serves, how many calls it
+    has served, and when the patch ends."""
 
     backend: str | None  # backend of isobit; None is the first that can serve
-    instead: str  # for warnings: who serves the calls that isobit does not
+    instead: str  # for warnings: what serves the calls that isobit does not
     served: int = 0
     passed: Counter[str] = field(default_factory=Counter)
     blocks: int = 0  # with-blocks that are open
-    until_disabled: bool = True  # otherwise until the last of these ends
+    until_disabled: bool = True  # otherwise it ends with the last of these blocks
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count_served(self) -> None:
@@ -36,66 +40,66 @@ class Session:
         if first:
             warn(f"{self.instead}: {reason}")
 
-    def end(self) -> None:
-        """Restore what was before."""
+    def undo(self) -> None:
+        """Restore what was replaced."""
         raise NotImplementedError
 
 
 class Switch:
-    """One place where isobit is enabled or not. `name` is used in messages."""
+    """One library, or one model, where isobit is enabled or not. `name` is used in messages."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lock = threading.RLock()
-        self.session: Session | None = None
+        self.patch: Patch | None = None
 
-    def on(self, backend: str | None, begin: Callable[[], Session]) -> "Enabled":
-        """Begin a session, or continue one with the same backend."""
-        return Enabled(self, *self.begun(backend, begin))
+    def on(self, backend: str | None, apply: Callable[[], Patch]) -> "Enabled":
+        """Apply a patch, or continue one with the same backend."""
+        return Enabled(self, *self.applied(backend, apply))
 
-    def begun(self, backend: str | None, begin: Callable[[], Session]) -> tuple[Session, bool]:
-        """(session, whether it is new)."""
+    def applied(self, backend: str | None, apply: Callable[[], Patch]) -> tuple[Patch, bool]:
+        """(patch, whether it is new)."""
         with self.lock:
-            if self.session is None:
-                self.session = begin()
-                return self.session, True
-            if self.session.backend != backend:
+            if self.patch is None:
+                self.patch = apply()
+                return self.patch, True
+            if self.patch.backend != backend:
                 raise UnsupportedError(
                     f"{self.name}.enable(backend={backend!r}): it is already enabled with "
-                    f"backend={self.session.backend!r}; call disable() first"
+                    f"backend={self.patch.backend!r}; call disable() first"
                 )
-            return self.session, False
+            return self.patch, False
 
     def off(self) -> None:
-        """End the session, if there is one. It goes on if its end is an error."""
+        """Undo the patch, if there is one. If restoring fails, the patch stays active."""
         with self.lock:
-            if self.session is not None:
-                self.session.end()
-                self.session = None
+            if self.patch is not None:
+                self.patch.undo()
+                self.patch = None
 
 
 class Handle:
     """A context manager that restores the previous state at its end."""
 
-    def __init__(self, switch: Switch, session: Session, turned_on: bool) -> None:
-        self._switch, self._session, self._turned_on = switch, session, turned_on
+    def __init__(self, switch: Switch, patch: Patch, turned_on: bool) -> None:
+        self._switch, self._patch, self._turned_on = switch, patch, turned_on
 
     def __enter__(self: H) -> H:
         with self._switch.lock:
-            if self._session is not self._switch.session:
+            if self._patch is not self._switch.patch:
                 raise UnsupportedError(f"{self._switch.name}: it has been disabled; call enable() again")
-            self._session.blocks += 1
+            self._patch.blocks += 1
             if self._turned_on:
-                self._session.until_disabled = False
+                self._patch.until_disabled = False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._switch.lock:
-            self._session.blocks -= 1
-            over = not (self._session.blocks or self._session.until_disabled)
-            if over and self._session is self._switch.session:
+            self._patch.blocks -= 1
+            over = not (self._patch.blocks or self._patch.until_disabled)
+            if over and self._patch is self._switch.patch:
                 self._switch.off()
 
 
@@ -105,18 +109,18 @@ class Enabled(Handle):
     @property
     def backend(self) -> str | None:
         """The backend of isobit; None is the first that can serve."""
-        return self._session.backend
+        return self._patch.backend
 
     @property
     def served(self) -> int:
         """The number of calls that isobit has computed since it was enabled."""
-        return self._session.served
+        return self._patch.served
 
     @property
     def passed(self) -> Counter[str]:
         """The number of calls passed on to the library's own function, by reason; a copy."""
-        with self._session.lock:
-            return self._session.passed.copy()
+        with self._patch.lock:
+            return self._patch.passed.copy()
 
     def __repr__(self) -> str:
         passed = sum(self.passed.values())
