@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from gluon_on_a_cpu import Device, approximate_reciprocal, array
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import kernels_hopper_parts, model
+from isobit.kernels.hopper import division, pipeline, softmax
+from isobit.ops.attention import model
 
 F32 = np.float32
-PARTS: dict[str, Any] = Device(model.CPU, 1).scope(hopper_pipe, kernels_hopper_parts)
+PARTS: dict[str, Any] = Device(model.CPU, 1).scope(pipeline, division, softmax)
 Pair = tuple[np.ndarray, np.ndarray]
 
 

@@ -9,18 +9,9 @@ from torch import Tensor
 
 from attention_calls import BF16, ints, made
 from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
-from gluon_on_a_cpu import Device
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import (
-    kernels_hopper_bwd,
-    kernels_hopper_bwd_parts,
-    kernels_hopper_dkv,
-    kernels_hopper_dkv_io,
-    kernels_hopper_dq,
-    kernels_hopper_io,
-    kernels_hopper_parts,
-    model,
-)
+from gluon_on_a_cpu import Device, in_order
+from isobit.kernels.hopper import division, heads, pipeline, softmax
+from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, model
 from isobit.ops.attention.proof.bits import cancelling
 
 
@@ -39,18 +30,15 @@ def on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], programs: int = 3, **changes: Any
 ) -> tuple[Tensor | None, ...]:
     device = of_attention(Device(model.CPU, programs))
-    common = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_bwd_parts)
-    scopes = {
-        "dq_kernel": device.scope(*common, kernels_hopper_dq, **changes),
-        "dkv_kernel": device.scope(*common, kernels_hopper_dkv_io, kernels_hopper_dkv, **changes),
-    }
+    modules = (pipeline, heads, division, softmax, kernels_hopper, kernels_hopper_bwd)
+    scope = device.scope(*modules, **changes)
     monkeypatch.setattr(kernels_hopper_bwd, "sm_count", lambda device: programs)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         if kernel.__name__ == "delta_kernel":
             return delta_of(*values[:5])
         device.programs = grid[0]
-        device.run(scopes[kernel.__name__], kernel, values)
+        device.run(scope, kernel, in_order(kernel, values, options))
         given = dict(zip(kernel.arg_names, values, strict=False))
         of_keys = kernel.__name__ == "dkv_kernel"
         items = given["tiles"] * given["KV" if of_keys else "H"]

@@ -238,11 +238,11 @@ def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     own."""
     if decodes(call_of(args)):
         return hopper_cannot_run(args["q"].device)
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+    return hopper_cannot_run(args["q"].device) or _hopper.slower_because(args)
 
 
 def _hopper_bwd_would_waste(args: dict[str, Any]) -> str | None:
-    return hopper_cannot_run(args["q"].device) or _hopper.why_rather_not(args)
+    return hopper_cannot_run(args["q"].device) or _hopper.slower_because(args)
 
 
 def _hopper_bwd_cannot_serve(args: dict[str, Any]) -> str | None:
