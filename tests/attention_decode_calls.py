@@ -29,10 +29,10 @@ def on_a_cpu(
     scope = device.scope(*modules, wait_for_previous_kernel=lambda: None, **changes)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
-        assert options.pop("launch_pdl"), "the kernel behind waits for this one, and must be told that it may"
+        assert options.pop("launch_pdl"), "the next kernel must be allowed to start, and waits"
         if kernel is kernels_hopper_decode.decode_kernel:
             for workspace in values[1:3]:
-                workspace.fill_(NAN)  # it comes as it is
+                workspace.fill_(NAN)  # it is not initialised
             device.programs = grid[0]
             device.run(scope, kernel, in_order(kernel, values, options), grid[1])
         else:
@@ -57,7 +57,7 @@ def paged(page: int, D: int) -> dict[str, Any]:
 
 
 def bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Values outside of the bounds may be anything."""
+    """Values outside the bounds may be anything."""
     for b, (first, end) in enumerate(zip(args["key_start"].tolist(), args["key_end"].tolist(), strict=True)):
         for name in ("k", "v"):
             args[name][b, :first], args[name][b, end:] = NAN, NAN
@@ -110,9 +110,9 @@ def controls() -> None:
 
     class Early(Device):
         def multiply(self, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
-            found = super().multiply(a, b, *rest, **more)
+            product = super().multiply(a, b, *rest, **more)
             a.read()[...] = 0.0  # another write goes there from now on
-            return found
+            return product
 
     dirty = CASES["pages of 16"]
     broken = {

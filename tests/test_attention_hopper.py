@@ -1,5 +1,5 @@
-"""The attention kernel of Hopper without one: run on a CPU it has the bits of the numpy model, its ring is
-given away in time, and it compiles to what it was meant to be."""
+"""The attention kernel of Hopper without one: run on a CPU it has the bits of the numpy model, its stages
+are released in time, and it compiles to what it was meant to be."""
 
 from functools import partial
 from typing import Any
@@ -70,11 +70,11 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = CASES["dense"]()
     wanted = model.attention(segment=64, block=32, **args)[1]
     for change in ({"segment": 128}, {"block": 64}):
-        found = on_a_cpu(monkeypatch, args, **change)[1]
-        assert found is not None and wanted is not None and not torch.equal(found, wanted), change
+        other = on_a_cpu(monkeypatch, args, **change)[1]
+        assert other is not None and wanted is not None and not torch.equal(other, wanted), change
 
 
-def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_released_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are free when they have been multiplied with, not when that has begun."""
     args = made(1, 70, 200, 1, 1, 64)
     wanted = model.attention(segment=64, block=32, **args)
@@ -82,10 +82,10 @@ def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.Monkey
     original = Device.multiply
 
     def early(self: Device, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
-        found = original(self, a, b, *rest, **more)
+        product = original(self, a, b, *rest, **more)
         if hasattr(a, "read"):  # q times k: somebody else writes there from now on
             b.read()[...] = 0.0
-        return found
+        return product
 
     monkeypatch.setattr(Device, "multiply", early)
     with pytest.raises(AssertionError):

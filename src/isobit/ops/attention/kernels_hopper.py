@@ -72,8 +72,8 @@ from isobit.kernels.hopper.softmax import (
     tanh,
     unpacked,
 )
-from isobit.ops.attention.calls import SEGMENT, call_of, decodes, factors_of, key_bounds
-from isobit.ops.attention.kernels_triton import block_keys, count_tiles
+from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, decodes, factors_of, key_bounds
+from isobit.ops.attention.kernels_triton import count_tiles
 
 #: Stages of keys and of values by padded D: what fits in 227 KB next to queries and totals.
 STAGES = {64: 2, 128: 2, 256: 2}

@@ -43,9 +43,9 @@ from isobit.kernels.hopper.pipeline import (
     warpgroup_mma_wait,
 )
 from isobit.kernels.hopper.softmax import finite, tanh
-from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, Call, call_of, factors_of
+from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, Call, block_keys, call_of, factors_of
 from isobit.ops.attention.kernels_hopper import BY_ROWS, clamped, like
-from isobit.ops.attention.kernels_triton import MANY_PROGRAMS, block_keys, launch_fold, tile_rows
+from isobit.ops.attention.kernels_triton import MANY_PROGRAMS, launch_fold, tile_rows
 
 #: Warps of a program, which split the keys of one product and the features of the other. Eight took longer
 #: where programs are few: 16.3 instead of 13.5 us for one sequence of 4096 keys (H200).

@@ -43,6 +43,7 @@ from isobit.ops.attention.calls import (
     FEW_ROWS,
     SEGMENT,
     Call,
+    block_keys,
     call_of,
     decodes,
     factors_of,
@@ -64,11 +65,6 @@ MOST_HALVINGS = tl.constexpr(8)
 
 #: Numbers that differ between calls: one compilation serves them all.
 _SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "each"]
-
-
-def block_keys(D: int) -> int:
-    """Keys per block: part of the numerics class."""
-    return 64 if D > 128 else 128
 
 
 # Which queries and keys
