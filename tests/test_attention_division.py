@@ -9,9 +9,9 @@ nothing, so let 1 <= a, b < 2, and x = a / b; u is an ulp of x, 2^-24 if a < b, 
 - If the result is wrong, a middle m is no farther from x than what is rounded. If q is one of the two numbers
   next to m, then |q - x| is u / 2 up to 2^-22 u, r is exact, and b (u / 2) d >= 2^-24 u / b to first order.
   So b^2 >= 4, which holds for no b < 2; b = 2 - 2^-23 is far enough from that for the rest.
-- If q is another, then |a y - m| >= u, so a d >= u - |x - m|. For a >= b that is impossible, as a d < u / 2. For
-  a < b it means a > 2 - 3 2^-23, because |x - m| < 1.3 2^-23 u: then a and b are the largest that there are,
-  2 - 2^-22 and 2 - 2^-23, which `near_two` tries.
+- If q is another, then |a y - m| >= u, so a d >= u - |x - m|. For a >= b that is impossible, as a d < u / 2.
+  For a < b it means a > 2 - 3 2^-23, because |x - m| < 1.3 2^-23 u: then a and b are the largest that there
+  are, 2 - 2^-22 and 2 - 2^-23, which `near_two` tries.
 """
 
 from typing import Any
