@@ -87,9 +87,6 @@ CONSUMERS = gl.constexpr(2)
 #: Registers per thread: of all warps at launch, then of a consumer and of the producer.
 LAUNCH_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
 
-# Layouts
-
-
 #: Totals in shared memory: the eight rows of one store are in different banks.
 TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 #: Columns of acc that are folded at once: more would need too many registers.
@@ -418,6 +415,7 @@ def load_items(problem, ring):
 
 @gluon.jit
 def columns(COUNT: gl.constexpr):
+    """The columns of a tile, for coalesced stores."""
     return gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, BY_ROWS)), 0)
 
 
@@ -825,10 +823,10 @@ def slower_because(args: dict[str, Any]) -> str | None:
     return None
 
 
-def bounds_of(args: dict[str, Any], like: Tensor) -> tuple[Tensor, ...]:
+def bounds_of(args: dict[str, Any], placeholder: Tensor) -> tuple[Tensor, ...]:
     """key_start, key_end and the borders of packed queries and keys, for kernels that read those given."""
     given = (args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args))
-    return tuple(unused(like) if t is None else t for t in given)
+    return tuple(unused(placeholder) if t is None else t for t in given)
 
 
 def flags_of(args: dict[str, Any]) -> dict[str, Any]:
@@ -843,7 +841,7 @@ def flags_of(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-#: Compile options: three roles with different numbers of registers, and multiply-adds only where stated.
+#: Compile options: registers before each role takes its own number; fused multiply-adds only where stated.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "enable_fp_fusion": False}
 
 

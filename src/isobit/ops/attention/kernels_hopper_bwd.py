@@ -318,9 +318,7 @@ class QueryConsumer:
         newest = like(i, item.keys) - 1
         oldest = here + i - problem.window + 1
         # This consumer's blocks are those from lo to hi; from inner to outer all queries see all keys.
-        lo = item.begin
-        hi = end
-        outer = item.keys
+        lo, hi, outer = item.begin, end, item.keys
         if problem.CAUSAL:
             newest = gl.minimum(here + i, newest)
             hi = gl.minimum(end, gl.cdiv(gl.maximum(here + ROWS, 0), ring.BLOCK) * ring.BLOCK)
@@ -444,7 +442,8 @@ class KeyItem:
 
 @gluon.jit
 def read_key_item(items, slot, WHICH: gl.constexpr):
-    """The item in this slot, with the `start` of this consumer's keys; see `read_item`."""
+    """The item in this slot, with the `start` of this consumer's keys; see `read_item`. Fields are read in
+    the order in which they are used."""
     blocks, low = read_field(items, slot, 0), read_field(items, slot, 1)
     keys, before = read_field(items, slot, 2), read_field(items, slot, 3)
     start, first = read_field(items, slot, 4) + WHICH * ROWS, read_field(items, slot, 5)
@@ -480,8 +479,7 @@ def key_item(problem, t):
         batch = gl.to_tensor(0)
     keys = gl.maximum(last - first, 0)
     before = keys - rows
-    low = before
-    high = keys
+    low, high = before, keys
     if problem.CAUSAL:
         low = gl.maximum(low, start)
     if problem.WINDOWED:
@@ -725,10 +723,7 @@ class KeyConsumer:
         low, keys, own = item.low, item.keys, item.start
         high = low + blocks * ring.BLOCK
         # This consumer's blocks are those from lo to hi; from inner to outer all queries see all keys.
-        lo = low
-        hi = high
-        inner = item.before
-        outer = keys
+        lo, hi, inner, outer = low, high, item.before, keys
         if problem.CAUSAL:
             lo = gl.maximum(low, own & (0 - ring.BLOCK))
             inner = gl.maximum(item.before, own + ROWS - 1)
