@@ -128,12 +128,12 @@ def tiles() -> None:
     assert lse is not None
     for t in (0, 15, 16, 31, 32, 39):
         one = args | {"q": args["q"][:, t : t + 1], "k": args["k"][:, : t + 1], "v": args["v"][:, : t + 1]}
-        found = kernels_triton.attention(segment=32, block=16, **one)
-        same(f"query {t}", found, (out[:, t : t + 1], lse[..., t : t + 1].contiguous()))
+        alone = kernels_triton.attention(segment=32, block=16, **one)
+        same(f"query {t}", alone, (out[:, t : t + 1], lse[..., t : t + 1].contiguous()))
 
 
 def any_integers() -> None:
-    """Unchecked integers cause no access outside of the tensors, and affect no other sequence."""
+    """Unchecked integers cause no access outside the tensors, and affect no other sequence."""
     values = (-(2**31), 2**31 - 1, 7, -5)
     wild = {"key_start": ints(*values), "key_end": ints(*reversed(values))}
     args = made(4, 2, 40, 2, 1, 64, **wild)
@@ -168,8 +168,8 @@ def far_apart() -> None:
         for name in ("q", "k", "v") if axis == 0 else ("k", "v"):
             t = args[name][: 1 if axis else None]
             strides = [*t.stride()[:axis], far, *t.stride()[axis + 1 :]]
-            room = torch.empty((t.shape[axis] - 1) * far + t.numel(), dtype=t.dtype)
-            moved[name] = room.as_strided(t.shape, strides).copy_(t)
+            memory = torch.empty((t.shape[axis] - 1) * far + t.numel(), dtype=t.dtype)
+            moved[name] = memory.as_strided(t.shape, strides).copy_(t)
         near = args | {n: args[n][: 1 if axis else None] for n in ("q", "k", "v")}
         same(f"axis {axis}", kernels_triton.attention(**near | moved), kernels_triton.attention(**near))
 
@@ -182,9 +182,9 @@ def not_a_number() -> None:
         args[name] = args[name].clone()
         args[name][1, 1, 1] = float("nan")
         for split in (False, True):
-            found = kernels_triton.attention(segment=32, block=16, split=split, **args)[0]
-            assert bool(found[1, 1, 1].isnan().all()), (name, split)
-            assert torch.equal(found[0], clean[0]) and torch.equal(found[1, :, 0], clean[1, :, 0]), (
+            out = kernels_triton.attention(segment=32, block=16, split=split, **args)[0]
+            assert bool(out[1, 1, 1].isnan().all()), (name, split)
+            assert torch.equal(out[0], clean[0]) and torch.equal(out[1, :, 0], clean[1, :, 0]), (
                 name,
                 split,
             )

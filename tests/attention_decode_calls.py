@@ -13,16 +13,10 @@ from torch import Tensor
 
 from attention_calls import F16, ints, made, same
 from attention_on_a_cpu import of_attention
-from gluon_on_a_cpu import Device
+from gluon_on_a_cpu import Device, in_order
 from isobit.frame.launch import run
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import (
-    kernels_hopper_decode,
-    kernels_hopper_io,
-    kernels_hopper_parts,
-    kernels_triton,
-    model,
-)
+from isobit.kernels.hopper import division, heads, pipeline, softmax
+from isobit.ops.attention import kernels_hopper, kernels_hopper_decode, kernels_triton, model
 
 NAN = float("nan")
 
@@ -31,19 +25,19 @@ def on_a_cpu(
     args: dict[str, Any], segment: int = 128, block: int = 64, device: Device | None = None, **changes: Any
 ) -> Any:
     device = of_attention(device or Device(model.CPU, 1))
-    modules = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_decode)
-    scope = device.scope(*modules, others_ended=lambda: None, **changes)
+    modules = (pipeline, heads, division, softmax, kernels_hopper, kernels_hopper_decode)
+    scope = device.scope(*modules, wait_for_previous_kernel=lambda: None, **changes)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
-        assert options.pop("launch_pdl"), "the kernel behind waits for this one, and must be told that it may"
+        assert options.pop("launch_pdl"), "the next kernel must be allowed to start, and waits"
         if kernel is kernels_hopper_decode.decode_kernel:
             for workspace in values[1:3]:
-                workspace.fill_(NAN)  # it comes as it is
+                workspace.fill_(NAN)  # it is not initialised
             device.programs = grid[0]
-            device.run(scope, kernel, values, grid[1])
+            device.run(scope, kernel, in_order(kernel, values, options), grid[1])
         else:
-            assert values[-1] is True  # the fold waits
-            run(kernel, grid, *values[:-1], False, **options)
+            assert options["EARLY"] is True  # the fold waits
+            run(kernel, grid, *values, **options | {"EARLY": False})
 
     return kernels_hopper_decode.attention(launch, segment=segment, block=block, **args)
 
@@ -63,7 +57,7 @@ def paged(page: int, D: int) -> dict[str, Any]:
 
 
 def bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Values outside of the bounds may be anything."""
+    """Values outside the bounds may be anything."""
     for b, (first, end) in enumerate(zip(args["key_start"].tolist(), args["key_end"].tolist(), strict=True)):
         for name in ("k", "v"):
             args[name][b, :first], args[name][b, end:] = NAN, NAN
@@ -116,16 +110,16 @@ def controls() -> None:
 
     class Early(Device):
         def multiply(self, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
-            found = super().multiply(a, b, *rest, **more)
+            product = super().multiply(a, b, *rest, **more)
             a.read()[...] = 0.0  # another write goes there from now on
-            return found
+            return product
 
     dirty = CASES["pages of 16"]
     broken = {
         "too early": (wanted, lambda: on_a_cpu(args, device=Early(model.CPU, 1))),
         "not cleared": (
             model.attention(segment=128, block=64, **dirty),
-            lambda: on_a_cpu(dirty, clear_behind=lambda *rest: None),
+            lambda: on_a_cpu(dirty, clear_after=lambda *rest: None),
         ),
     }
     for what, (right, call) in broken.items():
@@ -148,8 +142,9 @@ def folds() -> None:
             """In fp32, which hides nothing."""
             out, lse = torch.full((rows, D), NAN), torch.full((rows,), NAN)
             sums, states = (torch.from_numpy(x[:, order].copy()) for x in (np.stack((m, s), -1), acc))
-            sizes = (1, sums.shape[1], float(c), rows, D, 128, kernels_triton.AHEAD, False)
-            run(kernels_triton.fold_kernel, (rows,), sums, states, out, lse, *sizes, num_warps=1)
+            constants = {"H": rows, "D": D, "DP": 128, "AT_ONCE": kernels_triton.STATES_AT_ONCE}
+            given = (sums, states, out, lse, 1, sums.shape[1], float(c))
+            run(kernels_triton.fold_kernel, (rows,), *given, **constants, EARLY=False, num_warps=1)
             return out, lse
 
         M, L, total = (np.full(n, x, np.float32) for n, x in ((rows, -np.inf), (rows, 0), ((rows, D), 0)))

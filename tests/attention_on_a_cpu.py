@@ -41,7 +41,7 @@ SHARES: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
 
 def slowed(monkeypatch: pytest.MonkeyPatch, who: int, *waits: tuple[type, str]) -> None:
     """One partition of a kernel falls behind the others wherever it waits for something, also in these
-    methods: 0 and 1 multiply, 2 loads."""
+    methods: 0 and 1 are consumers, 2 is the producer."""
     mine = threading.local()
     specialize = Device.specialize
 
@@ -74,6 +74,6 @@ def of_attention(device: Device) -> Device:
 
 
 def nan_behind_the_keys(args: dict[str, Any]) -> None:
-    """What lies outside of a sequence's bounds may be anything."""
+    """What lies outside a sequence's bounds may be anything."""
     for b, end in enumerate([] if args["key_end"] is None else args["key_end"].tolist()):
         args["k"][b, end:], args["v"][b, end:] = torch.nan, torch.nan

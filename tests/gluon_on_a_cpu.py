@@ -11,7 +11,7 @@ nothing.
 import inspect
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -55,6 +55,11 @@ def approximate_reciprocal(x: np.ndarray) -> Array:
     """Depending on the last bits of x: one ulp too small, correctly rounded, or one ulp too large."""
     bits = np.asarray(1 / x, F32).view(np.int32) + (x.view(np.int32) % 3 - 1)
     return array(bits.astype(np.int32).view(F32))
+
+
+def in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a launch in the kernel's order: constants may be given by keyword."""
+    return (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
 
 
 class Pointer:

@@ -182,8 +182,8 @@ def test_a_fused_multiply_add_rounds_once() -> None:
     z[2000:3000] *= np.float32(2.0) ** gen.integers(-60, 60, 1000).astype(np.float32)
     x[0], y[0], z[0] = 1 + 2**-12, 1 + 2**-12, 2.0**-80  # a tie of the product, but for the summand
     x[1], y[1], z[1] = 1 + 2**-12, 1 + 2**-12, -(2.0**-80)
-    found = model.fused(x, y, z)
-    for a, b, c, r in zip(x.tolist(), y.tolist(), z.tolist(), found.tolist(), strict=True):
+    fused = model.fused(x, y, z)
+    for a, b, c, r in zip(x.tolist(), y.tolist(), z.tolist(), fused.tolist(), strict=True):
         exact = Fraction(a) * Fraction(b) + Fraction(c)
         near = np.float32(r)
         gaps = [
@@ -191,7 +191,7 @@ def test_a_fused_multiply_add_rounds_once() -> None:
             for w in (np.nextafter(near, -np.inf), near, np.nextafter(near, np.inf))
         ]
         assert gaps[1] == min(gaps), (a, b, c)
-    assert found[0] > found[1]
+    assert fused[0] > fused[1]
 
 
 def test_the_model_takes_the_steps_of_a_tensor_core() -> None:
@@ -403,9 +403,9 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]
     """The right gradients, but for one."""
 
     def run(**args: Any) -> Any:
-        found = dict(zip("qkv", model.attention_bwd(**args), strict=True))
-        found[name] = change(found[name]).to(args["q"].dtype)
-        return tuple(found.values())
+        gradients = dict(zip("qkv", model.attention_bwd(**args), strict=True))
+        gradients[name] = change(gradients[name]).to(args["q"].dtype)
+        return tuple(gradients.values())
 
     return run
 
@@ -420,9 +420,9 @@ def without_delta(**args: Any) -> Any:
 
 def without_the_bend(**args: Any) -> Any:
     """The slope of the cap is left out."""
-    found = model.attention_bwd(**args)
+    gradients = model.attention_bwd(**args)
     straight = model.attention_bwd(**args | {"softcap": None})
-    return straight[0], *found[1:]
+    return straight[0], *gradients[1:]
 
 
 def one_head_of_a_group(**args: Any) -> Any:

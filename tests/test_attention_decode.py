@@ -48,7 +48,7 @@ def test_memory_is_accessed_only_after_the_previous_kernel_has_ended() -> None:
         text = kernel.asm["ptx"]
         assert kernel.metadata.launch_pdl, name
         waits = text.index("griddepcontrol.wait")
-        touches = [found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async\.bulk\.tensor", text)]
+        touches = [touch.start() for touch in re.finditer(r"(ld|st)\.global|cp\.async\.bulk\.tensor", text)]
         assert touches and waits < min(touches), name
         assert "griddepcontrol.launch_dependents" in text, name
 

@@ -6,12 +6,12 @@ nothing, so let 1 <= a, b < 2, and x = a / b; u is an ulp of x, 2^-24 if a < b, 
 |y - 1/b| = d <= 2^-25, and with r exact q - r y = x + b (q - x) (y - 1/b).
 
 - A middle m between two numbers has a - b m != 0, a multiple of 2^-24 u: |x - m| >= 2^-24 u / b.
-- If the result is wrong, a middle m is no farther from x than what is rounded. Is q one of the two numbers
-  beside m, then |q - x| is u / 2 up to 2^-22 u, r is exact, and b (u / 2) d >= 2^-24 u / b to first order, so
-  b^2 >= 4, which no b < 2 is; b = 2 - 2^-23 is far enough from that for the rest.
-- Is q another, then |a y - m| >= u, so a d >= u - |x - m|. For a >= b that is impossible, as a d < u / 2. For
-  a < b it means a > 2 - 3 2^-23, because |x - m| < 1.3 2^-23 u: then a and b are the largest that there are,
-  2 - 2^-22 and 2 - 2^-23, which `near_two` tries.
+- If the result is wrong, a middle m is no farther from x than what is rounded. If q is one of the two numbers
+  next to m, then |q - x| is u / 2 up to 2^-22 u, r is exact, and b (u / 2) d >= 2^-24 u / b to first order.
+  So b^2 >= 4, which holds for no b < 2; b = 2 - 2^-23 is far enough from that for the rest.
+- If q is another, then |a y - m| >= u, so a d >= u - |x - m|. For a >= b that is impossible, as a d < u / 2.
+  For a < b it means a > 2 - 3 2^-23, because |x - m| < 1.3 2^-23 u: then a and b are the largest that there
+  are, 2 - 2^-22 and 2 - 2^-23, which `near_two` tries.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from gluon_on_a_cpu import Device, approximate_reciprocal, array
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import kernels_hopper_parts, model
+from isobit.kernels.hopper import division, pipeline, softmax
+from isobit.ops.attention import model
 
 F32 = np.float32
-PARTS: dict[str, Any] = Device(model.CPU, 1).scope(hopper_pipe, kernels_hopper_parts)
+PARTS: dict[str, Any] = Device(model.CPU, 1).scope(pipeline, division, softmax)
 Pair = tuple[np.ndarray, np.ndarray]
 
 
@@ -61,15 +61,15 @@ def closest_to_middles() -> Pair:
     inverse = b.copy()
     for _ in range(5):  # each step doubles the bits that are right, and the first three are
         inverse = (inverse * (2 - b * inverse)) & ((1 << 25) - 1)
-    found = []
+    pairs = []
     for n in (24, 25):
         for k in (-5, -3, -1, 1, 3, 5):
             m = (k * inverse) & ((1 << n) - 1)
             m = np.where((n == 24) | (m < 1 << 24), m | (1 << 24), m)
             a, rest = np.divmod(b * m - k, 1 << n)
             fits = (rest == 0) & (a >= 1 << 23) & (a < 1 << 24) & (m % 2 == 1)
-            found.append((a[fits], b[fits]))
-    a, b = (numbers(np.concatenate(each)) for each in zip(*found, strict=True))
+            pairs.append((a[fits], b[fits]))
+    a, b = (numbers(np.concatenate(each)) for each in zip(*pairs, strict=True))
     assert len(a) > 1 << 18
     return a, b
 
@@ -116,8 +116,8 @@ def test_reciprocals_are_rounded_to_nearest() -> None:
     end = int(1.61 * (1 << 23))
     for first in range(1 << 23, end, 1 << 20):
         b = numbers(np.arange(first, min(first + (1 << 20), end)))
-        found = np.asarray(PARTS["reciprocal"](array(b)))
-        assert np.array_equal(found, F32(1.0) / b)
+        ours = np.asarray(PARTS["reciprocal"](array(b)))
+        assert np.array_equal(ours, F32(1.0) / b)
         assert first > 1 << 23 or (np.asarray(approximate_reciprocal(b)) != F32(1.0) / b).mean() > 0.5
 
 

@@ -1,5 +1,5 @@
-"""The attention kernel of Hopper without one: run on a CPU it has the bits of the numpy model, its ring is
-given away in time, and it compiles to what it was meant to be."""
+"""The attention kernel of Hopper without one: run on a CPU it has the bits of the numpy model, its stages
+are released in time, and it compiles to what it was meant to be."""
 
 from functools import partial
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attention_calls import BF16, ints, made, same
 from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
-from gluon_on_a_cpu import Device
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import kernels_hopper, kernels_hopper_io, kernels_hopper_parts, model
+from gluon_on_a_cpu import Device, in_order
+from isobit.kernels.hopper import division, heads, pipeline, softmax
+from isobit.ops.attention import kernels_hopper, model
 
 
 def on_a_cpu(
@@ -21,13 +21,13 @@ def on_a_cpu(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Segments and blocks so small that few keys cross their borders."""
     device = of_attention(Device(model.CPU, programs))
-    scope = device.scope(hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper, **changes)
+    scope = device.scope(pipeline, heads, division, softmax, kernels_hopper, **changes)
     monkeypatch.setattr(kernels_hopper, "block_keys", lambda D: block)
     monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: programs)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         device.programs = grid[0]
-        device.run(scope, kernel, values)
+        device.run(scope, kernel, in_order(kernel, values, options))
 
     return kernels_hopper.attention(launch, segment=segment, **args)
 
@@ -70,11 +70,11 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     args = CASES["dense"]()
     wanted = model.attention(segment=64, block=32, **args)[1]
     for change in ({"segment": 128}, {"block": 64}):
-        found = on_a_cpu(monkeypatch, args, **change)[1]
-        assert found is not None and wanted is not None and not torch.equal(found, wanted), change
+        other = on_a_cpu(monkeypatch, args, **change)[1]
+        assert other is not None and wanted is not None and not torch.equal(other, wanted), change
 
 
-def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_released_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are free when they have been multiplied with, not when that has begun."""
     args = made(1, 70, 200, 1, 1, 64)
     wanted = model.attention(segment=64, block=32, **args)
@@ -82,10 +82,10 @@ def test_room_that_is_given_away_too_early_is_noticed(monkeypatch: pytest.Monkey
     original = Device.multiply
 
     def early(self: Device, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
-        found = original(self, a, b, *rest, **more)
+        product = original(self, a, b, *rest, **more)
         if hasattr(a, "read"):  # q times k: somebody else writes there from now on
             b.read()[...] = 0.0
-        return found
+        return product
 
     monkeypatch.setattr(Device, "multiply", early)
     with pytest.raises(AssertionError):
@@ -110,7 +110,7 @@ def test_what_it_cannot_read_is_left_to_others(change: dict[str, Any], reason: s
 
 
 def test_few_queries_are_left_to_others() -> None:
-    assert kernels_hopper.why_rather_not(made(1, 64, 64, 2, 1, 64)) is None
-    assert "63 a sequence" in (kernels_hopper.why_rather_not(made(9, 63, 63, 2, 1, 64)) or "")
+    assert kernels_hopper.slower_because(made(1, 64, 64, 2, 1, 64)) is None
+    assert "63 a sequence" in (kernels_hopper.slower_because(made(9, 63, 63, 2, 1, 64)) or "")
     packed = made(1, 300, 300, 2, 1, 64, cu_seqlens_q=ints(0, 100, 200, 290, 295, 300))
-    assert "60 a sequence" in (kernels_hopper.why_rather_not(packed) or "")
+    assert "60 a sequence" in (kernels_hopper.slower_because(packed) or "")

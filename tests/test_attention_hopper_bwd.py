@@ -1,5 +1,5 @@
 """The backward of attention on Hopper without one: run on a CPU its kernels have the bits of the numpy model,
-their rings are given away in time, and nothing outside of a sequence takes part."""
+their stages are released in time, and nothing outside a sequence takes part."""
 
 from typing import Any
 
@@ -9,27 +9,18 @@ from torch import Tensor
 
 from attention_calls import BF16, ints, made
 from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
-from gluon_on_a_cpu import Device
-from isobit.kernels.hopper import pipeline as hopper_pipe
-from isobit.ops.attention import (
-    kernels_hopper_bwd,
-    kernels_hopper_bwd_parts,
-    kernels_hopper_dkv,
-    kernels_hopper_dkv_io,
-    kernels_hopper_dq,
-    kernels_hopper_io,
-    kernels_hopper_parts,
-    model,
-)
+from gluon_on_a_cpu import Device, in_order
+from isobit.kernels.hopper import division, heads, pipeline, softmax
+from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, model
 from isobit.ops.attention.proof.bits import cancelling
 
 
 def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, counters: Tensor) -> None:
     """What the kernel of that name leaves: its order is the model's."""
     wide = 1 << (out.shape[-1] - 1).bit_length()
-    found = model._filled((out.float() * dout.float()).numpy(), 3, wide)
-    found = model._halves(found.reshape(-1, wide), 1).reshape(out.shape[:-1]).swapaxes(1, 2)
-    delta.copy_(torch.from_numpy(found.copy()))
+    products = model._filled((out.float() * dout.float()).numpy(), 3, wide)
+    sums = model._halves(products.reshape(-1, wide), 1).reshape(out.shape[:-1]).swapaxes(1, 2)
+    delta.copy_(torch.from_numpy(sums.copy()))
     counters.zero_()
     if dlse is not None:
         delta -= dlse
@@ -39,18 +30,15 @@ def on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], programs: int = 3, **changes: Any
 ) -> tuple[Tensor | None, ...]:
     device = of_attention(Device(model.CPU, programs))
-    common = (hopper_pipe, kernels_hopper_parts, kernels_hopper_io, kernels_hopper_bwd_parts)
-    scopes = {
-        "dq_kernel": device.scope(*common, kernels_hopper_dq, **changes),
-        "dkv_kernel": device.scope(*common, kernels_hopper_dkv_io, kernels_hopper_dkv, **changes),
-    }
+    modules = (pipeline, heads, division, softmax, kernels_hopper, kernels_hopper_bwd)
+    scope = device.scope(*modules, **changes)
     monkeypatch.setattr(kernels_hopper_bwd, "sm_count", lambda device: programs)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         if kernel.__name__ == "delta_kernel":
             return delta_of(*values[:5])
         device.programs = grid[0]
-        device.run(scopes[kernel.__name__], kernel, values)
+        device.run(scope, kernel, in_order(kernel, values, options))
         given = dict(zip(kernel.arg_names, values, strict=False))
         of_keys = kernel.__name__ == "dkv_kernel"
         items = given["tiles"] * given["KV" if of_keys else "H"]
@@ -105,21 +93,21 @@ def test_packed_neighbours_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None
     wanted = model.attention_bwd(**args)
     for name in ("q", "k", "v", "out", "dout"):
         args[name][:, :3], args[name][:, 140:] = torch.nan, torch.nan
-    found = on_a_cpu(monkeypatch, args)
-    same("packed", [t[:, 3:140] for t in found], [t[:, 3:140] for t in wanted])
+    ours = on_a_cpu(monkeypatch, args)
+    same("packed", [t[:, 3:140] for t in ours], [t[:, 3:140] for t in wanted])
 
 
 def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of all comparisons here: steps of 8 give other bits."""
     args = backward(CASES["dense"]())
-    found = on_a_cpu(monkeypatch, args)
+    ours = on_a_cpu(monkeypatch, args)
     monkeypatch.setattr(model, "GROUP", 8)
     other = model.attention_bwd(**args)
-    assert all(bool((a != b).any()) for a, b in zip(found, other, strict=True))
+    assert all(bool((a != b).any()) for a, b in zip(ours, other, strict=True))
 
 
 @pytest.mark.parametrize("given", ["shared", "registers"])
-def test_room_that_is_given_away_too_early_is_noticed(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_is_released_too_early_is_noticed(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is free when it has been multiplied with, not when that has begun: by either kind of product,
     with the left operand in shared memory (scores) or in registers (sums)."""
     args = backward(made(1, 200, 200, 1, 1, 64))
@@ -127,25 +115,25 @@ def test_room_that_is_given_away_too_early_is_noticed(given: str, monkeypatch: p
     original = Device.multiply
 
     def early(self: Device, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
-        found = original(self, a, b, *rest, **more)
+        product = original(self, a, b, *rest, **more)
         if hasattr(a, "read") == (given == "shared"):  # somebody else writes there from now on
             b.read()[...] = 0.0
-        return found
+        return product
 
     monkeypatch.setattr(Device, "multiply", early)
-    found = on_a_cpu(monkeypatch, args)
-    assert all(bool((a != b).any()) for a, b in zip(found, wanted, strict=True))
+    ours = on_a_cpu(monkeypatch, args)
+    assert all(bool((a != b).any()) for a, b in zip(ours, wanted, strict=True))
 
 
 def test_integers_that_nobody_has_looked_at_reach_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device notices what is read or written outside of a tensor."""
+    """The device notices what is read or written outside a tensor."""
     values = (-(2**31), 2**31 - 1, 7, -5)
     args = backward(made(4, 70, 140, 2, 1, 64))
     args |= {"key_start": ints(*values), "key_end": ints(*reversed(values))}
     args["key_start"][0], args["key_end"][0] = 3, 130
     good = args | {"key_start": ints(3, 0, 0, 0), "key_end": ints(130, 9, 9, 9)}
-    found, wanted = on_a_cpu(monkeypatch, args), model.attention_bwd(**good)
-    same("sequence 0", [t[:1] for t in found], [t[:1] for t in wanted])
+    ours, wanted = on_a_cpu(monkeypatch, args), model.attention_bwd(**good)
+    same("sequence 0", [t[:1] for t in ours], [t[:1] for t in wanted])
     for cuts in (ints(*values), ints(150, 140, 30, 20, 1)):
         on_a_cpu(monkeypatch, backward(made(1, 150, 150, 2, 1, 64)) | {"cu_seqlens_q": cuts})
         more = {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts.flip(0)}
@@ -160,19 +148,19 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
         launched.append(kernel.__name__)
 
     monkeypatch.setattr(kernels_hopper_bwd, "sm_count", lambda device: 3)
-    found = kernels_hopper_bwd.attention_bwd(launch, **args | {"want_k": False, "want_v": False})
-    assert launched == ["delta_kernel", "dq_kernel"] and found[1] is found[2] is None
+    ours = kernels_hopper_bwd.attention_bwd(launch, **args | {"want_k": False, "want_v": False})
+    assert launched == ["delta_kernel", "dq_kernel"] and ours[1] is ours[2] is None
     launched.clear()
-    found = kernels_hopper_bwd.attention_bwd(launch, **args | {"want_q": False, "want_v": False})
-    assert launched == ["delta_kernel", "dkv_kernel"] and found[0] is found[2] is None
+    ours = kernels_hopper_bwd.attention_bwd(launch, **args | {"want_q": False, "want_v": False})
+    assert launched == ["delta_kernel", "dkv_kernel"] and ours[0] is ours[2] is None
 
 
 def test_a_gradient_of_any_strides_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     args = backward(made(1, 70, 70, 2, 1, 64))
     args["dout"] = args["dout"][:, :1, :1, :1].expand(args["dout"].shape)
     same("expanded", on_a_cpu(monkeypatch, args), model.attention_bwd(**args))
-    room = torch.zeros(args["out"].numel() + 1, dtype=BF16)[1:].view(args["out"].shape)
-    args["dout"] = room.copy_(args["out"])
+    unaligned = torch.zeros(args["out"].numel() + 1, dtype=BF16)[1:].view(args["out"].shape)
+    args["dout"] = unaligned.copy_(args["out"])
     same("begins anywhere", on_a_cpu(monkeypatch, args), model.attention_bwd(**args))
 
 

@@ -159,9 +159,11 @@ def test_environment_reads_are_found(code: str, reads: list[int]) -> None:
 
 
 def test_no_source_file_is_too_long_to_read() -> None:
+    """A kernel is read from its maths to its launch, and is best read in one file: it may be longer."""
     assert len(SOURCES) > 20
     lengths = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in SOURCES}
-    assert not {name: n for name, n in lengths.items() if n > 500}
+    limits = {name: 900 if Path(name).name.startswith("kernels_") else 500 for name in lengths}
+    assert not {name: n for name, n in lengths.items() if n > limits[name]}
 
 
 def test_every_op_that_people_call_is_exported() -> None:

@@ -33,15 +33,19 @@ def ptx_of(source: Any, options: dict[str, Any]) -> str:
     kernel = re.search(r"\.entry\s+(\w+)", text)
     assert kernel is not None
     text = text.replace(kernel.group(1), "KERNEL")
-    # Functions that are not inlined, and labels, are named after functions and lines of the source.
-    numbers: dict[str, int] = {}
+    # These labels only mark lines of inlined functions: no instruction names them.
+    text = re.sub(r"\$L__tmp\d+:", "", text)
+    # Functions that are not inlined, and labels, are named after functions and lines of the source: number
+    # them in the order in which they occur.
     functions = set(re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", text))
-    labels = set(re.findall(r"\$L__\w+", text))
-    for name in sorted(functions | labels, key=text.index):
-        numbers[name] = len(numbers)
-    text = re.sub(
-        r"[$\w]+", lambda m: f"NAME{numbers[m.group()]}" if m.group() in numbers else m.group(), text
-    )
+    names = functions | set(re.findall(r"\$L__\w+", text))
+    numbers: dict[str, int] = {}
+
+    def numbered(match: re.Match[str]) -> str:
+        name = match.group()
+        return f"NAME{numbers.setdefault(name, len(numbers))}" if name in names else name
+
+    text = re.sub(r"[$\w]+", numbered, text)
     return re.sub(r"\s+", " ", text)
 
 

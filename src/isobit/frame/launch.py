@@ -30,7 +30,7 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         launched(kernel, grid, args, options)
 
 
-def unused(like: Tensor) -> Tensor:
+def unused(like: Any) -> Any:
     """A placeholder for a pointer that the kernel does not read."""
     return like
 
@@ -72,14 +72,15 @@ def _launched(
     roles = _roles_of.get(id(kernel)) or _learn(kernel)
     index, constants, bound = args[0].device.index, roles.constants, args
     if len(args) < roles.all:
-        bound = (*args, *(options[name] for name in kernel.arg_names[len(args) :]))
+        bound = (*args, *map(options.__getitem__, kernel.arg_names[len(args) :]))
     if not roles.known:
         kernel[grid](*args, **options)
         return None
     key = (
         id(kernel),
         index,
-        *options.values(),
+        # Constants that are given by keyword are in `bound`: a layout takes microseconds to hash, once.
+        *(value for name, value in options.items() if name not in roles.names),
         *bound[constants:],
         *_identities(bound[:constants], roles.free),
     )
@@ -106,6 +107,7 @@ class Roles(NamedTuple):
     constants: int  # index of the first of them
     free: tuple[bool, ...]  # for each one before: whether the kernel is not specialised on its divisibility
     known: bool  # whether its specialisation rules are known; other hardware has others
+    names: frozenset[str]
 
 
 _roles_of: dict[int, Roles] = {}
@@ -116,7 +118,8 @@ def _learn(kernel: Any) -> Roles:
     first = constant.index(True) if True in constant else len(constant)
     free = tuple(p.do_not_specialize for p in kernel.params[:first])
     known = all(constant[first:]) and (all(free) or on_nvidia())
-    found = _roles_of[id(kernel)] = Roles(kernel, len(constant), first, free, known)
+    names = frozenset(kernel.arg_names)
+    found = _roles_of[id(kernel)] = Roles(kernel, len(constant), first, free, known, names)
     return found
 
 

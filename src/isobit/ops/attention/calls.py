@@ -14,6 +14,11 @@ SEGMENT = 1024
 FEW_ROWS = 64
 
 
+def block_keys(D: int) -> int:
+    """Keys of a block: part of the class."""
+    return 64 if D > 128 else 128
+
+
 class Call(NamedTuple):
     """Sizes of a call. Packed queries are one batch element with T rows."""
 
@@ -41,6 +46,7 @@ class Call(NamedTuple):
 
 
 def call_of(args: dict[str, Any]) -> Call:
+    """The sizes of a call, from its arguments."""
     (B, T, H, D), (P, S, KV, _) = args["q"].shape, args["k"].shape
     bounds, table = args["cu_seqlens_q"], args["block_table"]
     return Call(
@@ -78,6 +84,7 @@ class Factors(NamedTuple):
 
 
 def factors_of(args: dict[str, Any]) -> Factors:
+    """The factors of a call, from its scale and softcap."""
     scale, cap = args["scale"], args["softcap"]
     scale = args["q"].shape[-1] ** -0.5 if scale is None else scale
     if cap is None:

@@ -1,30 +1,38 @@
-"""Attention forward on Hopper: class attn/1, for many queries at once.
+"""Attention forward on Hopper for many queries at once: class attn/1.
 
-A program has two warpgroups with 64 queries each, and a loader warp for queries, keys and values
-(`kernels_hopper_io`). A warpgroup loops over the blocks of its keys. It computes exponentials while the
-tensor cores multiply the probabilities of one block with its values, and the next keys with the queries:
+An *item* is 128 queries of one head. A program has two consumer warpgroups with 64 of an item's queries each,
+and a producer warp that loads queries, keys and values by TMA. A consumer loops over blocks of keys. It
+computes exponentials while the tensor cores multiply the probabilities of one block with its values, and the
+next keys with the queries:
 
-    Z = Q K'^T            of the next block, under way
-    acc += P V            of this one, under way behind it
-    Z is there:           maximum, P' = 2^(Z c - ...), sums by lanes
-    acc is there:         acc = acc a
+    Z = Q K'^T            for the next block, in flight
+    acc += P V            for this block, in flight behind it
+    when Z is ready:      maximum, P' = 2^(Z c - ...), sums by lanes
+    when acc is ready:    acc = acc a
 
 Each row has the operations of `kernels_triton` in the same order, for every block from the first to the last:
 
 - Z is one chain over D, from zero, whatever the instruction's width. D is padded with zeros, and steps of
   zeros change nothing.
-- Of a row, a thread holds the keys 8 g + 2 i and 8 g + 2 i + 1 of a block for one i of 4: a lane. It adds
-  halves of g, then the two of a pair, without an exchange between threads, in the order of the class.
-- acc is multiplied by a after the previous block was added, and before this one is. That the exponentials are
-  computed earlier affects nothing.
-- Where a segment ends, its state is folded into the totals: acc, the maximum and the sums start again for the
-  next block. Its Z has been computed by then, which depends on no state. The totals of acc are kept in
-  shared memory meanwhile (for D = 256, where it does not fit, in global memory). They are not read for the
-  first segment, which is folded into zeros: fma(acc, new, 0).
-- A block that only one of the two warpgroups sees changes nothing in the other: probabilities are 0, and a is
+- Of 64 x 128 scores a thread holds two rows, and of a row the keys 8 g + 2 i and 8 g + 2 i + 1 for one i of
+  4: a *lane*. It adds halves of g, then the two of a pair, without an exchange between threads, in the order
+  of the class.
+- acc is multiplied by a after the previous block was added, and before this one is. Computing the
+  exponentials earlier affects nothing.
+- Where a segment ends, its state is folded into the totals; acc, the maximum and the sums start again. Z of
+  the next block is computed by then, but it depends on no state. Meanwhile the totals of acc are in shared
+  memory (for D = 256, where they do not fit, in global memory). For the first segment they are not read: it
+  is folded into zeros, fma(acc, new, 0).
+- A block that only one of the two consumers sees changes nothing in the other: probabilities are 0, and a is
   1, or 0 where there has been no key yet.
 - Values after a sequence's last key may be anything, NaN too, and 0 NaN is NaN. They are set to zero in
   shared memory unless TMA has done so.
+
+Which program takes which item decides no bit. Items are dealt to programs round-robin, those with most keys
+first and every other round in reverse, so that programs get about the same number of blocks. Heads that share
+keys are neighbours, and so read them from L2 at about the same time.
+
+The backward (`kernels_hopper_bwd`) and decoding (`kernels_hopper_decode`) use the pieces of this file.
 """
 
 from typing import Any
@@ -33,7 +41,9 @@ import torch
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.division import divided, divides
+from isobit.kernels.hopper.heads import descriptor, load_box, reinterpreted, tile_layout, why_not_tma
 from isobit.kernels.hopper.pipeline import (
     ROWS,
     accumulator_layout,
@@ -44,35 +54,12 @@ from isobit.kernels.hopper.pipeline import (
     kernel,
     mbarrier,
     record,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.ops.attention.calls import SEGMENT, call_of, factors_of, key_bounds
-from isobit.ops.attention.kernels_hopper_io import (
-    AT_LAUNCH,
-    OF_LOADER,
-    PARTS,
-    REGISTERS,
-    Ring,
-    Work,
-    clear,
-    descriptor,
-    flat_layout,
-    load_items,
-    reinterpreted,
-    told,
-    why_not_paged,
-    why_not_tma,
-)
-from isobit.ops.attention.kernels_hopper_parts import (
-    BY_ROWS,
+from isobit.kernels.hopper.softmax import (
     LANES,
-    OF_PIECE,
-    PIECE,
-    STAGED,
-    TOTALS,
-    divided,
-    divides,
     finite,
     halved,
     joined,
@@ -80,24 +67,398 @@ from isobit.ops.attention.kernels_hopper_parts import (
     packed,
     per_column,
     per_lane,
+    per_row,
     row_maxima,
     tanh,
     unpacked,
 )
-from isobit.ops.attention.kernels_triton import block_keys, count_tiles
+from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, decodes, factors_of, key_bounds
+from isobit.ops.attention.kernels_triton import count_tiles
 
-#: Stages of keys and of values: what fits beside queries and totals, 227 KB together.
+#: Stages of keys and of values by padded D: what fits in 227 KB next to queries and totals.
 STAGES = {64: 2, 128: 2, 256: 2}
 
-#: A tile holds queries of one head. From this many queries of a sequence on it is full enough.
+#: A tile holds queries of one head. From this many queries per sequence on, tiles are full enough.
 MANY_QUERIES = 64
+
+#: Consumer warpgroups of a program; each has 64 rows of an item.
+CONSUMERS = gl.constexpr(2)
+
+#: Registers per thread: of all warps at launch, then of a consumer and of the producer.
+LAUNCH_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
+
+#: Totals in shared memory: the eight rows of one store are in different banks.
+TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+#: Columns of acc that are folded at once: more would need too many registers.
+PIECE = gl.constexpr(32)
+PIECE_LAYOUT = gl.constexpr(accumulator_layout(32))
+#: A piece of the results in shared memory, on its way to coalesced stores.
+STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+#: For coalesced stores: a thread has eight neighbouring columns.
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+#: One number, or a vector, in shared memory; and how a producer warp and a consumer warpgroup hold it.
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PRODUCER_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+CONSUMER_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def like(x, value):
+    """`value` with the type, shape and layout of x. A variable that a loop or a branch changes must keep
+    them, and neither a constant nor a scalar has those of a vector. The compiler folds the product."""
+    return x * 0 + value
+
+
+# Items: which queries, and which keys they see
+
+
+@gluon.jit
+def clamped(at, low, high):
+    """The integer at this address, clamped to [low, high]: unchecked input."""
+    return gl.minimum(gl.maximum(gl.load(at), low), high).to(gl.int32)
+
+
+@gluon.jit
+def packed_piece(cu, tile, length, sequences):
+    """(sequence, where it begins, first of its rows or keys in this tile of 128) for packed sequences with
+    borders `cu`. Sequence s starts at tile cu[s] // 128 + s. That leaves enough tiles for all sequences
+    before it, and some are empty."""
+    PER: gl.constexpr = CONSUMERS * ROWS
+    sequence = gl.to_tensor(0)
+    beyond = sequences
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        begun = clamped(cu + middle, 0, length) // PER + middle <= tile
+        sequence = gl.where(begun, middle, sequence)
+        beyond = gl.where(begun, beyond, middle)
+    first = clamped(cu + sequence, 0, length)
+    return sequence, first, gl.maximum(tile - (first // PER + sequence), 0) * PER
+
+
+@gluon.jit
+def write_fields(items, slot, fields):
+    """Item metadata, by the producer: eight integers, which `read_field` reads by their place."""
+    for i in gl.static_range(8):
+        items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, PRODUCER_LAYOUT) + fields[i])
+
+
+@gluon.jit
+def read_field(items, slot, WHICH: gl.constexpr):
+    return gl.max(items.index(slot * 8 + WHICH).load(CONSUMER_LAYOUT), 0)
 
 
 @record
-class Part:
-    """What a warpgroup works with."""
+class Item:
+    """Metadata of 128 queries of a head, and of the keys that some of them see: `blocks` blocks from `begin`
+    on, counted from the sequence's first key."""
 
-    work: Work
+    blocks: gl.tensor  # -1: there is no more work
+    begin: gl.tensor
+    keys: gl.tensor  # of the sequence
+    position: gl.tensor  # of the first query, among the keys
+    live: gl.tensor  # queries from the first to the sequence's last
+    row: gl.tensor  # of the first query, in q
+    batch: gl.tensor
+    head: gl.tensor
+
+    @gluon.jit
+    def write(self, items, slot):
+        fields = (
+            self.blocks, self.begin, self.keys, self.position, self.live, self.row, self.batch, self.head
+        )  # fmt: skip
+        write_fields(items, slot, fields)
+
+
+@gluon.jit
+def read_item(items, slot):
+    """The item in this slot. Fields that a caller does not use are not loaded. So a caller that needs some
+    much later reads the item again then: until then they would take registers."""
+    return Item(
+        read_field(items, slot, 0), read_field(items, slot, 1), read_field(items, slot, 2),
+        read_field(items, slot, 3), read_field(items, slot, 4), read_field(items, slot, 5),
+        read_field(items, slot, 6), read_field(items, slot, 7),
+    )  # fmt: skip
+
+
+@record
+class Problem:
+    """A call: where its sequences are, and how it is cut into items."""
+
+    key_start: gl.tensor
+    key_end: gl.tensor
+    cu_q: gl.tensor
+    cu_k: gl.tensor
+    T: gl.tensor
+    S: gl.tensor
+    sequences: gl.tensor
+    window: gl.tensor
+    tiles: gl.tensor  # of 128 rows, for all sequences together: queries, or keys in the kernel of dk and dv
+    heads: gl.tensor  # of these rows: H, or KV in the kernel of dk and dv
+    G: gl.tensor  # query heads that share a head of k and v
+    BLOCK: gl.constexpr
+    PACKED: gl.constexpr
+    STARTS: gl.constexpr
+    ENDS: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOWED: gl.constexpr
+
+    @gluon.jit
+    def items(self):
+        return self.tiles * self.heads
+
+    @gluon.jit
+    def key_range(self, sequence):
+        """(first, one past the last) of a sequence's keys in k; the second may be smaller."""
+        first = gl.to_tensor(0)
+        last = self.S
+        if self.PACKED:
+            first = clamped(self.cu_k + sequence, 0, self.S)
+            last = clamped(self.cu_k + sequence + 1, first, self.S)
+        if self.STARTS:
+            first = clamped(self.key_start + sequence, 0, self.S)
+        if self.ENDS:
+            last = clamped(self.key_end + sequence, first, self.S)
+        return first, last
+
+    @gluon.jit
+    def _tile(self, tile):
+        """(sequence, its first row in q, its number of rows, first of them in this tile)."""
+        if self.PACKED:
+            sequence, row, start = packed_piece(self.cu_q, tile, self.T, self.sequences)
+            rows = clamped(self.cu_q + sequence + 1, row, self.T) - row
+        else:
+            # The last queries see most keys: they come first, those of all sequences.
+            sequence = tile % self.sequences
+            start = (tile // self.sequences) * (CONSUMERS * ROWS)
+            row = gl.to_tensor(0)
+            rows = self.T
+        return sequence, row, rows, start
+
+    @gluon.jit
+    def query_item(self, t):
+        """(item t, where its sequence's keys begin in k)."""
+        head = t % self.heads
+        sequence, row, rows, start = self._tile(self.tiles - 1 - t // self.heads)
+        first, last = self.key_range(sequence)
+        keys = gl.maximum(last - first, 0)
+        batch = sequence
+        if self.PACKED:
+            batch = gl.to_tensor(0)
+        position = keys - rows + start
+        begin = gl.to_tensor(0)
+        end = keys
+        if self.CAUSAL:
+            newest = keys - rows + gl.minimum(start + CONSUMERS * ROWS, rows)
+            end = gl.minimum(gl.maximum(newest, 0), keys)
+        if self.WINDOWED:
+            begin = gl.maximum(position - self.window + 1, 0) // self.BLOCK * self.BLOCK
+        blocks = gl.maximum(gl.cdiv(end - begin, self.BLOCK), 0)
+        return Item(blocks, begin, keys, position, rows - start, row + start, batch, head), first
+
+
+# The ring, and the producer
+
+
+@gluon.jit
+def load_when_empty(desc, batch, head, row, buffer, ready, empty, phase):
+    """Start the load of one box as soon as its buffer is empty."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    load_box(desc, batch, head, row, buffer, ready)
+
+
+@record
+class Ring:
+    """Shared memory: an item's queries, and stages of blocks of keys and values. `ready`: the bytes have
+    arrived; `empty`: all who multiply with them are done.
+
+    Item metadata is double-buffered: it must survive until the results are stored, when the next item's
+    queries may already be loaded."""
+
+    q_desc: tma.tensor_descriptor
+    k_desc: tma.tensor_descriptor
+    v_desc: tma.tensor_descriptor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    D: gl.constexpr  # padded
+    BLOCK: gl.constexpr
+    STAGES: gl.constexpr
+    ARRIVALS: gl.constexpr  # that make queries ready: that of TMA, and those of others who write
+
+    @gluon.jit
+    def create(
+        q_desc, k_desc, v_desc, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+        TILE_LAYOUT: gl.constexpr, ARRIVALS: gl.constexpr = 1,
+    ):  # fmt: skip
+        q = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D], TILE_LAYOUT)
+        k = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, D], TILE_LAYOUT)
+        v = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK, D], TILE_LAYOUT)
+        items = gl.allocate_shared_memory(gl.int32, [16, 1], PLAIN)
+        bars: gl.constexpr = mbarrier.MBarrierLayout()
+        q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bars)
+        q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], bars)
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.init(q_ready.index(i), count=ARRIVALS)
+            mbarrier.init(q_empty.index(i), count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_ready.index(i), count=1)
+            mbarrier.init(k_empty.index(i), count=CONSUMERS)
+            mbarrier.init(v_ready.index(i), count=1)
+            mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        fence_async_shared()  # TMA signals these barriers, and must see them initialised
+        return Ring(
+            q_desc, k_desc, v_desc, q, k, v, items, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+            D, BLOCK, STAGES, ARRIVALS,
+        )  # fmt: skip
+
+    @gluon.jit
+    def load_k(self, item, kv, at, stage, phase):
+        """Load the keys of a block as soon as their stage is empty."""
+        load_when_empty(
+            self.k_desc, item.batch, kv, at, self.k.index(stage), self.k_ready.index(stage),
+            self.k_empty.index(stage), phase,
+        )  # fmt: skip
+
+    @gluon.jit
+    def load_v(self, item, kv, at, stage, phase):
+        """Load the values of a block as soon as their stage is empty."""
+        load_when_empty(
+            self.v_desc, item.batch, kv, at, self.v.index(stage), self.v_ready.index(stage),
+            self.v_empty.index(stage), phase,
+        )  # fmt: skip
+
+    @gluon.jit
+    def release(self, stage, phase):
+        """Release a stage unread, once it is ready."""
+        mbarrier.wait(self.k_ready.index(stage), phase)
+        mbarrier.arrive(self.k_empty.index(stage))
+        mbarrier.wait(self.v_ready.index(stage), phase)
+        mbarrier.arrive(self.v_empty.index(stage))
+
+    @gluon.jit
+    def write_item(self, item, slot):
+        """Write an item's metadata as soon as both consumers are done with the queries before its own."""
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(self.q_empty.index(w), slot ^ 1)
+        item.write(self.items, slot)
+
+    @gluon.jit
+    def end(self, slot):
+        """Tell the consumers that there is no more work."""
+        none = gl.to_tensor(-1)
+        self.write_item(Item(none, none, none, none, none, none, none, none), slot)
+        for w in gl.static_range(CONSUMERS):
+            for _ in gl.static_range(self.ARRIVALS):
+                mbarrier.arrive(self.q_ready.index(w))
+
+
+@gluon.jit
+def item_of_round(i):
+    """The number of the item that this program takes in round i; it may be past the last. Items are sorted by
+    their work, and every other round is dealt in reverse, so that all programs get about the same."""
+    place = gl.program_id(0)
+    if i % 2 == 1:
+        place = gl.num_programs(0) - 1 - place
+    return i * gl.num_programs(0) + place
+
+
+@gluon.jit
+def load_items(problem, ring):
+    """The producer. It loads the keys of a block before the values of the previous one: in that order they
+    are multiplied, and their stages become empty."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
+    slot = gl.to_tensor(0)
+    for i in range(gl.cdiv(problem.items(), gl.num_programs(0))):
+        t = item_of_round(i)
+        if t < problem.items():
+            item, first = problem.query_item(t)
+            if item.live > 0:
+                kv = item.head // problem.G
+                at = first + item.begin
+                if item.blocks > 0:
+                    ring.load_k(item, kv, at, stage, phase)
+                ring.write_item(item, slot)
+                for w in gl.static_range(CONSUMERS):
+                    if item.blocks > 0:
+                        load_when_empty(
+                            ring.q_desc, item.batch, item.head, item.row + w * ROWS, ring.q.index(w),
+                            ring.q_ready.index(w), ring.q_empty.index(w), slot ^ 1,
+                        )  # fmt: skip
+                    else:
+                        mbarrier.arrive(ring.q_ready.index(w))
+                slot = slot ^ 1
+                for block in range(item.blocks):
+                    k_stage, k_phase = after(stage, phase, ring.STAGES)
+                    if block + 1 < item.blocks:
+                        ring.load_k(item, kv, at + ring.BLOCK, k_stage, k_phase)
+                    ring.load_v(item, kv, at, stage, phase)
+                    at += ring.BLOCK
+                    stage, phase = after(stage, phase, ring.STAGES)
+    ring.end(slot)
+
+
+# The consumers
+
+
+@gluon.jit
+def columns(COUNT: gl.constexpr):
+    """The columns of a tile, for coalesced stores."""
+    return gl.expand_dims(gl.arange(0, COUNT, gl.SliceLayout(0, BY_ROWS)), 0)
+
+
+@gluon.jit
+def offsets(row, heads, head, column, D: gl.constexpr):
+    """Of these rows and columns of a head, in a tensor [rows, heads, D]."""
+    return gl.expand_dims((row * heads + head) * D, 1) + column
+
+
+@gluon.jit
+def clear(buffers, stage, begin, end, SIZE: gl.constexpr):
+    """Zeros for the rows of a stage's block of SIZE before `begin` and from `end` on."""
+    AT_ONCE: gl.constexpr = 32
+    row = gl.expand_dims(gl.arange(0, AT_ONCE, gl.SliceLayout(1, BY_ROWS)), 1)
+    for i in gl.static_range(SIZE // AT_ONCE):
+        if (begin > i * AT_ONCE) | (end < (i + 1) * AT_ONCE):
+            rows = buffers.index(stage).slice(i * AT_ONCE, AT_ONCE)
+            live = (row + i * AT_ONCE >= begin) & (row + i * AT_ONCE < end)
+            rows.store(gl.where(live, rows.load(BY_ROWS), 0.0))
+    fence_async_shared()
+
+
+@record
+class State:
+    """What a consumer carries from block to block."""
+
+    m: gl.tensor  # maximum of the segment
+    lanes: gl.tensor  # its sums by lanes
+    acc: gl.tensor  # its P V, without the last block's
+    p: gl.tensor  # packed probabilities of the last block
+    total_m: gl.tensor  # of the segments before
+    total_s: gl.tensor
+    folded: gl.tensor  # 1 if there are segments before; their acc is in the totals
+    stage: gl.tensor  # of the last block's values
+    phase: gl.tensor
+    turn: gl.tensor  # phase of this consumer's barrier in `turns`
+
+
+@record
+class Consumer:
+    """What a consumer warpgroup works with."""
+
+    problem: Problem
     ring: Ring
     turns: gl.shared_memory_descriptor
     totals: gl.shared_memory_descriptor
@@ -108,40 +469,38 @@ class Part:
     cap: gl.tensor
     slope: gl.tensor
     D: gl.constexpr
-    OF_Z: gl.constexpr
-    OF_ACC: gl.constexpr
-    WHICH: gl.constexpr
+    Z_LAYOUT: gl.constexpr
+    ACC_LAYOUT: gl.constexpr
+    WHICH: gl.constexpr  # of the two consumers
     CAPPED: gl.constexpr
     CLEAR: gl.constexpr
     TURNS: gl.constexpr
-    IN_SHARED: gl.constexpr
+    IN_SHARED: gl.constexpr  # where totals are
     HAS_LSE: gl.constexpr
     SEGMENT: gl.constexpr
 
     @gluon.jit
     def scores(self, stage, phase):
-        """Z of the block in this stage, on its way."""
+        """Start Z of the block in this stage."""
         ring = self.ring
         mbarrier.wait(ring.k_ready.index(stage), phase)
-        nothing = gl.zeros((ROWS, ring.BLOCK), gl.float32, self.OF_Z)
+        zeros = gl.zeros((ROWS, ring.BLOCK), gl.float32, self.Z_LAYOUT)
         q, k = ring.q.index(self.WHICH), ring.k.index(stage)
-        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     @gluon.jit
     def exponentials(self, z, m, lanes, at, newest, oldest, MASKED: gl.constexpr):
         """(m, lanes, a, p) after the block of keys from `at`. A row sees the keys from `oldest` to `newest`;
-        without MASKED all rows see all of the block."""
+        without MASKED all rows see the whole block."""
         if self.CAPPED:
             z = self.cap * tanh(z * self.slope)
         if MASKED:
-            key = gl.expand_dims(gl.arange(0, self.ring.BLOCK, gl.SliceLayout(0, self.OF_Z)), 0)
+            key = gl.expand_dims(gl.arange(0, self.ring.BLOCK, gl.SliceLayout(0, self.Z_LAYOUT)), 0)
             sees = key <= gl.expand_dims(newest - at, 1)
-            if self.work.WINDOWED:
+            if self.problem.WINDOWED:
                 sees = sees & (key >= gl.expand_dims(oldest - at, 1))
             z = gl.where(sees, z, float("-inf"))
-        top = gl.maximum(
-            m, gl.convert_layout(row_maxima(z), gl.SliceLayout(1, self.OF_Z), assert_trivial=True)
-        )
+        top = gl.maximum(m, per_row(row_maxima(z), self.Z_LAYOUT))
         base = finite(top)
         a = gl.exp2((m - base) * self.c)
         p = gl.exp2(gl.fma(z, gl.full_like(z, self.c), gl.expand_dims(-(base * self.c), 1)))
@@ -149,38 +508,38 @@ class Part:
         return top, lanes, a, p
 
     @gluon.jit
-    def values(self, p, acc, stage):
-        """acc and P V of the block in this stage, on its way."""
+    def add_values(self, p, acc, stage):
+        """Start acc + P V of the block in this stage."""
         v = self.ring.v.index(stage)
-        p = unpacked(p, v.dtype, gl.DotOperandLayout(0, self.OF_ACC, 2))
+        p = unpacked(p, v.dtype, gl.DotOperandLayout(0, self.ACC_LAYOUT, 2))
         return warpgroup_mma(p, v, acc, is_async=True)
 
     @gluon.jit
     def pieces(self, acc):
-        """acc in pieces of some columns, as they lie in registers."""
+        """acc in pieces of PIECE columns, as they lie in registers."""
         parts = (acc,)
         for _ in gl.static_range(3):
             if parts[0].shape[1] > PIECE:
                 parts = halved(parts)
-        found = ()
+        pieces = ()
         for i in gl.static_range(len(parts)):
-            found = found + (gl.convert_layout(parts[i], OF_PIECE, assert_trivial=True),)
-        return found
+            pieces = pieces + (gl.convert_layout(parts[i], PIECE_LAYOUT, assert_trivial=True),)
+        return pieces
 
     @gluon.jit
     def total_at(self, WHERE: gl.constexpr):
-        """Where a piece of the totals lies in memory."""
-        i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, OF_PIECE)), 1)
-        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, OF_PIECE)), 0)
-        rows = ((gl.program_id(0) * PARTS + self.WHICH) * (self.ring.D // PIECE) + WHERE) * ROWS
+        """The addresses of a piece of the totals in global memory."""
+        i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PIECE_LAYOUT)), 1)
+        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, PIECE_LAYOUT)), 0)
+        rows = ((gl.program_id(0) * CONSUMERS + self.WHICH) * (self.ring.D // PIECE) + WHERE) * ROWS
         return self.scratch + rows.to(gl.int64) * PIECE + (i * PIECE + j)
 
     @gluon.jit
     def fold_sums(self, total_m, total_s, m, lanes):
         """(m, s, weights of totals and of the segment, whether a row has seen a key of it) after a segment.
-        A row that has not stays as it is. Its sum tells, not its maximum: of scores that are all NaN that may
-        be -inf."""
-        s = gl.convert_layout(joined(lanes), gl.SliceLayout(1, self.OF_Z), assert_trivial=True)
+        Rows without a key in this segment are left unchanged. This tests s == 0, not m == -inf: m is also
+        -inf if all scores are NaN."""
+        s = per_row(joined(lanes), self.Z_LAYOUT)
         top = gl.maximum(total_m, m)
         base = finite(top)
         old = gl.exp2((total_m - base) * self.c)
@@ -191,19 +550,20 @@ class Part:
 
     @gluon.jit
     def fold_piece(self, piece, old, new, seen, folded, WHERE: gl.constexpr):
-        """A piece of the totals, which are nothing unless `folded`, with that of a segment's acc."""
-        total = gl.zeros((ROWS, PIECE), gl.float32, OF_PIECE)
+        """A piece of the totals, which are zeros unless `folded`, after folding in that of a segment's
+        acc."""
+        total = gl.zeros((ROWS, PIECE), gl.float32, PIECE_LAYOUT)
         if folded > 0:
             if self.IN_SHARED:
-                total = self.totals.index(self.WHICH * (self.ring.D // PIECE) + WHERE).load(OF_PIECE)
+                total = self.totals.index(self.WHICH * (self.ring.D // PIECE) + WHERE).load(PIECE_LAYOUT)
             else:
                 total = gl.load(self.total_at(WHERE))
-        more = gl.fma(piece, per_column(new, OF_PIECE), total * per_column(old, OF_PIECE))
-        return gl.where(per_column(seen, OF_PIECE), more, total)
+        more = gl.fma(piece, per_column(new, PIECE_LAYOUT), total * per_column(old, PIECE_LAYOUT))
+        return gl.where(per_column(seen, PIECE_LAYOUT), more, total)
 
     @gluon.jit
     def fold(self, total_m, total_s, folded, m, lanes, acc):
-        """(m, s) of the segments that were folded before and one more; acc is left in the totals."""
+        """(m, s) of the segments before and this one; acc goes to the totals."""
         total_m, total_s, old, new, seen = self.fold_sums(total_m, total_s, m, lanes)
         pieces = self.pieces(acc)
         for i in gl.static_range(len(pieces)):
@@ -216,16 +576,18 @@ class Part:
 
     @gluon.jit
     def blocks(self, state, begin, end, newest, oldest, MASKED: gl.constexpr):
-        """Take in the blocks from `begin` to `end`. On the way in and out p is of the block before, and has
-        not been multiplied with the values, which are those of the stage."""
-        m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn = state
+        """Process the blocks from `begin` to `end`. On entry and exit, `p` holds the previous block's
+        probabilities; its P V product is still pending, and its values are in `stage`."""
+        m, lanes, acc, p = state.m, state.lanes, state.acc, state.p
+        total_m, total_s, folded = state.total_m, state.total_s, state.folded
+        stage, phase, turn = state.stage, state.phase, state.turn
         ring = self.ring
         for at in range(begin, end, ring.BLOCK):
             k_stage, k_phase = after(stage, phase, ring.STAGES)
             if self.TURNS:
                 mbarrier.wait(self.turns.index(self.WHICH), turn)
             z = self.scores(k_stage, k_phase)
-            acc = self.values(p, acc, stage)
+            acc = self.add_values(p, acc, stage)
             if self.TURNS:
                 mbarrier.arrive(self.turns.index(1 - self.WHICH))
                 turn = turn ^ 1
@@ -240,195 +602,206 @@ class Part:
             mbarrier.wait(ring.v_ready.index(k_stage), k_phase)
             acc, e, sums, a = warpgroup_mma_wait(0, deps=(acc, e, sums, a))
             mbarrier.arrive(ring.v_empty.index(stage))
-            p = packed(e, ring.v_desc.dtype)  # in the registers that were multiplied with until now
+            p = packed(e, ring.v_desc.dtype)  # in the registers of the product that has just ended
             if fresh:
                 total_m, total_s = self.fold(total_m, total_s, folded, m, lanes, acc)
-                folded = folded * 0 + 1
+                folded = like(folded, 1)
                 acc = gl.zeros_like(acc)
-            acc = acc * per_column(a, self.OF_ACC)
+            acc = acc * per_column(a, self.ACC_LAYOUT)
             m = top
             lanes = sums
             stage, phase = after(stage, phase, ring.STAGES)
-        return m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn
+        return State(m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn)
 
     @gluon.jit
-    def room(self, WHERE: gl.constexpr):
-        """Where a piece of the results waits to be stored: where its totals were, or else the queries."""
+    def staging(self, WHERE: gl.constexpr):
+        """The buffer of a piece of the results: where its totals were, or else the queries."""
         ring = self.ring
         PIECES: gl.constexpr = ring.D // PIECE
         if self.IN_SHARED:
-            found = self.totals.index(self.WHICH * PIECES + WHERE)
+            buffer = self.totals.index(self.WHICH * PIECES + WHERE)
         else:
             whole = reinterpreted(ring.q.index(self.WHICH), ring.q_desc.dtype, [PIECES, ROWS, PIECE], STAGED)
-            found = whole.index(WHERE)
-        return reinterpreted(found, ring.q_desc.dtype, [ROWS, PIECE], STAGED)
+            buffer = whole.index(WHERE)
+        return reinterpreted(buffer, ring.q_desc.dtype, [ROWS, PIECE], STAGED)
 
     @gluon.jit
-    def put(self, slot, folded, total_m, total_s, m, lanes, acc):
-        """The last fold, and the results of an item's part."""
-        work, ring = self.work, self.ring
-        m, s, old, new, seen = self.fold_sums(total_m, total_s, m, lanes)
+    def store(self, slot, state, acc):
+        """The last fold, and the results of this consumer's queries."""
+        problem, ring = self.problem, self.ring
+        m, s, old, new, seen = self.fold_sums(state.total_m, state.total_s, state.m, state.lanes)
         any_key = s != 0.0
         s = gl.where(any_key, s, 1.0)
         pieces = self.pieces(acc)
         totals = ()
         for i in gl.static_range(len(pieces)):
-            totals = totals + (self.fold_piece(pieces[i], old, new, seen, folded, i),)
-        if divides(totals, s):
-            found = divided(totals, s, True)
+            totals = totals + (self.fold_piece(pieces[i], old, new, seen, state.folded, i),)
+        divisor = per_row(s, PIECE_LAYOUT)
+        if divides(totals, divisor):
+            results = divided(totals, divisor, True)
         else:
-            found = divided(totals, s, False)
-        # Fields of the item that were not needed so far.
-        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
-        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+            results = divided(totals, divisor, False)
+        item = read_item(ring.items, slot)
+        batch = item.batch.to(gl.int64)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
-        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, BY_ROWS)), 0)
-        to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
+        column = columns(PIECE)
+        to = offsets(batch * problem.T + item.row + query, problem.heads, item.head, column, self.D)
         to = gl.multiple_of(self.out + to, (1, 16))  # the alignment of `out` is lost on the way here
-        there = gl.expand_dims(query < live, 1)
-        for i in gl.static_range(len(found)):
-            room = self.room(i)
-            room.store(gl.where(per_column(any_key, OF_PIECE), found[i], 0.0).to(ring.q_desc.dtype))
+        there = gl.expand_dims(query < item.live, 1)
+        for i in gl.static_range(len(results)):
+            buffer = self.staging(i)
+            buffer.store(gl.where(per_column(any_key, PIECE_LAYOUT), results[i], 0.0).to(ring.q_desc.dtype))
             inside = there
             if self.D < ring.D:
-                inside = there & (j + i * PIECE < self.D)
-            gl.store(to + i * PIECE, room.load(BY_ROWS), mask=inside)
+                inside = there & (column + i * PIECE < self.D)
+            gl.store(to + i * PIECE, buffer.load(BY_ROWS), mask=inside)
         if self.HAS_LSE:
             LN2: gl.constexpr = 0.6931471805599453
-            own = gl.where(any_key, (m * self.c + gl.log2(s)) * LN2, float("-inf"))
-            query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_Z))
-            at = (batch * work.H + head) * work.T + row + query
-            gl.store(self.lse + at, own, mask=query < live)
+            lse = gl.where(any_key, (m * self.c + gl.log2(s)) * LN2, float("-inf"))
+            query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.Z_LAYOUT))
+            at = (batch * problem.heads + item.head) * problem.T + item.row + query
+            gl.store(self.lse + at, lse, mask=query < item.live)
 
     @gluon.jit
     def attend(self, slot, blocks, stage, phase, turn):
-        """One item's part, which has at least one block."""
-        work, ring = self.work, self.ring
-        begin, keys = told(ring.items, slot, 1), told(ring.items, slot, 2)
-        here = told(ring.items, slot, 3) + self.WHICH * ROWS  # the position of the part's first query
-        last = begin + blocks * ring.BLOCK
-        i = gl.arange(0, ROWS, gl.SliceLayout(1, self.OF_Z))
-        newest = i * 0 + keys - 1
-        whole = keys  # before it all queries see all keys
-        if work.CAUSAL:
+        """This consumer's queries of an item that has at least one block."""
+        problem, ring = self.problem, self.ring
+        item = read_item(ring.items, slot)
+        here = item.position + self.WHICH * ROWS  # the position of this consumer's first query
+        last = item.begin + blocks * ring.BLOCK
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, self.Z_LAYOUT))
+        newest = like(i, item.keys) - 1
+        whole = item.keys  # all queries see all keys before it
+        if problem.CAUSAL:
             newest = gl.minimum(here + i, newest)
             whole = gl.maximum(here + 1, 0)
-        oldest = here + i - work.window + 1
-        lo = begin + ring.BLOCK
+        oldest = here + i - problem.window + 1
+        lo = item.begin + ring.BLOCK
         inner = lo
-        if work.WINDOWED:
-            youngest = gl.maximum(here + ROWS - work.window, 0)  # the oldest key of the last query
+        if problem.WINDOWED:
+            youngest = gl.maximum(here + ROWS - problem.window, 0)  # the oldest key of the last query
             inner = gl.minimum(gl.maximum(lo, gl.cdiv(youngest, ring.BLOCK) * ring.BLOCK), last)
         outer = gl.maximum(inner, gl.minimum(last, whole // ring.BLOCK * ring.BLOCK))
 
-        total_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, self.OF_Z))
+        total_m = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, self.Z_LAYOUT))
         total_s = gl.zeros_like(total_m)
         lanes = gl.zeros((ROWS, 4), gl.float32, LANES)
         z = warpgroup_mma_wait(0, deps=(self.scores(stage, phase),))
         mbarrier.arrive(ring.k_empty.index(stage))
-        m, lanes, _, e = self.exponentials(z, total_m, lanes, begin, newest, oldest, True)
+        m, lanes, _, e = self.exponentials(z, total_m, lanes, item.begin, newest, oldest, True)
         p = packed(e, ring.v_desc.dtype)
         mbarrier.wait(ring.v_ready.index(stage), phase)
-        acc = gl.zeros((ROWS, ring.D), gl.float32, self.OF_ACC)
-        state = (m, lanes, acc, p, total_m, total_s, blocks * 0, stage, phase, turn)
-        if work.WINDOWED:
+        acc = gl.zeros((ROWS, ring.D), gl.float32, self.ACC_LAYOUT)
+        state = State(m, lanes, acc, p, total_m, total_s, like(blocks, 0), stage, phase, turn)
+        if problem.WINDOWED:
             state = self.blocks(state, lo, inner, newest, oldest, True)
         state = self.blocks(state, inner, outer, newest, oldest, False)
         state = self.blocks(state, outer, last, newest, oldest, True)
-        m, lanes, acc, p, total_m, total_s, folded, stage, phase, turn = state
         if self.CLEAR:
-            if keys < last:
-                clear(ring.v, stage, 0, keys - last + ring.BLOCK, ring.BLOCK)
-        acc = self.values(p, acc, stage)
+            if item.keys < last:
+                clear(ring.v, state.stage, 0, item.keys - last + ring.BLOCK, ring.BLOCK)
+        acc = self.add_values(state.p, state.acc, state.stage)
         if self.IN_SHARED:
             mbarrier.arrive(ring.q_empty.index(self.WHICH))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(ring.v_empty.index(stage))
-        self.put(slot, folded, total_m, total_s, m, lanes, acc)
+        mbarrier.arrive(ring.v_empty.index(state.stage))
+        self.store(slot, state, acc)
         if not self.IN_SHARED:
             fence_async_shared()
             mbarrier.arrive(ring.q_empty.index(self.WHICH))
-        stage, phase = after(stage, phase, ring.STAGES)
-        return stage, phase, turn
+        stage, phase = after(state.stage, state.phase, ring.STAGES)
+        return stage, phase, state.turn
 
     @gluon.jit
-    def put_nothing(self, slot):
-        """The results of queries without a key."""
-        work, ring = self.work, self.ring
-        live, row = told(ring.items, slot, 4), told(ring.items, slot, 5)
-        batch, head = told(ring.items, slot, 6).to(gl.int64), told(ring.items, slot, 7)
+    def store_without_keys(self, slot):
+        """The results of queries that see no key: 0 and -inf."""
+        problem, ring = self.problem, self.ring
+        item = read_item(ring.items, slot)
+        batch = item.batch.to(gl.int64)
         query = self.WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, BY_ROWS))
-        j = gl.expand_dims(gl.arange(0, ring.D, gl.SliceLayout(0, BY_ROWS)), 0)
-        to = gl.expand_dims(((batch * work.T + row + query) * work.H + head) * self.D, 1) + j
-        there = gl.expand_dims(query < live, 1) & (j < self.D)
-        gl.store(
-            gl.multiple_of(self.out + to, (1, 16)),
-            gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS),
-            mask=there,
-        )
+        column = columns(ring.D)
+        to = offsets(batch * problem.T + item.row + query, problem.heads, item.head, column, self.D)
+        there = gl.expand_dims(query < item.live, 1) & (column < self.D)
+        zeros = gl.zeros((ROWS, ring.D), ring.q_desc.dtype, BY_ROWS)
+        gl.store(gl.multiple_of(self.out + to, (1, 16)), zeros, mask=there)
         if self.HAS_LSE:
-            at = (batch * work.H + head) * work.T + row + query
-            nothing = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, BY_ROWS))
-            gl.store(self.lse + at, nothing, mask=query < live)
+            at = (batch * problem.heads + item.head) * problem.T + item.row + query
+            lse = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, BY_ROWS))
+            gl.store(self.lse + at, lse, mask=query < item.live)
         mbarrier.arrive(ring.q_empty.index(self.WHICH))
 
 
 @gluon.jit
-def _attend(part):
-    """A warpgroup: its part of all of the program's items."""
-    ring = part.ring
+def attend_items(consumer):
+    """A consumer warpgroup: its queries of all of the program's items."""
+    ring = consumer.ring
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     slot = gl.to_tensor(0)  # of the item, and the phase of its queries
-    turn = gl.to_tensor(1 - part.WHICH)  # the first part's first turn has come
-    mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-    blocks = told(ring.items, slot, 0)
+    turn = gl.to_tensor(1 - consumer.WHICH)  # the first consumer begins
+    mbarrier.wait(ring.q_ready.index(consumer.WHICH), slot)
+    blocks = read_item(ring.items, slot).blocks
     while blocks >= 0:
         if blocks > 0:
-            stage, phase, turn = part.attend(slot, blocks, stage, phase, turn)
+            stage, phase, turn = consumer.attend(slot, blocks, stage, phase, turn)
         else:
-            part.put_nothing(slot)
+            consumer.store_without_keys(slot)
         slot = slot ^ 1
-        mbarrier.wait(ring.q_ready.index(part.WHICH), slot)
-        blocks = told(ring.items, slot, 0)
+        mbarrier.wait(ring.q_ready.index(consumer.WHICH), slot)
+        blocks = read_item(ring.items, slot).blocks
 
 
 @kernel
 def attention_kernel(
     out, lse, scratch, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap, slope,
     q_desc, k_desc, v_desc,
-    D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr,
-    OF_Z: gl.constexpr, OF_ACC: gl.constexpr, PACKED: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr, TURNS: gl.constexpr,
-    IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr, SEGMENT: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr,
+    TILE_LAYOUT: gl.constexpr, Z_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, PACKED: gl.constexpr,
+    STARTS: gl.constexpr, ENDS: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    CAPPED: gl.constexpr, TURNS: gl.constexpr, IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
-    work = Work(
+    problem = Problem(
         key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
         CAUSAL, WINDOWED,
     )  # fmt: skip
-    ring = Ring.create(q_desc, k_desc, v_desc, DP, BLOCK, STAGES, FLAT)
-    turns = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PARTS):
+    ring = Ring.create(q_desc, k_desc, v_desc, DP, BLOCK, STAGES, TILE_LAYOUT)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(i), count=1)
     totals = ring.q  # not touched unless IN_SHARED
     if IN_SHARED:
-        totals = gl.allocate_shared_memory(gl.float32, [PARTS * (DP // PIECE), ROWS, PIECE], TOTALS)
+        totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS * (DP // PIECE), ROWS, PIECE], TOTALS)
     CLEAR: gl.constexpr = PACKED or ENDS
-    first = Part(
-        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 0, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE, SEGMENT,
+    first = Consumer(
+        problem, ring, turns, totals, scratch, out, lse, c, cap, slope, D, Z_LAYOUT, ACC_LAYOUT, 0, CAPPED,
+        CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
-    second = Part(
-        work, ring, turns, totals, scratch, out, lse, c, cap, slope, D, OF_Z, OF_ACC, 1, CAPPED, CLEAR, TURNS,
-        IN_SHARED, HAS_LSE, SEGMENT,
+    second = Consumer(
+        problem, ring, turns, totals, scratch, out, lse, c, cap, slope, D, Z_LAYOUT, ACC_LAYOUT, 1, CAPPED,
+        CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
     )  # fmt: skip
     gl.warp_specialize(
-        [(_attend, (first,)), (_attend, (second,)), (load_items, (work, ring))],
-        [4, 1], [REGISTERS, OF_LOADER],
+        [(attend_items, (first,)), (attend_items, (second,)), (load_items, (problem, ring))],
+        [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
 # Launcher
+
+
+def why_not_paged(args: dict[str, Any]) -> str | None:
+    """Why keys in pages are not served, or None. Only decoding reads them, in boxes of keys that lie
+    together. Small boxes are slow: with pages of 16 it took 1.7 times as long as triton (H200)."""
+    call = call_of(args)
+    if not call.page:
+        return None
+    if call.packed_q or args["key_start"] is not None:
+        return "keys in pages with packed queries or key_start are not supported"
+    if not decodes(call):
+        return "keys in pages with many queries or few keys are not supported"
+    if call.page % 64:
+        return f"keys in pages of {call.page}: pages must be multiples of 64 keys"
+    return None
 
 
 def why_not(args: dict[str, Any]) -> str | None:
@@ -441,7 +814,7 @@ def why_not(args: dict[str, Any]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def why_rather_not(args: dict[str, Any]) -> str | None:
+def slower_because(args: dict[str, Any]) -> str | None:
     """Why another backend is faster for this call, or None."""
     call = call_of(args)
     queries = call.T // max(call.sequences, 1) if call.packed_q else call.T
@@ -450,11 +823,33 @@ def why_rather_not(args: dict[str, Any]) -> str | None:
     return None
 
 
+def bounds_of(args: dict[str, Any], placeholder: Tensor) -> tuple[Tensor, ...]:
+    """key_start, key_end and the borders of packed queries and keys, for kernels that read those given."""
+    given = (args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args))
+    return tuple(unused(placeholder) if t is None else t for t in given)
+
+
+def flags_of(args: dict[str, Any]) -> dict[str, Any]:
+    """Which cases a kernel is compiled for."""
+    return {
+        "PACKED": args["cu_seqlens_q"] is not None,
+        "STARTS": args["key_start"] is not None,
+        "ENDS": args["key_end"] is not None,
+        "CAUSAL": args["causal"],
+        "WINDOWED": args["window"] is not None,
+        "CAPPED": args["softcap"] is not None,
+    }
+
+
+#: Compile options: registers before each role takes its own number; fused multiply-adds only where stated.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "enable_fp_fusion": False}
+
+
 def attention(
     launch: Launch = run, turns: bool = True, segment: int = SEGMENT, **args: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). `turns`: whether the two warpgroups multiply by turns; it decides no bit. The class fixes
-    `segment`."""
+    """(out, lse). `turns`: whether the two consumers issue their products in turn; it decides no bit. The
+    class fixes `segment`."""
     call, factors = call_of(args), factors_of(args)
     q, k, v = args["q"], args["k"], args["v"]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -467,21 +862,31 @@ def attention(
     tiles = count_tiles(call, 128)
     programs = min(tiles * call.H, sm_count(q.device))
     in_shared = DP <= 128
-    scratch = out
+    scratch = unused(out)
     if not in_shared:
         scratch = torch.empty((programs, 128, DP), dtype=torch.float32, device=q.device)
-
-    def or_other(t: Tensor | None) -> Tensor:
-        return out if t is None else t
-
     launch(
-        attention_kernel, (programs,), out, or_other(lse), scratch, or_other(args["key_start"]),
-        or_other(args["key_end"]), or_other(args["cu_seqlens_q"]), or_other(key_bounds(args)),
-        call.T, call.S, call.sequences, args["window"] or 0, tiles, call.H, call.group, *factors[:3],
-        descriptor(q, 64, DP), descriptor(k, block, DP), descriptor(v, block, DP),
-        call.D, DP, block, STAGES[DP], flat_layout(DP, q.dtype), accumulator_layout(block),
-        accumulator_layout(DP), call.packed_q, args["key_start"] is not None, args["key_end"] is not None,
-        args["causal"], args["window"] is not None, args["softcap"] is not None, turns, in_shared,
-        lse is not None, segment, num_warps=4, maxnreg=AT_LAUNCH, enable_fp_fusion=False,
-    )  # fmt: skip
+        attention_kernel,
+        (programs,),
+        out,
+        unused(out) if lse is None else lse,
+        scratch,
+        *bounds_of(args, out),
+        *(call.T, call.S, call.sequences, args["window"] or 0, tiles, call.H, call.group),
+        *(factors.c, factors.cap, factors.slope),
+        *(descriptor(q, 64, DP), descriptor(k, block, DP), descriptor(v, block, DP)),
+        D=call.D,
+        DP=DP,
+        BLOCK=block,
+        STAGES=STAGES[DP],
+        SEGMENT=segment,
+        TILE_LAYOUT=tile_layout(DP, q.dtype),
+        Z_LAYOUT=accumulator_layout(block),
+        ACC_LAYOUT=accumulator_layout(DP),
+        TURNS=turns,
+        IN_SHARED=in_shared,
+        HAS_LSE=lse is not None,
+        **flags_of(args),
+        **OPTIONS,
+    )
     return out, lse

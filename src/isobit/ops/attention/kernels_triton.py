@@ -11,15 +11,24 @@ takes its blocks in ascending order:
     acc   = acc a, then the chain continues with p V     p rounded to the dtype of v
 
 The states of segments are then folded in ascending order. Nothing else affects the bits. Sizes decide between
-two ways to run it:
+two schedules:
 
     prefill    one program per tile of queries and KV head; it loops over all segments and folds as it goes
     decoding   one program per tile, KV head and run of segments; it writes the segments' states to memory,
                and a second kernel folds those of a row in ascending order
+
+Rows of a tile are queries times the G heads of one KV head: row r is query r // G of the tile in head r % G.
+Which rows share a tile does not affect any sum.
+
+The compiler must not choose any order of additions. So a reduction is a tree of additions of two numbers, a
+matrix product is `product`, and kernels are compiled without contraction to fused multiply-adds.
+
+The backward (`kernels_triton_bwd`) uses the pieces of this file.
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -28,44 +37,242 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from isobit.frame.contract import dtype_name
 from isobit.frame.launch import Launch, run
-from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.kernels.triton.interpreter import INTERPRETED, narrow, rounded
 from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import (
     FEW_ROWS,
     SEGMENT,
     Call,
+    block_keys,
     call_of,
     decodes,
     factors_of,
     key_bounds,
 )
-from isobit.ops.attention.kernels_triton_parts import (
-    finished,
-    finite,
-    fma,
-    fold,
-    joined,
-    keys_of,
-    lane_sums,
-    load_keys,
-    load_rows,
-    piece_of,
-    product,
-    tanh,
-)
+from isobit.ops.attention.model import fused
 
 #: With this many programs even the largest GPUs are full, and splitting the keys further gains nothing.
 MANY_PROGRAMS = 1024
 
-#: How many states of a row are loaded at once while they are folded.
-AHEAD = 16
+#: States of a row that are loaded at once while they are folded.
+STATES_AT_ONCE = 16
 
-_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "run"]
+#: Products that are added to an accumulator in one matrix step.
+GROUP = 16
+
+#: Upper bound on halvings of a row, for unrolled loops; the ones that are not needed generate no code.
+MOST_HALVINGS = tl.constexpr(8)
+
+#: Numbers that differ between calls: one compilation serves them all.
+_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "each"]
 
 
-def block_keys(D: int) -> int:
-    """Keys per block: part of the numerics class."""
-    return 64 if D > 128 else 128
+# Which queries and keys
+
+
+@triton.jit
+def like(x, value):
+    """`value` with the type and shape of x. A variable that a branch changes must keep them, and a constant
+    has others. The compiler folds the product."""
+    return x * 0 + value
+
+
+@triton.jit
+def clamped(at, low, high):
+    """The integer at this address, clamped to [low, high]: unchecked input."""
+    return tl.minimum(tl.maximum(tl.load(at), low), high).to(tl.int32)
+
+
+@triton.jit
+def piece_of(tile, cu, rows, SEQUENCES, PER: tl.constexpr):
+    """(sequence, first row, number of rows, first row in this tile) for tiles of PER rows.
+
+    Without `cu` each sequence has `rows` rows of its own, from 0. Packed sequences share them. Sequence s
+    then starts at tile cu[s] // PER + s. That leaves enough tiles for all sequences before it, and some are
+    empty. So the host need not know where sequences begin.
+    """
+    if cu is None:
+        tiles = tl.cdiv(rows, PER)
+        sequence = tile // tiles
+        first = tl.zeros([], tl.int32)
+        count = first + rows
+        start = (tile - sequence * tiles) * PER
+    else:
+        sequence = tl.zeros([], tl.int32)
+        after = sequence + SEQUENCES
+        while after - sequence > 1:
+            middle = (sequence + after) // 2
+            begun = clamped(cu + middle, 0, rows) // PER + middle <= tile
+            sequence = tl.where(begun, middle, sequence)
+            after = tl.where(begun, after, middle)
+        first = clamped(cu + sequence, 0, rows)
+        count = clamped(cu + sequence + 1, first, rows) - first
+        start = tl.maximum(tile - (first // PER + sequence), 0) * PER
+    return sequence, first, count, start
+
+
+@triton.jit
+def keys_of(sequence, key_start, key_end, cu_k, S):
+    """(first key, number of keys) of a sequence, within S."""
+    first = tl.zeros([], tl.int32)
+    end = first + S
+    if cu_k is not None:
+        first = clamped(cu_k + sequence, 0, S)
+        end = clamped(cu_k + sequence + 1, first, S)
+    if key_start is not None:
+        first = clamped(key_start + sequence, 0, S)
+    if key_end is not None:
+        end = clamped(key_end + sequence, first, S)
+    return first, tl.maximum(end - first, 0)
+
+
+@triton.jit
+def load_keys(
+    at, table, sequence, first, key, keys, P, stride_p, stride_s, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows of k or v, [keys, DP]; zeros where there is no key, and beyond D. `at` points at the head, `key`
+    counts from the first key of the sequence, `table` points at the pages of the sequence."""
+    there = key < keys
+    place = (first + key).to(tl.int64)
+    if table is not None:
+        page = tl.load(table + place // PAGE, mask=there, other=0).to(tl.int64)
+        page = tl.minimum(tl.maximum(page, 0), P - 1)  # a wrong table must not cause a read out of bounds
+        offset = page * stride_p + place % PAGE * stride_s
+    elif PACKED:
+        offset = place * stride_s
+    else:
+        offset = sequence.to(tl.int64) * stride_p + place * stride_s
+    d = tl.arange(0, DP)
+    if MASKED:
+        inside = there[:, None]
+        if D < DP:
+            inside = inside & (d < D)[None, :]
+        return tl.load(at + offset[:, None] + d[None, :], mask=inside, other=0.0)
+    if D < DP:
+        inside = (d < D)[None, :] & (key >= 0)[:, None]
+        return tl.load(at + offset[:, None] + d[None, :], mask=inside, other=0.0)
+    return tl.load(at + offset[:, None] + d[None, :])
+
+
+@triton.jit
+def load_rows(at, offset, live, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of q or of a gradient at these offsets, [rows, DP]; zeros where a row is not live, and beyond
+    D."""
+    d = tl.arange(0, DP)
+    inside = live[:, None] & (d < D)[None, :]
+    return tl.load(at + offset[:, None] + d[None, :], mask=inside, other=0.0)
+
+
+# Sums in a stated order
+
+
+if INTERPRETED.value:
+
+    def product(left, right, acc):
+        """In the interpreter, on its numpy arrays: a step adds its 16 products in ascending
+        order in fp32, then their sum to the accumulator. As on a tensor core no step gives -0, so a step of
+        zeros changes nothing. numpy's own product would use an order that depends on the shapes."""
+        acc = acc + 0.0  # a copy
+        a, b, total = left.to(tl.float32).handle.data, right.to(tl.float32).handle.data, acc.handle.data
+        for first in range(0, a.shape[1], GROUP):
+            step = a[:, first, None] * b[first]
+            for i in range(first + 1, first + GROUP):
+                step += a[:, i, None] * b[i]
+            total += step + 0.0
+        return acc
+
+    def fma(x, y, z):
+        """In the interpreter, whose own `tl.fma` rounds twice up to Triton 3.8."""
+        result = x * y + z  # a tensor of the right shape
+        factor = np.float32(y) if isinstance(y, float) else y.handle.data
+        result.handle.data[...] = fused(x.handle.data, factor, z.handle.data)
+        return result
+
+else:
+
+    @triton.jit
+    def product(left, right, acc):
+        """left [m, k] times right [k, n], added to acc by matrix steps over ascending k."""
+        return tl.dot(left, right, acc, input_precision="ieee")
+
+    @triton.jit
+    def fma(x, y, z):
+        """x y + z with one rounding."""
+        return tl.fma(x, y, z)
+
+
+@triton.jit
+def row_sums(x):
+    """Sums of rows, [rows, 2^n]: repeatedly adds the second half to the first."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def lane_sums(p):
+    """Sums over the keys of a block by lanes, [rows, 4]: lane i has the keys 8 g + 2 i and 8 g + 2 i + 1.
+    First halves of g, which one thread holds in the register layout of a matrix product, then the two of a
+    pair."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if p.shape[1] > 8:
+            p = tl.sum(tl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), 1)
+    return tl.sum(tl.reshape(p, [p.shape[0], 4, 2]), 2)
+
+
+@triton.jit
+def joined(lanes):
+    """(0 + 1) + (2 + 3)."""
+    return tl.sum(tl.sum(tl.reshape(lanes, [lanes.shape[0], 2, 2]), 2), 1)
+
+
+# Softmax
+
+
+@triton.jit
+def tanh(x):
+    """A series near 0, because the quotient cancels there. Divisions round to nearest."""
+    a = tl.abs(x)
+    e = tl.exp2(a * -2.8853900817779268)  # exp(-2a)
+    far = tl.div_rn(1.0 - e, 1.0 + e)
+    y = x * x
+    near = 0.13333333333333333 + y * (-0.053968253968253968 + y * 0.021869488536155203)
+    near = a + a * y * (-0.33333333333333333 + y * near)
+    size = tl.where(a < 0.25, near, far)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def finite(m):
+    """The maximum to subtract: 0 if no key has been seen yet, because -inf - -inf is NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def fold(total_m, total_s, total, m, s, acc, c):
+    """Fold one more segment into the totals. A row that has seen no key of the segment is left unchanged.
+    This is decided by s = 0 and not by the maximum, which is -inf also if all scores are NaN."""
+    top = tl.maximum(total_m, m)
+    old, new = tl.exp2((total_m - finite(top)) * c), tl.exp2((m - finite(top)) * c)
+    seen = s != 0.0
+    total_s = tl.where(seen, fma(s, new, total_s * old), total_s)
+    total = tl.where(seen[:, None], fma(acc, new[:, None], total * old[:, None]), total)
+    return tl.where(seen, top, total_m), total_s, total
+
+
+@triton.jit
+def finished(m, s, acc, c):
+    """(out, lse) of rows in fp32; 0 and -inf for rows that see no key."""
+    ln2: tl.constexpr = 0.6931471805599453
+    seen = s != 0.0
+    s = tl.where(seen, s, 1.0)
+    out = tl.where(seen[:, None], tl.div_rn(acc, s[:, None]), 0.0)
+    return out, tl.where(seen, (m * c + tl.log2(s)) * ln2, float("-inf"))
+
+
+# Kernels
 
 
 @triton.jit
@@ -78,7 +285,7 @@ def scores(q, k, cap, slope, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def take_in(
+def add_block(
     m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
     c, cap, slope, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     PACKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
@@ -118,12 +325,12 @@ def segment_state(
     if not WINDOWED:
         middle = tl.maximum(begin, tl.minimum(end, whole // BLOCK * BLOCK))
         for block in range(begin, middle, BLOCK):
-            m, s, acc = take_in(
+            m, s, acc = add_block(
                 m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss,
                 v_sp, v_ss, c, cap, slope, BLOCK, D, DP, PAGE, PACKED, WINDOWED, CAPPED, MASKED=False,
             )  # fmt: skip
     for block in range(middle, end, BLOCK):
-        m, s, acc = take_in(
+        m, s, acc = add_block(
             m, s, acc, q, k_at, v_at, table, sequence, first, block, keys, oldest, newest, P, k_sp, k_ss,
             v_sp, v_ss, c, cap, slope, BLOCK, D, DP, PAGE, PACKED, WINDOWED, CAPPED, MASKED=True,
         )  # fmt: skip
@@ -176,7 +383,7 @@ def prefill_kernel(
     )
     batch = sequence.to(tl.int64)
     if cu_q is not None:
-        batch = batch * 0
+        batch = like(batch, 0)
     head = kv * G + head
     q_off = batch * q_sb + row.to(tl.int64) * q_st + head.to(tl.int64) * q_sh
     own = load_rows(q, q_off, live, D, DP)
@@ -193,22 +400,22 @@ def prefill_kernel(
             cu_k is not None, WINDOWED, CAPPED,
         )  # fmt: skip
         total_m, total_s, total = fold(total_m, total_s, total, m, s, acc, c)
-    found, found_lse = finished(total_m, total_s, total, c)
+    row_out, row_lse = finished(total_m, total_s, total, c)
     d = tl.arange(0, DP)
     to = ((batch * T + row) * KV * G + head)[:, None] * D + d[None, :]
-    tl.store(out + to, narrow(found, out), mask=live[:, None] & (d < D)[None, :])
+    tl.store(out + to, narrow(row_out, out), mask=live[:, None] & (d < D)[None, :])
     if lse is not None:
-        tl.store(lse + (batch * KV * G + head) * T + row, found_lse, mask=live)
+        tl.store(lse + (batch * KV * G + head) * T + row, row_lse, mask=live)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def segments_kernel(
     q, k, v, sums, states, key_start, key_end, cu_q, cu_k, table, T, S, SEQUENCES, P, window, c, cap, slope,
-    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, segments, run, KV, G: tl.constexpr,
+    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, segments, each, KV, G: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The states of `run` segments, for one tile of queries and the heads of one KV head: m and s in `sums`
+    """The states of `each` segments, for one tile of queries and the heads of one KV head: m and s in `sums`
     [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. For a segment that a row does not
     see, s = 0 and acc is not written."""
     kv = tl.program_id(0) % KV
@@ -218,7 +425,7 @@ def segments_kernel(
     )  # fmt: skip
     batch = sequence.to(tl.int64)
     if cu_q is not None:
-        batch = batch * 0
+        batch = like(batch, 0)
     head = kv * G + head
     q_off = batch * q_sb + row.to(tl.int64) * q_st + head.to(tl.int64) * q_sh
     own = load_rows(q, q_off, live, D, DP)
@@ -227,7 +434,7 @@ def segments_kernel(
         table = table + sequence.to(tl.int64) * table_s
     d = tl.arange(0, DP)
     state = ((batch * T + row) * KV * G + head) * segments
-    for j in range(tl.program_id(1) * run, tl.minimum((tl.program_id(1) + 1) * run, segments)):
+    for j in range(tl.program_id(1) * each, tl.minimum((tl.program_id(1) + 1) * each, segments)):
         m, s, acc = segment_state(
             own, k_at, v_at, table, sequence, first, tl.maximum(j * SEGMENT, begin),
             tl.minimum((j + 1) * SEGMENT, end), whole, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
@@ -242,11 +449,11 @@ def segments_kernel(
 @triton.jit(do_not_specialize=["T", "segments"])
 def fold_kernel(
     sums, states, out, lse, T, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Fold the states of one row in ascending order; rows number (b, t, head). AHEAD states are loaded
-    together, because memory latency is longer than a fold. EARLY: this kernel was started while the kernel
-    that writes the states was still running."""
+    """Fold the states of one row in ascending order; rows are numbered (b, t, head). AT_ONCE states are
+    loaded together, because memory latency is longer than a fold. EARLY: this kernel was started while the
+    kernel that writes the states was still running."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -258,29 +465,29 @@ def fold_kernel(
     total_m = tl.full([1], float("-inf"), tl.float32)
     total_s = tl.zeros([1], tl.float32)
     total = tl.zeros([1, DP], tl.float32)
-    for first in range(0, segments, AHEAD):
+    for first in range(0, segments, AT_ONCE):
         m, s, acc = (), (), ()
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(AT_ONCE):
             j = first + i
             there = one + j < segments
             m = m + (tl.load(sums + j * 2, mask=there, other=float("-inf")),)
             s = s + (tl.load(sums + j * 2 + 1, mask=there, other=0.0),)
-            # acc of a segment without a visible key is uninitialised memory; the fold ignores it because s =
-            # 0.
+            # acc of a segment without a visible key is uninitialised memory; the fold ignores it: s = 0.
             acc = acc + (tl.load(states + j * D, mask=there[:, None] & inside, other=0.0),)
-        for i in tl.static_range(AHEAD):
+        for i in tl.static_range(AT_ONCE):
             total_m, total_s, total = fold(total_m, total_s, total, m[i], s[i], acc[i], c)
-    found, found_lse = finished(total_m, total_s, total, c)
-    tl.store(out + row * D + d[None, :], narrow(found, out), mask=inside)
+    row_out, row_lse = finished(total_m, total_s, total, c)
+    tl.store(out + row * D + d[None, :], narrow(row_out, out), mask=inside)
     if lse is not None:
         b, t, h = row // (T * H), row // H % T, row % H
-        tl.store(lse + (b * H + h) * T + t + one, found_lse)
+        tl.store(lse + (b * H + h) * T + t + one, row_lse)
 
 
 # Launchers
 
 
 def why_not(args: dict[str, Any]) -> str | None:
+    """Why these kernels cannot serve a call, or None."""
     if args["q"].dtype.itemsize != 2:
         return f"inputs are {dtype_name(args['q'].dtype)}; the kernels multiply bf16 and fp16"
     if call_of(args).group > FEW_ROWS:
@@ -319,10 +526,21 @@ def launch_fold(
     """`early`: start while the previous launch is still running (programmatic dependent launch). NVIDIA GPUs
     from Hopper on only."""
     rows, segments = sums.shape[:2]
+    options = {"launch_pdl": True} if early else {}
     launch(
-        fold_kernel, (rows,), sums, states, out, lse, call.T, segments, c, call.H, call.D, call.padded, AHEAD,
-        early, num_warps=1, enable_fp_fusion=False, **{"launch_pdl": True} if early else {},
-    )  # fmt: skip
+        fold_kernel,
+        (rows,),
+        *(sums, states, out, lse),
+        *(call.T, segments, c),
+        H=call.H,
+        D=call.D,
+        DP=call.padded,
+        AT_ONCE=STATES_AT_ONCE,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **options,
+    )
 
 
 def attention(
@@ -344,16 +562,25 @@ def attention(
     M = tile_rows(call, 64 if call.D > 128 else 128)
     tiles = count_tiles(call, M // call.group)
     given = (
-        args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args), table,
-        call.T, call.S, call.sequences, call.pages, args["window"] or 0, *factors[:3],
-        0 if table is None else table.stride(0), *strides_of(call, q, k, v),
-    )  # fmt: skip
-    constants = {
-        "G": call.group, "D": call.D, "DP": call.padded, "M": M, "BLOCK": block or block_keys(call.D),
-        "SEGMENT": segment, "PAGE": call.page, "CAUSAL": args["causal"],
-        "WINDOWED": args["window"] is not None, "CAPPED": args["softcap"] is not None,
+        *(args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args), table),
+        *(call.T, call.S, call.sequences, call.pages, args["window"] or 0),
+        *(factors.c, factors.cap, factors.slope),
+        0 if table is None else table.stride(0),
+        *strides_of(call, q, k, v),
+    )
+    constants: dict[str, Any] = {
+        "G": call.group,
+        "D": call.D,
+        "DP": call.padded,
+        "M": M,
+        "BLOCK": block or block_keys(call.D),
+        "SEGMENT": segment,
+        "PAGE": call.page,
+        "CAUSAL": args["causal"],
+        "WINDOWED": args["window"] is not None,
+        "CAPPED": args["softcap"] is not None,
         **compile_options(Tile(M, 0, 0, warps=8 if M == 128 else 4, stages=2)),
-    }  # fmt: skip
+    }
     if not (decodes(call, segment) if split is None else split):
         launch(prefill_kernel, (tiles * call.KV,), q, k, v, out, lse, *given, tiles, call.KV, **constants)
         return out, lse

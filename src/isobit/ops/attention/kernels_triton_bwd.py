@@ -25,17 +25,21 @@ from isobit.kernels.host.temperature import LOG2E
 from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.kernels.triton.tiles import Tile, compile_options
 from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
-from isobit.ops.attention.kernels_triton import count_tiles, strides_of, tile_of, tile_rows
-from isobit.ops.attention.kernels_triton_parts import (
+from isobit.ops.attention.kernels_triton import (
     clamped,
+    count_tiles,
     fma,
     keys_of,
+    like,
     load_keys,
     load_rows,
     piece_of,
     product,
     row_sums,
+    strides_of,
     tanh,
+    tile_of,
+    tile_rows,
 )
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -47,7 +51,7 @@ def delta_kernel(
     out, dout, dlse, delta, counters, T, count, o_sb, o_st, o_sh, l_sb, l_sh, l_st, H: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, T] of some rows, (b, t, head) by number; and zeros in two counters, if there are any."""
+    """delta [B, H, T] of ROWS rows, which are numbered (b, t, head); and zeros in two counters, if given."""
     if counters is not None:
         if tl.program_id(0) == 0:
             tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
@@ -56,10 +60,10 @@ def delta_kernel(
     b, t, h = row // (T * H), row // H % T, row % H
     left = load_rows(out, row * D, live, D, DP).to(tl.float32)
     right = load_rows(dout, b * o_sb + t * o_st + h * o_sh, live, D, DP).to(tl.float32)
-    found = row_sums(left * right)
+    total = row_sums(left * right)
     if dlse is not None:
-        found -= tl.load(dlse + b * l_sb + h * l_sh + t * l_st, mask=live, other=0.0)
-    tl.store(delta + (b * H + h) * T + t, found, mask=live)
+        total -= tl.load(dlse + b * l_sb + h * l_sh + t * l_st, mask=live, other=0.0)
+    tl.store(delta + (b * H + h) * T + t, total, mask=live)
 
 
 @triton.jit
@@ -98,7 +102,7 @@ def dq_kernel(
     )
     batch = sequence.to(tl.int64)
     if cu_q is not None:
-        batch = batch * 0
+        batch = like(batch, 0)
     head = (kv * G + head).to(tl.int64)
     row = row.to(tl.int64)
     own = load_rows(q, batch * q_sb + row * q_st + head * q_sh, live, D, DP)
@@ -147,7 +151,7 @@ def dkv_kernel(
     if cu_q is not None:
         q_first = clamped(cu_q + sequence, 0, T)
         rows = clamped(cu_q + sequence + 1, q_first, T) - q_first
-        batch = batch * 0
+        batch = like(batch, 0)
     key = start + tl.arange(0, BLOCK)
     k_b = load_keys(
         k + kv * k_sh, None, sequence, first, key, keys, 1, k_sp, k_ss, D, DP, 0, cu_k is not None, True
@@ -195,7 +199,7 @@ def dkv_kernel(
     to = ((base + first + key) * KV + kv)[:, None] * D + d[None, :]
     tl.store(dk + to, narrow(dk_b * scale, dk), mask=inside)
     tl.store(dv + to, narrow(dv_b, dv), mask=inside)
-    if cu_k is None:  # keys outside of key_start and key_end get zeros
+    if cu_k is None:  # keys outside key_start and key_end get zeros
         place = key  # the same index, counted from the start of the batch element
         outside = (place < S) & ((place < first) | (place >= first + keys))
         to = ((base + place) * KV + kv)[:, None] * D + d[None, :]
@@ -209,17 +213,29 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+def _strides(dout: Tensor, call: Call) -> tuple[int, ...]:
+    """Batch, row and head strides; see `strides_of`."""
+    return (dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2))
+
+
 def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor, counters: Tensor | None = None) -> Tensor:
-    """delta [B, H, T] fp32. Two counters of kernels that follow are set to zero on the way."""
+    """delta [B, H, T] in fp32. The same kernel sets two counters, for the kernels that follow, to zero."""
     call, dlse, out = call_of(args), args["dlse"], args["out"].contiguous()
     rows = call.B * call.T * call.H
     delta = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=dout.device)
     launch(
-        delta_kernel, (-(-rows // 16),), out, dout, dlse, delta, counters, call.T, rows,
-        dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2),
-        *((0, 0, 0) if dlse is None else dlse.stride()), H=call.H, D=call.D, DP=call.padded, ROWS=16,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        delta_kernel,
+        (-(-rows // 16),),
+        *(out, dout, dlse, delta, counters),
+        *(call.T, rows, *_strides(dout, call)),
+        *((0, 0, 0) if dlse is None else dlse.stride()),
+        H=call.H,
+        D=call.D,
+        DP=call.padded,
+        ROWS=16,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return delta
 
 
@@ -235,30 +251,48 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
     D, DP = call.D, call.padded
     delta = delta_of(launch, args, dout)
     strides = strides_of(call, q, k, v)
-    of_dout = (dout.stride(0) if call.B > 1 else 0, dout.stride(1), dout.stride(2))
     bounds = (args["key_start"], args["key_end"], args["cu_seqlens_q"], key_bounds(args))
     window = args["window"] or 0
     most = 32 if D > 128 else 64
-    constants = {
-        "G": call.group, "D": D, "DP": DP, "CAUSAL": args["causal"], "WINDOWED": args["window"] is not None,
-        "CAPPED": args["softcap"] is not None, **compile_options(Tile(most, most, 0, warps=4, stages=2)),
-    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "G": call.group,
+        "D": D,
+        "DP": DP,
+        "CAUSAL": args["causal"],
+        "WINDOWED": args["window"] is not None,
+        "CAPPED": args["softcap"] is not None,
+        **compile_options(Tile(most, most, 0, warps=4, stages=2)),
+    }
     if dq is not None and dq.numel():
         M = tile_rows(call, max(most, 1 << (call.group - 1).bit_length()))
         tiles = count_tiles(call, M // call.group)
         launch(
-            dq_kernel, (tiles * call.KV,), q, k, v, dout, lse, delta, dq, *bounds, table, call.T, call.S,
-            call.sequences, call.pages, window, *factors, 0 if table is None else table.stride(0), *strides,
-            *of_dout, tiles, call.KV, M=M, BLOCK=most, PAGE=call.page, **constants,
-        )  # fmt: skip
+            dq_kernel,
+            (tiles * call.KV,),
+            *(q, k, v, dout, lse, delta, dq, *bounds, table),
+            *(call.T, call.S, call.sequences, call.pages, window, *factors),
+            0 if table is None else table.stride(0),
+            *(*strides, *_strides(dout, call)),
+            *(tiles, call.KV),
+            M=M,
+            BLOCK=most,
+            PAGE=call.page,
+            **constants,
+        )
     if dk is not None and dk.numel():
         block = _block_for(call, most)
         blocks = count_blocks(call, block)
         launch(
-            dkv_kernel, (blocks * call.KV,), q, k, v, dout, lse, delta, dk, dv, *bounds, call.T, call.S,
-            call.sequences, window, *factors, *strides, *of_dout, call.KV,
-            QUERIES=min(most, max(16, 1 << (max(call.T, 1) - 1).bit_length())), BLOCK=block, **constants,
-        )  # fmt: skip
+            dkv_kernel,
+            (blocks * call.KV,),
+            *(q, k, v, dout, lse, delta, dk, dv, *bounds),
+            *(call.T, call.S, call.sequences, window, *factors),
+            *(*strides, *_strides(dout, call)),
+            call.KV,
+            QUERIES=min(most, max(16, 1 << (max(call.T, 1) - 1).bit_length())),
+            BLOCK=block,
+            **constants,
+        )
     return dq, dk if args["want_k"] else None, dv if args["want_v"] else None
 
 

@@ -16,18 +16,13 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.host.temperature import LOG2E
-from isobit.ops.attention.calls import call_of, factors_of, key_bounds
+from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, factors_of, key_bounds
 
 Array = np.ndarray
 
-SEGMENT = 1024
 GROUP = 16
 F32 = np.float32
 LN2 = F32(0.6931471805599453)
-
-
-def block_keys(D: int) -> int:
-    return 64 if D > 128 else 128
 
 
 class Arithmetic(NamedTuple):
@@ -72,6 +67,8 @@ CPU = Arithmetic(_product, fused, np.exp2, np.log2)
 
 
 class Sequence(NamedTuple):
+    """Where the queries and the keys of one sequence are."""
+
     rows: tuple[int, slice]  # index of its queries in q
     keys: tuple[Any, Any]  # index of its keys in k and v
 
@@ -121,8 +118,8 @@ def _tanh(x: Array, do: Arithmetic) -> Array:
     y = x * x
     near = F32(0.13333333333333333) + y * (F32(-0.053968253968253968) + y * F32(0.021869488536155203))
     near = a + a * y * (F32(-0.33333333333333333) + y * near)
-    found = np.where(a < 0.25, near, far)
-    return np.where(x < 0, -found, found)
+    size = np.where(a < 0.25, near, far)
+    return np.where(x < 0, -size, size)
 
 
 def _halves(x: Array, least: int) -> Array:
@@ -159,12 +156,12 @@ class _Scores(NamedTuple):
 def _sees(args: dict[str, Any], rows: int, keys: int) -> Array:
     """Causal and window mask of one sequence, [rows, keys]."""
     key, position = np.arange(keys)[None, :], keys - rows + np.arange(rows)[:, None]
-    found = np.ones((rows, keys), bool)
+    sees = np.ones((rows, keys), bool)
     if args["causal"]:
-        found &= key <= position
+        sees &= key <= position
     if args["window"] is not None:
-        found &= key > position - args["window"]
-    return found
+        sees &= key > position - args["window"]
+    return sees
 
 
 def _filled(x: Array, axis: int, multiple: int, value: float = 0.0, before: int = 0) -> Array:
@@ -245,11 +242,11 @@ def attention(
             own = _by_heads(q, one.rows, kv, call.group)
             keys, values = (_array(t[one.keys][:, kv]) for t in (k, v))
             sees = np.tile(_sees(args, len(own) // call.group, len(keys)), (call.group, 1))
-            found = _folded(own, keys, values, sees, scores, segment, block or block_keys(call.D))
+            result = _folded(own, keys, values, sees, scores, segment, block or block_keys(call.D))
             heads = slice(kv * call.group, (kv + 1) * call.group)
-            by_head = torch.from_numpy(found[0]).unflatten(0, (call.group, -1))
+            by_head = torch.from_numpy(result[0]).unflatten(0, (call.group, -1))
             out[b, rows, heads] = by_head.movedim(0, 1).to(q.dtype)
-            lse[b, heads, rows] = torch.from_numpy(found[1]).unflatten(0, (call.group, -1))
+            lse[b, heads, rows] = torch.from_numpy(result[1]).unflatten(0, (call.group, -1))
     return out.to(args["q"].device), lse.to(args["q"].device) if args["return_lse"] else None
 
 
@@ -285,13 +282,13 @@ def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...
                 ds = p * (scores.do.product(do_h, values.T, np.zeros_like(p), q.dtype) - delta[:, None])
                 ds = ds if bent is None else ds * (F32(1.0) - bent * bent)
                 ds = _rounded(np.where(sees, ds, F32(0.0)), q.dtype)
-                found = do.product(ds, keys, np.zeros_like(own), q.dtype) * scale
-                dq[b, rows, g] = torch.from_numpy(found).to(q.dtype)
+                own_dq = do.product(ds, keys, np.zeros_like(own), q.dtype) * scale
+                dq[b, rows, g] = torch.from_numpy(own_dq).to(q.dtype)
                 own, do_h, ds, p = (_filled(x, 0, GROUP, before=before) for x in (own, do_h, ds, p))
                 total_v = do.product(_rounded(p, q.dtype).T, do_h, total_v, q.dtype)
                 total_k = do.product(ds.T, own, total_k, q.dtype)
             dk[one.keys + (kv,)] = torch.from_numpy(total_k * scale).to(k.dtype)
             dv[one.keys + (kv,)] = torch.from_numpy(total_v).to(v.dtype)
     wanted = (args["want_q"], args["want_k"], args["want_v"])
-    found_all = (t.to(args["q"].device) for t in (dq, dk, dv))
-    return tuple(t if want else None for t, want in zip(found_all, wanted, strict=True))
+    gradients = (t.to(args["q"].device) for t in (dq, dk, dv))
+    return tuple(t if want else None for t, want in zip(gradients, wanted, strict=True))

@@ -301,9 +301,9 @@ backward.rule(*_SHARED_RULES)
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     """Its tiles hold many queries of one head, so few queries would waste them. Decoding has kernels of its
     own."""
-    from isobit.ops.attention.kernels_hopper import why_rather_not
+    from isobit.ops.attention.kernels_hopper import slower_because
 
-    return None if decodes(call_of(args)) else why_rather_not(args)
+    return None if decodes(call_of(args)) else slower_because(args)
 
 
 def _by_hopper(**args: Any) -> Any:
@@ -328,7 +328,7 @@ forward.backend(
 )
 backward.backend(
     "hopper", run="kernels_hopper_bwd:attention_bwd", when="kernels_hopper_bwd:why_not",
-    not_by_default="kernels_hopper:why_rather_not", **_ON_HOPPER,
+    not_by_default="kernels_hopper:slower_because", **_ON_HOPPER,
 )  # fmt: skip
 
 _ON_TRITON: dict[str, Any] = {

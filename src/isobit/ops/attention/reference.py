@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, one sequence and some queries at a time, so that the scores of a whole sequence
 are never in memory. Computes in fp32, or in fp64 for fp64 inputs, and rounds once at the end.
 
-`key_start` and `key_end` are not read on the host: keys outside of them are masked and replaced by zeros, so
+`key_start` and `key_end` are not read on the host: keys outside them are masked and replaced by zeros, so
 that NaN there reaches no result.
 """
 
@@ -18,7 +18,7 @@ SCORES_BYTES = 1 << 24
 
 
 class Sequence(NamedTuple):
-    """One sequence: the indices of its queries in q, and its keys with zeros outside of their bounds."""
+    """One sequence: the indices of its queries in q, and its keys with zeros outside their bounds."""
 
     rows: tuple[int, slice]
     k: Tensor  # [S, KV, D]
@@ -101,11 +101,11 @@ def attention(**args: Any) -> tuple[Tensor, Tensor | None]:
             here = slice(rows.start + start, rows.start + stop)
             own = _by_heads(q[b, here].to(wide), call.KV)
             z, _, _ = _scores(args, own, one.k, one.first, one.end, start, count)
-            found = z.logsumexp(-1)
+            own_lse = z.logsumexp(-1)
             # A row that sees no key has lse = -inf; subtracting 0 instead gives 0, not NaN.
-            p = torch.exp(z - torch.where(found == -torch.inf, 0.0, found)[..., None])
+            p = torch.exp(z - torch.where(own_lse == -torch.inf, 0.0, own_lse)[..., None])
             out[b, here] = _by_rows(p @ one.v.movedim(0, 1)[:, None]).to(q.dtype)
-            lse[b, :, here] = found.flatten(0, 1)
+            lse[b, :, here] = own_lse.flatten(0, 1)
     return out, lse if args["return_lse"] else None
 
 
