@@ -30,6 +30,7 @@ def ptx_of(source: Any, options: dict[str, Any]) -> str:
     text = done.asm["ptx"].partition(".section")[0]
     text = re.sub(r"//.*", "", text)
     text = re.sub(r"^\s*\.(loc|file)\b.*\n", "", text, flags=re.M)
+    text = re.sub(r"\$L__(tmp|func_\w+)\d+:", "", text)  # marks for the debugger: no code jumps there
     kernel = re.search(r"\.entry\s+(\w+)", text)
     assert kernel is not None
     text = text.replace(kernel.group(1), "KERNEL")
@@ -37,8 +38,9 @@ def ptx_of(source: Any, options: dict[str, Any]) -> str:
     numbers: dict[str, int] = {}
     functions = set(re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", text))
     labels = set(re.findall(r"\$L__\w+", text))
-    for name in sorted(functions | labels, key=text.index):
-        numbers[name] = len(numbers)
+    for name in re.findall(r"[$\w]+", text):  # in the order of their first use
+        if name in functions or name in labels:
+            numbers.setdefault(name, len(numbers))
     text = re.sub(
         r"[$\w]+", lambda m: f"NAME{numbers[m.group()]}" if m.group() in numbers else m.group(), text
     )
