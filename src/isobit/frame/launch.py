@@ -30,6 +30,11 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         launched(kernel, grid, args, options)
 
 
+def unused(like: Any) -> Any:
+    """A placeholder for a pointer that the kernel does not read."""
+    return like
+
+
 class Launched(NamedTuple):
     """A launch that was made."""
 

@@ -31,15 +31,15 @@ Lines = dict[str, list[tuple[int, float]]]
 
 def lines(report: dict[str, Any], key: str) -> Lines:
     """(V, figure) of every contender, by ascending V."""
-    found: Lines = {}
+    series: Lines = {}
     for row in report["rows"]:
         sizes, ours = sizes_of(row["case"]), row["impl"] == "isobit"
         if row["op"] not in DRAWN or (sizes["N"], sizes["D"]) != (ROWS, FEATURES) or row[key] is None:
             continue
         if ours or row["op"] == next(iter(DRAWN)):
             name = DRAWN[row["op"]] if ours else row["impl"]
-            found.setdefault(name, []).append((sizes["V"], row[key]))
-    return {name: sorted(points) for name, points in found.items()}
+            series.setdefault(name, []).append((sizes["V"], row[key]))
+    return {name: sorted(points) for name, points in series.items()}
 
 
 def draw(report: dict[str, Any]) -> str:
@@ -62,9 +62,9 @@ def draw(report: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> list[str]:
-    sizes = sorted({v for points in found.values() for v, _ in points})
-    most = max((y for points in found.values() for _, y in points), default=0.0) or 1.0
+def _panel(series: Lines, names: Sequence[str], left: int, logarithmic: bool) -> list[str]:
+    sizes = sorted({v for points in series.values() for v, _ in points})
+    most = max((y for points in series.values() for _, y in points), default=0.0) or 1.0
 
     def scaled(y: float) -> float:
         return math.log10(max(y, 1.0)) if logarithmic else y
@@ -85,7 +85,7 @@ def _panel(found: Lines, names: Sequence[str], left: int, logarithmic: bool) -> 
     for v in sizes:
         parts.append(_text(place(v, 1.0)[0] - 16, TOP + HEIGHT + 16, str(v)))
     for i, name in enumerate(names):
-        points = [place(v, y) for v, y in found.get(name, [])]
+        points = [place(v, y) for v, y in series.get(name, [])]
         parts.append(_polyline(i, name, points))
         parts += [
             f'<circle cx="{x}" cy="{y}" r="2.5" fill="{COLOURS[i % len(COLOURS)]}"/>' for x, y in points
