@@ -29,8 +29,8 @@ _WORDS: dict[Any, torch.dtype] = {np.int32: torch.int32, "int64": torch.int64}
 class Array(np.ndarray):
     """A tile, or a number."""
 
-    def __array_wrap__(self, found: Any, context: Any = None, return_scalar: bool = False) -> "Array":
-        return np.asarray(found).view(Array)
+    def __array_wrap__(self, result: Any, context: Any = None, return_scalar: bool = False) -> "Array":
+        return np.asarray(result).view(Array)
 
     def __getitem__(self, at: Any) -> "Array":
         return np.asarray(super().__getitem__(at)).view(Array)
@@ -160,7 +160,7 @@ class Pending:
 
     def __init__(self, a: Any, b: Any, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
-        self.found: Any = None
+        self.result: Any = None
 
 
 class Device:
@@ -176,15 +176,15 @@ class Device:
     def language(self) -> Any:
         def where(c: Any, a: Any, b: Any) -> Array:
             floats = [x for x in (a, b) if isinstance(x, np.ndarray)]
-            found = np.where(c, a, b)
-            return array(found, floats[0].dtype if floats else None)
+            result = np.where(c, a, b)
+            return array(result, floats[0].dtype if floats else None)
 
         def load(p: Pointer, mask: Any = True, other: Any = 0) -> Array:
             at, mask = np.broadcast_arrays(np.asarray(p.at, dtype=np.int64), np.asarray(mask))
             inside = torch.from_numpy(at[mask])
             assert (inside >= 0).all() and (inside < p.base.numel()).all(), "read outside"
-            found = p.base.view(-1)[inside]
-            values = (found.float() if found.is_floating_point() else found).numpy()
+            result = p.base.view(-1)[inside]
+            values = (result.float() if result.is_floating_point() else result).numpy()
             whole = np.full(at.shape, other, values.dtype)
             whole[mask] = values
             return array(whole)
@@ -199,16 +199,16 @@ class Device:
             at = int(p.at)
             assert 0 <= at < p.base.numel(), "added outside"
             with self.released:
-                found = int(p.base.view(-1)[at])
-                p.base.view(-1)[at] = found + int(x)
-            return array(found, np.int32)
+                result = int(p.base.view(-1)[at])
+                p.base.view(-1)[at] = result + int(x)
+            return array(result, np.int32)
 
         def atomic_xchg(p: Pointer, x: Any, sem: str) -> Array:
             with self.released:
-                found = load(p)
+                result = load(p)
                 store(p, x)
                 self.released.notify_all()
-            return found
+            return result
 
         def assembly(text: str, constraints: str, args: Any, *rest: Any) -> Any:
             if text.startswith("mov.b32"):
@@ -266,20 +266,20 @@ class Device:
             pointer_type=lambda kind: _WORDS[kind],
         )  # fmt: skip
 
-    # Units beside the threads
+    # Units next to the threads
 
-    def load_box(self, desc: Any, where: list[Any], bar: Barrier, room: Shared) -> None:
-        """Outside of the tensor the result is zero."""
+    def load_box(self, desc: Any, where: list[Any], bar: Barrier, buffer: Shared) -> None:
+        """Outside the tensor the result is zero."""
         box, source = desc.block_type.shape, desc.tensor
-        found = torch.zeros(box)
+        result = torch.zeros(box)
         where = [int(i) for i in where]
         first = [max(i, 0) for i in where]
         ends = [min(i + n, size) for i, n, size in zip(where, box, source.shape, strict=True)]
         if all(end > i for i, end in zip(first, ends, strict=True)):
             part = source[tuple(slice(i, end) for i, end in zip(first, ends, strict=True))].float()
             inner = (slice(i - j, i - j + n) for i, j, n in zip(first, where, part.shape, strict=True))
-            found[tuple(inner)] = part
-        room.store(found.numpy().reshape(box[-2:]))
+            result[tuple(inner)] = part
+        buffer.store(result.numpy().reshape(box[-2:]))
         bar.update(0, -desc.block_type.nbytes)
 
     def multiply(self, a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Pending:
@@ -292,11 +292,11 @@ class Device:
         while len(pending) > left:
             one = pending.pop(0)
             a, b = (x.read() if hasattr(x, "read") else x for x in (one.a, one.b))
-            acc = one.acc.found if isinstance(one.acc, Pending) else one.acc  # products end in their order
+            acc = one.acc.result if isinstance(one.acc, Pending) else one.acc  # products end in their order
             acc = np.asarray(acc if one.use_acc else np.zeros_like(acc))
-            one.found = array(self.do.product(np.asarray(a), np.asarray(b), acc, None))
-        found = tuple(d.found if isinstance(d, Pending) and d.found is not None else d for d in deps)
-        return found[0] if len(found) == 1 else found
+            one.result = array(self.do.product(np.asarray(a), np.asarray(b), acc, None))
+        result = tuple(d.result if isinstance(d, Pending) and d.result is not None else d for d in deps)
+        return result[0] if len(result) == 1 else result
 
     def specialize(self, work: Any, warps: Any, registers: Any) -> None:
         places = self.mine.places
@@ -344,15 +344,15 @@ class Device:
             ),
         }  # fmt: skip
         for module in modules:
-            for name, found in vars(module).items():
+            for name, result in vars(module).items():
                 if name in scope:
                     continue
-                if hasattr(found, "fn") and inspect.isfunction(found.fn):
-                    scope[name] = FunctionType(found.fn.__code__, scope, name, found.fn.__defaults__)
-                elif inspect.isclass(found) and hasattr(found, "__triton_aggregate__"):
-                    scope[name] = _record(found, scope)
-                elif type(found).__name__ == "constexpr":
-                    scope[name] = found.value
+                if hasattr(result, "fn") and inspect.isfunction(result.fn):
+                    scope[name] = FunctionType(result.fn.__code__, scope, name, result.fn.__defaults__)
+                elif inspect.isclass(result) and hasattr(result, "__triton_aggregate__"):
+                    scope[name] = _record(result, scope)
+                elif type(result).__name__ == "constexpr":
+                    scope[name] = result.value
         scope.update(other)  # functions hold this very dict
         return scope
 

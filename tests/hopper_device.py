@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gluon_on_a_cpu import in_order
 from isobit.kernels.hopper.lse import COLUMNS
 from isobit.kernels.hopper.pipeline import TensorDescriptor, gl
 from isobit.kernels.host.token_stream import SEGMENT
@@ -41,7 +42,7 @@ def assert_apart(written: Tensor, *read: Tensor) -> None:
 
 
 def strided(t: Tensor, rows: int, columns: int, stride: int, column_stride: int = 1) -> Tensor:
-    """The memory that a kernel accesses through a pointer; an error if it is outside of the allocation."""
+    """The memory that a kernel accesses through a pointer; an error if it is outside the allocation."""
     return torch.as_strided(t, (rows, columns), (stride, column_stride), t.storage_offset())
 
 
@@ -57,7 +58,7 @@ def operand(desc: TensorDescriptor, by_k: bool) -> Tensor:
 
 
 def loaded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """Boxes of a matrix in fp32: TMA fills with zeros outside of it."""
+    """Boxes of a matrix in fp32: TMA fills with zeros outside it."""
     inside = t[:rows, :columns]
     boxes = torch.zeros(rows, columns)
     boxes[: inside.shape[0], : inside.shape[1]] = inside
@@ -65,12 +66,12 @@ def loaded(t: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def stored(t: Tensor, boxes: Tensor) -> None:
-    """Boxes to a matrix: TMA writes nothing outside of it."""
+    """Boxes to a matrix: TMA writes nothing outside it."""
     t.copy_(boxes[: t.shape[0], : t.shape[1]])
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, rounded once: no bit depends on how many rows or columns there are beside an element's own."""
+    """a b, rounded once: no bit depends on how many rows or columns there are besides an element's own."""
     return (a.double() @ b.double()).float()
 
 
@@ -178,12 +179,12 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
     count, K = int(k.count), k.steps * k.STEP
     tiles = whole(k.V, COLUMNS) // COLUMNS
     splits = min(k.SPLITS, tiles)
-    # Every tile has as many parts of 64 rows as multipliers: the last may have one too many.
-    tall = whole(64 * int(k.listed[0]) if k.LISTED else count, 64 * k.MULTIPLIERS) // 64
+    # Every tile has as many parts of 64 rows as consumers: the last may have one too many.
+    tall = whole(64 * int(k.listed[0]) if k.LISTED else count, 64 * k.CONSUMERS) // 64
     parts = k.listed[1 : tall + 1].tolist() if k.LISTED else range(tall)
     hidden, weight = described(k.a_desc), loaded(described(k.b_desc), tiles * COLUMNS, K)
     assert grid[0] >= 1 and k.partial.shape == (splits, 3, k.capacity)
-    assert not (k.KEEP and k.LISTED) and (k.KEEP or not k.QUEUED)
+    assert not (k.STORE_PROBS and k.LISTED) and (k.STORE_PROBS or not k.QUEUED)
     for part in parts:
         own = slice(64 * part, max(64 * part, min(64 * part + 64, count)))
         z = (loaded(hidden[own], 64, K) @ weight.t())[: own.stop - own.start, : k.V]
@@ -192,8 +193,8 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
         if k.ROUND is not None:
             z = z.to({gl.bfloat16: BF16, gl.float16: F16}[k.ROUND]).float()
         token, scale = k.ids[own, None], k.scales[own, None]
-        if k.KEEP:
-            keep(k, z, scale, part * 64, tiles)
+        if k.STORE_PROBS:
+            store_probs(k, z, scale, part * 64, tiles)
         for split in range(splits):
             columns = slice(split * tiles // splits * COLUMNS, (split + 1) * tiles // splits * COLUMNS)
             part = z[:, columns]
@@ -201,12 +202,12 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
             u = (part - m) * scale
             for i, sums in enumerate((m, u.exp2().sum(1), (u.exp2() * u.clamp(min=-1000)).sum(1))):
                 k.partial[split, i, own] = sums.view(-1)
-            found = (token >= columns.start) & (token < columns.start + part.shape[1])
-            at = part.gather(1, torch.where(found, token - columns.start, 0).long())
-            k.picked[own] = torch.where(found, at, k.picked[own, None])[:, 0]
+            result = (token >= columns.start) & (token < columns.start + part.shape[1])
+            at = part.gather(1, torch.where(result, token - columns.start, 0).long())
+            k.picked[own] = torch.where(result, at, k.picked[own, None])[:, 0]
 
 
-def keep(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None:
+def store_probs(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None:
     """What 64 slots store: each lane's e in a tile, and the maximum to which it is relative. Rows of the part
     that are not slots are written as well."""
     lanes = torch.nn.functional.pad(z, (0, tiles * COLUMNS - z.shape[1]), value=-math.inf)
@@ -215,11 +216,11 @@ def keep(k: Any, z: Tensor, scale: Tensor, slot: int, tiles: int) -> None:
     m[m == -math.inf] = 0.0
     e = torch.full((64, tiles * COLUMNS), NAN)
     e[: len(z)] = ((lanes - m[:, :, None, :, None]) * scale.view(-1, 1, 1, 1, 1)).exp2().flatten(1)
-    kept = described(k.kept_desc)
-    assert k.kept_base.shape[1:] == (tiles, 4) and kept.shape[1] == tiles * COLUMNS
-    k.kept_base[slot : slot + len(z)] = m
+    probs = described(k.probs_desc)
+    assert k.probs_base.shape[1:] == (tiles, 4) and probs.shape[1] == tiles * COLUMNS
+    k.probs_base[slot : slot + len(z)] = m
     row = slot + queued_before(k)
-    stored(kept[row : row + 64], e)
+    stored(probs[row : row + 64], e)
 
 
 def queued_before(k: Any) -> int:
@@ -281,24 +282,24 @@ def slab_kernel(grid: tuple[int, ...], k: Any) -> None:
     stored(out[:rows], dz)
 
 
-def kept_kernel(grid: tuple[int, ...], k: Any) -> None:
+def from_probs_kernel(grid: tuple[int, ...], k: Any) -> None:
     slots, width = grid[0], min(grid[1] * k.TILES, k.width) * COLUMNS
     there = torch.arange(slots)[:, None] < k.count
     first, own = k.first * COLUMNS, slice(queued_before(k), queued_before(k) + slots)
-    for t, stride in ((k.out, k.stride * COLUMNS), (k.kept, k.tiles * COLUMNS), (k.kept_base, 4)):
+    for t, stride in ((k.out, k.stride * COLUMNS), (k.probs, k.tiles * COLUMNS), (k.probs_base, 4)):
         in_words(t, stride)
     out = strided(k.out, own.stop, width, k.stride * COLUMNS)[own]
-    kept = k.kept.view(-1, k.tiles * COLUMNS)[own, first : first + width]
-    of_tiles = k.kept_base.view(-1, k.tiles, 4)[:slots]
+    probs = k.probs.view(-1, k.tiles * COLUMNS)[own, first : first + width]
+    of_tiles = k.probs_base.view(-1, k.tiles, 4)[:slots]
     weights = strided(k.weights, 4, slots, k.capacity)
-    assert first + width <= k.tiles * COLUMNS == k.kept.shape[1] and len(kept) == len(of_tiles) == slots
-    if (out.data_ptr(), out.stride()) != (kept.data_ptr(), kept.stride()):  # what it reads it may write over
-        assert_apart(out, kept)
+    assert first + width <= k.tiles * COLUMNS == k.probs.shape[1] and len(probs) == len(of_tiles) == slots
+    if (out.data_ptr(), out.stride()) != (probs.data_ptr(), probs.stride()):  # unless in place
+        assert_apart(out, probs)
     assert_apart(out, of_tiles, k.ids, k.scales, weights)
     column = first + torch.arange(width)
     base, a, _, g = weights[:, :, None]
     moved = (of_tiles[:, column // COLUMNS, column % 8 // 2] * k.scales[:, None] - base).exp2()
-    e = torch.where(there, kept.float(), 0.0)
+    e = torch.where(there, probs.float(), 0.0)
     dz = torch.where(e == 0.0, 0.0, e * moved) * a
     out.copy_(torch.where(column == k.ids[:, None], dz + g, dz))
 
@@ -310,7 +311,7 @@ def sum_kernel(grid: tuple[int, ...], k: Any) -> None:
     if k.HAS_BLOCKS:
         last = int(k.count) - 1
         K = int(k.first[last]) + 64 * int(k.blocks[last]) if last >= 0 else 0
-    rows, columns = whole(M, 64 * k.MULTIPLIERS), whole(k.N, k.COLUMNS)
+    rows, columns = whole(M, 64 * k.CONSUMERS), whole(k.N, k.COLUMNS)
     a, b = operand(k.a_desc, k.A_BY_K), operand(k.b_desc, k.B_BY_K)
     out = described(k.out_desc)[:rows]
     assert_apart(out, a[:rows, :K], b[:columns, :K])
@@ -343,7 +344,7 @@ def bias_kernel(grid: tuple[int, ...], k: Any) -> None:
     strided(k.dz, int(k.count), grid[0] * k.BLOCK, k.stride * COLUMNS)  # what is read, in whole blocks
     dz = strided(k.dz, int(k.count), columns, k.stride * COLUMNS)
     assert_apart(k.dbias, dz)
-    total = k.dbias[:columns].clone() if k.GOES_ON else torch.zeros(columns)
+    total = k.dbias[:columns].clone() if k.ACCUMULATE else torch.zeros(columns)
     for rows in dz.split(16):
         total = total + rows.double().sum(0).float()
     k.dbias[:columns] = total
@@ -435,9 +436,9 @@ def ones_kernel(grid: tuple[int, ...], k: Any) -> None:
 MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     meaning.__name__: meaning
     for meaning in (
-        compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel, kept_kernel,
-        sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel, take_kernel,
-        move_kernel, clear_kernel,
+        compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel,
+        from_probs_kernel, sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel,
+        take_kernel, move_kernel, clear_kernel,
     )
 }  # fmt: skip
 
@@ -450,7 +451,7 @@ class Device:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the last launch of each kernel
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        named = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=True)))
+        named = SimpleNamespace(**dict(zip(kernel.arg_names, in_order(kernel, args, options), strict=True)))
         MEANINGS[kernel.__name__](grid, named)
         self.launched.append(kernel.__name__)
         self.arguments[kernel.__name__] = named

@@ -51,8 +51,8 @@ def evaluate(call: Call, backend: str | None) -> dict[str, Tensor]:
     )  # fmt: skip
     asked = [v for k, v in leaves.items() if k in call.wanted]
     grads = torch.autograd.grad(outputs, asked, call.cotangents)
-    found = dict(zip(OUTPUTS, (o.detach() for o in outputs), strict=True))
-    return found | dict(zip((f"d{k}" for k in leaves if k in call.wanted), grads, strict=True))
+    result = dict(zip(OUTPUTS, (o.detach() for o in outputs), strict=True))
+    return result | dict(zip((f"d{k}" for k in leaves if k in call.wanted), grads, strict=True))
 
 
 def truth(call: Call) -> dict[str, Tensor]:
@@ -66,8 +66,8 @@ def truth(call: Call) -> dict[str, Tensor]:
         leaves["hidden"], leaves["weight"], call.token_ids, bias=leaves.get("bias"), **options
     )
     grads = torch.autograd.grad(outputs, list(leaves.values()), [g.double() for g in call.cotangents])
-    found = dict(zip(OUTPUTS, (o.detach() for o in outputs), strict=True))
-    return found | dict(zip((f"d{k}" for k in leaves), grads, strict=True))
+    result = dict(zip(OUTPUTS, (o.detach() for o in outputs), strict=True))
+    return result | dict(zip((f"d{k}" for k in leaves), grads, strict=True))
 
 
 def make(*lead: int, D: int = 20, V: int = 33, dtype: torch.dtype = F32, bias: Any = None, seed: int = 0,
@@ -181,7 +181,7 @@ CALLS: dict[str, Call] = {
     "all masked": make(3, mask=lambda lead: torch.zeros(lead, dtype=torch.bool)),
 }  # fmt: skip
 
-#: Calls whose bits are compared, beside the whole they are compared with.
+#: Calls whose bits are compared, next to the whole they are compared with.
 PERMUTED = torch.randperm(150, generator=torch.Generator().manual_seed(5))
 WHOLE = {"fp32": make(150, D=40, V=140, bias=F32), "bf16": make(150, D=40, V=140, dtype=BF16, bias=BF16)}
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -196,7 +196,7 @@ WORKSPACES = (None, 0, 1 << 20)
 
 
 def padded_with_masked_rows(call: Call) -> Call:
-    """The same rows that count, with masked ones of NaN before and between them."""
+    """The same live rows, with masked ones of NaN before and between them."""
     mask = torch.arange(2 * len(call.token_ids)) % 2 == 1
     padded = call.rows(lambda t: torch.stack((torch.full_like(t, NAN if t.is_floating_point() else -7), t), 1)
                        .flatten(0, 1))  # fmt: skip
@@ -204,18 +204,18 @@ def padded_with_masked_rows(call: Call) -> Call:
 
 
 def bit_calls() -> dict[str, Call]:
-    found = {f"{name}: whole": call for name, call in WHOLE.items()}
-    found |= {f"{n}: {part}": call.rows(cut) for n, call in WHOLE.items() for part, cut in PARTS.items()}
-    found |= {f"{name}: padded": padded_with_masked_rows(call) for name, call in WHOLE.items()}
+    result = {f"{name}: whole": call for name, call in WHOLE.items()}
+    result |= {f"{n}: {part}": call.rows(cut) for n, call in WHOLE.items() for part, cut in PARTS.items()}
+    result |= {f"{name}: padded": padded_with_masked_rows(call) for name, call in WHOLE.items()}
     rolled = WHOLE["fp32"]
-    found["control"] = replace(rolled, hidden=rolled.hidden.roll(1, -1), weight=rolled.weight.roll(1, -1))
-    found |= {f"workspace {n}": LONG.with_options(workspace_bytes=n) for n in WORKSPACES}
-    found["frozen"] = replace(found["workspace 0"], wanted=("hidden",))
-    found["one temperature"] = CALLS["fp32"].with_options(temperature=0.75)
-    found["that temperature for all rows"] = CALLS["fp32"].with_options(temperature=torch.full((7,), 0.75))
-    found["bad id"] = with_a_bad_id(CALLS["bias"])
-    found["infinite weight"] = infinite_weight()
-    return found
+    result["control"] = replace(rolled, hidden=rolled.hidden.roll(1, -1), weight=rolled.weight.roll(1, -1))
+    result |= {f"workspace {n}": LONG.with_options(workspace_bytes=n) for n in WORKSPACES}
+    result["frozen"] = replace(result["workspace 0"], wanted=("hidden",))
+    result["one temperature"] = CALLS["fp32"].with_options(temperature=0.75)
+    result["that temperature for all rows"] = CALLS["fp32"].with_options(temperature=torch.full((7,), 0.75))
+    result["bad id"] = with_a_bad_id(CALLS["bias"])
+    result["infinite weight"] = infinite_weight()
+    return result
 
 
 def with_a_bad_id(call: Call) -> Call:
@@ -231,9 +231,9 @@ def infinite_weight() -> Call:
     return replace(call, weight=weight)
 
 
-def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+def assert_near(result: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
     coarse = {BF16: 2**-7, F16: 2**-9, F32: 1e-5, F64: 1e-13}[dtype]
-    for name, value in found.items():
+    for name, value in result.items():
         limit = 5e-6 if dtype != F64 else 1e-13
         if name not in OUTPUTS and exact[name].numel():
             limit = coarse * float(exact[name].abs().max()) + 1e-12
@@ -242,7 +242,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch
                                    f"{n}: {m}")  # fmt: skip
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in found.items():
+def assert_same_bits(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in result.items():
         kind = torch.int16 if value.dtype.itemsize == 2 else torch.int32
         assert torch.equal(value.contiguous().view(kind), expected[name].contiguous().view(kind)), name

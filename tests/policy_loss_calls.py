@@ -23,7 +23,7 @@ def make(*lead: int, dtype: torch.dtype = F32, seed: int = 0) -> tuple[Tensor, T
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), ids
 
 
-def room(rows: int, dtype: torch.dtype = F32) -> int:
+def bytes_for(rows: int, dtype: torch.dtype = F32) -> int:
     """Bytes that are enough for this many rows of the reference."""
     return V * rows * torch.promote_types(dtype, F32).itemsize
 
@@ -36,7 +36,7 @@ def on_all_rows(
     loss_fn: Loss, tensors: tuple[Tensor, ...], inputs: dict[str, Any], entropy: bool = False, **options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The loss through `linear_logp`, and its gradients."""
-    logp, found = isobit.linear_logp(*tensors, return_entropy=True, **options)  # type: ignore[misc]
-    returned = loss_fn(logp, found if entropy else None, **inputs)
+    logp, result = isobit.linear_logp(*tensors, return_entropy=True, **options)  # type: ignore[misc]
+    returned = loss_fn(logp, result if entropy else None, **inputs)
     loss = returned[0] if isinstance(returned, tuple) else returned
     return loss, torch.autograd.grad(loss, tensors[:2])

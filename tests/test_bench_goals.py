@@ -18,7 +18,7 @@ from isobit.bench.report import ROW, format_report, format_summary
 from isobit.cli.html.bench import section
 from isobit.cli.html.saved import summary_line
 from isobit.frame.op import known_op
-from isobit.kernels.hopper.tiles import HBM_BYTES
+from isobit.kernels.hopper.tiles import HBM_BYTES_PER_US
 from isobit.ops.linear_logp import rivals
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
@@ -161,7 +161,7 @@ def test_the_predicted_time_of_the_forward_is_that_of_its_schedule(
 
     # All SMs share the splits of few rows, so the weight is read at the speed of a copy.
     assert predicted(1, 4096, 128256) == pytest.approx(predicted(64, 4096, 128256))
-    assert predicted(1, 4096, 128256) == pytest.approx(2e-3 * 128256 * 4096 / HBM_BYTES, rel=0.1)
+    assert predicted(1, 4096, 128256) == pytest.approx(2e-3 * 128256 * 4096 / HBM_BYTES_PER_US, rel=0.1)
     # Milliseconds on an H200.
     few = {(1, 4096, 128256): 0.2686, (320, 4096, 128256): 0.6253, (512, 896, 151936): 0.2109}
     for shape, ms in (few | {(4096, 2048, 131072): 2.858, (16384, 4096, 128256): 22.55}).items():

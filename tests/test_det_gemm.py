@@ -290,11 +290,11 @@ def test_gradients_are_near_the_truth(out_dtype: torch.dtype | None) -> None:
     x, weight, bias = randn(40, 64, dtype=F16), randn(32, 64, dtype=F16, seed=1), randn(32, dtype=F16, seed=2)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     dy = randn(40, 32, dtype=out_dtype or F16, seed=3)
-    found = torch.autograd.grad(det_linear(x, weight, bias, out_dtype=out_dtype), leaves, dy)
+    result = torch.autograd.grad(det_linear(x, weight, bias, out_dtype=out_dtype), leaves, dy)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     rounded = dy.half().double()  # an fp32 gradient is rounded to the operands' dtype first
     truth = torch.autograd.grad(torch.nn.functional.linear(*exact), exact, rounded)
-    for ours, true, leaf in zip(found, truth, leaves, strict=True):
+    for ours, true, leaf in zip(result, truth, leaves, strict=True):
         assert ours.dtype == leaf.dtype
         torch.testing.assert_close(ours.double(), true, rtol=2**-10, atol=1e-3)
 
@@ -314,8 +314,8 @@ def test_only_what_needs_a_gradient_costs_one(
     tensors = (randn(5, 8), randn(3, 8), randn(3))
     leaves = [t.requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
     y = det_linear(*leaves)
-    kept = [t for t in y.grad_fn.saved_tensors if t is not None]
-    assert any(t.data_ptr() == leaves[0].data_ptr() for t in kept) is needs[1]  # x is kept for dW alone
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None]
+    assert any(t.data_ptr() == leaves[0].data_ptr() for t in saved) is needs[1]  # x is saved for dW alone
     made: list[str] = []
     for name in ("product", "token_product"):
         run = getattr(model, name)
@@ -351,16 +351,16 @@ def test_second_derivatives_say_why_there_is_none(name: str) -> None:
 
 
 def operands(requires_grad: bool = True) -> list[Tensor]:
-    found = [randn(2, 5, 24), randn(7, 24, seed=1), randn(7, dtype=F32, seed=2)]
-    return [t.requires_grad_(requires_grad) for t in found]
+    result = [randn(2, 5, 24), randn(7, 24, seed=1), randn(7, dtype=F32, seed=2)]
+    return [t.requires_grad_(requires_grad) for t in result]
 
 
 def test_opcheck() -> None:
     x, weight, bias = operands()
 
     def opcheck(name: str, **args: Any) -> None:
-        found = OPS[name]
-        torch.library.opcheck(found.torch_op, found.contract.to_torch(found.bind(args)))
+        result = OPS[name]
+        torch.library.opcheck(result.torch_op, result.contract.to_torch(result.bind(args)))
 
     opcheck("det_linear", x=x, weight=weight, bias=bias, out_dtype=F32)
     opcheck("det_linear", x=x.float(), weight=weight.float(), bias=bias, operand_dtype=BF16)
@@ -389,12 +389,12 @@ def test_one_compiled_graph_serves_every_number_of_rows() -> None:
     for attempt, M in enumerate((5, 9, 70)):
         rows = randn(2, M, 24, seed=M).requires_grad_()
         with torch.compiler.set_stance("fail_on_recompile" if attempt else "default"):
-            found = compiled(rows, weight, bias)
-            grads = torch.autograd.grad(found.sum(), (rows, weight, bias))
+            result = compiled(rows, weight, bias)
+            grads = torch.autograd.grad(result.sum(), (rows, weight, bias))
         expected = step(rows, weight, bias)
         for a, b in zip(grads, torch.autograd.grad(expected.sum(), (rows, weight, bias)), strict=True):
             assert same_bits(a, b)
-        assert same_bits(found, expected)
+        assert same_bits(result, expected)
     torch._dynamo.reset()
 
 

@@ -51,22 +51,22 @@ SIZES = ((1, 1, 1), (3, 17, 5), (16, 128, 32), (17, 130, 33), (64, 64, 16), (70,
 
 
 def calls() -> list[tuple[str, list[Tensor], dict[str, Any]]]:
-    found: list[tuple[str, list[Tensor], dict[str, Any]]] = []
+    result: list[tuple[str, list[Tensor], dict[str, Any]]] = []
     for i, (M, K, N) in enumerate(SIZES):
         dtype, out_dtype = ((BF16, F32), (F16, F32), (BF16, None), (F16, None))[i % 4]
         a, b = randn(M, K, dtype=dtype), randn(K, N, dtype=dtype, seed=1)
-        found.append(("det_gemm", [a, b], {"out_dtype": out_dtype}))
-        found.append(("det_linear", [a, b.t(), randn(N, dtype=F32)], {"out_dtype": out_dtype}))
+        result.append(("det_gemm", [a, b], {"out_dtype": out_dtype}))
+        result.append(("det_linear", [a, b.t(), randn(N, dtype=F32)], {"out_dtype": out_dtype}))
         apart = torch.stack((a, a), -1)[..., 1]
-        found.append(("det_gemm", [apart.t().contiguous().t(), b.t().contiguous().t()], {"out_dtype": F32}))
-    found.append(("det_gemm", [randn(2, 3, 20, 40), randn(2, 3, 40, 5)], {}))
+        result.append(("det_gemm", [apart.t().contiguous().t(), b.t().contiguous().t()], {"out_dtype": F32}))
+    result.append(("det_gemm", [randn(2, 3, 20, 40), randn(2, 3, 40, 5)], {}))
     for T, K, N in ((1, 1, 1), (700, 20, 70), (1030, 70, 9), (520, 70, 130)):
         x, dy = randn(T, K), randn(T, N, seed=1)
         mask, cu = randn(T, seed=2) > -0.5, torch.tensor([0, T // 3, T // 3, T // 2, T])
         for options in ({}, {"mask": mask}, {"cu_seqlens": cu.int()}, {"mask": mask, "cu_seqlens": cu},
                         {"init": randn(N, K, dtype=F32)}):  # fmt: skip
-            found.append(("det_gemm_dw", [x, dy], options))
-    return found
+            result.append(("det_gemm_dw", [x, dy], options))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[Tensor, .
     folder: Path = tmp_path_factory.mktemp("interpreted")
     torch.save(calls(), folder / "calls")
     in_interpreter(CHILD, folder / "calls", folder / "results")
-    found: tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]] = torch.load(folder / "results")
-    return found
+    result: tuple[list[tuple[Tensor, ...]], dict[Any, Tensor]] = torch.load(folder / "results")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +96,16 @@ def truth(name: str, args: list[Tensor], options: dict[str, Any]) -> tuple[Tenso
 @pytest.mark.parametrize("index", range(len(calls())))
 def test_the_kernels_compute_products(interpreted: list[tuple[Tensor, ...]], index: int) -> None:
     name, args, options = calls()[index]
-    for found, exact in zip(interpreted[index], truth(name, args, options), strict=True):
-        coarse = {BF16: 2**-7, F16: 2**-9, F32: 2**-15}[found.dtype]
-        assert found.shape == exact.shape
-        torch.testing.assert_close(found.double(), exact, rtol=coarse, atol=coarse)
+    for result, exact in zip(interpreted[index], truth(name, args, options), strict=True):
+        coarse = {BF16: 2**-7, F16: 2**-9, F32: 2**-15}[result.dtype]
+        assert result.shape == exact.shape
+        torch.testing.assert_close(result.double(), exact, rtol=coarse, atol=coarse)
 
 
 def test_a_sum_over_tokens_is_rounded_once(both: tuple[Any, dict[Any, Tensor]]) -> None:
     _, sums = both
-    for dtype, found in sums.items():
-        assert found.dtype == dtype and torch.equal(found, sums[F32].to(dtype))
+    for dtype, result in sums.items():
+        assert result.dtype == dtype and torch.equal(result, sums[F32].to(dtype))
 
 
 # Tiles
@@ -143,14 +143,14 @@ def hopper() -> list[tuple[dict[str, Any], Any]]:
 
     recorder = Recorder()
     launches(recorder)
-    found = []
+    result = []
     for (kernel, args, options), (_, source, flags) in zip(
         recorder.launches, recorder.sources(), strict=True
     ):
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=flags)
-        found.append((given, done))
-    return found
+        result.append((given, done))
+    return result
 
 
 def test_no_kernel_may_fuse_a_product_and_a_sum() -> None:

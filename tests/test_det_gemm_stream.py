@@ -45,8 +45,8 @@ def plain_loop(T: int, mask: Sequence[bool], bounds: Sequence[int]) -> tuple[lis
 def check_tables(stream: Stream, rows: list[int], table: list[list[int]]) -> None:
     count = int(stream.count)
     assert count == len(table) and {t.dtype for t in vars(stream).values()} == {torch.int32}
-    found = torch.stack((stream.first, stream.blocks), 1).tolist()
-    assert found[:count] == table and found[count:] == [[0, 0]] * (len(found) - count)
+    result = torch.stack((stream.first, stream.blocks), 1).tolist()
+    assert result[:count] == table and result[count:] == [[0, 0]] * (len(result) - count)
     # Kernels walk segments as one stretch of slots, which ends where the last of them does.
     ends = [first + BLOCK * blocks for first, blocks in table]
     assert [first for first, _ in table] == [0, *ends][: len(table)]
@@ -114,13 +114,13 @@ def test_a_sum_is_rounded_once_to_what_is_asked_for(dtype: torch.dtype) -> None:
     dy[0, 0], x[0, 0] = float("nan"), 3e38
     init = torch.randn(1, 5, 6, generator=generator())
     wide = model.token_product(x[None], dy[None], None, init)
-    found = model.token_product(x[None], dy[None], None, init, out_dtype=dtype)
-    assert found.dtype == dtype and torch.equal(found[:, 1:], wide[:, 1:].to(dtype))
-    assert set(found[0, 0].view(torch.int16).tolist()) == {0x7FFF}  # as the GPU rounds NaN
+    result = model.token_product(x[None], dy[None], None, init, out_dtype=dtype)
+    assert result.dtype == dtype and torch.equal(result[:, 1:], wide[:, 1:].to(dtype))
+    assert set(result[0, 0].view(torch.int16).tolist()) == {0x7FFF}  # as the GPU rounds NaN
 
 
 def padded(x: Tensor, dy: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same rows in the same order among others that do not count and hold NaN."""
+    """The same rows in the same order among masked rows that hold NaN."""
     T = len(x)
     live = torch.randperm(2 * T, generator=generator(seed))[:T].sort().values
     mask = torch.zeros(2 * T, dtype=torch.bool)
@@ -191,9 +191,9 @@ def test_an_empty_stream_returns_the_initial_value() -> None:
     x, dy = batch(70)
     nothing, start = torch.zeros(70).int(), torch.full((5, 6), -0.0)
     assert not det_gemm_dw(x, dy, mask=nothing).any()
-    for found in (det_gemm_dw(x, dy, mask=nothing, init=start), det_gemm_dw(x[:0], dy[:0], init=start)):
-        assert torch.equal(found.view(torch.int32), start.view(torch.int32))
-        assert found.data_ptr() != start.data_ptr()
+    for result in (det_gemm_dw(x, dy, mask=nothing, init=start), det_gemm_dw(x[:0], dy[:0], init=start)):
+        assert torch.equal(result.view(torch.int32), start.view(torch.int32))
+        assert result.data_ptr() != start.data_ptr()
 
 
 # Errors
@@ -229,7 +229,7 @@ def test_wrong_calls(change: dict[str, Any], expected: str) -> None:
 
 def test_bounds_are_read_only_where_that_is_allowed() -> None:
     x, dy = batch(8)
-    found = det_gemm_dw(x, dy, cu_seqlens=torch.tensor([0, 5, 3, 8]), validate=False)
-    assert bool(found.isfinite().all())
+    result = det_gemm_dw(x, dy, cu_seqlens=torch.tensor([0, 5, 3, 8]), validate=False)
+    assert bool(result.isfinite().all())
     with pytest.raises(ContractError, match="must not descend"):
         det_gemm_dw(x, dy, cu_seqlens=torch.tensor([0, 5, 3, 8]), validate=True)

@@ -74,7 +74,7 @@ class Case:
     padded: bool = False  # rows of hidden and weight with something between them
     narrow: bool = False  # 32 bits for tokens and mask
     shifted: bool = False  # hidden[:, :-1], and the same for everything with rows
-    inside: bool = False  # hidden begins inside of a 16-byte word, and is contiguous
+    inside: bool = False  # hidden begins inside a 16-byte word, and is contiguous
     options: dict[str, Any] = field(default_factory=dict)
     sms: int = 132
     block_slots: int | None = None
@@ -105,7 +105,7 @@ def shifted(t: Tensor | None) -> Tensor | None:
 
 
 def good_rows(args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(rows that count, those of them that have a token)."""
+    """(live rows, those of them that have a token)."""
     ids, V = args["token_ids"], args["vocab_size"] or len(args["weight"])
     live = reference.live_rows(ids, args["mask"], args["ignore_index"])
     return live, live & (ids >= 0) & (ids < V)
@@ -215,12 +215,12 @@ def truth(args: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def assert_right(found: Tensor | None, exact: Tensor, size: Tensor, case: Case) -> None:
+def assert_right(result: Tensor | None, exact: Tensor, size: Tensor, case: Case) -> None:
     """Within what rounding to the inputs' dtype allows: d-logits and the result once each, by half a unit in
     the last place, and kept e before them. fp32 adds a twentieth of one such rounding, far more than it needs
-    here. What nothing was added up in, such as a row that does not count, is exactly 0."""
-    assert found is not None
-    wrong = (found.double().view(exact.shape) - exact).abs()
+    here. What nothing was added up in, such as a masked row, is exactly 0."""
+    assert result is not None
+    wrong = (result.double().view(exact.shape) - exact).abs()
     bound = (2.05 + case.kept) * torch.finfo(case.dtype).eps / 2 * size
     assert torch.equal(wrong.isnan(), exact.isnan()), "NaN at the wrong places"
     assert bool((wrong[~exact.isnan()] <= bound[~exact.isnan()]).all()), "off by more than rounding"
@@ -248,8 +248,8 @@ def execute(case: Case, args: dict[str, Any], patch: pytest.MonkeyPatch) -> Ran:
 
     patch.setattr(backward, "slabs", watched)
     device = Device()
-    found = backward.linear_logp_bwd(launch=device, **args)
-    return Ran(dict(zip(("hidden", "weight", "bias"), found, strict=True)), device.launched, made[0])
+    result = backward.linear_logp_bwd(launch=device, **args)
+    return Ran(dict(zip(("hidden", "weight", "bias"), result, strict=True)), device.launched, made[0])
 
 
 def check(case: Case, patch: pytest.MonkeyPatch, **changes: Any) -> Ran:
@@ -304,8 +304,8 @@ CASES = {
     "shifted, frozen": Case(**FROZEN | {"lead": (2, 100), "shifted": True}),
     "rows apart": Case(padded=True, options=small(), slabs=3),
     "rows apart, frozen": Case(padded=True, **FROZEN),
-    "inside of a word": Case(inside=True),
-    "inside of a word, frozen": Case(inside=True, **FROZEN),
+    "inside a word": Case(inside=True),
+    "inside a word, frozen": Case(inside=True, **FROZEN),
     "lent": Case(**LENT),
     "lent, masked": Case(counted=0.4, bad=True, ignored=True, **LENT, **ALL),
     "lent, one SM": Case(sms=1, **LENT),
@@ -343,7 +343,7 @@ def test_gradients_are_those_of_the_formula(name: str, monkeypatch: pytest.Monke
     assert len(ran.plan) == case.slabs and sum(slab.lent for slab in ran.plan) == case.lent
     recomputed = not case.kept or "dentropy" in case.grads
     assert ran.launched.count("slab_kernel") == (case.slabs * case.blocks if recomputed else 0)
-    assert ran.launched.count("kept_kernel") == (0 if recomputed else case.slabs * case.blocks)
+    assert ran.launched.count("from_probs_kernel") == (0 if recomputed else case.slabs * case.blocks)
     assert ran.launched.count("unpack_kernel") == (case.blocks if "hidden" in case.wanted else 0)
 
 
@@ -388,7 +388,7 @@ class Allocations(TorchDispatchMode):
                                                  (16384, 16384, 128), (8192, 8192, 64)])  # fmt: skip
 @pytest.mark.parametrize("wanted", [("hidden",), ("hidden", "weight")])
 def test_memory_is_as_documented(N: int, V: int, slab_mb: int, wanted: tuple[str, ...]) -> None:
-    """A slab of 16 KB a row, at least 64 MB and at most the weight's bytes, and fp32 sums of dhidden beside
+    """A slab of 16 KB a row, at least 64 MB and at most the weight's bytes, and fp32 sums of dhidden next to
     the gradients; of 4096 rows with a frozen head."""
     D, MB = 4096, 1 << 20
 
@@ -402,8 +402,8 @@ def test_memory_is_as_documented(N: int, V: int, slab_mb: int, wanted: tuple[str
         f"want_{x}": x in wanted for x in ("hidden", "weight", "bias")
     }
     with Allocations() as seen:
-        found = backward.linear_logp_bwd(launch=lambda *args, **options: None, **args)
-    gradients = sum(g.nbytes for g in found if g is not None)
+        result = backward.linear_logp_bwd(launch=lambda *args, **options: None, **args)
+    gradients = sum(g.nbytes for g in result if g is not None)
     rows = N if "weight" in wanted else min(N, 4096)
     bound = (slab_mb if rows == N else 64) * MB + 4 * rows * D + 64 * N
     assert gradients + bound / 2 < seen.most <= gradients + bound
@@ -440,7 +440,7 @@ def test_kept_values_of_another_block_are_wrong(monkeypatch: pytest.MonkeyPatch)
 
     def wrong(*args: Any) -> list[backward.Block]:
         blocks = right(*args)
-        return [block._replace(kept=blocks[0].kept, kept_base=blocks[0].kept_base) for block in blocks]
+        return [block._replace(probs=blocks[0].probs, probs_base=blocks[0].probs_base) for block in blocks]
 
     monkeypatch.setattr(backward, "_blocks", wrong)
     with pytest.raises(AssertionError, match="off by more than rounding"):

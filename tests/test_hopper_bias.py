@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import hopper_device
-from gluon_on_a_cpu import Device
+from gluon_on_a_cpu import Device, in_order
 from isobit.kernels.hopper import bias as hopper_bias
 from isobit.kernels.hopper import lse as hopper_lse
 from isobit.kernels.hopper import pipeline as hopper_pipe
@@ -54,7 +54,7 @@ def launch(plainly: bool, plain: Any, kernel: Any, grid: Any, *args: Any, **opti
         scope["multiply_add"] = FunctionType(one_by_one.__code__, scope)
     names = kernel.arg_names
     given = [KINDS.get(value, value) if name == "ROUND" else value
-             for name, value in zip(names, args, strict=True)]  # fmt: skip
+             for name, value in zip(names, in_order(kernel, args, options), strict=True)]  # fmt: skip
     return device.run(scope, kernel, given)
 
 
@@ -106,8 +106,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def forwards(args: dict[str, Any], plainly: bool, keep: bool) -> list[Tensor]:
     flags = dict.fromkeys(("return_entropy", "return_lse", "return_stats"), True)
-    found = forward.linear_logp(partial(launch, plainly, hopper_device.Device()), **args, **flags, keep=keep)
-    return [t for t in found if t is not None]
+    result = forward.linear_logp(partial(launch, plainly, hopper_device.Device()), **args, **flags, keep=keep)
+    return [t for t in result if t is not None]
 
 
 def backwards(args: dict[str, Any], outputs: list[Tensor], plainly: bool, entropy: bool) -> list[Tensor]:
@@ -115,10 +115,10 @@ def backwards(args: dict[str, Any], outputs: list[Tensor], plainly: bool, entrop
     given = {"entropy": outputs[1], "stats": outputs[3], "kept": None, "kept_base": None, "dlse": None}
     given |= {"dlogp": torch.linspace(-1, 1, N), "dentropy": torch.linspace(1, 0, N) if entropy else None}
     wanted = dict.fromkeys(("want_hidden", "want_weight", "want_bias"), True)
-    room = 3 * 128 * 512 * 2  # several slabs
-    call = args | given | wanted | {"workspace_bytes": room}
-    found = backward.linear_logp_bwd(partial(launch, plainly, hopper_device.Device()), **call)
-    return [t for t in found if t is not None]
+    slab_bytes = 3 * 128 * 512 * 2  # several slabs
+    call = args | given | wanted | {"workspace_bytes": slab_bytes}
+    result = backward.linear_logp_bwd(partial(launch, plainly, hopper_device.Device()), **call)
+    return [t for t in result if t is not None]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -152,7 +152,7 @@ def test_a_bias_is_copied_only_if_words_need_it(dtype: torch.dtype) -> None:
         (0, 13, 12, False), (3, 13, 11, True), (0, 1, 1, True),
     ):  # fmt: skip
         bias = memory[first : first + size]
-        found = in_words(bias, V)
-        assert (found.data_ptr() != bias.data_ptr()) is copied
-        assert torch.equal(found[:V], bias[:V]) and len(found) >= V + V % 2
-        assert found.data_ptr() % (2 * found.element_size()) == 0
+        result = in_words(bias, V)
+        assert (result.data_ptr() != bias.data_ptr()) is copied
+        assert torch.equal(result[:V], bias[:V]) and len(result) >= V + V % 2
+        assert result.data_ptr() % (2 * result.element_size()) == 0

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gluon_on_a_cpu import in_order
 from hopper_device import Device
 from isobit.frame import launch
 from isobit.kernels.hopper import logits as hopper_logits
@@ -21,9 +22,9 @@ from isobit.kernels.host.token_stream import SEGMENT
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as backward
-from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
+from isobit.ops.linear_logp.slabs import block_slots, default_slab_bytes, slabs
 from isobit.ops.linear_policy_loss import kernels_hopper as chunk
-from isobit.ops.linear_policy_loss.chunk_buffers import Memory
+from isobit.ops.linear_policy_loss.chunk_buffers import ChunkBuffers
 from isobit.ops.logp import kernels_hopper as logp
 from isobit.ops.ratio_kl import kernels_hopper as ratio_kl
 from isobit.spec.proofs import proofs
@@ -172,13 +173,13 @@ CALLS = [  # slots, D, V, rows of dW that there are
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("room", [0, 1 << 20, 1 << 26, 1 << 40])
+@pytest.mark.parametrize("slab_bytes", [0, 1 << 20, 1 << 26, 1 << 40])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("slots", "D", "V", "rows"), CALLS)
 def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
-    slots: int, D: int, V: int, rows: int, frozen: bool, room: int
+    slots: int, D: int, V: int, rows: int, frozen: bool, slab_bytes: int
 ) -> None:
-    plan = slabs(V, slots, D, room, 0 if frozen else rows, D, SMS)
+    plan = slabs(V, slots, D, slab_bytes, 0 if frozen else rows, D, SMS)
     assert [s.first for s in plan] == [0, *(s.end for s in plan[:-1])] and plan[-1].end == V
     assert all(s.first % SEGMENT == 0 for s in plan)
     for slab in plan:
@@ -186,7 +187,7 @@ def test_slabs_cover_the_vocabulary_in_the_memory_that_there_is(
         if slab.lent:  # behind the slab's own rows of dW, which are written while it is read
             assert not frozen and slab.end * D + slots * slab.stride <= rows * D
         else:
-            assert slots * slab.stride * 2 <= max(room, slots * SEGMENT * 2)
+            assert slots * slab.stride * 2 <= max(slab_bytes, slots * SEGMENT * 2)
 
 
 def test_memory_of_the_gradient_makes_slabs_wider() -> None:
@@ -196,9 +197,9 @@ def test_memory_of_the_gradient_makes_slabs_wider() -> None:
 
 def test_memory_for_slabs_grows_with_the_rows_as_far_as_the_weight() -> None:
     weight = 128256 * 2048 * 2
-    rooms = [default_room(slots, weight) >> 20 for slots in (128, 4096, 4224, 24576, 65536)]
-    assert rooms == [64, 64, 66, 384, weight >> 20]
-    assert default_room(65536, 1 << 20) == 1 << 26  # whatever the weight takes
+    megabytes = [default_slab_bytes(slots, weight) >> 20 for slots in (128, 4096, 4224, 24576, 65536)]
+    assert megabytes == [64, 64, 66, 384, weight >> 20]
+    assert default_slab_bytes(65536, 1 << 20) == 1 << 26  # whatever the weight takes
 
 
 def test_blocks_are_equally_tall() -> None:
@@ -251,7 +252,7 @@ def test_a_single_row_gets_a_valid_tma_stride() -> None:
 
 HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
-    backward.weigh_kernel, backward.kept_kernel, backward.bias_kernel, backward.unpack_kernel,
+    backward.weigh_kernel, backward.from_probs_kernel, backward.bias_kernel, backward.unpack_kernel,
     forward.zero_kernel, ratio_kl.ratio_kernel, chunk.take_kernel, chunk.move_kernel, chunk.clear_kernel,
 ]  # fmt: skip
 KERNELS = [
@@ -296,9 +297,9 @@ def of(value: Any, free: bool = True) -> list[Any]:
     return launch._identities([value], [free])
 
 
-def key(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+def key(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
     """What finds a compiled kernel."""
-    roles = launch._learn(kernel)
+    roles, args = launch._learn(kernel), in_order(kernel, args, options)
     assert len(args) == roles.all
     free, constants = args[: roles.constants], args[roles.constants :]
     return (kernel.__name__, *constants, *launch._identities(free, roles.free))
@@ -306,8 +307,8 @@ def key(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
     """Launches of every helper kernel for a batch of N rows: of a forward and a backward of `linear_logp`,
-    with and without all options and with kept probabilities, of `logp`, of `ratio_kl`, and of a sum over some
-    tokens."""
+    with and without all options and with stored probabilities, of `logp`, of `ratio_kl`, and of a sum over
+    some tokens."""
     recorder = launch.Recorder()
     ids, floats = empty(N, dtype=torch.int64), empty(N, dtype=torch.float32)
     optional = ("bias", "mask", "logit_scale", "logits_dtype", "vocab_size")
@@ -341,7 +342,7 @@ def helper_launches(N: int, D: int = 64, V: int = 1100) -> launch.Recorder:
 def chunk_launches(recorder: launch.Recorder, args: dict[str, Any], full: bool) -> None:
     """Of a chunk in the middle of others, and of the last of them."""
     (N, D), V = args["hidden"].shape, len(args["weight"])
-    memory = Memory.of("hopper", args["hidden"], V, N, 0, True, 0)._asdict()
+    memory = ChunkBuffers.of("hopper", args["hidden"], V, N, 0, True, 0)._asdict()
     own = args | memory | {"queued": empty(1, dtype=torch.int32), "first_row": 0, "kept": True}
     chunk.linear_logp_chunk(recorder, **own, return_entropy=full)
     own |= {"dhidden": empty(N, D, dtype=torch.float32), "dweight": empty(V, D, dtype=torch.float32)}
@@ -352,13 +353,13 @@ def chunk_launches(recorder: launch.Recorder, args: dict[str, Any], full: bool) 
 
 def compile_keys(recorder: launch.Recorder) -> dict[str, set[str]]:
     """What decides whether Triton compiles again, by kernel."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     helpers = {kernel.__name__ for kernel in HELPERS}
     for name, source, options in recorder.sources():
         if name in helpers:
             key = (source.signature, {str(k): v for k, v in source.constants.items()}, source.attrs, options)
-            found.setdefault(name, set()).add(str(key))
-    return found
+            result.setdefault(name, set()).add(str(key))
+    return result
 
 
 def test_no_number_of_rows_compiles_a_helper_kernel_anew() -> None:
@@ -371,7 +372,7 @@ def test_no_number_of_rows_compiles_a_helper_kernel_anew() -> None:
 def test_the_fast_way_to_a_compiled_helper_kernel_knows_any_number_of_rows() -> None:
     def keys(N: int) -> set[tuple[Any, ...]]:
         recorded = helper_launches(N).launches
-        return {key(kernel, args) for kernel, args, _ in recorded if kernel in HELPERS}
+        return {key(*made) for made in recorded if made[0] in HELPERS}
 
     assert keys(33) == keys(64) == keys(65537)
     assert of(0.7) == of(0.5)  # a temperature is no constant
@@ -409,8 +410,8 @@ def test_a_sum_over_tokens_is_rounded_once_by_its_store(dtype: torch.dtype, coun
     wide = products.token_product(x, dy, stream, init, device)
     exact = init + (dy[0] * mask[:, None]).float().t() @ x[0].float()
     torch.testing.assert_close(wide, exact, rtol=1e-4, atol=1e-4)
-    found = products.token_product(x, dy, stream, init, device, out_dtype=dtype)
-    assert found.dtype == dtype and torch.equal(found, wide.to(dtype))
+    result = products.token_product(x, dy, stream, init, device, out_dtype=dtype)
+    assert result.dtype == dtype and torch.equal(result, wide.to(dtype))
     assert device.launched.count("sum_kernel") == 2  # and nothing after it
 
 
@@ -422,12 +423,12 @@ def test_a_descriptor_does_not_guess_the_stride_of_several_rows() -> None:
 def test_sizes_do_not_make_another_kernel_but_dtypes_boxes_and_constants_do() -> None:
     seen = []
 
-    def keep(kernel: object, grid: object, *args: object, **options: object) -> None:
-        seen.append(key(kernel, args))
+    def record(kernel: object, grid: object, *args: object, **options: object) -> None:
+        seen.append(key(kernel, args, options))
 
     def call(M: int, dtype: torch.dtype = BF16, out: torch.dtype = BF16) -> None:
         a, b = empty(1, M, 520, dtype=dtype), empty(1, 4096, 520, dtype=dtype).mT
-        products.product(a, b, None, out, launch=keep)
+        products.product(a, b, None, out, launch=record)
 
     call(4096)
     call(4095)

@@ -20,7 +20,7 @@ from isobit.ops.linear_logp import kernels_hopper_bwd as backward
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_policy_loss import chunk_buffers
 from isobit.ops.linear_policy_loss import kernels_hopper as chunk
-from isobit.ops.linear_policy_loss.chunk_buffers import Memory
+from isobit.ops.linear_policy_loss.chunk_buffers import ChunkBuffers
 from test_hopper_backward import Allocations, arguments, good_rows, new_memory_is_nan, one_thread, truth  # noqa: F401
 from test_hopper_backward import Case as Call
 
@@ -29,7 +29,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """A call, where its chunks end, and which of them are not kept."""
+    """A call, where its chunks end, and which of them do not fit."""
 
     call: Call
     ends: tuple[int, ...]
@@ -56,7 +56,7 @@ class Watched(Device):
 
 
 @dataclass
-class Swept:
+class Chunked:
     logp: Tensor
     entropy: Tensor
     gradients: dict[str, Tensor]
@@ -64,7 +64,7 @@ class Swept:
     waited: list[int]
 
 
-def sweep(case: Case, args: dict[str, Any]) -> Swept:
+def run_chunks(case: Case, args: dict[str, Any]) -> Chunked:
     """Every chunk forward, then backward, as `linear_policy_loss` does it."""
     ends, wanted = (0, *case.ends), case.call.wanted
     sizes = [b - a for a, b in pairwise(ends)]
@@ -73,10 +73,12 @@ def sweep(case: Case, args: dict[str, Any]) -> Swept:
     hidden, weight = args["hidden"], args["weight"]
     sums = [x for x in ("weight", "bias") if x in wanted]
     queues = bool(sums) and len(sizes) > 1
-    memory = Memory.of("hopper", hidden, len(weight), kept, again, queues, case.workspace_bytes)._asdict()
+    memory = ChunkBuffers.of(
+        "hopper", hidden, len(weight), kept, again, queues, case.workspace_bytes
+    )._asdict()
     like = {"hidden": hidden, "weight": weight, "bias": args["bias"]}
-    found = {x: torch.empty(like[x].shape, dtype=F32) for x in wanted}
-    device, queued = Watched(summed=found.get("weight")), torch.zeros(1, dtype=torch.int32)
+    result = {x: torch.empty(like[x].shape, dtype=F32) for x in wanted}
+    device, queued = Watched(summed=result.get("weight")), torch.zeros(1, dtype=torch.int32)
     outputs, waited = [], []
     for i, (start, end) in enumerate(pairwise(ends)):
         rows = slice(start, end)
@@ -93,37 +95,37 @@ def sweep(case: Case, args: dict[str, Any]) -> Swept:
         outputs.append((logp, entropy))
         queued = chunk.linear_logp_chunk_bwd(
             device, **own | both, stats=stats, entropy=entropy,
-            **{f"d{x}": found.get(x) for x in ("hidden", "weight", "bias")},
+            **{f"d{x}": result.get(x) for x in ("hidden", "weight", "bias")},
             first_row=start, kept=i not in case.recomputed, first=i == 0, last=end == ends[-1],
             postpone=False,
         )  # fmt: skip
         waited.append(int(queued))
     logp, entropy = (torch.cat(part) for part in zip(*outputs, strict=True))
-    return Swept(logp, entropy, found, device, waited)
+    return Chunked(logp, entropy, result, device, waited)
 
 
-def check(case: Case, patch: pytest.MonkeyPatch) -> Swept:
+def check(case: Case, patch: pytest.MonkeyPatch) -> Chunked:
     for module in (forward, backward, products):
         patch.setattr(module, "sm_count", lambda device: 7)
     args = arguments(case.call)
-    swept, exact = sweep(case, args), truth(args)
+    chunked, exact = run_chunks(case, args), truth(args)
     for name, (right, size) in exact.items():
         if name in case.call.wanted:
-            wrong = (swept.gradients[name].double() - right).abs()
+            wrong = (chunked.gradients[name].double() - right).abs()
             bound = (1.05 + 1) * torch.finfo(case.call.dtype).eps / 2 * size + 1e-7
             assert torch.equal(wrong.isnan(), right.isnan()), name
             assert bool((wrong <= bound)[~right.isnan()].all()), name
     live, good = good_rows(args)
     plain = args | {"return_entropy": True, "return_lse": False, "return_stats": False}
     logp, entropy, *_ = reference.linear_logp(**plain)
-    for found, expected in ((swept.logp, logp), (swept.entropy, entropy)):
-        torch.testing.assert_close(found[good], expected[good], rtol=1e-4, atol=1e-4)
-        assert not found[~live].any() and bool(found[live & ~good].isnan().all())
-    if "weight" in case.call.wanted:  # all rows that count, in their order, in whole segments but the last
-        taken = swept.device.rows
+    for result, expected in ((chunked.logp, logp), (chunked.entropy, entropy)):
+        torch.testing.assert_close(result[good], expected[good], rtol=1e-4, atol=1e-4)
+        assert not result[~live].any() and bool(result[live & ~good].isnan().all())
+    if "weight" in case.call.wanted:  # all live rows, in their order, in whole segments but the last
+        taken = chunked.device.rows
         assert torch.equal(torch.cat(taken), args["hidden"][good]) and len(taken) == len(case.ends)
-        assert all(len(rows) % SEGMENT == 0 for rows in taken[:-1]) and max(swept.waited) < SEGMENT
-    return swept
+        assert all(len(rows) % SEGMENT == 0 for rows in taken[:-1]) and max(chunked.waited) < SEGMENT
+    return chunked
 
 
 ALL: dict[str, Any] = {"wanted": ("hidden", "weight", "bias"), "bias": F32, "rows": 300, "D": 24}
@@ -149,11 +151,11 @@ CASES = {
     "bias alone": Case(replace(MANY, wanted=("bias",)), (600, 1300)),
     "no bias": Case(Call(lead=(1300,), rows=300, D=24), (600, 1300)),
     "rows apart": Case(replace(MANY, padded=True), (600, 1300)),
-    "inside of a word": Case(replace(MANY, inside=True), (600, 1300)),
+    "inside a word": Case(replace(MANY, inside=True), (600, 1300)),
     "recomputed": Case(replace(LONG, counted=0.9), (100, 500, 700), (1,)),
     "recomputed, first": Case(LONG, (400, 700), (0,)),
     "recomputed, last": Case(LONG, (300, 700), (1,)),
-    "recomputed, with room": Case(LONG, (300, 700), (1,), 1 << 30),
+    "recomputed, in a large workspace": Case(LONG, (300, 700), (1,), 1 << 30),
     "recomputed, alone": Case(replace(LONG, lead=(300,)), (300,), (0,)),
     "recomputed, frozen": Case(replace(LONG, wanted=("hidden",)), (300, 700), (0,)),
 }  # fmt: skip
@@ -178,10 +180,10 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 def test_a_chunk_takes_what_the_workspace_has(
     N: int, D: int, V: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory between chunks, and all that is allocated for one of as many rows as have room."""
+    """Memory between chunks, and all that is allocated for one of as many rows as fit."""
     for module in (forward, backward, products):
         monkeypatch.setattr(module, "sm_count", lambda device: 132)
-    rows = chunk_buffers.capacity("hopper", V, D, BF16, chunk_buffers.WORKSPACE_BYTES)
+    rows = chunk_buffers.capacity("hopper", V, D, BF16, chunk_buffers.CHUNK_BYTES)
     assert rows is not None and rows >= 3072
     args = {"hidden": meta(rows, D, dtype=BF16), "weight": meta(V, D, dtype=BF16), "bias": None, "mask": None}
     args |= {"token_ids": meta(rows, dtype=torch.int64), "ignore_index": -100, "temperature": 1.0}
@@ -189,11 +191,11 @@ def test_a_chunk_takes_what_the_workspace_has(
     rest = {"stats": meta(2, rows), "entropy": meta(rows), "dlogp": meta(rows)}
     rest |= {"dentropy": meta(rows) if entropy else None, "first_row": 0, "kept": True, "postpone": False}
     with Allocations() as seen:
-        memory = Memory.of(
-            "hopper", args["hidden"], V, rows, 0, True, chunk_buffers.WORKSPACE_BYTES
+        memory = ChunkBuffers.of(
+            "hopper", args["hidden"], V, rows, 0, True, chunk_buffers.CHUNK_BYTES
         )._asdict()
         own = args | memory | {"queued": meta(1, dtype=torch.int32)}
         chunk.linear_logp_chunk(lambda *args, **options: None, **own, return_entropy=entropy)
         last = {"first": False, "last": False}
         chunk.linear_logp_chunk_bwd(lambda *args, **options: None, **own | sums | rest | last)
-    assert 0.9 * chunk_buffers.WORKSPACE_BYTES < seen.most <= chunk_buffers.WORKSPACE_BYTES
+    assert 0.9 * chunk_buffers.CHUNK_BYTES < seen.most <= chunk_buffers.CHUNK_BYTES

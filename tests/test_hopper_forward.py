@@ -74,27 +74,27 @@ def arguments(case: Case) -> dict[str, Any]:
     return DEFAULTS | case.options | given | flags | {"row_temperature": None, "ignore_index": IGNORE}
 
 
-@pytest.mark.parametrize("sms", [1, 1000])  # tiles of two multipliers and of one
+@pytest.mark.parametrize("sms", [1, 1000])  # tiles of two consumers and of one
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_the_reference(name: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr(forward, "sm_count", lambda device: sms)
     args = arguments(case)
     device = Device()
-    *found, kept, base = forward.linear_logp(launch=device, **args, keep=False)
+    *result, kept, base = forward.linear_logp(launch=device, **args, keep=False)
     assert kept is None and base is None
     dead = args["token_ids"] == IGNORE
     args["hidden"] = torch.where(dead[:, None], 0.0, args["hidden"])
     truth = reference.linear_logp(**args)
-    for ours, exact in zip(found[:3], truth[:3], strict=True):
+    for ours, exact in zip(result[:3], truth[:3], strict=True):
         torch.testing.assert_close(ours, exact, equal_nan=True, rtol=1e-4, atol=1e-4)
     launched = device.arguments["forward_kernel"]
-    assert forward.schedule_for(case.N, 64, case.V, sms).tile.multipliers == launched.MULTIPLIERS
+    assert forward.schedule_for(case.N, 64, case.V, sms).tile.consumers == launched.CONSUMERS
     assert launched.LISTED is not case.masked
     if not case.masked:
         beyond = 2 * -(-case.N // 128)
         assert launched.listed.tolist()[: len(case.parts) + 2] == [len(case.parts), *case.parts, beyond]
-        m, s = found[3]
+        m, s = result[3]
         assert (m[dead] == 0).all() and (s[dead] == 1).all()
 
 
@@ -118,9 +118,9 @@ class Pointer:
         return Pointer(self.numbers, self.at + more)
 
 
-@pytest.mark.parametrize("multipliers", [1, 2])
+@pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("listed", [None, [3, 8], [1, 2, 7, 8, 20, 21]])
-def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, multipliers: int) -> None:
+def test_the_producer_takes_the_rows_that_are_listed(listed: list[int] | None, consumers: int) -> None:
     """Its own code, with Python numbers and a TMA that records loads."""
     loads: list[tuple[str, list[int]]] = []
     nothing = SimpleNamespace(wait=lambda *a: None, expect=lambda *a: None)
@@ -136,23 +136,23 @@ def test_the_loader_takes_the_rows_that_are_listed(listed: list[int] | None, mul
     ring = SimpleNamespace(index=lambda i: None)
     box = SimpleNamespace(nbytes=0)
     parts = [0, 1, 2, 3] if listed is None else listed
-    spans, tiles = 3, len(parts) // multipliers
+    spans, tiles = 3, len(parts) // consumers
     pipe = SimpleNamespace(
         items=lambda: tiles * spans,
         item=lambda t: (t // spans, 2 * (t % spans), 2 * (t % spans) + 2, t % spans),
-        steps=2, COLUMNS=256, STEP=64, STAGES=4, MULTIPLIERS=multipliers, A_BY_K=True, B_BY_K=True,
+        steps=2, COLUMNS=256, STEP=64, STAGES=4, CONSUMERS=consumers, A_BY_K=True, B_BY_K=True,
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
         rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0,
     )  # fmt: skip
     for name in ("rows", "load"):
         setattr(pipe, name, partial(FunctionType(getattr(hopper_pipe.Pipe, name).fn.__code__, numbers), pipe))
-    loader = FunctionType(hopper_pipe.load_tiles.fn.__code__, numbers)
-    loader(pipe, Pointer(listed or []), listed is not None)
+    producer = FunctionType(hopper_pipe.load_tiles.fn.__code__, numbers)
+    producer(pipe, Pointer(listed or []), listed is not None)
     assert [where for name, where in loads if name == "a"] == [
         [64 * part, 64 * step]
         for tile in range(tiles) for _ in range(2 * spans) for step in range(2)
-        for part in parts[tile * multipliers : (tile + 1) * multipliers]
+        for part in parts[tile * consumers : (tile + 1) * consumers]
     ]  # fmt: skip
     assert [where[0] for name, where in loads if name == "b"] == [
         256 * n for _ in range(tiles) for n in range(2 * spans) for _ in range(2)

@@ -116,9 +116,9 @@ def summed(ir: str) -> list[int]:
     """How many floats each reduction by addition takes."""
     sizes = []
     for text in ir.split('"tt.reduce"')[1:]:
-        found = re.match(r".*?axis = (\d).*?\(\{(.*?)\n *\}\).*?tensor<([\dx]+)x(\w+)", text, re.S)
-        assert found, text[:200]
-        axis, body, shape, kind = found.groups()
+        result = re.match(r".*?axis = (\d).*?\(\{(.*?)\n *\}\).*?tensor<([\dx]+)x(\w+)", text, re.S)
+        assert result, text[:200]
+        axis, body, shape, kind = result.groups()
         if "arith.addf" in body:
             assert kind == "f32"
             sizes.append(int(shape.split("x")[int(axis)]))
@@ -146,12 +146,12 @@ def test_splits_are_folded_as_the_page_says() -> None:
     z = logits(34 * 256 - 1, 4)
     N, V = z.shape
     with np.errstate(all="ignore"):
-        found = [model()["row_sums"](row, f32(LOG2E), fma, ptx.exp2) for row in z.numpy()]
-        m, s, _ = np.array([sums for _, sums in found], f32).T
+        result = [model()["row_sums"](row, f32(LOG2E), fma, ptx.exp2) for row in z.numpy()]
+        m, s, _ = np.array([sums for _, sums in result], f32).T
         own = s * ptx.exp2(-fma(m, f32(LOG2E), -(m * f32(LOG2E))))
     slots = Slots(torch.zeros(N, dtype=torch.int64), None, None, -100, LOG2E, V, False, ptx.execute)
     partial = torch.full((splits_of(V), 3, slots.capacity), torch.nan)
-    partial[:, :, :N] = torch.from_numpy(np.array([splits for splits, _ in found], f32).transpose(1, 2, 0))
+    partial[:, :, :N] = torch.from_numpy(np.array([splits for splits, _ in result], f32).transpose(1, 2, 0))
     picked = torch.zeros(slots.capacity)
     *_, stats = slots.merge(partial, picked, torch.Size([N]), V, 1.0, True, True, True, ptx.execute)
     assert stats is not None
@@ -173,13 +173,13 @@ def test_an_infinite_logit_makes_an_infinite_lse() -> None:
     ids = torch.full((len(rows),), 5)
     args = {"logits": z, "token_ids": ids, "mask": None, "ignore_index": -100, "temperature": 0.7}
     flags = {"return_entropy": True, "return_lse": True, "return_stats": False}
-    found = logp.logp(ptx.execute, **args, **flags)
+    result = logp.logp(ptx.execute, **args, **flags)
     log_p = (z / 0.7).log_softmax(-1)
     truth = (log_p[:, 5], -(log_p.exp() * log_p).sum(-1), (z / 0.7).logsumexp(-1))
-    for ours, exact in zip(found[:3], truth, strict=True):
+    for ours, exact in zip(result[:3], truth, strict=True):
         assert ours is not None
         torch.testing.assert_close(ours, exact, equal_nan=True, rtol=1e-5, atol=1e-5)
-    assert torch.isposinf(found[2]).sum() == 8  # type: ignore[arg-type]
+    assert torch.isposinf(result[2]).sum() == 8  # type: ignore[arg-type]
 
 
 # Column sums of d-logits

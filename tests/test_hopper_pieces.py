@@ -31,7 +31,7 @@ from test_hopper_backward import DEFAULTS, new_memory_is_nan, one_thread  # noqa
 
 IGNORE = -100
 SCHEDULES = Path(__file__).parent / "golden" / "schedules_h200.json"
-FEW, MANY = forward._FOLD_FEW, forward._FOLD
+FEW, MANY = forward._TILE_FEW_ROWS, forward._TILE
 WHOLE = forward.Schedule(MANY)
 
 #: Any arithmetic will do that is the same for all schedules.
@@ -54,6 +54,7 @@ class Emulated(Device):
         if kernel is not forward.forward_kernel:
             super().__call__(kernel, grid, *args, **options)
             return
+        args = gluon_on_a_cpu.in_order(kernel, args, options)
         self.arguments["forward_kernel"] = SimpleNamespace(**dict(zip(kernel.arg_names, args, strict=True)))
         rounds = {hopper_pipe.gl.bfloat16: torch.bfloat16}
         args = tuple(rounds.get(x, x) if isinstance(x, hopper_pipe.gl.dtype) else x for x in args)
@@ -101,9 +102,9 @@ def results(
     monkeypatch.setattr(forward, "sm_count", lambda device: programs)
     device = Emulated()
     device.together = together
-    found = forward.linear_logp(launch=device, **args)
-    assert device.arguments["forward_kernel"].PIECES is (schedule.pieces > 0)
-    return [t for t in found if t is not None]
+    result = forward.linear_logp(launch=device, **args)
+    assert device.arguments["forward_kernel"].SHARE_SPLITS is (schedule.pieces > 0)
+    return [t for t in result if t is not None]
 
 
 def assert_equal_bits(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -149,8 +150,8 @@ def test_every_schedule_has_the_bits_of_whole_splits(name: str, monkeypatch: pyt
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
     ways = WAYS if name in ALL_WAYS else SOME_WAYS if CASES[name].N < 128 else WAYS[1:4:2]
     for tile, pieces, programs in ways:
-        found = results(monkeypatch, args, forward.Schedule(tile, pieces), programs)
-        assert_equal_bits(found, truth)
+        result = results(monkeypatch, args, forward.Schedule(tile, pieces), programs)
+        assert_equal_bits(result, truth)
 
 
 def test_programs_that_have_started_end_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +160,8 @@ def test_programs_that_have_started_end_without_the_others(monkeypatch: pytest.M
     args = arguments(CASES["two parts"])
     truth = results(monkeypatch, args, WHOLE, 7, together=False)
     for tile, pieces, programs in WAYS[:3]:
-        found = results(monkeypatch, args, forward.Schedule(tile, pieces), programs, together=False)
-        assert_equal_bits(found, truth)
+        result = results(monkeypatch, args, forward.Schedule(tile, pieces), programs, together=False)
+        assert_equal_bits(result, truth)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -188,13 +189,13 @@ def test_sums_that_are_not_waited_for_would_show(monkeypatch: pytest.MonkeyPatch
 
     def too_early(self: Any, kernel: Any, grid: Any, *given: Any, **options: Any) -> None:
         if kernel is forward.forward_kernel:
-            numbers = given[kernel.arg_names.index("numbers")]
+            numbers = given[kernel.arg_names.index("counters")]
             numbers[0], numbers[1:] = 33, 1000
         before(self, kernel, grid, *given, **options)
 
     monkeypatch.setattr(Emulated, "__call__", too_early)
-    found = results(monkeypatch, args, forward.Schedule(FEW, 2), 1, together=False)
-    assert not torch.equal(found[0], truth[0])
+    result = results(monkeypatch, args, forward.Schedule(FEW, 2), 1, together=False)
+    assert not torch.equal(result[0], truth[0])
 
 
 def test_every_tile_is_in_one_piece() -> None:
@@ -224,7 +225,7 @@ def test_every_tile_is_in_one_piece() -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("tile", [FEW, MANY])
 def test_compiled_code_orders_sums_and_flags(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A multiplier stores its sums, meets at a barrier, then one of its threads releases them; the next
+    """A consumer stores its sums, meets at a barrier, then one of its threads releases them; the next
     acquires, then loads. If every thread stored the flag, a slow one would take the next piece's back."""
     monkeypatch.setattr(forward, "schedule_for", lambda *sizes: forward.Schedule(tile, 3))
     recorder = Recorder()
@@ -233,11 +234,11 @@ def test_compiled_code_orders_sums_and_flags(tile: Any, monkeypatch: pytest.Monk
     ((_, source, options),) = recorder.sources()
     code = triton.compile(source, target=ptx.TARGET, options=options).asm["ptx"]
     access = r"(?:ld\.acquire|ld|st)\.(?:gpu\.)?global|@%p\d+ atom\.global\.gpu\.release\.exch"
-    found = re.findall(rf"{access}|bar(?:rier)?\.sync[^;]*128", code)
-    words = ["bar" if "bar" in word else word.replace(".gpu", "") for word in found]
+    result = re.findall(rf"{access}|bar(?:rier)?\.sync[^;]*128", code)
+    words = ["bar" if "bar" in word else word.replace(".gpu", "") for word in result]
     words = ["release" if "release" in word else word for word in words]
-    assert words.count("ld.acquire.global") == words.count("release") == tile.multipliers
-    assert len(re.findall(r"\.release", code)) == tile.multipliers
+    assert words.count("ld.acquire.global") == words.count("release") == tile.consumers
+    assert len(re.findall(r"\.release", code)) == tile.consumers
     for i, word in enumerate(words):
         if word == "ld.acquire.global":
             assert words[i + 1 : i + 5] == ["ld.global"] * 4  # m and s of two rows
@@ -251,8 +252,8 @@ def test_compiled_code_orders_sums_and_flags(tile: Any, monkeypatch: pytest.Monk
 def test_the_chosen_schedule_is_about_the_fastest_that_was_timed() -> None:
     ratios = []
     for cell in json.loads(SCHEDULES.read_text())["cells"]:
-        found = forward.schedule_for(cell["N"], cell["D"], cell["V"], 132)
-        ratios.append(cell["ms"][f"{found.tile.rows}/{found.pieces}"] / min(cell["ms"].values()))
+        chosen = forward.schedule_for(cell["N"], cell["D"], cell["V"], 132)
+        ratios.append(cell["ms"][f"{chosen.tile.rows}/{chosen.pieces}"] / min(cell["ms"].values()))
     assert statistics.geometric_mean(ratios) < 1.015
     assert max(ratios) < 1.1
 
@@ -272,5 +273,5 @@ def test_what_is_handed_on_fits_in_the_memory_that_the_page_promises(sms: int) -
         share = forward.schedule_for(N, 4096, 128256, sms).pieces > 0
         capacity = -(-N // 128) * 128
         numbers = 33 * 3 * capacity + 4 * capacity
-        numbers += share * (hopper_pieces.sums_of(N) + hopper_pieces.numbers_of(N))
+        numbers += share * (hopper_pieces.sums_of(N) + hopper_pieces.counters_of(N))
         assert 4 * numbers <= 8e6

@@ -1,4 +1,4 @@
-"""Loader and multipliers side by side, of the segmented sum and of the product: the kernels' own code with
+"""Producer and consumers side by side, of the segmented sum and of the product: the kernels' own code with
 Python's numbers, a thread for each of them, and barriers and copies as late as the hardware may make them.
 Whoever waits for what never comes, or reads what is not there any more, shows."""
 
@@ -111,7 +111,7 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
     }  # fmt: skip
     for name in ("after", "_item", "put_tile"):
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
-    for name in ("_initial", "_end", "_steps"):
+    for name in ("_initial", "_store_sums", "_steps"):
         scope[name] = function_in(scope, getattr(hopper_product, name))
     scope["_finish"] = function_in(scope, kernels_hopper._finish)
     return scope
@@ -132,7 +132,7 @@ def methods(record: Any, scope: dict[str, Any], *names: str, **fields: Any) -> A
 
 
 def run(
-    tiles: tuple[int, int], steps: int, multipliers: int, stages: int, program: int, rest: int, swapped: bool
+    tiles: tuple[int, int], steps: int, consumers: int, stages: int, program: int, rest: int, swapped: bool
 ) -> Any:
     """What one program computes for a matrix of tiles of 128 columns, by their corner: sums in segments from
     an initial value; or, with a `rest`, a product whose last `rest` columns have their own accumulator."""
@@ -144,26 +144,28 @@ def run(
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
     pipe = methods(
         hopper_pipe.Pipe, scope,
-        "items", "item", "issue", "before", "begin", "go_on", "multiply", "multiply_both", "rows", "load",
-        a_desc=a, b_desc=b, a_ring=ring(stages * multipliers, Buffer), b_ring=ring(stages, Buffer),
+        "items", "item", "issue", "before", "begin_chain", "finish_chain", "multiply", "multiply_both",
+        "rows", "load",
+        a_desc=a, b_desc=b, a_ring=ring(stages * consumers, Buffer), b_ring=ring(stages, Buffer),
         rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
-        spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, MULTIPLIERS=multipliers,
+        spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, CONSUMERS=consumers,
         COLUMNS=128, STEP=64, STAGES=stages, GROUP=8,
     )  # fmt: skip
     outputs = [
         methods(
             hopper_product.Output, scope, "store", "zeros", desc=SimpleNamespace(dtype=None), LAYOUT=None,
-            staging=ring(multipliers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
+            staging=ring(consumers, Buffer), HAS_EXTRA=False, STAGED=True, OFFSET=offset, COLUMNS=None,
             SWAPPED=swapped,
         )
         for offset in (0, 128 - rest)
     ]  # fmt: skip
     begin = methods(
-        hopper_product.Start, scope, "ask", "load", "take", desc=start, staging=outputs[0].staging,
-        ready=ring(multipliers, Barrier), empty=ring(multipliers, Barrier), STAGED=steps > 0,
+        hopper_product.Start, scope, "release_buffer", "load", "wait_for",
+        desc=start, staging=outputs[0].staging,
+        ready=ring(consumers, Barrier), empty=ring(consumers, Barrier), STAGED=steps > 0,
     )  # fmt: skip
-    for bars, count in ((pipe.ready, 1), (pipe.empty, multipliers), (begin.ready, 1), (begin.empty, 1)):
+    for bars, count in ((pipe.ready, 1), (pipe.empty, consumers), (begin.ready, 1), (begin.empty, 1)):
         for bar in bars.all:
             bar.init(count)
     errors: list[BaseException] = []
@@ -176,12 +178,12 @@ def run(
 
     work: list[tuple[Any, ...]]
     if rest:
-        work = [(kernels_hopper._chains, w, pipe, *outputs) for w in range(multipliers)]
+        work = [(kernels_hopper._chains, w, pipe, *outputs) for w in range(consumers)]
         work += [(hopper_pipe.load_tiles, pipe)]
     else:
         rest_of_it = (None, None, None, False, False)
         work = [(hopper_product._segments, w, pipe, outputs[0], begin, *rest_of_it)
-                for w in range(multipliers)]  # fmt: skip
+                for w in range(consumers)]  # fmt: skip
         work += [(hopper_product._load_sums, pipe, begin)]
     threads = [threading.Thread(target=guarded, args=args, daemon=True) for args in work]
     for thread in threads:
@@ -192,47 +194,47 @@ def run(
     return out
 
 
-def every_tile(steps: int, multipliers: int, rest: int, swapped: bool = False) -> None:
+def every_tile(steps: int, consumers: int, rest: int, swapped: bool = False) -> None:
     """Run, and compare with what should come out."""
-    tiles, rows = (3, 4), 64 * multipliers
-    found: dict[tuple[int, int], Terms] = {}
+    tiles, rows = (3, 4), 64 * consumers
+    result: dict[tuple[int, int], Terms] = {}
     for program in (0, 1):
-        found |= run(tiles, steps, multipliers, 5, program, rest, swapped)
+        result |= run(tiles, steps, consumers, 5, program, rest, swapped)
     parts = [0, 128 - rest] if rest else [0]
     columns = [n * 128 + offset for n in range(tiles[1]) for offset in parts]
     corners = itertools.product(range(0, tiles[0] * rows, 64), columns)
-    assert found == {
+    assert result == {
         (column, row) if swapped else (row, column): (*(() if rest or steps == 0 else ("start", row, column)),
                         *(("a", row, 64 * step, "b", column, 64 * step) for step in range(steps)))
         for row, column in corners
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("multipliers", [1, 2])
+@pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("steps", [1, 4, 5, 6, 8, 9, 21])
-def test_sums_go_on_from_the_start_value(steps: int, multipliers: int) -> None:
+def test_sums_go_on_from_the_start_value(steps: int, consumers: int) -> None:
     """Also where a tile has fewer steps of k than the ring has stages, or one more."""
-    every_tile(steps, multipliers, 0)
+    every_tile(steps, consumers, 0)
 
 
-@pytest.mark.parametrize("multipliers", [1, 2])
-def test_sums_without_terms_are_stored_too(multipliers: int) -> None:
-    every_tile(0, multipliers, 0)
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_sums_without_terms_are_stored_too(consumers: int) -> None:
+    every_tile(0, consumers, 0)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("multipliers", [1, 3])
+@pytest.mark.parametrize("consumers", [1, 3])
 @pytest.mark.parametrize("steps", [1, 5, 6, 9])
-def test_a_product_has_its_columns_in_two_accumulators(steps: int, multipliers: int, swapped: bool) -> None:
-    every_tile(steps, multipliers, 32, swapped)
+def test_a_product_has_its_columns_in_two_accumulators(steps: int, consumers: int, swapped: bool) -> None:
+    every_tile(steps, consumers, 32, swapped)
 
 
-def _ask_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]
+def _release_without_waiting(self, WHICH):  # type: ignore[no-untyped-def]
     mbarrier.arrive(self.empty.index(WHICH))  # type: ignore[name-defined]  # noqa: F821
 
 
 def test_loading_into_a_buffer_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_product.Start, "ask", SimpleNamespace(fn=_ask_without_waiting))
+    monkeypatch.setattr(hopper_product.Start, "release_buffer", SimpleNamespace(fn=_release_without_waiting))
     with pytest.raises(AssertionError):
         every_tile(8, 1, 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gluon_on_a_cpu import in_order
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pipeline as hopper_pipe
 from isobit.kernels.hopper import product as hopper_product
@@ -20,7 +21,7 @@ from isobit.ops.linear_logp import kernels_hopper as forward
 SMS = 132  # of an H200
 TILES = [*products.product_tiles(2), *products.product_tiles(4)]
 SUMS = hopper_product._SUMS
-FOLDS = [forward._FOLD, forward._FOLD_FEW, forward.TILE_STAGED]
+FOLDS = [forward._TILE, forward._TILE_FEW_ROWS, forward.TILE_STAGED]
 
 
 @pytest.mark.parametrize("tile", dict.fromkeys([*TILES, *SUMS, *FOLDS]))
@@ -28,10 +29,10 @@ def test_tiles_fit_an_sm(tile: Tile) -> None:
     ring = tile.stages * (tile.rows + tile.columns) * tile.step * 2
     assert ring <= 227 * 1024
     at_launch, own = tile.registers
-    warps = 4 * tile.multipliers + 4
+    warps = 4 * tile.consumers + 4
     assert at_launch * warps * 32 <= 65536
-    if tile.multipliers > 1:  # the first multiplier gets what the others and the loader leave
-        rest = at_launch * warps - 4 * own * (tile.multipliers - 1) - 4 * hopper_pipe.LOADER_REGISTERS.value
+    if tile.consumers > 1:  # the first consumer gets what the others and the producer leave
+        rest = at_launch * warps - 4 * own * (tile.consumers - 1) - 4 * hopper_pipe.PRODUCER_REGISTERS.value
         assert rest // 4 >= own
     sums = tile.columns // 2 * tile.accumulators  # fp32 of a thread
     assert sums + 40 <= (own or at_launch)
@@ -88,8 +89,8 @@ def test_ties_go_to_the_tile_with_fewer_programs() -> None:
 
 def test_sums_of_few_rows_take_the_tile_that_keeps_most_multiprocessors_busy() -> None:
     def tile(M: int, N: int) -> tuple[int, int]:
-        found, _ = hopper_product.choose_sum_tile(M, N, 4096, SMS)
-        return found.rows, found.columns
+        result, _ = hopper_product.choose_sum_tile(M, N, 4096, SMS)
+        return result.rows, result.columns
 
     assert tile(4096, 2048) == tile(65536, 896) == (128, 128)
     assert tile(1024, 896) == tile(1024, 1024) == (64, 128)  # 112 tiles where there were 56
@@ -116,8 +117,8 @@ def geomean(values: list[float]) -> float:
 
 
 def test_what_the_rule_chooses_is_nearly_the_fastest() -> None:
-    found = [time_of(c, chosen(c["M"], c["N"], c["K"])) / min(c["us"].values()) for c in measured()]
-    assert geomean(found) < 1.02 and max(found) < 1.15
+    result = [time_of(c, chosen(c["M"], c["N"], c["K"])) / min(c["us"].values()) for c in measured()]
+    assert geomean(result) < 1.02 and max(result) < 1.15
 
 
 def test_what_the_rule_expects_is_nearly_what_was_measured() -> None:
@@ -182,8 +183,8 @@ def test_operands_in_shared_memory_are_swizzled(
             a, b = empty(M, 4096, order % 2 == 1), empty(4096, 4096, order > 1)
             products.product(a, b, None, out_dtype, launch=launch)
             products.token_product(a, empty(M, 4096, order > 1), None, None, launch=launch)
-    for kernel, args, _ in launch.launches:
-        names = dict(zip(kernel.arg_names, args, strict=True))
+    for kernel, args, options in launch.launches:
+        names = dict(zip(kernel.arg_names, in_order(kernel, args, options), strict=True))
         few += names["COLUMNS"] == 8
         for name in ("a_desc", "b_desc", "b_rest_desc"):
             if names.get(name) is not None:

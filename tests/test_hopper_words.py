@@ -35,7 +35,7 @@ def compiled() -> dict[str, str]:
     slots.blank(empty(N, D), recorder)
     dz, base = empty(slots.capacity, 1024), empty(slots.capacity, 4, 4, dtype=torch.float32)
     (block,) = backward._blocks(dz, slots, weights, counts, dz, base, slots.capacity)
-    backward.from_kept(dz[:, :1000], block, 0, recorder)
+    backward.from_probs(dz[:, :1000], block, 0, recorder)
     backward.sum_bias(empty(1000, dtype=torch.float32), dz, block.count, True, recorder)
     dh = empty(slots.capacity, D, dtype=torch.float32)
     launch = (empty(slots.capacity, D), dh, block.rows, block.ids, block.count, V, D // 8, 64, 256)
@@ -55,7 +55,8 @@ def compiled() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kernel", "loads", "stores"),
     [
-        ("pack_kernel", 16, 16), ("unpack_kernel", 32, 16), ("blank_kernel", 0, 16), ("kept_kernel", 4, 2),
+        ("pack_kernel", 16, 16), ("unpack_kernel", 32, 16), ("blank_kernel", 0, 16),
+        ("from_probs_kernel", 4, 2),
         ("bias_kernel", 16, 0), ("compact_kernel", 0, 6), ("take_kernel", 16, 16), ("move_kernel", 8, 8),
         ("clear_kernel", 0, 16),
     ],
@@ -77,7 +78,7 @@ SOURCES = {
     "half words, close": numbers(12 * 20).view(12, 20),
     "by columns": numbers(12 * 40).view(40, 12).t(),
     "a lone row": numbers(2 * 20).view(2, 20)[:1],
-    "inside of a word": numbers(12 * 40 + 1)[1:].view(12, 40),
+    "inside a word": numbers(12 * 40 + 1)[1:].view(12, 40),
 }
 
 
@@ -86,9 +87,9 @@ def test_rows_are_packed_wherever_they_lie(name: str) -> None:
     source = SOURCES[name]
     rows = torch.full((64,), -1, dtype=torch.int32)
     rows[:9] = torch.tensor([3, 0, 11, 7, 2, 1, 5, 9, 10]) % len(source)
-    found = pack(source, rows, ptx.execute)
+    result = pack(source, rows, ptx.execute)
     expected = torch.where((rows >= 0)[:, None], source[rows.clamp(min=0).long()], 0.0)
-    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
 
 
 # Chunks
@@ -121,13 +122,13 @@ def test_rows_of_a_chunk_are_put_behind_those_that_wait(waiting: int, wait: bool
 @pytest.mark.parametrize(("first", "count"), [(512, 5), (0, 3), (512, 0), (512, 511)])
 def test_rows_that_wait_are_moved_to_the_front(first: int, count: int) -> None:
     whole = torch.arange(1100 * 24, dtype=torch.int32).to(torch.int16).view(BF16).view(1100, 24)
-    found = whole.clone()
+    result = whole.clone()
     at = (torch.tensor([n], dtype=torch.int32) for n in (first, count))
     table = torch.arange(1100, dtype=torch.int32)
-    chunk._move(found, found, *at, ptx.execute, table)
+    chunk._move(result, result, *at, ptx.execute, table)
     expected = whole.clone()
     expected[:count] = whole[first : first + count]
-    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
     assert table.tolist() == [*range(first, first + count), *range(count, 1100)]
 
 

@@ -1,5 +1,5 @@
 """Guards what `linear_logp` computes, on the reference and on the Triton kernels in the interpreter: values
-and gradients of every option against fp64, what must not change bits, and rows that do not count."""
+and gradients of every option against fp64, what must not change bits, and masked rows."""
 
 import math
 from typing import Any
@@ -49,8 +49,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tens
     """Every call above in Triton's interpreter, in a separate process."""
     out = tmp_path_factory.mktemp("interpreted") / "results"
     in_interpreter(CHILD, out)
-    found: dict[str, dict[str, Tensor]] = torch.load(out)
-    return found
+    result: dict[str, dict[str, Tensor]] = torch.load(out)
+    return result
 
 
 # Values and gradients
@@ -88,13 +88,13 @@ def test_gradcheck() -> None:
 def test_by_hand() -> None:
     """softcap * tanh(logit_scale * z / softcap) / temperature, one row, two tokens."""
     hidden, weight = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.5], [-1.0, 1.0]])
-    found, entropy, lse = linear_logp(
+    result, entropy, lse = linear_logp(
         hidden, weight, torch.tensor(1), bias=torch.tensor([0.25, 0.0]), logit_scale=2.0, softcap=4.0,
         temperature=0.5, return_entropy=True, return_lse=True,
     )  # fmt: skip
     z = [4 * math.tanh(2 * x / 4) / 0.5 for x in (2.25, 1.0)]
     total = math.log(sum(map(math.exp, z)))
-    assert float(lse) == pytest.approx(total) and float(found) == pytest.approx(z[1] - total)
+    assert float(lse) == pytest.approx(total) and float(result) == pytest.approx(z[1] - total)
     assert float(entropy) == pytest.approx(total - sum(math.exp(x - total) * x for x in z))
 
 
@@ -169,7 +169,7 @@ def test_the_parts_of_a_backward_fit_the_workspace() -> None:
                 for workspace in (None, 0, 1 << 20, 1 << 26, 1 << 40):
                     slots, width = kernels_bwd.parts(N, vocab, itemsize, workspace)
                     least = 512 * 256 * itemsize
-                    allowed = max(least, kernels.WORKSPACE_BYTES if workspace is None else workspace)
+                    allowed = max(least, kernels.SLAB_BYTES if workspace is None else workspace)
                     assert slots % 512 == 0 and width % 256 == 0
                     assert slots * width * itemsize <= allowed
     # One slab where it fits, wide slabs of all rows where they do, else chunks of rows.
@@ -178,41 +178,41 @@ def test_the_parts_of_a_backward_fit_the_workspace() -> None:
     assert kernels_bwd.parts(65_536, 151_936, 2, None) == (8192, 4096)
 
 
-# Rows that do not count, and invalid ids
+# Masked rows, and invalid ids
 
 
 def test_rows_that_do_not_count_are_zero(triton: dict[str, dict[str, Tensor]]) -> None:
     call = CALLS["mask"]
-    for found in (triton["mask"], evaluate(call, "reference")):
+    for result in (triton["mask"], evaluate(call, "reference")):
         for name in (*OUTPUTS, "dhidden"):
-            assert not found[name][1::3].any() and not found[name][2].any(), name
-        assert found["dweight"].isfinite().all()
+            assert not result[name][1::3].any() and not result[name][2].any(), name
+        assert result["dweight"].isfinite().all()
 
 
 def test_a_dead_row_has_no_gradient_whatever_the_weight_holds(triton: dict[str, dict[str, Tensor]]) -> None:
-    for found in (triton["infinite weight"], evaluate(infinite_weight(), "reference")):
-        assert found["dhidden"][1].tolist() == [0.0] * 20
+    for result in (triton["infinite weight"], evaluate(infinite_weight(), "reference")):
+        assert result["dhidden"][1].tolist() == [0.0] * 20
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(triton: dict[str, dict[str, Tensor]]) -> None:
-    for found in (triton["padded vocabulary"], evaluate(CALLS["padded vocabulary"], "reference")):
-        assert not found["dweight"][20:].any() and not found["dbias"][20:].any()
+    for result in (triton["padded vocabulary"], evaluate(CALLS["padded vocabulary"], "reference")):
+        assert not result["dweight"][20:].any() and not result["dbias"][20:].any()
 
 
 def test_a_bad_id_is_nan_in_its_row_and_no_part_of_the_sums(triton: dict[str, dict[str, Tensor]]) -> None:
     call = with_a_bad_id(CALLS["bias"])
     masked = call.with_options(mask=torch.arange(7) != 3)
-    for found, expected in (
+    for result, expected in (
         (triton["bad id"], None),
         (evaluate(call, "reference"), evaluate(masked, "reference")),
     ):
         for name in OUTPUTS:
-            assert found[name].isnan().tolist() == [i == 3 for i in range(7)]
-        assert found["dhidden"].isnan().all(-1).tolist() == [i == 3 for i in range(7)]
+            assert result[name].isnan().tolist() == [i == 3 for i in range(7)]
+        assert result["dhidden"].isnan().all(-1).tolist() == [i == 3 for i in range(7)]
         if expected is None:
-            assert_near({k: found[k] for k in ("dweight", "dbias")}, truth(masked), F32)
+            assert_near({k: result[k] for k in ("dweight", "dbias")}, truth(masked), F32)
         else:
-            assert_same_bits({k: found[k] for k in ("dweight", "dbias")}, expected)
+            assert_same_bits({k: result[k] for k in ("dweight", "dbias")}, expected)
 
 
 def test_a_bad_id_is_named_with_its_place() -> None:
@@ -230,4 +230,4 @@ def test_a_bad_temperature_is_named_with_its_place() -> None:
     call = make(3, temperature=lambda lead: torch.tensor([1.0, 0.0, -1.0]))
     with pytest.raises(ContractError, match=r"temperature: \[3\] fp32\): 0.0 at \[1\] is not a positive"):
         evaluate(call, None)
-    evaluate(call.with_options(mask=torch.tensor([1, 0, 0])), None)  # fine where it does not count
+    evaluate(call.with_options(mask=torch.tensor([1, 0, 0])), None)  # fine where it is masked

@@ -42,11 +42,11 @@ def scaled(which: int, factor: float) -> Callable[..., Any]:
     """A backward with one gradient off by a factor."""
 
     def run(**args: Any) -> tuple[Tensor | None, ...]:
-        found = list(reference.linear_logp_bwd(**args))
-        wrong = found[which]
+        result = list(reference.linear_logp_bwd(**args))
+        wrong = result[which]
         assert wrong is not None
-        found[which] = (wrong.double() * factor).to(wrong.dtype)
-        return tuple(found)
+        result[which] = (wrong.double() * factor).to(wrong.dtype)
+        return tuple(result)
 
     return run
 
@@ -76,7 +76,7 @@ def test_a_small_error_of_logp_fails(dtype: torch.dtype) -> None:
 
 
 def in_one_order(fold: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """A backward whose dweight is a sum in fp64 over `fold` of all rows and those that count."""
+    """A backward whose dweight is a sum in fp64 over `fold` of all rows and the live ones."""
 
     def run(**args: Any) -> tuple[Tensor | None, ...]:
         dhidden, dweight, dbias = reference.linear_logp_bwd(**args)
@@ -91,7 +91,7 @@ def in_one_order(fold: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]
 
 
 def the_stream(rows: Tensor, live: Tensor) -> Tensor:
-    """What depends on the rows that count alone, and on their order."""
+    """What depends on the live rows alone, and on their order."""
     stream = rows[live]
     return (stream * torch.arange(1, len(stream) + 1)[:, None]).sum(0)
 
@@ -106,8 +106,8 @@ def test_a_sum_that_sees_rows_that_do_not_count_fails(fold: Any, holds: bool) ->
     case = Case({"N": 60, "D": 16, "V": 90}, BF16, options={"bias": "own", "mask": torch.bool})
     with replaced(op.backward.backend_named("reference"), in_one_order(fold)):
         checks = shared_gradients(trial(case))
-    told = [check.message for check in checks if not check.passed]
-    padded = [text for text in told if "full of NaN" in text]
+    messages = [check.message for check in checks if not check.passed]
+    padded = [text for text in messages if "full of NaN" in text]
     assert bool(padded) != holds and any("packed" in check.message for check in checks)
 
 
@@ -139,12 +139,12 @@ def test_entropy_has_no_gradient_where_probabilities_are_kept() -> None:
 
 
 def report(rows: list[tuple[str, str, int, float, float | None]]) -> dict[str, Any]:
-    found = [
+    result = [
         {"op": kind, "impl": impl, "case": f"N=4096 D=2048 V={V} bf16", "ms": ms, "extra_mb": extra}
         for kind, impl, V, ms, extra in rows
     ]
     stamp = dict.fromkeys(("gpu", "driver", "torch", "triton", "python", "commit", "source_sha", "date"), "x")
-    return {"stamp": stamp | {"copy_tbps": 1.0, "best_tflops": 1.0}, "rows": found}
+    return {"stamp": stamp | {"copy_tbps": 1.0, "best_tflops": 1.0}, "rows": result}
 
 
 def test_the_chart_has_a_line_for_every_contender_and_what_isobit_keeps() -> None:

@@ -18,7 +18,7 @@ from isobit.ops.linear_logp import kernels_triton as kernels
 from isobit.ops.linear_logp import kernels_triton_bwd as kernels_bwd
 from isobit.ops.linear_logp import op
 from isobit.ops.linear_logp.op import KEPT_ROWS, backward, forward, kept_bytes, kept_sizes, linear_logp
-from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import SLAB_BYTES
 from linear_logp_calls import (
     BF16,
     F16,
@@ -93,9 +93,9 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
     positional, _ = wrong()
     with pytest.raises(UnsupportedError, match="need an NVIDIA Hopper GPU"):
         linear_logp(*positional, backend="hopper")
-    told = str(isobit.explain("linear_logp", *positional, softcap=1.0))
-    assert re.search(r"hopper +its kernels need an NVIDIA Hopper GPU.*; the tensors are on cpu", told)
-    assert re.search(r"reference +serves this call", told)
+    explained = str(isobit.explain("linear_logp", *positional, softcap=1.0))
+    assert re.search(r"hopper +its kernels need an NVIDIA Hopper GPU.*; the tensors are on cpu", explained)
+    assert re.search(r"reference +serves this call", explained)
     doubles = (t.double() if t.is_floating_point() else t for t in positional)
     with pytest.raises(UnsupportedError, match="inputs are fp64"):
         linear_logp(*doubles, backend="triton")
@@ -108,8 +108,8 @@ def test_an_option_that_hopper_does_not_serve_is_explained(monkeypatch: pytest.M
     monkeypatch.setattr("isobit.ops.linear_logp.kernels_hopper.why_not", why_not)
     positional, _ = wrong()
     assert isobit.explain("linear_logp", *positional).backend == "hopper"
-    told = isobit.explain("linear_logp", *positional, softcap=1.0)
-    assert told.backend == "reference" and told.reasons["hopper"] == "softcap is triton's"
+    explained = isobit.explain("linear_logp", *positional, softcap=1.0)
+    assert explained.backend == "reference" and explained.reasons["hopper"] == "softcap is triton's"
 
 
 CONTROLLED = {p.name for p in CONTROLS}
@@ -148,17 +148,17 @@ def test_the_forms_of_the_result() -> None:
     alone = linear_logp(*args)
     assert isinstance(alone, Tensor) and torch.equal(alone, out)
     for options, expected in (({"return_entropy": True}, (out, entropy)), ({"return_lse": True}, (out, lse))):
-        found = linear_logp(*args, **options)
-        assert isinstance(found, tuple) and len(found) == 2
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        result = linear_logp(*args, **options)
+        assert isinstance(result, tuple) and len(result) == 2
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
 def test_results_are_fp32_and_gradients_have_the_dtype_of_their_inputs(dtype: torch.dtype) -> None:
-    found = evaluate(make(4, dtype=dtype, bias=F32), None)
+    result = evaluate(make(4, dtype=dtype, bias=F32), None)
     wide = F64 if dtype == F64 else F32
-    assert {found[name].dtype for name in OUTPUTS} == {wide}
-    assert [found[name].dtype for name in ("dhidden", "dweight", "dbias")] == [dtype, dtype, F32]
+    assert {result[name].dtype for name in OUTPUTS} == {wide}
+    assert [result[name].dtype for name in ("dhidden", "dweight", "dbias")] == [dtype, dtype, F32]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_only_gradients_that_are_wanted_are_computed(
 
     monkeypatch.setattr(backward, "backends", [replace(plain, run=spy)])
     call = make(4, bias=F32)
-    found = evaluate(replace(call, wanted=wanted), None)
+    result = evaluate(replace(call, wanted=wanted), None)
     assert asked == [tuple(name in wanted for name in ("hidden", "weight", "bias"))]
     everything = plain.run  # by the plain backend, with everything wanted
     monkeypatch.setattr(backward, "backends", [replace(plain, run=everything)])
-    assert_same_bits(found, evaluate(call, None))
+    assert_same_bits(result, evaluate(call, None))
 
 
 def test_a_frozen_weight_launches_no_kernel_for_its_gradient() -> None:
@@ -229,8 +229,8 @@ def test_gradients_through_any_of_the_outputs(used: tuple[int, ...]) -> None:
     expected = truth(replace(call, cotangents=zeros))
     leaves = [t.requires_grad_() for t in (call.hidden, call.weight)]
     outputs = linear_logp(*leaves, call.token_ids, softcap=2.0, return_entropy=True, return_lse=True)
-    found = torch.autograd.grad([outputs[i] for i in used], leaves, [call.cotangents[i] for i in used])
-    for grad, name in zip(found, ("dhidden", "dweight"), strict=True):
+    result = torch.autograd.grad([outputs[i] for i in used], leaves, [call.cotangents[i] for i in used])
+    for grad, name in zip(result, ("dhidden", "dweight"), strict=True):
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14)
 
 
@@ -245,15 +245,15 @@ def test_opcheck(dtype: torch.dtype, workspace_bytes: int | None) -> None:
     hidden, weight, bias = tensors
 
     def opcheck(name: str, **args: Any) -> None:
-        found = OPS[name]
-        torch.library.opcheck(found.torch_op, found.contract.to_torch(found.bind(args)))
+        result = OPS[name]
+        torch.library.opcheck(result.torch_op, result.contract.to_torch(result.bind(args)))
 
     flags = {"return_entropy": True, "return_lse": True, "return_stats": True}
-    room = {"keep": workspace_bytes is not None, "workspace_bytes": workspace_bytes}
+    memory = {"keep": workspace_bytes is not None, "workspace_bytes": workspace_bytes}
     given = {"hidden": hidden, "weight": weight, "token_ids": call.token_ids, "bias": bias}
-    opcheck("linear_logp", **given, mask=call.options["mask"], **flags, **room)
+    opcheck("linear_logp", **given, mask=call.options["mask"], **flags, **memory)
     rows = torch.ones(2, 3)
-    opcheck("linear_logp", **given, temperature=rows, **flags, **room)
+    opcheck("linear_logp", **given, temperature=rows, **flags, **memory)
     args = {name: t.detach() for name, t in given.items()}
     args = NOTHING | args | {"stats": torch.ones(2, 2, 3), "entropy": rows, "dlogp": rows, "dentropy": rows}
     for wants in ((True, True, True), (False, True, False), (True, False, False)):
@@ -305,14 +305,14 @@ def test_probabilities_are_kept_only_where_they_fit_and_a_backward_follows(
 
     monkeypatch.setattr(forward, "backends", [replace(plain, run=spy)])
     call = make(4)
-    room = kept_bytes(4, 33)
-    assert room == KEPT_ROWS * (256 * 2 + 16) + WORKSPACE_BYTES  # and a slab beside them
-    for requires_grad, workspace in ((True, room), (True, room - 1), (True, None), (False, room)):
+    needed = kept_bytes(4, 33)
+    assert needed == KEPT_ROWS * (256 * 2 + 16) + SLAB_BYTES  # and a slab
+    for requires_grad, workspace in ((True, needed), (True, needed - 1), (True, None), (False, needed)):
         hidden = call.hidden.detach().requires_grad_(requires_grad)
         linear_logp(hidden, call.weight, call.token_ids, workspace_bytes=workspace)
     with torch.no_grad():
-        linear_logp(hidden.requires_grad_(), call.weight, call.token_ids, workspace_bytes=room)
-    linear_logp(hidden, call.weight, call.token_ids, workspace_bytes=room, backend="reference")
+        linear_logp(hidden.requires_grad_(), call.weight, call.token_ids, workspace_bytes=needed)
+    linear_logp(hidden, call.weight, call.token_ids, workspace_bytes=needed, backend="reference")
     assert asked == [True] + [False] * 5
 
 
@@ -363,14 +363,14 @@ def compiled_for_hopper() -> list[tuple[str, torch.dtype, Any]]:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    found = []
+    result = []
     for dtype in (BF16, F32):
         recorder = Recorder()
         record(recorder, 1, 1, 1, dtype, wants=(True, True, False))  # sizes of 1 become constants
         for name, source, options in recorder.sources():
             done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            found.append((name, dtype, done))
-    return found
+            result.append((name, dtype, done))
+    return result
 
 
 @pytest.mark.compat

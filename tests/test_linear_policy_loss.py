@@ -16,9 +16,9 @@ from interpreted import in_interpreter
 from isobit import ContractError
 from isobit.frame.op import OPS
 from isobit.ops.linear_policy_loss import reference
-from isobit.ops.linear_policy_loss.chunks import Batch
+from isobit.ops.linear_policy_loss.batch import Batch
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
-from policy_loss_calls import BF16, F16, F32, F64, NAN, D, Loss, V, make, on_all_rows, room, weighed
+from policy_loss_calls import BF16, F16, F32, F64, NAN, D, Loss, V, bytes_for, make, on_all_rows, weighed
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,9 @@ def the_same_numbers_every_time() -> None:
 def test_loss_and_gradients_are_those_of_all_rows(lead: tuple[int, ...], rows: int) -> None:
     tensors = make(*lead)
     inputs = {"weights": torch.randn(lead, generator=torch.Generator().manual_seed(1))}
-    loss, stats = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=room(rows))
+    loss, stats = linear_policy_loss(
+        *tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=bytes_for(rows)
+    )
     expected, gradients = on_all_rows(weighed, tensors, inputs)
     torch.testing.assert_close(loss, expected)
     assert stats == {}
@@ -46,7 +48,9 @@ def test_loss_and_gradients_are_those_of_all_rows(lead: tuple[int, ...], rows: i
 def test_other_dtypes(dtype: torch.dtype) -> None:
     tensors = make(30, dtype=dtype)
     inputs = {"weights": torch.randn(30, dtype=F64 if dtype == F64 else F32)}
-    loss, _ = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=room(7, dtype))
+    loss, _ = linear_policy_loss(
+        *tensors, loss_fn=weighed, inputs=inputs, workspace_bytes=bytes_for(7, dtype)
+    )
     expected, gradients = on_all_rows(weighed, tensors, inputs)
     assert loss.dtype == expected.dtype
     for ours, theirs in zip(torch.autograd.grad(loss, tensors[:2]), gradients, strict=True):
@@ -81,11 +85,11 @@ def test_a_loss_of_everything_is_right() -> None:
     for rows in (1, 13, 1000):
         loss, _ = linear_policy_loss(
             hidden, weight, ids, loss_fn=loss_fn, inputs=inputs, bias=bias, entropy=True,
-            workspace_bytes=room(rows), **options,
+            workspace_bytes=bytes_for(rows), **options,
         )  # fmt: skip
         torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=1e-6)
-        found = torch.autograd.grad(loss, leaves)
-        for ours, theirs in zip(found, torch.autograd.grad(exact, wide, retain_graph=True), strict=True):
+        result = torch.autograd.grad(loss, leaves)
+        for ours, theirs in zip(result, torch.autograd.grad(exact, wide, retain_graph=True), strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -95,7 +99,7 @@ def test_sums_of_all_chunks_come_back_detached() -> None:
     def loss_fn(logp: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
         return logp.sum(), {"tokens": logp.numel(), "by_step": logp.sum(0), "logp": logp.sum()}
 
-    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, workspace_bytes=room(12))
+    loss, stats = linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, workspace_bytes=bytes_for(12))
     assert stats["tokens"] == 40 and stats["by_step"].shape == (4,)
     assert not stats["logp"].requires_grad and stats["logp"] == loss.detach()
 
@@ -111,7 +115,7 @@ def test_shares_and_sums_are_added_in_fp32_at_least(dtype: torch.dtype, gradient
         return share, {"half": share, "whole": torch.ones((), dtype=torch.int16)}
 
     inputs = {"which": torch.arange(17)}
-    options = {"inputs": inputs, "workspace_bytes": room(1), "validate": False}
+    options = {"inputs": inputs, "workspace_bytes": bytes_for(1), "validate": False}
     with torch.set_grad_enabled(gradients):
         loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, **options)
     wide = F64 if dtype == F64 else F32
@@ -131,7 +135,7 @@ def test_log_probabilities_are_those_of_linear_logp() -> None:
         seen.append(torch.stack((logp.detach(), entropy.detach())))
         return logp.sum()
 
-    options = {"workspace_bytes": room(8), "validate": False}
+    options = {"workspace_bytes": bytes_for(8), "validate": False}
     linear_policy_loss(hidden, weight, ids, loss_fn=loss_fn, entropy=True, **options)
     assert [s.shape[1] for s in seen] == [8, 8, 8, 6]
     expected = isobit.linear_logp(hidden, weight, ids, return_entropy=True)
@@ -153,7 +157,7 @@ def test_inputs_are_cut_as_rows_as_sequences_or_not_at_all() -> None:
 
     inputs = {"rows": by_rows, "sequences": by_sequences, "number": 3, "scalar": torch.tensor(2.0),
               "none": None, "word": "x", "thing": something, "list": [1, 2]}  # fmt: skip
-    options = {"workspace_bytes": room(9), "validate": False}
+    options = {"workspace_bytes": bytes_for(9), "validate": False}
     linear_policy_loss(*tensors, loss_fn=loss_fn, inputs=inputs, **options)
     assert torch.equal(torch.cat([s["rows"] for s in seen]), by_rows)
     assert [s["sequences"].tolist() for s in seen] == [[0, 1], [2, 3], [4]]
@@ -169,7 +173,7 @@ def test_packed_sequences_stay_whole(form: Callable[[list[int]], Any]) -> None:
         seen.append((len(logp), ids.tolist()))
         return logp.sum()
 
-    options = {"workspace_bytes": room(12), "validate": False, "cu_seqlens": bounds}
+    options = {"workspace_bytes": bytes_for(12), "validate": False, "cu_seqlens": bounds}
     loss, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, inputs={"ids": torch.arange(5)}, **options)
     assert seen == [(11, [0, 2]), (9, [3]), (10, [4])]  # the second has no rows
     loss.backward()
@@ -186,7 +190,7 @@ def test_losses_of_isobit_take_one_advantage_per_packed_sequence(name: str, rows
     inputs["sequence_ids"] = torch.arange(10).repeat_interleave(lengths)
     loss_fn, bounds = getattr(isobit.losses, name), [0, *lengths.cumsum(0).tolist()]
     loss, _ = linear_policy_loss(
-        *tensors, loss_fn=loss_fn, inputs=inputs | each, cu_seqlens=bounds, workspace_bytes=room(rows)
+        *tensors, loss_fn=loss_fn, inputs=inputs | each, cu_seqlens=bounds, workspace_bytes=bytes_for(rows)
     )
     repeated = {name: values.repeat_interleave(lengths) for name, values in each.items()}
     expected, gradients = on_all_rows(loss_fn, tensors, inputs | repeated)
@@ -198,7 +202,7 @@ def test_losses_of_isobit_take_one_advantage_per_packed_sequence(name: str, rows
 def test_a_sequence_that_has_no_room_is_computed_all_the_same() -> None:
     tensors = make(40)
     inputs = {"weights": torch.randn(40)}
-    options = {"cu_seqlens": [0, 5, 33, 40], "workspace_bytes": room(8)}
+    options = {"cu_seqlens": [0, 5, 33, 40], "workspace_bytes": bytes_for(8)}
     loss, _ = linear_policy_loss(*tensors, loss_fn=weighed, inputs=inputs, **options)
     expected, gradients = on_all_rows(weighed, tensors, inputs)
     torch.testing.assert_close(loss, expected)
@@ -234,13 +238,13 @@ def test_chunks_hold_whole_sequences(lengths: list[int], capacity: int) -> None:
     for chunk in chunks:
         assert (chunk.first, chunk.end) == (bounds[chunk.begin], bounds[chunk.stop]) and chunk.rows > 0
         longest = max(lengths[chunk.begin : chunk.stop])
-        assert chunk.kept == (chunk.rows <= capacity)
-        assert chunk.kept or chunk.rows == longest > capacity  # alone
+        assert chunk.fits == (chunk.rows <= capacity)
+        assert chunk.fits or chunk.rows == longest > capacity  # alone
         halves = batch.halves(chunk)
         assert not halves or (halves[0].end, halves[0].stop) == (halves[1].first, halves[1].begin)
         assert not halves or all(h.rows > 0 for h in halves)
     everything = batch.chunks(None)
-    assert [(c.first, c.end, c.kept) for c in everything] == [(0, bounds[-1], False)][: len(everything)]
+    assert [(c.first, c.end, c.fits) for c in everything] == [(0, bounds[-1], False)][: len(everything)]
 
 
 @pytest.mark.parametrize("N", [1, 2, 7])
@@ -265,12 +269,12 @@ def test_flat_rows_are_cut_after_whole_segments(N: int, capacity: int, ends: lis
 def test_gradients_are_multiplied_in_fp32_and_rounded_once(factor: float, dtype: torch.dtype) -> None:
     hidden, weight, ids = make(20, dtype=dtype)
     inputs = {"weights": torch.randn(20)}
-    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": room(6)}
+    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": bytes_for(6)}
     loss, _ = linear_policy_loss(hidden, weight, ids, **options)
-    found = torch.autograd.grad(loss, (hidden, weight), torch.tensor(factor))
+    result = torch.autograd.grad(loss, (hidden, weight), torch.tensor(factor))
     wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     exact, _ = linear_policy_loss(*wide, ids, **options)
-    for ours, theirs in zip(found, torch.autograd.grad(exact, wide), strict=True):
+    for ours, theirs in zip(result, torch.autograd.grad(exact, wide), strict=True):
         assert torch.equal((theirs * factor).to(dtype).nan_to_num(7.0), ours.nan_to_num(7.0))
 
 
@@ -325,11 +329,11 @@ def test_without_gradients_there_is_a_forward_alone(
 ) -> None:
     tensors = make(30)
     loss_fn: Loss = lambda logp, entropy: (logp.square().sum(), {"n": len(logp)})  # noqa: E731
-    with_gradients, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(8))
+    with_gradients, _ = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=bytes_for(8))
     for name in ("linear_logp_chunk", "linear_logp_chunk_bwd", "linear_logp_bwd"):
         monkeypatch.setattr(OPS[name], "backends", [])
     with context():
-        loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(8))
+        loss, stats = linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=bytes_for(8))
     assert not loss.requires_grad and torch.equal(loss, with_gradients.detach()) and stats == {"n": 30}
     detached = (tensors[0].detach(), tensors[1].detach(), tensors[2])
     assert not linear_policy_loss(*detached, loss_fn=loss_fn)[0].requires_grad
@@ -384,16 +388,16 @@ def test_rows_that_do_not_count_reach_nothing() -> None:
     hidden, weight, ids = make(20)
     mask = torch.arange(20) % 3 != 0
     inputs = {"weights": torch.randn(20)}
-    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": room(6), "mask": mask}
+    options = {"loss_fn": weighed, "inputs": inputs, "workspace_bytes": bytes_for(6), "mask": mask}
     loss, _ = linear_policy_loss(hidden, weight, ids, **options)
     expected = torch.autograd.grad(loss, (hidden, weight))
     bad = hidden.detach().clone()
     bad[~mask] = NAN
     bad.requires_grad_()
     again, _ = linear_policy_loss(bad, weight, torch.where(mask, ids, 10**9), **options)
-    found = torch.autograd.grad(again, (bad, weight))
-    assert torch.equal(again, loss) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not found[0][~mask].any()
+    result = torch.autograd.grad(again, (bad, weight))
+    assert torch.equal(again, loss) and all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    assert not result[0][~mask].any()
 
 
 @pytest.mark.parametrize("options", [{"mask": torch.zeros(20, dtype=torch.bool)}, {"ignore_index": 7}])
@@ -401,7 +405,7 @@ def test_all_rows_may_not_count(options: dict[str, Any]) -> None:
     hidden, weight, ids = make(20)
     ids = torch.full_like(ids, 7)
     loss, _ = linear_policy_loss(
-        hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=room(6), **options
+        hidden, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=bytes_for(6), **options
     )
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()  # type: ignore[union-attr]
@@ -414,12 +418,12 @@ def test_views_with_holes() -> None:
     view = wide[:, :-1].requires_grad_()
     strided = torch.stack((ids, ids), -1)[..., 0]
     inputs = {"weights": torch.randn(9, 6).t()}
-    found = [
+    result = [
         torch.autograd.grad(linear_policy_loss(
-            h, weight, i, loss_fn=weighed, inputs=inputs, workspace_bytes=room(20))[0], (h, weight))
+            h, weight, i, loss_fn=weighed, inputs=inputs, workspace_bytes=bytes_for(20))[0], (h, weight))
         for h, i in ((hidden, ids), (view, strided))
     ]  # fmt: skip
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*result, strict=True))
 
 
 def test_autocast_is_for_the_loss_alone() -> None:
@@ -449,7 +453,7 @@ def test_losses_of_isobit(name: str, entropy_coef: float) -> None:
     inputs |= {"normalizer": mask.sum(), "entropy_coef": entropy_coef}
     loss_fn, entropy = getattr(isobit.losses, name), entropy_coef > 0
     loss, stats = linear_policy_loss(
-        *tensors, loss_fn=loss_fn, inputs=inputs, mask=mask, entropy=entropy, workspace_bytes=room(20)
+        *tensors, loss_fn=loss_fn, inputs=inputs, mask=mask, entropy=entropy, workspace_bytes=bytes_for(20)
     )
     expected, gradients = on_all_rows(loss_fn, tensors, inputs, entropy, mask=mask)
     torch.testing.assert_close(loss, expected)

@@ -37,22 +37,22 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """CPU tensors are on a Hopper GPU."""
-    found = Device()
+    result = Device()
     monkeypatch.setattr("isobit.frame.device.arch_key", lambda where: "sm_90")
     monkeypatch.setattr("isobit.frame.device.triton_cannot_run", lambda where: None)
     for module in (kernels_hopper, backward, hopper_product):
         monkeypatch.setattr(module, "sm_count", lambda where: 7)
-    monkeypatch.setattr(chunk_buffers, "LEAST_ROWS", 128)
+    monkeypatch.setattr(chunk_buffers, "MIN_ROWS", 128)
     for name, launcher in LAUNCHERS.items():
 
         def run(launcher: Callable[..., Any] = launcher, **args: Any) -> Any:
-            return launcher(found, **args)
+            return launcher(result, **args)
 
         backends = [
             replace(b, run=run, launches=False) if b.name == "hopper" else b for b in OPS[name].backends
         ]
         monkeypatch.setattr(OPS[name], "backends", backends)
-    yield found
+    yield result
     for name in LAUNCHERS:
         OPS[name].forget()
 
@@ -82,16 +82,16 @@ def bias_of(V: int, dtype: torch.dtype) -> Tensor:
 def workspace_for(rows: int, V: int, D: int) -> int:
     """The smallest workspace for chunks of this many rows."""
     sizes = range(1 << 16, 1 << 30, 1 << 12)
-    found = next(n for n in sizes if (chunk_buffers.capacity("hopper", V, D, BF16, n) or 0) >= rows)
-    assert chunk_buffers.capacity("hopper", V, D, BF16, found) == rows
-    return found
+    result = next(n for n in sizes if (chunk_buffers.capacity("hopper", V, D, BF16, n) or 0) >= rows)
+    assert chunk_buffers.capacity("hopper", V, D, BF16, result) == rows
+    return result
 
 
 def leaves_of(args: dict[str, Any], wanted: tuple[str, ...]) -> dict[str, Any]:
     return args | {name: args[name].detach().requires_grad_() for name in wanted}
 
 
-def swept(
+def chunked(
     args: dict[str, Any], loss_fn: Any, inputs: dict[str, Any], wanted: tuple[str, ...],
     upstream: float = 1.0, **options: Any,
 ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:  # fmt: skip
@@ -105,7 +105,7 @@ def unfused(
     args: dict[str, Any], loss_fn: Any, inputs: dict[str, Any], wanted: tuple[str, ...],
     entropy: bool = False, workspace_bytes: int | None = FULL,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`linear_logp`, with kept probabilities, and the loss on all rows."""
+    """`linear_logp`, with stored probabilities, and the loss on all rows."""
     mine = leaves_of(args, wanted)
     outputs = linear_logp(**mine, backend="hopper", return_entropy=True, workspace_bytes=workspace_bytes)
     returned = loss_fn(outputs[0], outputs[1] if entropy else None, **inputs)
@@ -147,21 +147,21 @@ def flat_call(N: int = 1300, **chosen: Any) -> tuple[dict[str, Any], dict[str, A
     return args, {"weights": torch.randn(N, generator=gen)}, wanted
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
-        assert gradient.dtype == found[name].dtype and torch.equal(found[name], gradient), name
+        assert gradient.dtype == result[name].dtype and torch.equal(result[name], gradient), name
 
 
 @pytest.mark.parametrize("rows", [128, 384, 640, 1024])
 @pytest.mark.parametrize("name", ["plain", "a mask", "ignored rows"])
 def test_chunks_have_the_bits_of_all_rows(device: Device, name: str, rows: int) -> None:
     args, inputs, wanted = flat_call(**FLAT[name])
-    room = workspace_for(rows, 300, 24)
-    loss, _, found = swept(args, tokens_loss, inputs, wanted, workspace_bytes=room)
+    workspace = workspace_for(rows, 300, 24)
+    loss, _, result = chunked(args, tokens_loss, inputs, wanted, workspace_bytes=workspace)
     chunks = -(-1300 // (rows // 512 * 512 or rows))
-    assert device.launched.count("forward_kernel") == device.launched.count("kept_kernel") == chunks
+    assert device.launched.count("forward_kernel") == device.launched.count("from_probs_kernel") == chunks
     whole, expected = unfused(args, tokens_loss, inputs, wanted)
-    assert_same(found, expected)
+    assert_same(result, expected)
     torch.testing.assert_close(loss, whole)
 
 
@@ -170,11 +170,11 @@ def test_options_keep_the_bits(device: Device, name: str) -> None:
     args, inputs, wanted = flat_call(**FLAT[name])
     entropy = FLAT[name].get("entropy", False)
     inputs |= {"bonus": 0.1} if entropy else {}
-    room = workspace_for(384, 300, 24)
-    _, _, found = swept(args, tokens_loss, inputs, wanted, workspace_bytes=room, entropy=entropy)
+    workspace = workspace_for(384, 300, 24)
+    _, _, result = chunked(args, tokens_loss, inputs, wanted, workspace_bytes=workspace, entropy=entropy)
     assert device.launched.count("slab_kernel") == (4 if entropy else 0)
     _, expected = unfused(args, tokens_loss, inputs, wanted, entropy)
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 # Sequences
@@ -185,52 +185,52 @@ def test_sequences_stay_whole_and_have_the_bits_of_all_rows(device: Device) -> N
     gen = torch.Generator().manual_seed(2)
     args["mask"] = torch.rand(11, 120, generator=gen) < 0.7
     inputs = {"advantages": torch.randn(11, generator=gen), "mask": args["mask"]}
-    room = workspace_for(384, 300, 24)  # three sequences a chunk
-    _, stats, found = swept(args, sequence_loss, inputs, ("hidden", "weight"), workspace_bytes=room)
-    assert device.launched.count("kept_kernel") == 4 and stats["sequences"] == 11
+    workspace = workspace_for(384, 300, 24)  # three sequences a chunk
+    _, stats, result = chunked(args, sequence_loss, inputs, ("hidden", "weight"), workspace_bytes=workspace)
+    assert device.launched.count("from_probs_kernel") == 4 and stats["sequences"] == 11
     _, expected = unfused(args, sequence_loss, inputs, ("hidden", "weight"))
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
-BOUNDS = (0, 60, 60, 500, 700, 1000, 1100)  # one is empty, and two have no room in chunks of 256 rows
+BOUNDS = (0, 60, 60, 500, 700, 1000, 1100)  # one is empty, and two do not fit in chunks of 256 rows
 
 
 @pytest.mark.parametrize("wanted", [("hidden", "weight"), ("hidden",)])
-def test_a_sequence_that_has_no_room_is_computed_twice(device: Device, wanted: tuple[str, ...]) -> None:
-    """It alone: gradients of rows of other sequences are those of kept probabilities, its own those of logits
-    that are computed again."""
+def test_a_sequence_that_does_not_fit_is_computed_twice(device: Device, wanted: tuple[str, ...]) -> None:
+    """It alone: gradients of rows of other sequences are those of stored probabilities, its own those of
+    logits that are computed again."""
     args, inputs, _ = flat_call(1100, mask=0.8)
     options = {"cu_seqlens": list(BOUNDS), "workspace_bytes": workspace_for(256, 300, 24)}
-    _, _, found = swept(args, tokens_loss, inputs, wanted, **options)
-    assert device.launched.count("kept_kernel") == 3 and device.launched.count("slab_kernel") == 2
-    _, kept = unfused(args, tokens_loss, inputs, ("hidden",))
+    _, _, result = chunked(args, tokens_loss, inputs, wanted, **options)
+    assert device.launched.count("from_probs_kernel") == 3 and device.launched.count("slab_kernel") == 2
+    _, stored = unfused(args, tokens_loss, inputs, ("hidden",))
     _, again = unfused(args, tokens_loss, inputs, ("hidden",), workspace_bytes=None)
     long = torch.zeros(1100, dtype=torch.bool)
     long[60:500] = long[700:1000] = True
-    expected = torch.where(long[:, None], again["hidden"], kept["hidden"])
-    assert torch.equal(found["hidden"], expected) and not torch.equal(kept["hidden"], again["hidden"])
-    if "weight" in wanted:  # where chunks end does not show: a little more room, the same sequences without
+    expected = torch.where(long[:, None], again["hidden"], stored["hidden"])
+    assert torch.equal(result["hidden"], expected) and not torch.equal(stored["hidden"], again["hidden"])
+    if "weight" in wanted:  # where chunks end does not show: a little more memory, the same sequences without
         options["workspace_bytes"] = chunk_buffers.bytes_for(256, 300, 24) + 5000
-        _, _, other = swept(args, tokens_loss, inputs, wanted, **options)
-        assert_same(other, found)
+        _, _, other = chunked(args, tokens_loss, inputs, wanted, **options)
+        assert_same(other, result)
 
 
 @pytest.mark.parametrize("upstream", [1.0, 0.3])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_rows_without_room_for_a_chunk_are_computed_twice_at_once(
+def test_rows_that_fit_no_chunk_are_computed_twice_at_once(
     device: Device, entropy: bool, upstream: float
 ) -> None:
     """In the backward, which knows the gradient of the loss."""
     args, inputs, wanted = flat_call(bias=F32, mask=0.7)
     inputs |= {"bonus": 0.1} if entropy else {}
     options = {"workspace_bytes": 1000, "entropy": entropy}
-    _, _, found = swept(args, tokens_loss, inputs, wanted, upstream, **options)
+    _, _, result = chunked(args, tokens_loss, inputs, wanted, upstream, **options)
 
     def scaled(*results: Any, **given: Any) -> Tensor:
         return tokens_loss(*results, **given) * upstream
 
     _, expected = unfused(args, scaled, inputs, wanted, entropy, workspace_bytes=1000)
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 # The gradient of the loss
@@ -239,7 +239,7 @@ def test_rows_without_room_for_a_chunk_are_computed_twice_at_once(
 @pytest.mark.parametrize("rows", [384, 1408])
 @pytest.mark.parametrize("upstream", [1.0, 0.3, -2.0, 0.0])
 def test_a_factor_is_applied_before_the_one_rounding(device: Device, upstream: float, rows: int) -> None:
-    """In all chunks, and where dweight of one chunk waits for it; again and again, if the graph is kept."""
+    """In all chunks, and where dweight of one chunk waits for it; and again if the graph is retained."""
     args, inputs, wanted = flat_call(bias=BF16, mask=0.7)
     mine = leaves_of(args, wanted)
     leaves = [mine[name] for name in wanted]
@@ -251,8 +251,8 @@ def test_a_factor_is_applied_before_the_one_rounding(device: Device, upstream: f
     _, *sums = loss_of(384).grad_fn.saved_tensors  # type: ignore[union-attr]
     assert [t.dtype for t in sums] == [F32] * 3
     loss = loss_of(rows)
-    found = [torch.autograd.grad(loss, leaves, torch.tensor(upstream), retain_graph=True) for _ in range(2)]
-    for ours in found:
+    result = [torch.autograd.grad(loss, leaves, torch.tensor(upstream), retain_graph=True) for _ in range(2)]
+    for ours in result:
         for gradient, total in zip(ours, sums, strict=True):
             assert torch.equal(gradient, (total.view(gradient.shape) * upstream).to(BF16))
     assert bool(device.arguments["sum_kernel"].SCALED) == (rows == 1408)  # the last to be launched
@@ -311,8 +311,8 @@ def test_chunks_that_wait_for_nothing_fail_on_bits(device: Device, monkeypatch: 
         return kernels_hopper_chunk.linear_logp_chunk_bwd(device, **args | {"last": True})
 
     replaced(monkeypatch, device, "linear_logp_chunk_bwd", hasty)
-    told = broken("agree", "flat")
-    assert told and all(text.startswith("gradient:weight: linear_logp and the loss") for text in told)
+    messages = broken("agree", "flat")
+    assert messages and all(text.startswith("gradient:weight: linear_logp and the loss") for text in messages)
 
 
 def test_a_queue_of_other_rows_fails(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,5 +344,5 @@ def test_a_kept_row_that_is_computed_again_fails_on_bits(
         return kernels_hopper_chunk.linear_logp_chunk_bwd(device, **args)
 
     replaced(monkeypatch, device, "linear_logp_chunk_bwd", watched)
-    monkeypatch.setattr(kernels_hopper_chunk, "from_kept", again)
+    monkeypatch.setattr(kernels_hopper_chunk, "from_probs", again)
     assert any(text.startswith("gradient:hidden") for text in broken("agree", "flat"))

@@ -11,7 +11,7 @@ from isobit.check.laws import LAWS
 from isobit.check.runner import OK, UNSUPPORTED, Cell, Request, run
 from isobit.frame.op import OPS
 from isobit.ops.linear_policy_loss import chunked, op, reference_chunk
-from isobit.ops.linear_policy_loss.chunks import Batch, Chunk
+from isobit.ops.linear_policy_loss.batch import Batch, Chunk
 from isobit.spec.proof import Case
 from isobit.spec.trial import Trial
 

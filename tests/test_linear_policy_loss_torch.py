@@ -11,7 +11,7 @@ import isobit
 from isobit import ContractError
 from isobit.frame.op import OPS
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
-from policy_loss_calls import make, room, weighed
+from policy_loss_calls import bytes_for, make, weighed
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,8 @@ def test_hooks_on_saved_tensors_leave_the_inner_graph_alone() -> None:
 
 def test_explain_knows_it() -> None:
     hidden, weight, ids = make(5)
-    found = isobit.explain("linear_policy_loss", hidden, weight, ids, loss_fn=weighed)
-    assert found.backend == "reference" and list(found.reasons) == ["hopper", "triton", "reference"]
+    result = isobit.explain("linear_policy_loss", hidden, weight, ids, loss_fn=weighed)
+    assert result.backend == "reference" and list(result.reasons) == ["hopper", "triton", "reference"]
     with pytest.raises(TypeError, match=r"call isobit\.linear_policy_loss"):
         OPS["linear_policy_loss"](hidden=hidden)
 
@@ -86,7 +86,7 @@ def test_torch_compile_breaks_there_and_says_why() -> None:
 
     def step(hidden: Tensor, weight: Tensor) -> Tensor:
         loss, _ = isobit.linear_policy_loss(
-            hidden * 2, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=room(5)
+            hidden * 2, weight, ids, loss_fn=lambda logp, entropy: logp.sum(), workspace_bytes=bytes_for(5)
         )
         return loss * 3
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit import ContractError
 from isobit.ops.linear_policy_loss.op import linear_policy_loss
-from policy_loss_calls import D, Loss, V, make, room
+from policy_loss_calls import D, Loss, V, bytes_for, make
 
 
 def test_a_loss_that_raises_says_where_and_leaves_nothing() -> None:
@@ -21,7 +21,7 @@ def test_a_loss_that_raises_says_where_and_leaves_nothing() -> None:
             raise KeyError("reward")
         return logp.sum()
 
-    options = {"loss_fn": loss_fn, "inputs": {"which": torch.arange(20)}, "workspace_bytes": room(8)}
+    options = {"loss_fn": loss_fn, "inputs": {"which": torch.arange(20)}, "workspace_bytes": bytes_for(8)}
     before = [t.detach().clone() for t in (hidden, weight)]
     with pytest.raises(ContractError, match="raised KeyError on rows 8 to 16 of 20: 'reward'") as caught:
         linear_policy_loss(hidden, weight, ids, **options)
@@ -56,14 +56,14 @@ def test_a_mean_is_detected() -> None:
 @pytest.mark.parametrize(("lead", "rows", "bounds"), [
     ((4, 6), 6, None),  # one line per chunk
     ((24,), 1, None),  # one row per chunk
-    ((24,), 6, [0, 2, 2, 20, 24]),  # one sequence per chunk, one of them too long to be kept
+    ((24,), 6, [0, 2, 2, 20, 24]),  # one sequence per chunk, one of them too long to fit
 ])  # fmt: skip
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_mean_is_detected_where_every_chunk_is_a_single_unit(
     lead: tuple[int, ...], rows: int, bounds: list[int] | None, entropy: bool
 ) -> None:
     tensors = make(*lead)
-    options = {"workspace_bytes": room(rows), "cu_seqlens": bounds, "entropy": entropy}
+    options = {"workspace_bytes": bytes_for(rows), "cu_seqlens": bounds, "entropy": entropy}
 
     def values(logp: Tensor, entropy: Tensor | None) -> Tensor:
         return logp if entropy is None else logp + entropy
@@ -84,11 +84,11 @@ def test_two_chunks_that_are_single_units_are_run_joined() -> None:
         return logp.sum()
 
     tensors = make(4, 6)
-    linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(6))
+    linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=bytes_for(6))
     assert calls == [(1, 6), (1, 6), (2, 6), (1, 6), (1, 6)]
     calls.clear()
     with torch.no_grad():  # gradients are needed to judge, so both are run again
-        linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=room(6))
+        linear_policy_loss(*tensors, loss_fn=loss_fn, workspace_bytes=bytes_for(6))
     assert calls == [(1, 6), (1, 6), (2, 6), (1, 6), (1, 6), (1, 6), (1, 6)]
 
 
@@ -142,7 +142,7 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
     with pytest.raises(
         ContractError, match=r"the same sums for all chunks; got \['first'\], then \['last'\]"
     ):
-        linear_policy_loss(*make(20), loss_fn=loss_fn, workspace_bytes=room(8), validate=False)
+        linear_policy_loss(*make(20), loss_fn=loss_fn, workspace_bytes=bytes_for(8), validate=False)
 
 
 @pytest.mark.parametrize(

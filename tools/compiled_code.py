@@ -30,6 +30,7 @@ def ptx_of(source: Any, options: dict[str, Any]) -> str:
     text = done.asm["ptx"].partition(".section")[0]
     text = re.sub(r"//.*", "", text)
     text = re.sub(r"^\s*\.(loc|file)\b.*\n", "", text, flags=re.M)
+    text = re.sub(r"\$L__(tmp|func_\w+)\d+:", "", text)  # marks for the debugger: no code jumps there
     kernel = re.search(r"\.entry\s+(\w+)", text)
     assert kernel is not None
     text = text.replace(kernel.group(1), "KERNEL")

@@ -31,15 +31,15 @@ Lines = dict[str, list[tuple[int, float]]]
 
 def lines(report: dict[str, Any], key: str) -> Lines:
     """(V, figure) of every contender, by ascending V."""
-    found: Lines = {}
+    series: Lines = {}
     for row in report["rows"]:
         sizes, ours = sizes_of(row["case"]), row["impl"] == "isobit"
         if row["op"] not in DRAWN or (sizes["N"], sizes["D"]) != (ROWS, FEATURES) or row[key] is None:
             continue
         if ours or row["op"] == next(iter(DRAWN)):
             name = DRAWN[row["op"]] if ours else row["impl"]
-            found.setdefault(name, []).append((sizes["V"], row[key]))
-    return {name: sorted(points) for name, points in found.items()}
+            series.setdefault(name, []).append((sizes["V"], row[key]))
+    return {name: sorted(points) for name, points in series.items()}
 
 
 def draw(report: dict[str, Any]) -> str:

@@ -1,26 +1,20 @@
 """A product with a bias, in the registers of a `wgmma` accumulator.
 
 Of a tile's columns a thread holds 8i + 2q and 8i + 2q + 1: neighbours, so that it reads their biases as one
-word. It asks for the words of a tile when the first step of the product is in flight, which hides how long
-they take. Until the product is complete they stay words: two 16-bit numbers take one register.
+word. It loads the words of a tile while the first step of the product is in flight, which hides the latency.
+Until the product is complete they stay words: two 16-bit numbers take one register.
 """
 
 from torch import Tensor
 
-from isobit.kernels.hopper.lse import COLUMNS, TILE, as_lanes
+from isobit.kernels.hopper.lse import TILE, as_lanes, pairs_of
 from isobit.kernels.hopper.pipeline import gl, gluon
-
-_WORDS = gl.constexpr(COLUMNS // 2)
 
 
 @gluon.jit
 def _words(bias, n, V):
     """The biases of tile n of V columns, by (row, i, lane): two in a word, the even column's below."""
-    i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, TILE))))
-    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, TILE))))
-    i = gl.expand_dims(gl.expand_dims(i, 0), 2)
-    q = gl.expand_dims(gl.expand_dims(q, 0), 1)
-    word = n * _WORDS + 4 * i + q
+    word = pairs_of(n)
     if bias.dtype.element_ty == gl.float32:
         words = bias.to(gl.pointer_type(gl.int64))
     else:
@@ -47,9 +41,9 @@ def _numbers(words, bias):
 def multiply_add(pipe, acc, bias, n, V, stage, phase, WHICH: gl.constexpr):
     """`Pipe.multiply` for all steps, then the biases of tile n of V columns added in fp32; by (row, i, lane,
     parity). The bias must be one that `in_words` has returned, from an even column on."""
-    acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+    acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
     words = _words(bias, n, V)
-    acc, stage, phase = pipe.go_on(acc, pipe.steps - 1, stage, phase, WHICH)
+    acc, stage, phase = pipe.finish_chain(acc, pipe.steps - 1, stage, phase, WHICH)
     return as_lanes(acc) + _numbers(words, bias), stage, phase
 
 

@@ -1,4 +1,4 @@
-"""Stored rows of logits, summed in the order of class lse/1 (`hopper_lse`).
+"""Stored rows of logits, summed in the order of class lse/1 (`isobit.kernels.hopper.lse`).
 
 A kernel loads them into the register layout of a product's accumulator, and they go through the same
 functions. So a fused and an unfused path can agree bit for bit.
@@ -97,7 +97,7 @@ def results(
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=z.device)
     launch(
         fold_kernel, (-(-N // 64), splits_of(V)),
-        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity, entropy,
-        num_warps=4, enable_fp_fusion=False,
+        partial, picked, z, slots.ids, slots.scales, N, V, z.stride(0), slots.capacity,
+        ENTROPY=entropy, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return slots.merge(partial, picked, logits.shape[:-1], V, 1.0, entropy, lse, stats, launch)

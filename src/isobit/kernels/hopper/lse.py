@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.frame.launch import Launch
+from isobit.frame.launch import Launch, unused
 from isobit.kernels.hopper.pipeline import ROWS, gl, gluon, triton_kernel
 
 #: Columns per tile, and splits per row. Both affect the order of sums.
@@ -61,15 +61,27 @@ def spread(x):
 
 
 @gluon.jit
-def columns_of(n):
-    """Column numbers of tile n, by (row, i, lane, parity)."""
+def _i_and_lane():
+    """The indices (i, lane) of a tile, each by (row, i, lane)."""
     i = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, TILE))))
     q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, TILE))))
+    return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(q, 0), 1)
+
+
+@gluon.jit
+def pairs_of(n):
+    """Numbers of the pairs of columns of tile n, by (row, i, lane): pair p has the columns 2p and 2p + 1."""
+    i, q = _i_and_lane()
+    return n * (_COLUMNS // 2) + 4 * i + q
+
+
+@gluon.jit
+def columns_of(n):
+    """Column numbers of tile n, by (row, i, lane, parity)."""
+    i, q = _i_and_lane()
     b = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, TILE))))
-    i = gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 2), 3)
-    q = gl.expand_dims(gl.expand_dims(gl.expand_dims(q, 0), 1), 3)
     b = gl.expand_dims(gl.expand_dims(gl.expand_dims(b, 0), 1), 2)
-    return n * _COLUMNS + 8 * i + 2 * q + b
+    return n * _COLUMNS + 8 * gl.expand_dims(i, 3) + 2 * gl.expand_dims(q, 3) + b
 
 
 @gluon.jit
@@ -162,6 +174,13 @@ def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
 
 
 @gluon.jit
+def store_picked(picked_out, picked, token, row, inside, first, end):
+    """Store the token's logit, if it was in the tiles from `first` on and before `end`."""
+    in_tiles = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
+    gl.store(picked_out + row, _join(picked), mask=in_tiles)
+
+
+@gluon.jit
 def store_split(
     partial, picked_out, m, s, t, picked, scale, token, row, inside, split, first, end, capacity,
     ENTROPY: gl.constexpr,
@@ -173,15 +192,7 @@ def store_split(
     gl.store(out + capacity, s, mask=inside)
     if ENTROPY:
         gl.store(out + 2 * capacity, t, mask=inside)
-    found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
-    gl.store(picked_out + row, _join(picked), mask=found)
-
-
-@gluon.jit
-def store_picked(picked_out, picked, token, row, inside, first, end):
-    """Only the token's logit, if it was in the tiles from `first` on and before `end`."""
-    found = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
-    gl.store(picked_out + row, _join(picked), mask=found)
+    store_picked(picked_out, picked, token, row, inside, first, end)
 
 
 @triton_kernel
@@ -190,16 +201,16 @@ def compact_kernel(
     HAS_MASK: tl.constexpr, PER_ROW: tl.constexpr, PACK: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fills blocks * 128 slots with the row of each, its token and its scale. With PACK these are the rows
-    that count and have a token below V, in the caller's order, followed by gaps with row -1; without, every
-    row has its own slot. The token of a gap or of a row that does not count is -2.
+    """Fills blocks * 128 slots with the row of each, its token and its scale. With PACK these are the live
+    rows with a token below V, in the caller's order, followed by gaps with row -1; without, every row has its
+    own slot. The token of a gap or of a masked row is -2.
 
-    With LIST `listed` is set to the number of parts of 64 rows with a row that counts, then these parts in
-    ascending order, then a part without any rows, for tiles of two parts. With PACK or LIST there is only one
-    program, because it must count through all rows."""
+    With LIST `listed` is set to the number of parts of 64 rows with a live row, then these parts in ascending
+    order, then a part without any rows, for tiles of two parts. With PACK or LIST there is only one program,
+    because it must count through all rows."""
     capacity = blocks * 128
     seen = 0
-    found = 0
+    parts = 0
     begin, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     for first in range(begin, capacity, step):
         i = first + tl.arange(0, BLOCK)
@@ -208,7 +219,7 @@ def compact_kernel(
         live = there & (token != ignore_index)
         if HAS_MASK:
             live = live & (tl.load(mask + i, mask=there, other=0) != 0)
-        # A token that does not fit in 32 bits is outside of any vocabulary, like -1.
+        # A token that does not fit in 32 bits is outside any vocabulary, like -1.
         known = tl.where((token >= 0) & (token < 2147483647), token, -1).to(tl.int32)
         own = tl.full((BLOCK,), scale, tl.float32)
         if PER_ROW:
@@ -227,8 +238,8 @@ def compact_kernel(
             tl.store(tl.multiple_of(scales + i, 16), tl.where(there, own, 1.0), mask=inside)
         if LIST:
             some = tl.max(tl.reshape(live.to(tl.int32), (BLOCK // 64, 64)), 1)
-            at = found + tl.cumsum(some, 0)
-            found += tl.sum(some, 0)
+            at = parts + tl.cumsum(some, 0)
+            parts += tl.sum(some, 0)
             tl.store(listed + at, first // 64 + tl.arange(0, BLOCK // 64), mask=some > 0)
     if PACK:
         for first in range(begin, capacity, step):
@@ -241,13 +252,13 @@ def compact_kernel(
         seen = N
     tl.store(count, seen)  # all programs write the same value
     if LIST:
-        tl.store(listed, found)
-        tl.store(listed + found + 1, capacity // 64)
+        tl.store(listed, parts)
+        tl.store(listed + parts + 1, capacity // 64)
 
 
 @triton.jit
 def _without_slot(token_ids, mask, i, N, ignore_index, V, HAS_MASK: tl.constexpr):
-    """(whether rows i have no slot, the result of such a row): 0 if it does not count, else NaN."""
+    """(whether rows i have no slot, the result of such a row): 0 if it is masked, else NaN."""
     token = tl.load(token_ids + i, mask=i < N, other=0)
     live = token != ignore_index
     if HAS_MASK:
@@ -292,8 +303,8 @@ def merge_kernel(
     """Fold a row's splits in ascending order, and write the results to its original row. If rows are PACKED,
     this also fills rows that have no slot, as many per program as it has slots.
 
-    Splits are loaded 8 at a time to hide latency; missing ones are empty and change nothing. Sums of rows
-    that do not count are not read: they may never have been written.
+    Splits are loaded 8 at a time to hide latency; missing ones are empty and change no sum. Sums of masked
+    rows are not read: they may never have been written.
     """
     capacity = blocks * 128
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -330,9 +341,8 @@ def merge_kernel(
     LN2: tl.constexpr = 0.6931471805599453
     known = (token >= 0) & (token < V)
     bad = tl.where(known, 0.0, float("nan"))  # an invalid token
-    undefined = tl.where(
-        m == float("inf"), float("nan"), bad
-    )  # inf - inf; of such a row only lse is a number
+    # A row with +inf has inf - inf everywhere but in lse.
+    undefined = tl.where(m == float("inf"), float("nan"), bad)
     z = tl.load(picked + slot, mask=known, other=0.0)
     base = m * scale
     log2_s = tl.log2(s)
@@ -360,8 +370,8 @@ def merge_kernel(
 
 class Slots:
     """The rows of a call on the device, in `capacity` slots (a multiple of 128), of which `count` are used.
-    If requested, `listed` has the parts of 64 slots with a row that counts: their number, then the parts,
-    then one part beyond all slots."""
+    If requested, `listed` has the parts of 64 slots with a live row: their number, then the parts, then one
+    part beyond all slots."""
 
     def __init__(
         self, token_ids: Tensor, mask: Tensor | None, row_temperature: Tensor | None,
@@ -380,25 +390,33 @@ class Slots:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         self._tokens = token_ids.contiguous()
-        self._mask = None if mask is None else mask.contiguous()
+        self._mask = unused(self.count) if mask is None else mask.contiguous()
+        self._has_mask = mask is not None
         block, programs = (4096, 1) if pack or list_parts else (512, -(-self.capacity // 512))
         launch(
-            compact_kernel, (programs,), self.rows, self.ids, self.scales, self.count, self.listed,
-            self._tokens, self.count if mask is None else self._mask,
-            self.count if row_temperature is None else row_temperature.contiguous(),
+            compact_kernel, (programs,),
+            self.rows, self.ids, self.scales, self.count, self.listed, self._tokens, self._mask,
+            unused(self.count) if row_temperature is None else row_temperature.contiguous(),
             N, blocks, ignore_index, scale, V,
-            mask is not None, row_temperature is not None, pack, list_parts, block, num_warps=block // 256,
+            HAS_MASK=self._has_mask,
+            PER_ROW=row_temperature is not None,
+            PACK=pack,
+            LIST=list_parts,
+            BLOCK=block,
+            num_warps=block // 256,
             enable_fp_fusion=False,
         )  # fmt: skip
 
     def blank(self, out: Tensor, launch: Launch) -> None:
-        """Fills the rows that no slot will write in a matrix with one line per row: 0 if the row does not
-        count, NaN if its token is invalid. Lines are whole words of 8 columns."""
+        """Fills the rows that no slot will write in a matrix with one line per row: 0 if the row is masked,
+        NaN if its token is invalid. Lines are whole words of 8 columns."""
         N, columns = out.shape
-        mask = self.count if self._mask is None else self._mask
         launch(
-            blank_kernel, (-(-N // 64), -(-columns // 256)), out, self._tokens, mask, N,
-            columns // 8, self.ignore_index, self.V, self._mask is not None, 64, 256,
+            blank_kernel, (-(-N // 64), -(-columns // 256)),
+            out, self._tokens, self._mask, N, columns // 8, self.ignore_index, self.V,
+            HAS_MASK=self._has_mask,
+            ROWS=64,
+            COLUMNS=256,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -413,10 +431,17 @@ class Slots:
 
         out = (new(True), new(entropy), new(lse), new(stats, 2))
         launch(
-            merge_kernel, (self.capacity // 128,), *(partial if o is None else o for o in out),
-            partial, picked, self.rows, self.ids, self.scales, self.count,
-            self._tokens, self.count if self._mask is None else self._mask, self.ignore_index,
-            shape.numel(), self.capacity // 128, V, splits_of(V), factor, entropy, lse, stats,
-            self.packed, self.packed and self._mask is not None, 128, num_warps=1, enable_fp_fusion=False,
+            merge_kernel, (self.capacity // 128,),
+            *(unused(partial) if o is None else o for o in out),
+            partial, picked, self.rows, self.ids, self.scales, self.count, self._tokens, self._mask,
+            self.ignore_index, shape.numel(), self.capacity // 128, V, splits_of(V), factor,
+            ENTROPY=entropy,
+            LSE=lse,
+            STATS=stats,
+            PACKED=self.packed,
+            HAS_MASK=self.packed and self._has_mask,
+            BLOCK=128,
+            num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return out  # type: ignore[return-value]

@@ -1,19 +1,19 @@
 """The main loop of Hopper kernels: a ring of shared-memory stages between a producer warp and consumer
 warpgroups.
 
-The producer warp, the *loader*, loads the operand tiles of one step of k after another by TMA. The consumers,
-one to three warpgroups called *multipliers*, feed them to the tensor cores (`wgmma`); each has 64 rows of the
-output tile and keeps its sums in registers. Two barriers per stage connect them:
+The producer warp loads the operand tiles of one step of k after another by TMA. One to three consumer
+warpgroups feed them to the tensor cores (`wgmma`); each has 64 rows of the output tile and keeps its sums in
+registers. Two barriers per stage connect them:
 
-    ready[s]   the stage's bytes have arrived          loader -> multipliers
-    empty[s]   every multiplier is done with them      multipliers -> loader
+    ready[s]   the stage's bytes have arrived        producer -> consumers
+    empty[s]   every consumer is done with them      consumers -> producer
 
-TMA fills with zeros outside of an operand. So ragged edges need no masks, and k is padded with zeros to whole
+TMA fills with zeros outside an operand. So ragged edges need no masks, and k is padded with zeros to whole
 groups of 16 in both operands, as the numerics classes require.
 
 A kernel is persistent: program p takes items p, p + programs, p + 2 programs... An item is a *span* of
-neighbouring tiles in one row of tiles; a plain product has spans of one tile. While the multipliers finish
-one tile, the loader is already filling the ring for the next.
+neighbouring tiles in one row of tiles; a plain product has spans of one tile. While the consumers finish one
+tile, the producer is already filling the ring for the next.
 
 All Gluon names that the library uses are imported here; kernels take them from this module.
 """
@@ -43,6 +43,7 @@ from isobit.frame.cache_key import CacheKey, remember
 
 __all__ = [
     "LOADER_REGISTERS",
+    "PRODUCER_REGISTERS",
     "ROWS",
     "Matrix",
     "Pipe",
@@ -75,11 +76,12 @@ __all__ = [
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-#: Rows of the output that one multiplier owns: the M of a `wgmma`.
+#: Rows of the output that one consumer owns: the M of a `wgmma`.
 ROWS = gl.constexpr(64)
 
-#: Registers that the loader's warps keep; the multipliers get the rest.
-LOADER_REGISTERS = gl.constexpr(24)
+#: Registers that the producer's warps keep; the consumers get the rest.
+PRODUCER_REGISTERS = gl.constexpr(24)
+LOADER_REGISTERS = PRODUCER_REGISTERS  # the same in `delta_rule`, whose producers are several
 
 
 def _free(fn: Callable[..., None]) -> list[str]:
@@ -120,7 +122,7 @@ def put_tile(
     tile, desc, staging, row, column, WHICH: gl.constexpr, SWAPPED: gl.constexpr = False,
     OTHERS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Store a multiplier's part of a tile, rounded, through its own buffer and TMA; transposed if SWAPPED.
+    """Store a consumer's part of a tile, rounded, through its own buffer and TMA; transposed if SWAPPED.
     OTHERS: how many stores of other buffers were started since the last one of this buffer."""
     buffer = staging.index(WHICH)
     tma.store_wait(OTHERS)  # the previous tile has left the buffer
@@ -187,7 +189,7 @@ class Pipe:
     SPANS: gl.constexpr
     A_BY_K: gl.constexpr  # k is contiguous in a
     B_BY_K: gl.constexpr
-    MULTIPLIERS: gl.constexpr
+    CONSUMERS: gl.constexpr
     COLUMNS: gl.constexpr
     STEP: gl.constexpr
     STAGES: gl.constexpr
@@ -197,11 +199,11 @@ class Pipe:
     @gluon.jit
     def create(
         a_desc, b_desc, M, N, steps, SPANS: gl.constexpr,
-        A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
+        A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
         STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, rest_desc=None, REST: gl.constexpr = 0,
     ):  # fmt: skip
         """The ring of an M x N output, all stages empty. COLUMNS include the REST."""
-        a_shape: gl.constexpr = [STAGES * MULTIPLIERS] + a_desc.block_type.shape
+        a_shape: gl.constexpr = [STAGES * CONSUMERS] + a_desc.block_type.shape
         b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
         a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
         b_ring = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
@@ -215,7 +217,7 @@ class Pipe:
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for s in gl.static_range(STAGES):
             mbarrier.init(ready.index(s), count=1)
-            mbarrier.init(empty.index(s), count=MULTIPLIERS)
+            mbarrier.init(empty.index(s), count=CONSUMERS)
         fence_async_shared()  # TMA signals these barriers, and must see them initialised
         tiles_n = gl.cdiv(N, COLUMNS)
         spans = tiles_n
@@ -223,8 +225,8 @@ class Pipe:
             spans = gl.minimum(tiles_n, SPANS)
         return Pipe(
             a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
-            gl.cdiv(M, MULTIPLIERS * ROWS), tiles_n, spans, steps,
-            SPANS, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP, REST,
+            gl.cdiv(M, CONSUMERS * ROWS), tiles_n, spans, steps,
+            SPANS, A_BY_K, B_BY_K, CONSUMERS, COLUMNS, STEP, STAGES, GROUP, REST,
         )  # fmt: skip
 
     @gluon.jit
@@ -255,7 +257,7 @@ class Pipe:
     @gluon.jit
     def issue(self, acc, use_acc, stage, phase, WHICH: gl.constexpr, REST: gl.constexpr = False):
         """Issue the products of one stage once it has arrived; those of the REST columns if REST."""
-        a = self.a_ring.index(stage * self.MULTIPLIERS + WHICH)
+        a = self.a_ring.index(stage * self.CONSUMERS + WHICH)
         if REST:
             b = self.rest_ring.index(stage)
         else:
@@ -274,16 +276,17 @@ class Pipe:
         return acc, stage, phase
 
     @gluon.jit
-    def begin(self, acc, stage, phase, WHICH: gl.constexpr):
-        """The first step of a chain, in the registers of `acc`. It is in flight afterwards, see `go_on`."""
+    def begin_chain(self, acc, stage, phase, WHICH: gl.constexpr):
+        """The first step of a chain, in the registers of `acc`. It is still in flight on return: see
+        `finish_chain`."""
         acc = self.issue(acc, False, stage, phase, WHICH)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         stage, phase = after(stage, phase, self.STAGES)
         return acc, stage, phase
 
     @gluon.jit
-    def go_on(self, acc, steps, stage, phase, WHICH: gl.constexpr):
-        """The other steps of a chain that was begun, until it is complete."""
+    def finish_chain(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """The other steps of a chain; on return it is complete."""
         for _ in range(steps):
             acc = self.issue(acc, True, stage, phase, WHICH)
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -320,30 +323,30 @@ class Pipe:
 
     @gluon.jit
     def rows(self, m, listed, LISTED: gl.constexpr):
-        """The first row of each multiplier in row m of tiles. LISTED: taken from the list."""
-        found = ()
-        for w in gl.static_range(self.MULTIPLIERS):
-            part = m * self.MULTIPLIERS + w
+        """The first row of each consumer in row m of tiles. LISTED: taken from the list."""
+        first_rows = ()
+        for w in gl.static_range(self.CONSUMERS):
+            part = m * self.CONSUMERS + w
             if LISTED:
                 part = gl.load(listed + part)
-            found = found + (part * ROWS,)
-        return found
+            first_rows = first_rows + (part * ROWS,)
+        return first_rows
 
     @gluon.jit
     def load(self, rows, n, step, stage, phase):
-        """Load one step of k of a tile as soon as a stage is free; returns (stage, phase) of the next."""
+        """Load one step of k of a tile as soon as a stage is empty; returns (stage, phase) of the next."""
         k = step * self.STEP
         column = n * self.COLUMNS
         bar = self.ready.index(stage)
         mbarrier.wait(self.empty.index(stage), phase)
-        bytes_a_stage: gl.constexpr = (
-            self.MULTIPLIERS * self.a_desc.block_type.nbytes
+        bytes_per_stage: gl.constexpr = (
+            self.CONSUMERS * self.a_desc.block_type.nbytes
             + self.b_desc.block_type.nbytes
             + self.rest_desc.block_type.nbytes * (self.REST > 0)
         )
-        mbarrier.expect(bar, bytes_a_stage)
-        for w in gl.static_range(self.MULTIPLIERS):
-            a = self.a_ring.index(stage * self.MULTIPLIERS + w)
+        mbarrier.expect(bar, bytes_per_stage)
+        for w in gl.static_range(self.CONSUMERS):
+            a = self.a_ring.index(stage * self.CONSUMERS + w)
             if self.A_BY_K:
                 tma_load(self.a_desc, [rows[w], k], bar, a)
             else:
@@ -363,7 +366,7 @@ class Pipe:
 
 @gluon.jit
 def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
-    """The loader: every step of k of each of the program's tiles, as soon as a stage is free."""
+    """The producer: loads every step of k of each of the program's tiles, as soon as a stage is empty."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
@@ -388,7 +391,7 @@ def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMAShare
 
 @cache
 def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """Register layout of one multiplier's 64 x columns sums."""
+    """Register layout of one consumer's 64 x columns sums."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -447,7 +450,7 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
-    """Fields that descriptors of such a matrix have in common; with a list for tensor maps, see
+    """Fields that descriptors of such a matrix have in common, and a list for tensor maps: see
     `entry.Entry`."""
     stride, size = m.row_stride, m.base.element_size()
     if not m.rows_aligned():  # a single row: its stride is unused, but TMA needs a valid one

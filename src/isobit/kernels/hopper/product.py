@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.pipeline import (
-    LOADER_REGISTERS,
+    PRODUCER_REGISTERS,
     ROWS,
     Pipe,
     accumulator_layout,
@@ -35,8 +35,8 @@ from isobit.kernels.host.token_stream import BLOCK, SEGMENT, Stream
 #: Two sets of sums (the segment's and the total) leave registers for 128 columns. 192 as 128 and 64 fit too,
 #: and were 13 to 30 % slower on an H200. Small tiles are for outputs that would leave most SMs idle.
 _SUMS = tuple(
-    fitted(multipliers, columns, False, 4, step=64, group=8, accumulators=2)
-    for multipliers, columns in ((2, 128), (1, 128), (1, 64))
+    fitted(consumers, columns, swapped=False, itemsize=4, step=64, group=8, accumulators=2)
+    for consumers, columns in ((2, 128), (1, 128), (1, 64))
 )
 
 
@@ -57,7 +57,7 @@ BLOCK_ROWS = gl.constexpr(BLOCK)
 
 @record
 class Output:
-    """Where a multiplier stores its tiles, and what is added before they are rounded: an M x N matrix with
+    """Where a consumer stores its tiles, and what is added before they are rounded: an M x N matrix with
     contiguous rows (columns if SWAPPED) and leading dimension `ld`. It takes COLUMNS columns of a tile, from
     OFFSET on: those of one accumulator.
 
@@ -86,7 +86,7 @@ class Output:
     ):  # fmt: skip
         staging = pipe.a_ring  # unused unless STAGED
         if STAGED:
-            shape: gl.constexpr = [pipe.MULTIPLIERS] + desc.block_type.shape
+            shape: gl.constexpr = [pipe.CONSUMERS] + desc.block_type.shape
             staging = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         return Output(
             out, ld, M, N, extra, desc, staging, OFFSET, COLUMNS, LAYOUT, SWAPPED, HAS_EXTRA, STAGED
@@ -99,8 +99,8 @@ class Output:
 
     @gluon.jit
     def place(self, pipe, m, n, WHICH: gl.constexpr):
-        """(rows, columns) of a multiplier's part of tile (m, n)."""
-        i = (m * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
+        """(rows, columns) of a consumer's part of tile (m, n)."""
+        i = (m * pipe.CONSUMERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
         j = n * pipe.COLUMNS + self.OFFSET + gl.arange(0, self.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
         return i, j
 
@@ -119,7 +119,7 @@ class Output:
     def store(self, pipe, acc, m, n, WHICH: gl.constexpr):
         """Round once and store."""
         if self.STAGED:
-            row = (m * pipe.MULTIPLIERS + WHICH) * ROWS
+            row = (m * pipe.CONSUMERS + WHICH) * ROWS
             column = n * pipe.COLUMNS + self.OFFSET
             others: gl.constexpr = 1 if pipe.REST else 0
             put_tile(acc, self.desc, self.staging, row, column, WHICH, self.SWAPPED, others)
@@ -132,10 +132,10 @@ class Output:
 @record
 class Start:
     """The initial value of sums, loaded while the first segment is computed, through the buffers that the
-    output tiles use later. Two barriers per multiplier, as for a stage of the ring:
+    output tiles use later. Two barriers per consumer, as for a stage of the ring:
 
-        empty[w]   the previous tile has left the buffer   multiplier -> loader
-        ready[w]   the initial value has arrived           loader -> multiplier
+        empty[w]   the previous tile has left the buffer   consumer -> producer
+        ready[w]   the initial value has arrived           producer -> consumer
     """
 
     desc: tma.tensor_descriptor
@@ -149,40 +149,41 @@ class Start:
         ready = pipe.ready  # unused unless STAGED
         empty = pipe.empty
         if STAGED:
-            ready = gl.allocate_shared_memory(gl.int64, [pipe.MULTIPLIERS, 1], mbarrier.MBarrierLayout())
-            empty = gl.allocate_shared_memory(gl.int64, [pipe.MULTIPLIERS, 1], mbarrier.MBarrierLayout())
-            for w in gl.static_range(pipe.MULTIPLIERS):
+            ready = gl.allocate_shared_memory(gl.int64, [pipe.CONSUMERS, 1], mbarrier.MBarrierLayout())
+            empty = gl.allocate_shared_memory(gl.int64, [pipe.CONSUMERS, 1], mbarrier.MBarrierLayout())
+            for w in gl.static_range(pipe.CONSUMERS):
                 mbarrier.init(ready.index(w), count=1)
                 mbarrier.init(empty.index(w), count=1)
             fence_async_shared()
         return Start(desc, output.staging, ready, empty, STAGED)
 
     @gluon.jit
-    def ask(self, WHICH: gl.constexpr):
-        """A multiplier calls this at the beginning of a tile."""
+    def release_buffer(self, WHICH: gl.constexpr):
+        """A consumer calls this at the beginning of a tile: its previous tile leaves the buffer, and the
+        producer may load into it."""
         tma.store_wait(0)
         mbarrier.arrive(self.empty.index(WHICH))
 
     @gluon.jit
     def load(self, pipe, rows, n, step, turn):
-        """The loader calls this after each step of k. It loads once the ring has gone around in this tile: by
-        then the multipliers work on the same tile, and the loader does not have to wait for them."""
+        """The producer calls this after each step of k. It loads once the ring has wrapped around in this
+        tile: by then the consumers work on the same tile, so the producer does not stall."""
         if step == gl.minimum(pipe.STAGES, pipe.steps - 1):
-            for w in gl.static_range(pipe.MULTIPLIERS):
+            for w in gl.static_range(pipe.CONSUMERS):
                 mbarrier.wait(self.empty.index(w), turn)
                 mbarrier.expect(self.ready.index(w), self.desc.block_type.nbytes)
                 tma_load(self.desc, [rows[w], n * pipe.COLUMNS], self.ready.index(w), self.staging.index(w))
 
     @gluon.jit
-    def take(self, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
-        """The value to which a multiplier adds the first segment, once it has arrived."""
+    def wait_for(self, turn, LAYOUT: gl.constexpr, WHICH: gl.constexpr):
+        """Wait for the value to which a consumer adds the first segment."""
         mbarrier.wait(self.ready.index(WHICH), turn)
         return self.staging.index(WHICH).load(LAYOUT)
 
 
 @gluon.jit
 def _initial(pipe, output, m, n, WHICH: gl.constexpr):
-    """The value to which a multiplier adds the segments of tile (m, n), unless it comes through `Start`."""
+    """The value to which a consumer adds the segments of tile (m, n), unless it comes through `Start`."""
     total = output.zeros()
     if output.HAS_EXTRA:
         i, j = output.place(pipe, m, n, WHICH)
@@ -191,7 +192,7 @@ def _initial(pipe, output, m, n, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _end(pipe, output, total, times, m, n, WHICH: gl.constexpr, SCALED: gl.constexpr):
+def _store_sums(pipe, output, total, times, m, n, WHICH: gl.constexpr, SCALED: gl.constexpr):
     """Store the sums of tile (m, n)."""
     if SCALED:
         total = total * times
@@ -213,7 +214,7 @@ def _segments(
     WHICH: gl.constexpr, pipe, output, start, blocks, count, times,
     HAS_BLOCKS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """A multiplier of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
+    """A consumer of `token_product`: a fresh chain for each segment, folded in ascending order; SCALED: the
     total is multiplied by a number. A tile is stored while the first step of the next one is in flight, so
     that the tensor cores have work meanwhile."""
     stage = gl.to_tensor(0)
@@ -228,36 +229,37 @@ def _segments(
     if segments == 0:
         for t in range(first, end, gl.num_programs(0)):
             m, n, _, _ = pipe.item(t)
-            _end(pipe, output, _initial(pipe, output, m, n, WHICH), times, m, n, WHICH, SCALED)
+            _store_sums(pipe, output, _initial(pipe, output, m, n, WHICH), times, m, n, WHICH, SCALED)
         end = first
     # The first step of a segment overwrites what the one before has left, so this is never set to zero again.
     acc = output.zeros()
     total = output.zeros()
     for t in range(first, end, gl.num_programs(0)):
-        acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
+        acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
         if t > first:
-            _end(pipe, output, total, times, m, n, WHICH, SCALED)
+            _store_sums(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
         total = _initial(pipe, output, m, n, WHICH)
         if start.STAGED:
-            start.ask(WHICH)
-        acc, stage, phase = pipe.go_on(acc, _steps(pipe, blocks, 0, HAS_BLOCKS) - 1, stage, phase, WHICH)
+            start.release_buffer(WHICH)
+        steps = _steps(pipe, blocks, 0, HAS_BLOCKS)
+        acc, stage, phase = pipe.finish_chain(acc, steps - 1, stage, phase, WHICH)
         if start.STAGED:
-            total = start.take(turn, output.LAYOUT, WHICH)
+            total = start.wait_for(turn, output.LAYOUT, WHICH)
         total += acc
         for s in range(1, segments):
             acc, stage, phase = pipe.multiply(acc, _steps(pipe, blocks, s, HAS_BLOCKS), stage, phase, WHICH)
             total += acc
         turn = turn ^ 1
     if first < end:
-        _end(pipe, output, total, times, m, n, WHICH, SCALED)
+        _store_sums(pipe, output, total, times, m, n, WHICH, SCALED)
     if output.STAGED:
         tma.store_wait(0)
 
 
 @gluon.jit
 def _load_sums(pipe, start):
-    """The loader of `token_product`."""
+    """The producer of `token_product`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
@@ -275,15 +277,17 @@ def _load_sums(pipe, start):
 @kernel
 def sum_kernel(
     out, ld, M, N, K, init, first, blocks, count, factor, a_desc, b_desc, out_desc, init_desc,
-    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
+    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
     HAS_INIT: gl.constexpr, HAS_BLOCKS: gl.constexpr, COUNTED_K: gl.constexpr, COUNTED_ROWS: gl.constexpr,
     STAGED: gl.constexpr, STAGED_INIT: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = init + a b in segments of k. There are `count` segments; with HAS_BLOCKS segment s has
-    `blocks` blocks from slot `first` on, otherwise all of K is divided into full ones. COUNTED_*: that number
-    is on the device. STAGED_*: through shared memory and TMA. A sum that may have no terms reads init
-    directly, or writes nothing if init is out. SCALED: times the factor."""
+    """out [M, N] = init + a b in segments of k.
+
+    HAS_BLOCKS: there are `count` segments, and segment s has blocks[s] blocks from slot first[s] on; without,
+    all of K is divided into full segments. COUNTED_K, COUNTED_ROWS: K, M is a number on the device. STAGED,
+    STAGED_INIT: out, init go through shared memory and TMA. A sum that may have no terms reads init directly,
+    or writes nothing if init is out. SCALED: the sums are multiplied by the factor."""
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if HAS_BLOCKS:  # segments are contiguous, so the end of the last one is the end of all
         last = gl.load(count) - 1
@@ -300,23 +304,26 @@ def sum_kernel(
     if SCALED:
         times = gl.load(factor)
     pipe = Pipe.create(
-        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP
-    )
-    direct: gl.constexpr = HAS_INIT and not STAGED_INIT
-    output = Output.create(pipe, out, ld, M, N, init, out_desc, 0, COLUMNS, LAYOUT, False, direct, STAGED)
+        a_desc, b_desc, M, N, steps, SPANS=0, A_BY_K=A_BY_K, B_BY_K=B_BY_K,
+        CONSUMERS=CONSUMERS, COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP,
+    )  # fmt: skip
+    output = Output.create(
+        pipe, out, ld, M, N, init, out_desc, OFFSET=0, COLUMNS=COLUMNS, LAYOUT=LAYOUT, SWAPPED=False,
+        HAS_EXTRA=HAS_INIT and not STAGED_INIT, STAGED=STAGED,
+    )  # fmt: skip
     start = Start.create(pipe, output, init_desc, STAGED_INIT)
-    if MULTIPLIERS == 1:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_load_sums, (pipe, start))],
-            [1], [LOADER_REGISTERS],
+            [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(_segments, (0, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_segments, (1, pipe, output, start, blocks, count, times, HAS_BLOCKS, SCALED)),
              (_load_sums, (pipe, start))],
-            [4, 1], [REGISTERS, LOADER_REGISTERS],
+            [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -360,9 +367,15 @@ def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = Non
     row_stride = t.stride(0) if len(t) > 1 else 0  # the stride of a single row is unused
     row_major = t.stride(1) == 1 and row_stride % word == 0 and t.data_ptr() % 16 == 0
     launch(
-        pack_kernel, (slots // BLOCK, -(-columns // 256)), out, rows, t,
-        out.stride(0) // word, row_stride // word if row_major else row_stride, t.stride(1),
-        columns // word if whole else columns, word, whole, row_major, BLOCK, 256, enable_fp_fusion=False,
+        pack_kernel, (slots // BLOCK, -(-columns // 256)),
+        out, rows, t, out.stride(0) // word, row_stride // word if row_major else row_stride, t.stride(1),
+        columns // word if whole else columns,
+        WORD=word,
+        WHOLE=whole,
+        ROW_MAJOR=row_major,
+        SLOTS=BLOCK,
+        COLUMNS=256,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -374,8 +387,8 @@ def sum_into(
 ) -> None:  # fmt: skip
     """out = init + dy^T x in segments of 512 rows of x and dy, in out's dtype; multiplied by a factor, if
     there is one. The rows are those of a packed stream, or the first `counted` ones followed by zeros up to a
-    multiple of 64, or all. Only the first `rows` rows of out are computed. These numbers are on the
-    device."""
+    multiple of 64, or all. Only the first `rows` rows of out are computed. `counted` and `rows` are numbers
+    on the device."""
     a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
@@ -383,24 +396,45 @@ def sum_into(
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0
-    out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else a_desc
+    out_desc = init_desc = descriptor(matrix(out), 64, tile.columns) if staged else unused(a_desc)
     staged_init = False
     if init is not None and staged and stream is None and (counted is None or init is out):
-        # It is loaded through the buffers of the output, and added to the first segment. There is at least
-        # one, or there is nothing to do.
+        # It is loaded through the buffers of the output, and added to the first segment. There is a first
+        # segment, or init is out and stays as it is.
         staged_init = init.dtype == out.dtype and init.data_ptr() % 16 == 0
         if staged_init and init is not out:
             init_desc = descriptor(matrix(init), 64, tile.columns)
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
-    tables = (out,) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
+    tables = (unused(out),) * 3 if stream is None else (stream.first, stream.blocks, stream.count)
     launch(
         sum_kernel, (min(tiles, sms),),
-        out, out.stride(0), M if rows is None else rows, N, K if counted is None else counted,
-        out if init is None else init, *tables, out if factor is None else factor,
-        a_desc, b_desc, out_desc, init_desc, a_by_k, b_by_k,
-        tile.multipliers, tile.columns, tile.step, tile.stages, tile.group,
-        accumulator_layout(tile.columns), init is not None, stream is not None, counted is not None,
-        rows is not None, staged, staged_init, factor is not None, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
+        out, out.stride(0),
+        M if rows is None else rows,
+        N,
+        K if counted is None else counted,
+        unused(out) if init is None else init,
+        *tables,
+        unused(out) if factor is None else factor,
+        a_desc, b_desc, out_desc, init_desc,
+        A_BY_K=a_by_k,
+        B_BY_K=b_by_k,
+        CONSUMERS=tile.consumers,
+        COLUMNS=tile.columns,
+        STEP=tile.step,
+        STAGES=tile.stages,
+        GROUP=tile.group,
+        LAYOUT=accumulator_layout(tile.columns),
+        HAS_INIT=init is not None,
+        HAS_BLOCKS=stream is not None,
+        COUNTED_K=counted is not None,
+        COUNTED_ROWS=rows is not None,
+        STAGED=staged,
+        STAGED_INIT=staged_init,
+        SCALED=factor is not None,
+        REGISTERS=registers,
+        num_warps=4,
+        maxnreg=at_launch,
+        enable_fp_fusion=False,
+        launch_pdl=True,
     )  # fmt: skip

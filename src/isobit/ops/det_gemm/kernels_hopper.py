@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.pipeline import (
-    LOADER_REGISTERS,
+    PRODUCER_REGISTERS,
     Matrix,
     Pipe,
     TensorDescriptor,
@@ -39,7 +39,7 @@ from isobit.kernels.triton.tiles import ones_kernel
 
 # Tiles
 
-#: (multiplying warpgroups, columns, columns of a second accumulator). Also measured on an H200, and left out:
+#: (consumer warpgroups, columns, columns of a second accumulator). Also measured on an H200, and left out:
 #:
 #:     64 x 8, 64 x 16   direct: up to 2.2 times as slow as swapped, because all SMs read the same few tokens
 #:     64 x 96           11 % faster in two cells of 67, up to 25 % slower where the model would choose it too
@@ -58,12 +58,12 @@ _SWAPPED = (
 def product_tiles(itemsize: int) -> tuple[Tile, ...]:
     """Every tile for outputs with this many bytes per element. Tiles of fp32 outputs with three stages were
     not measured, and are left out."""
-    found = [
-        fitted(multipliers, columns, swapped, itemsize, rest=rest)
+    tiles = [
+        fitted(consumers, columns, swapped, itemsize, rest=rest)
         for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
-        for multipliers, columns, rest in sizes
+        for consumers, columns, rest in sizes
     ]
-    return tuple(tile for tile in found if tile.stages >= (4 if itemsize == 4 else 3))
+    return tuple(tile for tile in tiles if tile.stages >= (4 if itemsize == 4 else 3))
 
 
 def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
@@ -92,7 +92,7 @@ def _sixteen_columns(itemsize: int) -> Tile:
     """Instead of the tile with 8 columns where k is not contiguous in the tokens. A row of its stage would
     have 16 bytes, too few to be swizzled. ptxas 12.8 computes the `wgmma` descriptors of such an operand from
     registers that it has never set: the kernel then reads any shared memory, or none that exists."""
-    return next(tile for tile in product_tiles(itemsize) if (tile.multipliers, tile.columns) == (1, 16))
+    return next(tile for tile in product_tiles(itemsize) if (tile.consumers, tile.columns) == (1, 16))
 
 
 # Kernels
@@ -112,7 +112,7 @@ def _finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
 
 @gluon.jit
 def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
-    """A multiplying warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
+    """A consumer warpgroup of `product`: one chain over all of k for each tile. `rest`: see `Pipe`."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     acc = output.zeros()  # once: the first step of a tile overwrites what the one before has left
@@ -130,43 +130,47 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
 @kernel
 def product_kernel(
     out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
-    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, MULTIPLIERS: gl.constexpr, COLUMNS: gl.constexpr,
+    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr,
     SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a b + bias. If SWAPPED, M is the N of the weight."""
     pipe = Pipe.create(
-        a_desc, b_desc, M, N, steps, 0, A_BY_K, B_BY_K, MULTIPLIERS, COLUMNS, STEP, STAGES, GROUP,
-        b_rest_desc, REST,
+        a_desc, b_desc, M, N, steps, SPANS=0, A_BY_K=A_BY_K, B_BY_K=B_BY_K, CONSUMERS=CONSUMERS,
+        COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
     )  # fmt: skip
     WIDE: gl.constexpr = COLUMNS - REST
-    output = Output.create(pipe, out, ld, M, N, bias, out_desc, 0, WIDE, LAYOUT, SWAPPED, HAS_BIAS, STAGED)
+    output = Output.create(
+        pipe, out, ld, M, N, bias, out_desc, OFFSET=0, COLUMNS=WIDE, LAYOUT=LAYOUT, SWAPPED=SWAPPED,
+        HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
+    )  # fmt: skip
     output_rest = output
     if REST:
         output_rest = Output.create(
-            pipe, out, ld, M, N, bias, out_rest_desc, WIDE, REST, LAYOUT_REST, SWAPPED, HAS_BIAS, STAGED
-        )
+            pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
+            SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
+        )  # fmt: skip
     # With launch_pdl a kernel may start when all programs of the one before it have loaded what they need. So
     # nothing is read or written before that one is complete: not an input that it writes, and not the output,
     # whose memory it may still be reading. Every program waits, so a kernel that is complete was preceded by
     # complete ones only; and the kernel after this one cannot start before this wait has ended.
     gdc_wait()
-    if MULTIPLIERS == 1:
+    if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [LOADER_REGISTERS]
+            [(_chains, (0, pipe, output, output_rest)), (load_tiles, (pipe,))], [1], [PRODUCER_REGISTERS]
         )
-    elif MULTIPLIERS == 2:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
              (load_tiles, (pipe,))],
-            [4, 1], [REGISTERS, LOADER_REGISTERS],
+            [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(_chains, (0, pipe, output, output_rest)), (_chains, (1, pipe, output, output_rest)),
              (_chains, (2, pipe, output, output_rest)), (load_tiles, (pipe,))],
-            [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS],
+            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -175,8 +179,8 @@ def product_kernel(
 
 def _why_not_tma(**operands: Tensor) -> str | None:
     for name, t in operands.items():
-        apart = t.ndim == 3 and len(t) > 1 and t.stride(0) * t.element_size() % 16
-        if not aligned_for_tma(matrix(t)) or apart:
+        unaligned_batch = t.ndim == 3 and len(t) > 1 and t.stride(0) * t.element_size() % 16
+        if not aligned_for_tma(matrix(t)) or unaligned_batch:
             return (
                 f"TMA cannot read {name} in place: it must begin at a multiple of 16 bytes, and its rows or "
                 f"columns be contiguous and a multiple of 16 bytes apart (shape {tuple(t.shape)}, "
@@ -217,27 +221,43 @@ def _multiply(
     M, N, K = a.rows, b.columns, a.columns
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     staged = out.shape[-1] * out.element_size() % 16 == 0
-    out_desc, b_rest, out_rest = a_desc, None, None  # unused descriptors are not built
 
-    def leaving(columns: int) -> TensorDescriptor:
+    def output_descriptor(columns: int) -> TensorDescriptor:
+        if not staged:
+            return unused(a_desc)
         return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
 
     wide = tile.columns - tile.rest
     b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
-    if staged:
-        out_desc = leaving(wide)
+    out_desc, b_rest_desc, out_rest_desc = output_descriptor(wide), None, None
     if tile.rest:
-        b_rest, _ = operand_descriptor(b.transposed(), tile.rest, tile.step)
-        out_rest = leaving(tile.rest) if staged else a_desc
+        b_rest_desc, _ = operand_descriptor(b.transposed(), tile.rest, tile.step)
+        out_rest_desc = output_descriptor(tile.rest)
     at_launch, registers = tile.registers
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
-        out, out.shape[-1], M, N, -(-K // tile.step), out if bias is None else bias,
-        a_desc, b_desc, out_desc, b_rest, out_rest, a_by_k, b_by_k, tile.multipliers, tile.columns, tile.step,
-        tile.stages, tile.group, tile.rest, accumulator_layout(wide), accumulator_layout(tile.rest or wide),
-        tile.swapped, bias is not None, staged, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False, launch_pdl=True,
+        out, out.shape[-1], M, N, -(-K // tile.step),
+        unused(out) if bias is None else bias,
+        a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
+        A_BY_K=a_by_k,
+        B_BY_K=b_by_k,
+        CONSUMERS=tile.consumers,
+        COLUMNS=tile.columns,
+        STEP=tile.step,
+        STAGES=tile.stages,
+        GROUP=tile.group,
+        REST=tile.rest,
+        LAYOUT=accumulator_layout(wide),
+        LAYOUT_REST=accumulator_layout(tile.rest or wide),
+        SWAPPED=tile.swapped,
+        HAS_BIAS=bias is not None,
+        STAGED=staged,
+        REGISTERS=registers,
+        num_warps=4,
+        maxnreg=at_launch,
+        enable_fp_fusion=False,
+        launch_pdl=True,
     )  # fmt: skip
 
 
@@ -269,5 +289,5 @@ def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """A column of ones in memory, 16 bytes apart: TMA cannot read with a stride of 0."""
     rows, word = len(dy), 16 // dy.element_size()
     out = dy.new_empty(rows, word)
-    launch(ones_kernel, (-(-rows // 1024),), out, rows, word, 1024, enable_fp_fusion=False)
+    launch(ones_kernel, (-(-rows // 1024),), out, rows, STEP=word, BLOCK=1024, enable_fp_fusion=False)
     return out[:, :1]

@@ -90,7 +90,7 @@ def token_product_tile(
 ):  # fmt: skip
     """A tile of out [Z, N, K] = init + dy^T x over the stream of x [Z, T, K] and dy [Z, T, N].
 
-    A chain for every segment, folded in ascending order. Without tables all T rows count, as one sequence.
+    A chain for every segment, folded in ascending order. Without tables all T rows are live, as one sequence.
     """
     z, row0, col0 = corner(N, K, ROWS, COLS)
     n = row0 + tl.arange(0, ROWS).to(tl.int64)
@@ -184,5 +184,5 @@ def _grid(Z: int, rows: int, cols: int, tile: Tile) -> tuple[int]:
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """A single number, read with a stride of 0."""
     out = dy.new_empty(1)
-    launch(ones_kernel, (1,), out, 1, 1, 16, enable_fp_fusion=False)
+    launch(ones_kernel, (1,), out, 1, STEP=1, BLOCK=16, enable_fp_fusion=False)
     return out.expand(len(dy), 1)

@@ -1,14 +1,14 @@
 """`linear_logp` on Hopper: one matrix product forward, no logits stored; class lse/1.
 
 A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
-logits, which stay in registers, into running sums (`isobit.kernels.hopper.lse`). With a mask the rows that
-count are packed first, so that the others cost nothing. Without a mask hidden states are read in place, and
-ranges of 64 rows in which every token is `ignore_index` are skipped. None of this affects a row's bits; nor
-does the tile height, which is 64 for few rows, nor whether a program computes whole splits of the vocabulary
-or pieces of them (`isobit.kernels.hopper.pieces`).
+logits, which stay in registers, into running sums (`isobit.kernels.hopper.lse`). With a mask the live rows
+are packed first, so that masked rows cost nothing. Without a mask hidden states are read in place, and ranges
+of 64 rows in which every token is `ignore_index` are skipped. None of this affects a row's bits; nor does the
+tile height, which is 64 for few rows, nor whether a program computes whole splits of the vocabulary or pieces
+of them (`isobit.kernels.hopper.pieces`).
 
-If [N, V] fits in memory it also stores e = 2^((z - m) c) of every logit, and the m that was used, for the
-backward in `kernels_hopper_bwd`.
+If [N, V] fits in memory, the kernel also stores unnormalised probabilities e = 2^((z - m) c) of all logits,
+and the m that each is relative to, for the backward in `kernels_hopper_bwd`.
 """
 
 import math
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.bias import in_words, multiply_add
 from isobit.kernels.hopper.lse import (
     COLUMNS,
@@ -37,9 +37,9 @@ from isobit.kernels.hopper.lse import (
     store_picked,
     store_split,
 )
-from isobit.kernels.hopper.pieces import Pieces, load_pieces, numbers_of, sums_of
+from isobit.kernels.hopper.pieces import Pieces, counters_of, load_pieces, sums_of
 from isobit.kernels.hopper.pipeline import (
-    LOADER_REGISTERS,
+    PRODUCER_REGISTERS,
     ROWS,
     Pipe,
     accumulator_layout,
@@ -57,27 +57,41 @@ from isobit.kernels.hopper.pipeline import (
     triton_kernel,
 )
 from isobit.kernels.hopper.product import pack
-from isobit.kernels.hopper.tiles import HBM_BYTES, Tile
+from isobit.kernels.hopper.tiles import HBM_BYTES_PER_US, Tile
 from isobit.kernels.host.temperature import LOG2E
 
-#: Tiles of the kernels here. Staging a 16-bit tile takes the shared memory of a fourth stage. The tile of 64
-#: rows is for few rows, which are limited by reading the weight: as many stages as fit keep more of it in
-#: flight.
-_FOLD = Tile(2, COLUMNS, 64, 4, False)
-_FOLD_FEW = Tile(1, COLUMNS, 64, 5, False)
-TILE_STAGED = Tile(2, COLUMNS, 64, 3, False)
+# Tiles
 
-#: Programs share splits of at most so many rows, whose sums take 6 MB, where that saves this share of the
-#: time. A split then has at most so many pieces, or every tile is one.
-MOST_ROWS, SAVING, MOST_PIECES = 3840, 0.05, 6
-#: Of a tile, by multipliers: microseconds beside its product (one of two folds while the other multiplies),
-#: and how much longer it takes in a program of pieces, which reads less of what its neighbours read.
-FOLD_US, SHARED = {1: 1.0, 2: 0.0}, {1: 1.2, 2: 1.0}
-#: Of a piece beside its tiles: this share of a tile, or microseconds if it is a tile. Also microseconds from
-#: the sums of a tile to the sums of the next one in another program.
-HAND, HAND_US, CHAIN_US = 0.2, 3.0, 4.5
+#: The tile of the forward.
+_TILE = Tile(consumers=2, columns=COLUMNS, step=64, stages=4, swapped=False)
+#: For few rows. These are limited by reading the weight, and as many stages as fit keep more of it in flight.
+_TILE_FEW_ROWS = Tile(consumers=1, columns=COLUMNS, step=64, stages=5, swapped=False)
+#: For kernels that store a 16-bit tile: staging it takes the shared memory of the fourth stage.
+TILE_STAGED = Tile(consumers=2, columns=COLUMNS, step=64, stages=3, swapped=False)
+
+# When programs share splits, and the model of their time. Times were fitted on an H200, see `Schedule.us`.
+
+#: Splits are shared up to this many rows, for which partial sums take 6 MB.
+MAX_SHARED_ROWS = 3840
+#: They are shared if the model predicts that this fraction of the time is saved.
+MIN_SAVING = 0.05
+#: A shared split has at most this many pieces, or one per tile.
+MAX_PIECES = 6
+#: Time of a tile that is not hidden behind its product, by number of consumers: one of two consumers folds
+#: while the other multiplies.
+EPILOGUE_US_PER_TILE = {1: 1.0, 2: 0.0}
+#: Slowdown of a tile if splits are shared, by number of consumers: programs that run at the same time then
+#: share fewer operands in L2.
+SHARED_SPLIT_SLOWDOWN = {1: 1.2, 2: 1.0}
+#: Cost of handing a piece of several tiles over, in tiles.
+HANDOVER_TILES = 0.2
+#: Cost of handing over, if every tile is a piece.
+HANDOVER_US = 3.0
+#: Time from the sums of a tile to the sums of the next one, which another program computes.
+HANDOVER_LATENCY_US = 4.5
 
 _COLUMNS = gl.constexpr(COLUMNS)
+#: The dtype that logits are rounded to, by `logits_dtype`.
 ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -86,29 +100,29 @@ ROUND = {None: None, torch.float32: None, torch.bfloat16: gl.bfloat16, torch.flo
 
 @record
 class Fold:
-    """What the multiplying warpgroups of the forward read about the slots, and where their sums go."""
+    """What the consumer warpgroups of the forward read about the slots, and where their sums go."""
 
     ids: gl.tensor
     scales: gl.tensor
     bias: gl.tensor
     partial: gl.tensor  # [splits, 3, capacity]: m, s, t
     picked: gl.tensor  # [capacity]: the logit of the row's token
-    kept_base: gl.tensor  # [capacity, tiles, 4]: the maximum to which the stored e of a lane are relative
-    kept: tma.tensor_descriptor
+    probs_base: gl.tensor  # [capacity, tiles, 4]: the maximum to which the stored e of a lane are relative
+    probs: tma.tensor_descriptor
     staging: gl.shared_memory_descriptor
     rows: gl.tensor
-    shift: gl.tensor  # rows in `kept` before that of the first slot
-    listed: gl.tensor  # parts of 64 rows with at least one row that counts, if LISTED
-    pieces: Pieces  # not touched unless PIECES
+    shift: gl.tensor  # rows of `probs` before that of the first slot
+    listed: gl.tensor  # parts of 64 rows with at least one live row, if LISTED
+    pieces: Pieces  # unused unless SHARE_SPLITS
     capacity: gl.tensor
     V: gl.tensor
     LAYOUT: gl.constexpr
     ROUND: gl.constexpr  # the dtype that logits are rounded to, or None
     HAS_BIAS: gl.constexpr
     ENTROPY: gl.constexpr
-    KEEP: gl.constexpr
+    STORE_PROBS: gl.constexpr
     LISTED: gl.constexpr
-    PIECES: gl.constexpr  # programs share splits
+    SHARE_SPLITS: gl.constexpr
 
     @gluon.jit
     def store(self, m, s, t, picked, scale, token, row, inside, split, first, end):
@@ -119,25 +133,25 @@ class Fold:
         )  # fmt: skip
 
     @gluon.jit
-    def keep(self, e, m, part, n, row, inside, tiles, WHICH: gl.constexpr):
+    def store_probs(self, e, m, part, n, row, inside, tiles, WHICH: gl.constexpr):
         """Store the e of a tile, and the maximum that each lane subtracted."""
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
         at = (gl.expand_dims(row, 1).to(gl.int64) * tiles + n) * 4 + lane
-        gl.store(self.kept_base + at, finite(m), mask=gl.expand_dims(inside, 1))
+        gl.store(self.probs_base + at, finite(m), mask=gl.expand_dims(inside, 1))
         tile = gl.convert_layout(gl.reshape(e, (ROWS, _COLUMNS)), self.LAYOUT)
-        put_tile(tile, self.kept, self.staging, part * ROWS + self.shift, n * _COLUMNS, WHICH)
+        put_tile(tile, self.probs, self.staging, part * ROWS + self.shift, n * _COLUMNS, WHICH)
 
 
 @gluon.jit
 def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, stride):
     """The sums of 64 rows over each of these items: splits, or the tickets of pieces."""
     for item in range(begin, items, stride):
-        if fold.PIECES:
+        if fold.SHARE_SPLITS:
             block, split, split_first, split_end, first, end = fold.pieces.piece(pipe, item)
         else:
             block, first, end, split = pipe.item(item)
-        part = block * pipe.MULTIPLIERS + WHICH
-        place = part
+        part = block * pipe.CONSUMERS + WHICH
+        place = part  # of the sums that are handed over: before the list is looked up
         if fold.LISTED:
             part = gl.load(fold.listed + part)
         row = part * ROWS + gl.arange(0, ROWS, OF_ROWS)
@@ -153,9 +167,9 @@ def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, str
             if fold.HAS_BIAS:
                 z, stage, phase = multiply_add(pipe, acc, fold.bias, n, fold.V, stage, phase, WHICH)
             else:
-                # The first step overwrites what is in the registers, so nothing sets them to zero.
-                acc, stage, phase = pipe.begin(acc, stage, phase, WHICH)
-                acc, stage, phase = pipe.go_on(acc, pipe.steps - 1, stage, phase, WHICH)
+                # The first step overwrites the registers, so the compiler does not set them to zero.
+                acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
+                acc, stage, phase = pipe.finish_chain(acc, pipe.steps - 1, stage, phase, WHICH)
                 z = as_lanes(acc)
             column = columns_of(n)
             if fold.ROUND is not None:
@@ -163,15 +177,15 @@ def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, str
             if (n + 1) * _COLUMNS > fold.V:
                 z = gl.where(column < fold.V, z, float("-inf"))
             picked = pick(z, column, token, n, picked)
-            if fold.PIECES:
+            if fold.SHARE_SPLITS:
                 if (n == first) & (first > split_first):
                     m, s, t = fold.pieces.take_over(place, split, first - split_first, t)
             m, s, t, e = fold_tile(z, m, s, t, scale, fold.ENTROPY)
-            if fold.KEEP:
-                fold.keep(e, m, part, n, row, inside, pipe.tiles_n, WHICH)
-        if fold.PIECES:
+            if fold.STORE_PROBS:
+                fold.store_probs(e, m, part, n, row, inside, pipe.tiles_n, WHICH)
+        if fold.SHARE_SPLITS:
             if end < split_end:
-                fold.pieces.hand_on(place, split, end - split_first, m, s, t)
+                fold.pieces.hand_over(place, split, end - split_first, m, s, t)
                 store_picked(fold.picked, picked, token, row, inside, first, end)
             else:
                 fold.store(m, s, t, picked, scale, token, row, inside, split, first, end)
@@ -182,24 +196,24 @@ def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, str
 
 @gluon.jit
 def _fold_splits(WHICH: gl.constexpr, pipe, fold):
-    """A multiplying warpgroup of the forward: its share of the program's items."""
+    """A consumer warpgroup of the forward: 64 rows of each of the program's items."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    if fold.PIECES:
-        ticket = fold.pieces.told(pipe, stage, phase)
+    if fold.SHARE_SPLITS:
+        ticket = fold.pieces.wait_for_ticket(pipe, stage, phase)
         while ticket < fold.pieces.count:
             stage, phase = _fold_items(WHICH, pipe, fold, stage, phase, ticket, ticket + 1, 1)
-            ticket = fold.pieces.told(pipe, stage, phase)
+            ticket = fold.pieces.wait_for_ticket(pipe, stage, phase)
     else:
         _fold_items(WHICH, pipe, fold, stage, phase, gl.program_id(0), pipe.items(), gl.num_programs(0))
-    if fold.KEEP:
+    if fold.STORE_PROBS:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _load(pipe, fold):
-    """The loader of the forward."""
-    if fold.PIECES:
+def _produce(pipe, fold):
+    """The producer warp of the forward."""
+    if fold.SHARE_SPLITS:
         load_pieces(pipe, fold.pieces, fold.listed, fold.LISTED)
     else:
         load_tiles(pipe, fold.listed, fold.LISTED)
@@ -207,43 +221,46 @@ def _load(pipe, fold):
 
 @kernel
 def forward_kernel(
-    partial, picked, ids, scales, bias, kept_base, count, queued, listed, capacity, V, steps, pieces, numbers,
-    sums, a_desc, b_desc, kept_desc, MULTIPLIERS: gl.constexpr,
-    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
-    LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr, ENTROPY: gl.constexpr,
-    KEEP: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr, PIECES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    partial, picked, ids, scales, bias, probs_base, count, queued, listed, capacity, V, steps, pieces,
+    counters, sums, a_desc, b_desc, probs_desc,
+    CONSUMERS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SPLITS: gl.constexpr, LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ENTROPY: gl.constexpr, STORE_PROBS: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr,
+    SHARE_SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of every split of every row, and the logit of its token. LISTED: only for the listed parts of 64
-    rows. QUEUED: `kept` has this many rows of the queue in front. PIECES: programs share splits, each of
-    which is cut into so many pieces, or into its tiles."""
+    """Sums of every split of every row, and the logit of its token.
+
+    LISTED: only for the listed parts of 64 rows. STORE_PROBS: also store e, and the maxima it is relative to.
+    QUEUED: the memory of e begins with `queued` rows of the queue. SHARE_SPLITS: programs share splits,
+    each of which is cut into `pieces` pieces, or into its tiles."""
     rows = gl.load(count)
     shift = gl.to_tensor(0)
     if QUEUED:
         shift = gl.load(queued)
-    tall = rows
+    height = rows
     if LISTED:
-        tall = gl.load(listed) * ROWS
+        height = gl.load(listed) * ROWS
     pipe = Pipe.create(
-        a_desc, b_desc, tall, V, steps, SPLITS, True, True, MULTIPLIERS, _COLUMNS, STEP, STAGES, GROUP
-    )
-    staging = pipe.a_ring  # not touched unless KEEP
-    if KEEP:
-        shape: gl.constexpr = [MULTIPLIERS] + kept_desc.block_type.shape
-        staging = gl.allocate_shared_memory(kept_desc.dtype, shape, kept_desc.layout)
-    shared = Pieces.create(pipe, numbers, sums, pieces, ENTROPY, PIECES)
-    fold = Fold(
-        ids, scales, bias, partial, picked, kept_base, kept_desc, staging, rows, shift, listed + 1, shared,
-        capacity, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY, KEEP, LISTED, PIECES,
+        a_desc, b_desc, height, V, steps, SPANS=SPLITS, A_BY_K=True, B_BY_K=True,
+        CONSUMERS=CONSUMERS, COLUMNS=_COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP,
     )  # fmt: skip
-    if MULTIPLIERS == 1:
+    staging = pipe.a_ring  # unused unless STORE_PROBS
+    if STORE_PROBS:
+        shape: gl.constexpr = [CONSUMERS] + probs_desc.block_type.shape
+        staging = gl.allocate_shared_memory(probs_desc.dtype, shape, probs_desc.layout)
+    shared = Pieces.create(pipe, counters, sums, pieces, ENTROPY, SHARE_SPLITS)
+    fold = Fold(
+        ids, scales, bias, partial, picked, probs_base, probs_desc, staging, rows, shift, listed + 1, shared,
+        capacity, V, LAYOUT, ROUND, HAS_BIAS, ENTROPY, STORE_PROBS, LISTED, SHARE_SPLITS,
+    )  # fmt: skip
+    if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_fold_splits, (0, pipe, fold)), (_load, (pipe, fold))], [1], [LOADER_REGISTERS],
+            [(_fold_splits, (0, pipe, fold)), (_produce, (pipe, fold))], [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (_load, (pipe, fold))],
-            [4, 1], [REGISTERS, LOADER_REGISTERS],
+            [(_fold_splits, (0, pipe, fold)), (_fold_splits, (1, pipe, fold)), (_produce, (pipe, fold))],
+            [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
@@ -259,7 +276,7 @@ def zero_kernel(out, size, BLOCK: tl.constexpr):
 def zero(out: Tensor, launch: Launch) -> Tensor:
     """The same tensor, contiguous, filled with zeros. PyTorch's own zeros between two launches would keep
     them from being replayed (`isobit.frame.replay`)."""
-    launch(zero_kernel, (-(-out.numel() // 1024),), out, out.numel(), 1024, enable_fp_fusion=False)
+    launch(zero_kernel, (-(-out.numel() // 1024),), out, out.numel(), BLOCK=1024, enable_fp_fusion=False)
     return out
 
 
@@ -303,10 +320,10 @@ def packed_slots(
 
 
 class Schedule(NamedTuple):
-    """The tile, and into how many pieces each split is cut; 0 if programs take whole splits."""
+    """How the forward is divided among programs."""
 
     tile: Tile
-    pieces: int = 0
+    pieces: int = 0  # of each split; 0 if programs take whole splits
 
     def items(self, N: int, V: int) -> int:
         """Work items of the programs: the splits, or the pieces, of every row of tiles."""
@@ -319,56 +336,57 @@ class Schedule(NamedTuple):
         items = self.items(N, V)
         busy, longest = min(items, sms), -(-V // COLUMNS) / splits_of(V)
         least, each = self.tile.step_us
-        tile = -(-D // 64) * max(least, each * busy) + FOLD_US[self.tile.multipliers]
+        tile_us = -(-D // 64) * max(least, each * busy) + EPILOGUE_US_PER_TILE[self.tile.consumers]
         if not self.pieces:
-            return -(-items // sms) * math.ceil(longest) * tile
-        tile *= SHARED[self.tile.multipliers]
+            return -(-items // sms) * math.ceil(longest) * tile_us
+        tile_us *= SHARED_SPLIT_SLOWDOWN[self.tile.consumers]
         if self.pieces < longest:
-            return -(-items // sms) * (longest / self.pieces + HAND) * tile
+            return -(-items // sms) * (longest / self.pieces + HANDOVER_TILES) * tile_us
         tiles = -(-N // self.tile.rows) * -(-V // COLUMNS)
-        weight = V * D * 2 / HBM_BYTES
-        return max(-(-tiles // sms) * (tile + HAND_US), tile + longest * CHAIN_US, weight)
+        weight_us = V * D * 2 / HBM_BYTES_PER_US
+        chain_us = tile_us + longest * HANDOVER_LATENCY_US
+        return max(-(-tiles // sms) * (tile_us + HANDOVER_US), chain_us, weight_us)
 
 
 def whole_splits(N: int, V: int, sms: int) -> Schedule:
     """The tile of 64 rows if there are no more, or if items of 128 rows would leave half of the SMs idle:
     twice as many SMs work, and the weight is read from L2 twice as often."""
-    few, many = Schedule(_FOLD_FEW), Schedule(_FOLD)
-    return few if _FOLD_FEW.rows >= N or 2 * many.items(N, V) <= sms else many
+    few, many = Schedule(_TILE_FEW_ROWS), Schedule(_TILE)
+    return few if _TILE_FEW_ROWS.rows >= N or 2 * many.items(N, V) <= sms else many
 
 
 @lru_cache(maxsize=4096)
 def schedule_for(N: int, D: int, V: int, sms: int) -> Schedule:
-    """Pieces, if they are expected to save at least SAVING of the time: each split in as many as divide best
-    over the SMs, or in its tiles where there are fewer splits than SMs."""
+    """Pieces, if the model predicts that they save at least MIN_SAVING of the time: for each split as many as
+    divide best over the SMs, or one per tile if there are fewer splits than SMs."""
     whole = whole_splits(N, V, sms)
     longest = -(-V // COLUMNS)
     longest = -(-longest // splits_of(V))
-    if N > MOST_ROWS or longest == 1:
+    if N > MAX_SHARED_ROWS or longest == 1:
         return whole
-    found = []
-    for tile in (_FOLD_FEW, _FOLD):
+    shared = []
+    for tile in (_TILE_FEW_ROWS, _TILE):
         enough = Schedule(tile).items(N, V) >= sms
-        cuts = range(2, min(longest, MOST_PIECES + 1)) if enough else (longest,)
-        found += [Schedule(tile, pieces) for pieces in cuts]
-    best = min(found, key=lambda s: s.us(N, D, V, sms), default=whole)
-    return best if best.us(N, D, V, sms) <= (1 - SAVING) * whole.us(N, D, V, sms) else whole
+        cuts = range(2, min(longest, MAX_PIECES + 1)) if enough else (longest,)
+        shared += [Schedule(tile, pieces) for pieces in cuts]
+    best = min(shared, key=lambda s: s.us(N, D, V, sms), default=whole)
+    return best if best.us(N, D, V, sms) <= (1 - MIN_SAVING) * whole.us(N, D, V, sms) else whole
 
 
 def linear_logp(
     launch: Launch = run, into: tuple[Tensor, Tensor, Tensor] | None = None, sms: int = 0, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(logp, entropy, lse, stats, kept, kept_base). Probabilities are stored in new memory, or in `into`:
-    memory for kept and kept_base, and the number of queued rows in front of the first (a device tensor).
-    `sms`: the SMs to make a schedule for; 0: those of the device."""
+    """(logp, entropy, lse, stats, probs, probs_base). Probabilities are stored in new memory, or in `into`:
+    memory for both, and the number of queued rows in front of the first (a device tensor). `sms`: the number
+    of SMs to make a schedule for; 0 is that of the device."""
     hidden, weight = args["hidden"], args["weight"]
     V, keep = args["vocab_size"] or len(weight), args["keep"]
     shape, D = hidden.shape[:-1], hidden.shape[-1]
     N = shape.numel()
     packed = args["mask"] is not None or keep
     sms = sms or sm_count(hidden.device)
-    plan = Schedule(TILE_STAGED) if keep else schedule_for(N, D, V, sms)
-    tile, share = plan.tile, plan.pieces > 0
+    schedule = Schedule(TILE_STAGED) if keep else schedule_for(N, D, V, sms)
+    tile, shared = schedule.tile, schedule.pieces > 0
     slots, factor = packed_slots(args, packed, launch, list_parts=not packed)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     if slots.capacity == 0:  # TMA does not take an empty matrix
@@ -378,32 +396,49 @@ def linear_logp(
     if packed:
         rows = pack(rows, slots.rows, launch)
     entropy, bias = args["return_entropy"], args["bias"]
-    kept = kept_base = queued = None
+    probs = probs_base = queued = None
     tiles = -(-V // COLUMNS)
     if bias is not None:
         bias = in_words(bias, V)
     if into is not None:
-        kept, kept_base, queued = into
+        probs, probs_base, queued = into
     elif keep:
-        kept = rows.new_empty(slots.capacity, tiles * COLUMNS)
-        kept_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
+        probs = rows.new_empty(slots.capacity, tiles * COLUMNS)
+        probs_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
-    numbers, sums = slots.count, partial
-    if share:
-        numbers = zero(torch.empty(numbers_of(N), dtype=torch.int32, device=rows.device), launch)
+    counters, sums = unused(slots.count), unused(partial)
+    if shared:
+        counters = zero(torch.empty(counters_of(N), dtype=torch.int32, device=rows.device), launch)
         sums = torch.empty(sums_of(N), dtype=torch.float32, device=rows.device)
     a_desc, _ = operand_descriptor(matrix(rows), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)
     at_launch, registers = tile.registers
     launch(
-        forward_kernel, (min(plan.items(N, V), sms),),
-        partial, picked, slots.ids, slots.scales, weight if bias is None else bias,
-        partial if kept_base is None else kept_base, slots.count, slots.count if queued is None else queued,
-        slots.listed, slots.capacity, V, -(-D // tile.step), plan.pieces, numbers, sums, a_desc, b_desc,
-        a_desc if kept is None else descriptor(matrix(kept), 64, tile.columns), tile.multipliers,
-        tile.step, tile.stages, tile.group, SPLITS, accumulator_layout(tile.columns),
-        ROUND[args["logits_dtype"]], bias is not None, entropy, keep, queued is not None, not packed, share,
-        registers, num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        forward_kernel, (min(schedule.items(N, V), sms),),
+        partial, picked, slots.ids, slots.scales,
+        unused(weight) if bias is None else bias,
+        unused(partial) if probs_base is None else probs_base,
+        slots.count,
+        unused(slots.count) if queued is None else queued,
+        slots.listed, slots.capacity, V, -(-D // tile.step), schedule.pieces, counters, sums, a_desc, b_desc,
+        unused(a_desc) if probs is None else descriptor(matrix(probs), 64, tile.columns),
+        CONSUMERS=tile.consumers,
+        STEP=tile.step,
+        STAGES=tile.stages,
+        GROUP=tile.group,
+        SPLITS=SPLITS,
+        LAYOUT=accumulator_layout(tile.columns),
+        ROUND=ROUND[args["logits_dtype"]],
+        HAS_BIAS=bias is not None,
+        ENTROPY=entropy,
+        STORE_PROBS=keep,
+        QUEUED=queued is not None,
+        LISTED=not packed,
+        SHARE_SPLITS=shared,
+        REGISTERS=registers,
+        num_warps=4,
+        maxnreg=at_launch,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return *slots.merge(partial, picked, shape, V, factor, *flags, launch), kept, kept_base
+    return *slots.merge(partial, picked, shape, V, factor, *flags, launch), probs, probs_base

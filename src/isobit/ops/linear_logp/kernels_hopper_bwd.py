@@ -8,10 +8,10 @@ inputs' dtype,
 with a, b, g of the row from the gradients of logp, entropy and lse; then
 
     dH += dz W[slab]       in segments of 512 of ascending v, folded in fp32 from slab to slab
-    dW[slab] = dz^T H      in segments of 512 rows that count, packed
+    dW[slab] = dz^T H      in segments of 512 live rows, packed
 
-both in class seg16/512. The width of a slab (`slabs`) changes no bit. If the forward stored its e, dz is made
-from these, and no logits are recomputed.
+both in class seg16/512. The width of a slab (`slabs`) changes no bit. If the forward stored its e, dz is
+computed from these, and no logits are recomputed.
 """
 
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.frame.device import sm_count
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.bias import in_words, multiply_add
 from isobit.kernels.hopper.lse import COLUMNS, Slots
 from isobit.kernels.hopper.pipeline import (
-    LOADER_REGISTERS,
+    PRODUCER_REGISTERS,
     ROWS,
     Pipe,
     accumulator_layout,
@@ -50,7 +50,7 @@ from isobit.ops.linear_logp.kernels_hopper import (
     rows_for_tma,
     zero,
 )
-from isobit.ops.linear_logp.slabs import block_slots, default_room, slabs
+from isobit.ops.linear_logp.slabs import block_slots, default_slab_bytes, slabs
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -62,7 +62,7 @@ def weigh_kernel(
     HAS_LOGP: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The four numbers that turn a row's logits into gradients: weights [4, blocks * 128] = M, a, b, g. All 0
-    for gaps, rows that do not count, and rows with an invalid token: those add nothing to dW.
+    for gaps, masked rows and rows with an invalid token, so that these add 0 to dW.
 
     Also counts how many of every `height` slots are used. The stride of an incoming gradient is 0 if all rows
     share one number, as in the backward of a sum."""
@@ -99,7 +99,7 @@ def weigh_kernel(
 
 @record
 class Differentiated:
-    """What the multiplying warpgroups of the backward read about the slots, and the slab of d-logits they
+    """What the consumer warpgroups of the backward read about the slots, and the slab of d-logits that they
     write."""
 
     ids: gl.tensor
@@ -121,12 +121,12 @@ class Differentiated:
 
 @gluon.jit
 def _differentiate(WHICH: gl.constexpr, pipe, slab):
-    """A multiplying warpgroup of the backward: the d-logits of its 64 rows in each of the program's tiles."""
+    """A consumer warpgroup of the backward: the d-logits of its 64 rows in each of the program's tiles."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for item in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         block, n, _, _ = pipe.item(item)
-        row = (block * pipe.MULTIPLIERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, slab.LAYOUT))
+        row = (block * pipe.CONSUMERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, slab.LAYOUT))
         column = n * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(0, slab.LAYOUT))
         token = gl.load(slab.ids + row) - slab.first
         scale = gl.load(slab.scales + row)[:, None]
@@ -167,7 +167,10 @@ def slab_kernel(
     shift = gl.to_tensor(0)
     if QUEUED:
         shift = gl.load(queued)
-    pipe = Pipe.create(a_desc, b_desc, rows, V, steps, 0, True, True, 2, _COLUMNS, STEP, STAGES, GROUP)
+    pipe = Pipe.create(
+        a_desc, b_desc, rows, V, steps, SPANS=0, A_BY_K=True, B_BY_K=True,
+        CONSUMERS=2, COLUMNS=_COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP,
+    )  # fmt: skip
     shape: gl.constexpr = [2] + out_desc.block_type.shape
     staging = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     slab = Differentiated(
@@ -176,30 +179,33 @@ def slab_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [(_differentiate, (0, pipe, slab)), (_differentiate, (1, pipe, slab)), (load_tiles, (pipe,))],
-        [4, 1], [REGISTERS, LOADER_REGISTERS],
+        [4, 1], [REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
 @triton_kernel
-def kept_kernel(
-    out, kept, kept_base, ids, scales, weights, count, queued, capacity, first, tiles, width, stride,
+def from_probs_kernel(
+    out, probs, probs_base, ids, scales, weights, count, queued, capacity, first, tiles, width, stride,
     QUEUED: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """d-logits of a slab from the e of the forward, TILES tiles of a row at a time: e 2^(base c - M) a + [v =
-    token] g. Offsets and widths count tiles of 256: where the slab begins, the width of the row and of the
-    slab, and the row stride of d-logits. QUEUED: both follow this many queued rows. Input and output may be
-    the same memory."""
+    """d-logits of a slab from the e of the forward, TILES tiles of a row at a time:
+
+        e 2^(base c - M) a + [v = token] g
+
+    These count tiles of 256 columns: `first`, where the slab begins; `tiles`, the width of a row of e;
+    `width`, the width of the slab; `stride`, the row stride of d-logits. QUEUED: rows of e and of d-logits
+    follow `queued` rows of the queue. Input and output may be the same memory."""
     slot = tl.program_id(0).to(tl.int64)
     row = slot
     if QUEUED:
         row += tl.load(queued)
-    read = tl.where(slot < tl.load(count), width, 0)  # nothing for a gap
+    read = tl.where(slot < tl.load(count), width, 0)  # a gap is not read
     n = tl.program_id(1) * TILES + tl.arange(0, TILES)
     column = n[:, None] * 256 + tl.arange(0, 256)[None, :]
-    at = tl.multiple_of(kept + (row * tiles + first) * 256 + column, (1, 16))
+    at = tl.multiple_of(probs + (row * tiles + first) * 256 + column, (1, 16))
     e = tl.load(at, mask=(n < read)[:, None], other=0.0)
     lane = (slot * tiles + first + n)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    base = tl.load(tl.multiple_of(kept_base + lane, (1, 16)), mask=(n < read)[:, None], other=0.0)
+    base = tl.load(tl.multiple_of(probs_base + lane, (1, 16)), mask=(n < read)[:, None], other=0.0)
     moved = tl.exp2(base * tl.load(scales + slot) - tl.load(weights + slot))
     # A lane has columns 8 i + 2 lane and 8 i + 2 lane + 1. A lane that has seen only -inf has no base, but
     # then its e are 0, and no factor changes that.
@@ -222,18 +228,18 @@ def _in_order(total, groups):
 
 
 @triton_kernel
-def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK: tl.constexpr):
-    """Column sums of d-logits over the rows that count, 16 at a time in ascending order. Of 16 rows, row r is
-    added to r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. The
-    row stride of dz is `stride` tiles of 256, so that whole blocks of columns can be read. GOES_ON: continue
-    the sums that are in dbias.
+def bias_kernel(dbias, dz, count, columns, stride, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Column sums of d-logits over the first `count` rows, 16 at a time in ascending order. Of 16 rows, row r
+    is added to r + 8, then r + 2, r + 1 and r + 4: reductions of two, which have one order in any layout. The
+    row stride of dz is `stride` tiles of 256, so that whole blocks of columns can be read. ACCUMULATE: start
+    from the sums in dbias.
 
     128 rows are loaded at a time, to have enough in flight, in an order in which a thread gets all rows of a
     group of 16: only sums of groups go from thread to thread. Missing rows are 0 and change no sum."""
     j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(count)
     total = tl.zeros((BLOCK,), tl.float32)
-    if GOES_ON:
+    if ACCUMULATE:
         total = tl.load(dbias + j, mask=j < columns, other=0.0)
     place = tl.arange(0, 128)
     for first in range(0, rows, 128):
@@ -250,8 +256,8 @@ def bias_kernel(dbias, dz, count, columns, stride, GOES_ON: tl.constexpr, BLOCK:
 
 @triton_kernel
 def unpack_kernel(out, source, rows, ids, count, V, words, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row rows[slot] of out = source[slot], rounded; 0 for a row that does not count, NaN if its token is
-    invalid. Both have `words` times 8 columns."""
+    """Row rows[slot] of out = source[slot], rounded; 0 for a masked row, NaN if its token is invalid. Both
+    have `words` times 8 columns."""
     columns = words * 8
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -275,7 +281,8 @@ def linear_logp_bwd(
     parameters."""
     hidden, weight, bias = args["hidden"], args["weight"], args["bias"]
     V = args["vocab_size"] or len(weight)
-    kept = args["kept"] if args["dentropy"] is None else None  # the entropy's gradient needs the logits again
+    # The entropy's gradient needs the logits themselves, so it does not use stored probabilities.
+    probs, probs_base = args["kept"] if args["dentropy"] is None else None, args["kept_base"]
     want_hidden, want_weight, want_bias = (args[f"want_{x}"] for x in ("hidden", "weight", "bias"))
     if hidden.numel() == 0:
         wanted = ((hidden, want_hidden), (weight, want_weight), (bias, want_bias))
@@ -286,7 +293,7 @@ def linear_logp_bwd(
     N, D = rows.shape
     # Sums over tokens need all rows, packed; dH alone needs neither.
     over_tokens = want_weight or want_bias
-    packed = over_tokens or args["mask"] is not None or kept is not None
+    packed = over_tokens or args["mask"] is not None or probs is not None
     slots, factor = packed_slots(args, packed, launch)
     out = rows.new_empty(slots.capacity, D, dtype=grad_dtype or rows.dtype) if want_hidden else None
     if packed:  # packed rows are in the memory of dhidden, if it has their dtype
@@ -300,26 +307,26 @@ def linear_logp_bwd(
     if want_bias:
         dbias = torch.empty_like(bias, dtype=grad_dtype)
     weights, counts = weigh(slots, height, args, N, V, factor, launch)
-    room = args["workspace_bytes"]
-    if room is None:
-        room = default_room(height, weight.nbytes)
-    if kept is not None:  # memory left beside them
-        room -= kept.nbytes + args["kept_base"].nbytes
+    slab_bytes = args["workspace_bytes"]
+    if slab_bytes is None:
+        slab_bytes = default_slab_bytes(height, weight.nbytes)
+    if probs is not None:  # they take a part of the workspace
+        slab_bytes -= probs.nbytes + probs_base.nbytes
     lent = rows.new_empty(0, 0) if dweight is None else dweight.view(rows.dtype)
-    plan = slabs(V, height, D, room, *lent.shape, sm_count(rows.device))
+    plan = slabs(V, height, D, slab_bytes, *lent.shape, sm_count(rows.device))
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row is at its own index or before it. So, going from the last block to the first, a block's
     # rows of dhidden overwrite no row that is still to be read.
-    for block in reversed(_blocks(rows, slots, weights, counts, kept, args["kept_base"], height)):
+    for block in reversed(_blocks(rows, slots, weights, counts, probs, probs_base, height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
             memory = lent.view(-1) if slab.lent else own
             dz = memory[-height * slab.stride :].view(height, slab.stride)
             dz = dz[: len(block.rows), : slab.end - slab.first]
-            if kept is None:
+            if probs is None:
                 recompute(dz, block, weight[columns], args, slab.first, launch)
             else:
-                from_kept(dz, block, slab.first, launch)
+                from_probs(dz, block, slab.first, launch)
             if dh is not None:
                 init = dh if slab.first else None
                 sum_into(dh, weight[columns], dz.t(), init=init, rows=block.count, launch=launch)
@@ -327,12 +334,8 @@ def linear_logp_bwd(
                 sum_into(dweight[columns], rows, dz, counted=slots.count, launch=launch)
             if dbias is not None:
                 sum_bias(dbias[columns], dz, block.count, False, launch)
-        if out is not None:
-            grid = (len(block.rows) // 64, -(-D // 256))
-            launch(
-                unpack_kernel, grid, out, dh, block.rows, block.ids, block.count, V, D // 8, 64, 256,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        if out is not None and dh is not None:
+            unpack(out, dh, block.rows, block.ids, block.count, V, launch)
     if out is not None:
         out = out[:N]
         if packed:
@@ -354,20 +357,20 @@ class Block(NamedTuple):
     scales: Tensor
     weights: Tensor  # [4, slots]: from `weigh_kernel`
     count: Tensor  # [1]: number of used slots
-    kept: Tensor | None  # [slots, C]: e of the forward
-    kept_base: Tensor | None
+    probs: Tensor | None  # [slots, C]: e of the forward
+    probs_base: Tensor | None  # [slots, G, 4]: the maxima that e is relative to
 
 
 def _blocks(
-    hidden: Tensor, slots: Slots, weights: Tensor, counts: Tensor, kept: Tensor | None,
-    base: Tensor | None, height: int,
+    hidden: Tensor, slots: Slots, weights: Tensor, counts: Tensor, probs: Tensor | None,
+    probs_base: Tensor | None, height: int,
 ) -> list[Block]:  # fmt: skip
     """All slots, `height` at a time."""
     made = []
     for i, start in enumerate(range(0, slots.capacity, height)):
         own = slice(start, start + height)
         of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
-        both = (None if t is None else t[own] for t in (kept, base))
+        both = (None if t is None else t[own] for t in (probs, probs_base))
         made.append(Block(hidden[own], *of_slots, weights[:, own], counts[i : i + 1], *both))
     return made
 
@@ -379,12 +382,18 @@ def weigh(
     weights = slots.scales.new_empty(4, slots.capacity)
     counts = slots.rows.new_empty(-(-slots.capacity // height))
     entropy, *grads = (args[name] for name in ("entropy", "dlogp", "dentropy", "dlse"))
-    given, strides = zip(*(_by_rows(weights if g is None else g) for g in grads), strict=True)
+    has_logp, has_entropy, has_lse = (g is not None for g in grads)
+    given, strides = zip(*(_by_rows(unused(weights) if g is None else g) for g in grads), strict=True)
     launch(
-        weigh_kernel, (slots.capacity // 128,), weights, counts, slots.rows, slots.ids, slots.scales,
-        slots.count, args["stats"].contiguous(), weights if entropy is None else entropy.contiguous(),
+        weigh_kernel, (slots.capacity // 128,),
+        weights, counts, slots.rows, slots.ids, slots.scales, slots.count, args["stats"].contiguous(),
+        unused(weights) if entropy is None else entropy.contiguous(),
         *given, *strides, N, slots.capacity // 128, height, V, factor,
-        *(g is not None for g in grads), 128, enable_fp_fusion=False,
+        HAS_LOGP=has_logp,
+        HAS_ENTROPY=has_entropy,
+        HAS_LSE=has_lse,
+        BLOCK=128,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return weights, counts
 
@@ -397,16 +406,21 @@ def _by_rows(t: Tensor) -> tuple[Tensor, int]:
     return t.contiguous(), 1
 
 
-def from_kept(out: Tensor, block: Block, first: int, launch: Launch, queued: Tensor | None = None) -> None:
+def from_probs(out: Tensor, block: Block, first: int, launch: Launch, queued: Tensor | None = None) -> None:
     """d-logits of the columns from `first` on, from the stored probabilities. `queued`: number of rows of
     `out` (a device tensor) after which they are written."""
-    assert block.kept is not None
+    assert block.probs is not None
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
-        kept_kernel, (len(block.rows), -(-tiles // 8)), out, block.kept, block.kept_base, block.ids,
-        block.scales, block.weights, block.count, block.count if queued is None else queued,
-        block.weights.stride(0), first // COLUMNS, block.kept.shape[1] // COLUMNS, tiles,
-        out.stride(0) // COLUMNS, queued is not None, 8, num_warps=4, enable_fp_fusion=False,
+        from_probs_kernel, (len(block.rows), -(-tiles // 8)),
+        out, block.probs, block.probs_base, block.ids, block.scales, block.weights, block.count,
+        unused(block.count) if queued is None else queued,
+        block.weights.stride(0), first // COLUMNS, block.probs.shape[1] // COLUMNS, tiles,
+        out.stride(0) // COLUMNS,
+        QUEUED=queued is not None,
+        TILES=8,
+        num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -422,19 +436,48 @@ def recompute(
     tiles = len(block.rows) // tile.rows * -(-V // COLUMNS)
     launch(
         slab_kernel, (min(tiles, sm_count(out.device)),),
-        block.ids, block.scales, block.weights, weight if bias is None else bias, block.count,
-        block.count if queued is None else queued, block.weights.stride(0), first, V,
-        -(-weight.shape[1] // tile.step), a_desc, b_desc, descriptor(matrix(out), 64, tile.columns),
-        tile.step, tile.stages, tile.group, accumulator_layout(tile.columns), ROUND[args["logits_dtype"]],
-        bias is not None, args["dentropy"] is not None, queued is not None, registers,
-        num_warps=4, maxnreg=at_launch, enable_fp_fusion=False,
+        block.ids, block.scales, block.weights,
+        unused(weight) if bias is None else bias,
+        block.count,
+        unused(block.count) if queued is None else queued,
+        block.weights.stride(0), first, V, -(-weight.shape[1] // tile.step),
+        a_desc, b_desc, descriptor(matrix(out), 64, tile.columns),
+        STEP=tile.step,
+        STAGES=tile.stages,
+        GROUP=tile.group,
+        LAYOUT=accumulator_layout(tile.columns),
+        ROUND=ROUND[args["logits_dtype"]],
+        HAS_BIAS=bias is not None,
+        ENTROPY=args["dentropy"] is not None,
+        QUEUED=queued is not None,
+        REGISTERS=registers,
+        num_warps=4,
+        maxnreg=at_launch,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def sum_bias(dbias: Tensor, dz: Tensor, count: Tensor, goes_on: bool, launch: Launch) -> None:
-    """Column sums of the first `count` rows of d-logits, added to dbias if `goes_on`, else from 0."""
-    grid = (-(-len(dbias) // 64),)
+def sum_bias(dbias: Tensor, dz: Tensor, count: Tensor, accumulate: bool, launch: Launch) -> None:
+    """Column sums of the first `count` rows of d-logits, added to dbias if `accumulate`, else from 0."""
     launch(
-        bias_kernel, grid, dbias, dz, count, len(dbias), dz.stride(0) // COLUMNS, goes_on, 64,
-        num_warps=2, enable_fp_fusion=False,
+        bias_kernel, (-(-len(dbias) // 64),),
+        dbias, dz, count, len(dbias), dz.stride(0) // COLUMNS,
+        ACCUMULATE=accumulate,
+        BLOCK=64,
+        num_warps=2,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def unpack(
+    out: Tensor, source: Tensor, rows: Tensor, ids: Tensor, count: Tensor, V: int, launch: Launch
+) -> None:
+    """Writes the first `count` slots of source to their rows of out."""
+    slots, D = min(len(source), len(rows)), source.shape[1]
+    launch(
+        unpack_kernel, (slots // 64, -(-D // 256)),
+        out, source, rows, ids, count, V, D // 8,
+        SLOTS=64,
+        COLUMNS=256,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 The backward is in `kernels_triton_bwd.py` and uses parts from here.
 
-Rows that count and have a valid token are listed first, in the caller's order, without a host sync: *slots*.
-Kernels read hidden states through that list, so all other rows cost nothing, wherever they are.
+Live rows with a valid token are listed first, in the caller's order, without a host sync: *slots*. Kernels
+read hidden states through that list, so masked rows cost nothing, wherever they are.
 
 A program takes a tile of slots and a *split* of 2048 columns. It loops over the split in tiles of columns:
 one chain of matrix steps over ascending D, then an online log-sum-exp (m, s, t) as in
@@ -12,8 +12,8 @@ of halves. A second kernel folds the splits of a row in ascending order.
 
 Tiles and splits are constants of the dtype, the order over the vocabulary depends on V alone, and no two
 programs add to the same element. So the bits of a row depend on no other row, and those of dweight and dbias
-depend on the rows that count and on their order. The class is `linear-lse/triton-1`; each hardware has its
-own matrix step.
+depend on the live rows and their order. The class is `linear-lse/triton-1`; each hardware has its own matrix
+step.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ from isobit.kernels.host.tokens import live_rows
 from isobit.kernels.triton.interpreter import INTERPRETED, rounded
 from isobit.kernels.triton.rows import finite_or_zero, own_or, rescale, row_offset, row_results
 from isobit.kernels.triton.tiles import Tile, compile_options, place, steps
-from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import SLAB_BYTES
 
 #: Columns per split: enough work for a program, and enough splits to fill a GPU with a few rows.
 SPLIT = tl.constexpr(2048)
@@ -223,7 +223,7 @@ class Call(NamedTuple):
     N: int
     D: int
     V: int
-    live: Tensor  # [N]: counts
+    live: Tensor  # [N]: not masked
     ids: Tensor  # [N]
     rows: Tensor  # [N], int32: the row in each slot
     count: Tensor  # [1], int32: how many slots there are
@@ -236,7 +236,7 @@ class Call(NamedTuple):
     constants: dict[str, Any]  # of the tile: its sizes and compile options
 
     def blank(self, dtype: torch.dtype) -> Tensor:
-        """[N]: values of rows that no kernel writes: 0 for rows that do not count, NaN for invalid tokens."""
+        """[N]: values of rows that no kernel writes: 0 for masked rows, NaN for invalid tokens."""
         return self.live.new_zeros(self.N, dtype=dtype).masked_fill_(self.live, float("nan"))
 
 
@@ -247,8 +247,8 @@ def prepare(args: dict[str, Any]) -> Call:
     live = live_rows(token_ids, args["mask"], args["ignore_index"]).reshape(N)
     good = live & (ids >= 0) & (ids < V)
     seen = good.cumsum(0)
-    # Slot i holds the first row up to which i + 1 rows count. Beyond the last slot this is N, which no kernel
-    # reads.
+    # Slot i holds the row at which the count of good rows reaches i + 1. Beyond the last slot this is N,
+    # which no kernel reads.
     rows = torch.searchsorted(seen, torch.arange(1, N + 1, device=ids.device)).int()
     scaled = scaling(args["temperature"], N)
     inner, (hidden,), strides = row_strides(token_ids.shape, (args["hidden"],))
@@ -274,7 +274,7 @@ def linear_logp(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
     if N == 0:
         return results
     splits, sums = triton.cdiv(V, SPLIT.value), 2 if entropy is None else 3
-    allowed = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    allowed = SLAB_BYTES if workspace_bytes is None else workspace_bytes  # for sums of splits
     slots = min(N, max(1, allowed // (4 * sums * splits * tile.rows)) * tile.rows)
     empty = partial(torch.empty, device=logp.device, dtype=torch.float32)
     at_token, partials = empty(slots), empty(sums, splits, slots)

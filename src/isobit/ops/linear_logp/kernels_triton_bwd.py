@@ -1,7 +1,7 @@
 """The backward of `linear_logp` in portable Triton.
 
-It takes a *slab* of the vocabulary and a chunk of slots (rows that count, see `kernels_triton.py`) at a time,
-as large as the workspace allows. One kernel recomputes the logits with the code of the forward, and writes
+It takes a *slab* of the vocabulary and a chunk of slots (live rows, see `kernels_triton.py`) at a time, as
+large as the workspace allows. One kernel recomputes the logits with the code of the forward, and writes
 their gradients dz in the inputs' dtype:
 
     dz = (dlogp * [col = id] + p * (dlse - dlogp - dentropy * (log p + entropy))) / temperature * slope
@@ -29,7 +29,7 @@ from isobit.kernels.triton.interpreter import narrow
 from isobit.kernels.triton.rows import given_at, own_or, row_offset, row_weights
 from isobit.kernels.triton.tiles import SEGMENT, place, steps
 from isobit.ops.linear_logp.kernels_triton import listed, logits_tile, prepare
-from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import SLAB_BYTES
 
 #: Slab widths are multiples of this many columns.
 SLAB = 256
@@ -169,7 +169,7 @@ def parts(N: int, vocab: int, itemsize: int, workspace_bytes: int | None) -> tup
     All slots and a wide slab if they fit; otherwise chunks of slots, with unfinished sums of dweight between
     them. A chunk is a multiple of a segment. At least one segment by one SLAB is used, whatever the limit.
     """
-    elements = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // itemsize
+    elements = (SLAB_BYTES if workspace_bytes is None else workspace_bytes) // itemsize
     slots, columns = triton.cdiv(N, SEGMENT.value) * SEGMENT.value, triton.cdiv(vocab, SLAB) * SLAB
     width = min(columns, elements // slots // SLAB * SLAB)
     if width < min(columns, WIDE_SLAB):

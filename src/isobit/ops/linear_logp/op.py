@@ -40,7 +40,7 @@ from isobit.frame.op import op
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
 from isobit.numerics import Numerics
-from isobit.ops.linear_logp.slabs import WORKSPACE_BYTES
+from isobit.ops.linear_logp.slabs import SLAB_BYTES
 
 
 def vocabulary(args: dict[str, Any]) -> int:
@@ -64,7 +64,7 @@ def kept_bytes(N: int, vocab: int) -> int:
     """Memory for the probabilities of N rows in 16 bits and the maxima they are relative to, plus 64 MB for a
     slab of gradients, whatever N is."""
     rows, columns = -(-N // KEPT_ROWS) * KEPT_ROWS, -(-vocab // KEPT_COLUMNS) * KEPT_COLUMNS
-    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + WORKSPACE_BYTES
+    return rows * (2 * columns + 16 * (columns // KEPT_COLUMNS)) + SLAB_BYTES
 
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:

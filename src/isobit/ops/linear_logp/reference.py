@@ -16,7 +16,7 @@ from isobit.kernels.host import logprob
 from isobit.kernels.host.tokens import live_rows
 
 #: Bytes of one [rows, V] temporary, unless `workspace_bytes` is given; a few exist at a time.
-CHUNK_BYTES = 1 << 26
+TEMPORARY_BYTES = 1 << 26
 
 #: Elements of the weight that are converted to fp32 at a time.
 SLAB_ELEMENTS = 1 << 24
@@ -35,12 +35,11 @@ def formula(
     logits_dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse) by definition. Rows that do not count are 0, whatever they hold."""
+    """(logp, entropy, lse) by definition. Results of masked rows are 0, whatever the rows hold."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab = weight.shape[0] if vocab_size is None else vocab_size
     live = live_rows(token_ids, mask, ignore_index)
-    # Zeroed before the product, so that NaN in a row that does not count reaches neither results nor
-    # gradients.
+    # Zeroed before the product, so that NaN in a masked row reaches neither results nor gradients.
     h = torch.where(live[..., None], hidden.to(dtype), 0.0)
     z = h @ weight[:vocab].to(dtype).t()
     if bias is not None:
@@ -174,11 +173,12 @@ def prepared(args: dict[str, Any]) -> tuple[Head, Tensor, logprob.Rows]:
 
 
 def states(hidden: Tensor, rows: logprob.Rows, dtype: torch.dtype) -> Tensor:
-    """Hidden states, with zeros in rows that do not count or have no valid token."""
+    """Hidden states, with zeros in rows that are masked or have an invalid token."""
     return torch.where(rows.good[:, None], hidden.to(dtype), 0.0)
 
 
 def chunks(hidden: Tensor, head: Head, workspace_bytes: int | None) -> list[slice]:
-    bytes_a_row = head.vocab * head.dtype.itemsize
-    step = max(1, (CHUNK_BYTES if workspace_bytes is None else workspace_bytes) // bytes_a_row)
+    """Rows whose logits are computed at a time."""
+    bytes_per_row = head.vocab * head.dtype.itemsize
+    step = max(1, (TEMPORARY_BYTES if workspace_bytes is None else workspace_bytes) // bytes_per_row)
     return [slice(i, i + step) for i in range(0, hidden.shape[0], step)]

@@ -1,6 +1,6 @@
 """Which d-logits of `linear_logp`'s backward are in memory at a time, on Hopper.
 
-All of [N, V] would be gigabytes. The backward makes them one *slab* of the vocabulary at a time, and uses
+All of [N, V] would be gigabytes. The backward computes them one *slab* of the vocabulary at a time, and uses
 each slab for dH and dW before the next. Wide slabs are faster: the fp32 sums of dH are read and written once
 per slab, and the last wave of tiles of a slab leaves SMs idle. So
 
@@ -19,18 +19,20 @@ from typing import NamedTuple
 
 from isobit.kernels.host.token_stream import SEGMENT
 
-#: Bytes for gradients of logits in a kernel's backward, and for sums of splits in triton's forward, unless
-#: the caller gives another limit. On Hopper it is ROW_BYTES per row if that is more.
-WORKSPACE_BYTES = 1 << 26
-ROW_BYTES = 1 << 14
+#: Bytes for a slab of gradients of logits in a kernel's backward, and for sums of splits in triton's forward,
+#: unless the caller gives another limit.
+SLAB_BYTES = 1 << 26
+
+#: On Hopper a slab may have this many bytes per slot, if that is more than SLAB_BYTES.
+SLAB_BYTES_PER_SLOT = 1 << 14
 
 #: Maximum number of slots in a block. With 64 MB, taller blocks cause more traffic of dH's sums (once per
 #: slab), lower ones more of the weight (once per block): 8 / width + 4 / slots bytes per product has its
 #: minimum here.
 BLOCK_SLOTS = 4096
 
-#: The cost of a slab beside its products, mostly traffic of dH's sums, in columns of a slab.
-_COLUMNS_A_SLAB = 768
+#: The cost of a slab in addition to its products, mostly traffic of dH's sums, in columns of a slab.
+_SLAB_COST_COLUMNS = 768
 
 
 class Slab(NamedTuple):
@@ -46,9 +48,9 @@ class Slab(NamedTuple):
         return -(-(self.end - self.first) // SEGMENT) * SEGMENT
 
 
-def default_room(slots: int, weight_bytes: int) -> int:
-    """Default number of bytes for gradients of logits of this many slots."""
-    return max(WORKSPACE_BYTES, min(ROW_BYTES * slots, weight_bytes))
+def default_slab_bytes(slots: int, weight_bytes: int) -> int:
+    """Default number of bytes for a slab of gradients of logits of this many slots."""
+    return max(SLAB_BYTES, min(SLAB_BYTES_PER_SLOT * slots, weight_bytes))
 
 
 def block_slots(slots: int) -> int:
@@ -59,22 +61,22 @@ def block_slots(slots: int) -> int:
 
 @lru_cache(maxsize=4096)  # the number of rows changes with the batch
 def slabs(
-    V: int, slots: int, D: int, room: int, lent_rows: int, lent_width: int, sms: int
+    V: int, slots: int, D: int, slab_bytes: int, lent_rows: int, lent_width: int, sms: int
 ) -> tuple[Slab, ...]:
     """The slabs of a vocabulary for this many slots, each as wide as memory allows, and at least 512; or
     narrower by up to 15 * 512, if its tiles then fill the SMs better.
 
-    `room` bytes are reserved for slabs. If dW is wanted, a slab may also use the part of dW behind its own
+    `slab_bytes` are allocated for slabs. If dW is wanted, a slab may also use the part of dW behind its own
     rows: [lent_rows, lent_width], counted in d-logits, so D wide, or 2 D in fp32.
     """
-    own = max(room // (2 * slots) // SEGMENT, 1) * SEGMENT
+    own = max(slab_bytes // (2 * slots) // SEGMENT, 1) * SEGMENT
 
     def cost(width: int) -> float:
         """Time until the slab is used up, per column, as the number of products that all SMs could do in
         it."""
         logits = -(-(slots // 128 * -(-width // 256)) // sms) * sms * 128 * 256 * D
         dweight = -(-(-(-width // 128) * -(-D // 128)) // sms) * sms * 128 * 128 * slots
-        return (logits + dweight + slots * D * _COLUMNS_A_SLAB) / width
+        return (logits + dweight + slots * D * _SLAB_COST_COLUMNS) / width
 
     made, first = [], 0
     while first < V:

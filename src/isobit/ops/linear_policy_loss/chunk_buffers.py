@@ -1,4 +1,4 @@
-"""How many rows a chunk has, and the memory that chunks share. All sizes are computed on the host.
+"""How many rows a chunk has, and the buffers that chunks share. All sizes are computed on the host.
 
     memory      [queued | rows of the chunk | 64 of zeros] x [columns]     probabilities, then d-logits
     queue       [queued | rows of the chunk | 64 of zeros] x [D]           hidden states of the same rows
@@ -16,26 +16,27 @@ from torch import Tensor
 from isobit.kernels.host.token_stream import BLOCK, SEGMENT
 from isobit.ops.linear_logp.op import KEPT_COLUMNS, KEPT_ROWS
 
-#: Bytes for the probabilities of a chunk and its other buffers, unless the caller gives another limit.
-WORKSPACE_BYTES = 1331 << 20
+#: Bytes for the probabilities of a chunk and its other buffers, unless the caller gives another limit. (The
+#: much smaller SLAB_BYTES of `linear_logp` are for one slab of gradients.)
+CHUNK_BYTES = 1331 << 20
 
-#: A chunk with kept probabilities saves one product of its rows. It costs one read and one write of dweight
-#: in fp32, 8 V D bytes, which takes as long as 740 rows of a product at the rates of an H200 (4.26 TB/s, 787
-#: TFLOP/s), and one more write of d-logits. If fewer rows than this fit, logits are computed twice instead.
-LEAST_ROWS = 1024
+#: Storing the probabilities of a chunk saves one product of its rows. It costs one read and one write of
+#: dweight in fp32, 8 V D bytes, which takes as long as 740 rows of a product at the rates of an H200 (4.26
+#: TB/s, 787 TFLOP/s), and one more write of d-logits. If fewer rows than this fit, logits are computed twice.
+MIN_ROWS = 1024
 
 
 def capacity(backend: str, V: int, D: int, dtype: torch.dtype, workspace_bytes: int) -> int | None:
-    """Rows per chunk for which probabilities fit; None if nothing is kept and all rows are one chunk. It must
-    not depend on the batch: whether probabilities are kept affects the bits of a row's gradient."""
+    """Rows per chunk whose probabilities fit; None if none are stored and all rows are one chunk. It must not
+    depend on the batch: whether probabilities are stored affects the bits of a row's gradient."""
     if backend == "reference":
         return max(1, workspace_bytes // (V * _wide(dtype).itemsize))
     if backend != "hopper":
         return None
-    beside = bytes_for(0, V, D)
-    a_row = bytes_for(1, V, D) - beside
-    rows = (workspace_bytes - beside) // a_row // KEPT_ROWS * KEPT_ROWS
-    return rows if rows >= LEAST_ROWS else None
+    fixed_bytes = bytes_for(0, V, D)
+    bytes_per_row = bytes_for(1, V, D) - fixed_bytes
+    rows = (workspace_bytes - fixed_bytes) // bytes_per_row // KEPT_ROWS * KEPT_ROWS
+    return rows if rows >= MIN_ROWS else None
 
 
 def bytes_for(rows: int, V: int, D: int) -> int:
@@ -43,11 +44,12 @@ def bytes_for(rows: int, V: int, D: int) -> int:
     probabilities, the maxima they are relative to, hidden states, sums of dhidden, a second copy of hidden
     states if logits are recomputed, sums of splits, and tables."""
     columns = columns_of(V)
-    a_row = 2 * columns + 16 * (columns // KEPT_COLUMNS) + 2 * D + 4 * D + 2 * D + 512
-    return (SEGMENT + BLOCK) * 2 * (columns + D) + rows * a_row
+    fixed_bytes = (SEGMENT + BLOCK) * 2 * (columns + D)
+    bytes_per_row = 2 * columns + 16 * (columns // KEPT_COLUMNS) + 2 * D + 4 * D + 2 * D + 512
+    return fixed_bytes + rows * bytes_per_row
 
 
-class Memory(NamedTuple):
+class ChunkBuffers(NamedTuple):
     """The buffers that are passed from chunk to chunk, named like the arguments of the ops."""
 
     memory: Tensor
@@ -57,23 +59,26 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(
-        cls, backend: str, hidden: Tensor, V: int, kept: int, recomputed: int, queues: bool,
+        cls, backend: str, hidden: Tensor, V: int, stored: int, recomputed: int, queues: bool,
         workspace_bytes: int,
-    ) -> "Memory":  # fmt: skip
-        """For chunks of at most `kept` rows with kept probabilities, and of at most `recomputed` rows
-        without."""
+    ) -> "ChunkBuffers":  # fmt: skip
+        """For chunks of at most `stored` rows whose probabilities are stored, and of at most `recomputed`
+        rows whose logits are computed twice."""
         D, device = hidden.shape[-1], hidden.device
         if backend == "reference":
-            memory = torch.empty(max(kept, 1) * V, dtype=_wide(hidden.dtype), device=device)
+            memory = torch.empty(max(stored, 1) * V, dtype=_wide(hidden.dtype), device=device)
             return cls(memory, None, None, None)
-        columns, heights = columns_of(V), [rows_in_memory(rows, queues) for rows in (kept, recomputed)]
-        elements = heights[0] * columns if kept else 0
+        columns, heights = columns_of(V), [rows_in_memory(rows, queues) for rows in (stored, recomputed)]
+        elements = heights[0] * columns if stored else 0
         if recomputed:
-            ahead, slab = SEGMENT * columns if queues else 0, heights[1] * SEGMENT
-            most = slab * -(-V // SEGMENT)
-            elements = max(elements, ahead + min(most, max(slab, workspace_bytes // 2 - ahead)))
+            queue_elements, slab = SEGMENT * columns if queues else 0, heights[1] * SEGMENT
+            all_slabs = slab * -(-V // SEGMENT)
+            slab_elements = min(all_slabs, max(slab, workspace_bytes // 2 - queue_elements))
+            elements = max(elements, queue_elements + slab_elements)
         groups = columns // KEPT_COLUMNS
-        base = torch.empty(slots_of(kept), groups, 4, dtype=torch.float32, device=device) if kept else None
+        base = None
+        if stored:
+            base = torch.empty(slots_of(stored), groups, 4, dtype=torch.float32, device=device)
         return cls(
             torch.empty(elements, dtype=hidden.dtype, device=device), base,
             torch.empty(max(heights), D, dtype=hidden.dtype, device=device),
@@ -82,7 +87,7 @@ class Memory(NamedTuple):
 
 
 def columns_of(V: int) -> int:
-    """Columns of kept probabilities."""
+    """Columns of stored probabilities."""
     return -(-V // KEPT_COLUMNS) * KEPT_COLUMNS
 
 

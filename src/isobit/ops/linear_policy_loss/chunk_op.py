@@ -144,6 +144,6 @@ finish.backend(
 
 for declared in (forward, backward, finish):
     declared.not_differentiable(
-        "isobit.linear_logp_chunk takes part in a sweep that computes gradients itself: call it under "
+        "isobit.linear_logp_chunk is a part of a chunked call that computes gradients itself: call it under "
         "torch.no_grad()."
     )

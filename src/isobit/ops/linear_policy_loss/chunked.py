@@ -1,10 +1,10 @@
 """Computes log-probabilities, the loss, and all gradients, chunk after chunk.
 
-If probabilities are kept, the three products of a chunk follow one another. Only dhidden, dweight and dbias
-in fp32, and the queued rows whose segment is not complete yet, outlive a chunk.
+If the probabilities of a chunk fit in the workspace, its three products follow one another. Only dhidden,
+dweight and dbias in fp32, and the queued rows whose segment is not complete yet, outlive a chunk.
 
-If nothing is kept there is one chunk, and its logits are computed twice: now and in the backward, as in
-`linear_logp`. Then only the gradients of log-probabilities and entropies are known in advance.
+If no probabilities are stored there is one chunk, and its logits are computed twice: now and in the backward,
+as in `linear_logp`. Then only the gradients of log-probabilities and entropies are known in advance.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from isobit.ops.linear_logp.op import forward
 from isobit.ops.linear_policy_loss import chunk_op as chunk_ops
-from isobit.ops.linear_policy_loss.chunk_buffers import WORKSPACE_BYTES, Memory, capacity
-from isobit.ops.linear_policy_loss.chunks import Batch, Chunk, Inputs
+from isobit.ops.linear_policy_loss.batch import Batch, Chunk, Inputs
+from isobit.ops.linear_policy_loss.chunk_buffers import CHUNK_BYTES, ChunkBuffers, capacity
 from isobit.ops.linear_policy_loss.loss_call import Loss, Share, widened
 
 #: Options of `linear_logp` that this op does not have.
@@ -43,11 +43,11 @@ class Postponed(NamedTuple):
     def dweight(self, vocab: int, factor: Tensor) -> Tensor:
         """dweight times a factor, rounded."""
         own = {"memory": self.memory, "queue": self.queue, "count": self.rows}
-        found: Tensor = chunk_ops.finish(**own, vocab=vocab, factor=factor)
-        return found
+        dweight: Tensor = chunk_ops.finish(**own, vocab=vocab, factor=factor)
+        return dweight
 
 
-class Found(NamedTuple):
+class Differentiated(NamedTuple):
     """The results of all chunks."""
 
     sums: "Sums"
@@ -69,7 +69,7 @@ class Call:
     @cached_property
     def workspace_bytes(self) -> int:
         given = self.args["workspace_bytes"]
-        return WORKSPACE_BYTES if given is None else given
+        return CHUNK_BYTES if given is None else given
 
     @cached_property
     def chunks(self) -> list[Chunk]:
@@ -77,9 +77,9 @@ class Call:
         return self.batch.chunks(capacity(self.backend, V, D, hidden.dtype, self.workspace_bytes))
 
     @property
-    def kept(self) -> bool:
-        """Whether probabilities of any rows are kept."""
-        return len(self.chunks) != 1 or self.chunks[0].kept
+    def fits(self) -> bool:
+        """Whether the probabilities of any chunk fit in the workspace, or there are no rows at all."""
+        return len(self.chunks) != 1 or self.chunks[0].fits
 
     @cached_property
     def controls(self) -> dict[str, Any]:
@@ -89,20 +89,20 @@ class Call:
     def of_rows(self, chunk: Chunk) -> dict[str, Any]:
         """The chunk's part of the arguments, and those that all rows share."""
         names = ("hidden", "token_ids", "mask", "temperature")
-        found = {name: self.batch.of_rows(self.args[name], chunk) for name in names}
-        return found | {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
+        of_chunk = {name: self.batch.of_rows(self.args[name], chunk) for name in names}
+        return of_chunk | {name: self.args[name] for name in ("weight", "bias", "ignore_index")}
 
 
 def _forward(
-    call: Call, chunk: Chunk, stats: bool = False, room: int | None = None
+    call: Call, chunk: Chunk, stats: bool = False, workspace_bytes: int | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(logp, entropy, stats) of rows, without keeping anything. `room` is the workspace of a later
+    """(logp, entropy, stats) of rows, without storing probabilities. `workspace_bytes` are those of a later
     backward."""
-    logp, entropy, _, found, *_ = forward(
+    logp, entropy, _, row_stats, *_ = forward(
         **call.of_rows(chunk), **PLAIN, return_entropy=call.args["entropy"], return_stats=stats,
-        workspace_bytes=room, **call.controls,
+        workspace_bytes=workspace_bytes, **call.controls,
     )  # fmt: skip
-    return logp, entropy if call.args["entropy"] else None, found
+    return logp, entropy if call.args["entropy"] else None, row_stats
 
 
 class Computed(NamedTuple):
@@ -136,22 +136,22 @@ class Sums:
     def add(self, chunk: Chunk, of: Chunk, logp: Tensor, entropy: Tensor | None) -> Share:
         """Run the loss on a chunk of the rows that have these log-probabilities."""
         call = self._call
-        found = self._share(chunk, of, logp, entropy, self._gradients)
+        share = self._share(chunk, of, logp, entropy, self._gradients)
         if self._unchecked:
-            self._check(Computed(chunk, *self._part(chunk, of, logp, entropy), found))
-        share, sums = widened(found.loss), {name: widened(value) for name, value in found.sums.items()}
+            self._check(Computed(chunk, *self._part(chunk, of, logp, entropy), share))
+        loss, sums = widened(share.loss), {name: widened(value) for name, value in share.sums.items()}
         if self._chunks == 0:
-            self.loss, self.stats = share, sums
+            self.loss, self.stats = loss, sums
         elif sums.keys() != self.stats.keys():
             names = [sorted(keys) for keys in (self.stats, sums)]
             raise call.loss.error(
                 f"must return the same sums for all chunks; got {names[0]}, then {names[1]}"
             )
         else:
-            self.loss = self.loss + share
+            self.loss = self.loss + loss
             self.stats = {name: value + sums[name] for name, value in self.stats.items()}
         self._chunks += 1
-        return found
+        return share
 
     def _check(self, now: Computed) -> None:
         """See whether shares add up: those of the halves of a chunk, or, where every chunk is a single unit,
@@ -190,8 +190,8 @@ class Sums:
 
 
 def evaluate(call: Call) -> Sums:
-    """The loss only. Nothing is kept, so all log-probabilities are computed at once. The loss runs on the
-    same chunks as with gradients."""
+    """The loss only. No probabilities are stored, so all log-probabilities are computed at once. The loss
+    runs on the same chunks as with gradients."""
     sums = Sums(call, gradients=False)
     for whole in call.batch.chunks(None):  # one chunk, or none if there are no rows
         logp, entropy, _ = _forward(call, whole)
@@ -202,53 +202,53 @@ def evaluate(call: Call) -> Sums:
     return sums
 
 
-def without_keeping(call: Call) -> tuple[Sums, Share, list[Tensor]]:
+def without_probs(call: Call) -> tuple[Sums, Share, list[Tensor]]:
     """The loss of all rows, the gradients of their log-probabilities and entropies, and these themselves.
     Their own backward computes logits a second time."""
     args, sums, (chunk,) = call.args, Sums(call, gradients=True), call.chunks
-    room = args["workspace_bytes"]
-    if room is not None and call.backend == "hopper" and args["weight"].requires_grad:
+    workspace_bytes = args["workspace_bytes"]
+    if workspace_bytes is not None and call.backend == "hopper" and args["weight"].requires_grad:
         # There are no fp32 sums of dweight, so their memory can hold d-logits too, except for sums of
         # dhidden.
         (V, D), N = args["weight"].shape, call.batch.rows
-        room += max(0, 4 * V * D - 4 * N * D)
-    logp, entropy, _ = _forward(call, chunk, room=room)
+        workspace_bytes += max(0, 4 * V * D - 4 * N * D)
+    logp, entropy, _ = _forward(call, chunk, workspace_bytes=workspace_bytes)
     share = sums.add(chunk, chunk, logp, entropy)
     return sums, share, [logp] if entropy is None else [logp, entropy]
 
 
-def differentiate(call: Call, wanted: Mapping[str, bool]) -> Found:
+def differentiate(call: Call, wanted: Mapping[str, bool]) -> Differentiated:
     """The loss, and the wanted gradients, chunk after chunk."""
     hidden, chunks = call.args["hidden"], call.chunks
     # On Hopper dweight of a single chunk is left to the backward, which knows its factor.
     postpone = call.backend == "hopper" and wanted["weight"] and len(chunks) == 1
     now = {**wanted, "weight": wanted["weight"] and not postpone}
     sums, gradients = Sums(call, gradients=True), _new(call, now, torch.empty if chunks else torch.zeros)
-    kept, again = (max((c.rows for c in chunks if c.kept is k), default=0) for k in (True, False))
+    stored, recomputed = (max((c.rows for c in chunks if c.fits is f), default=0) for f in (True, False))
     queues = (wanted["weight"] or wanted["bias"]) and len(chunks) > 1
-    V, room = len(call.args["weight"]), call.workspace_bytes
-    memory = Memory.of(call.backend, hidden, V, kept, again, queues, room)
+    V = len(call.args["weight"])
+    buffers = ChunkBuffers.of(call.backend, hidden, V, stored, recomputed, queues, call.workspace_bytes)
     queued = torch.zeros(1, dtype=torch.int32, device=hidden.device)
     for i, chunk in enumerate(chunks):
-        rows, own = call.of_rows(chunk), {**memory._asdict(), "queued": queued}
-        if chunk.kept:
+        rows, own = call.of_rows(chunk), {**buffers._asdict(), "queued": queued}
+        if chunk.fits:
             place = {name: own[name] for name in ("memory", "kept_base", "queued")}
-            asked = {"return_entropy": call.args["entropy"], **call.controls}
-            logp, entropy, stats = chunk_ops.forward(**rows, **place, **asked)
+            options = {"return_entropy": call.args["entropy"], **call.controls}
+            logp, entropy, stats = chunk_ops.forward(**rows, **place, **options)
         else:
             logp, entropy, stats = _forward(call, chunk, stats=True)
         share = sums.add(chunk, chunk, logp, entropy if call.args["entropy"] else None)
         queued = chunk_ops.backward(
             **rows, **own, stats=stats, entropy=entropy, dlogp=share.dlogp, dentropy=share.dentropy,
             **{f"d{name}": g for name, g in gradients._asdict().items()}, first_row=chunk.first,
-            kept=chunk.kept, first=i == 0, last=i == len(chunks) - 1, postpone=postpone, **call.controls,
+            kept=chunk.fits, first=i == 0, last=i == len(chunks) - 1, postpone=postpone, **call.controls,
         )  # fmt: skip
     if not chunks:
         sums.add_no_rows()
     if not postpone:
-        return Found(sums, gradients)
-    assert memory.queue is not None
-    return Found(sums, gradients, Postponed(memory.memory, memory.queue, queued))
+        return Differentiated(sums, gradients)
+    assert buffers.queue is not None
+    return Differentiated(sums, gradients, Postponed(buffers.memory, buffers.queue, queued))
 
 
 def _new(call: Call, wanted: Mapping[str, bool], make: Callable[..., Tensor]) -> Gradients:

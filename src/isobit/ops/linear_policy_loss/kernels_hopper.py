@@ -1,19 +1,19 @@
 """Gradients of `linear_logp` on Hopper, one chunk of rows after another, with the bits of all rows at once.
 
-dH is independent per row. dW and dbias are sums over all rows that count, in segments of 512, and a chunk may
-end anywhere. So the rows after its last whole segment, at most 511, wait with their d-logits and hidden
-states in the *queue* for the chunk that completes the segment. They are stored in front of the next chunk's
-rows:
+dH is independent per row. dW and dbias are sums over all live rows, in segments of 512, and a chunk may end
+anywhere. So the rows after its last whole segment, at most 511, wait with their d-logits and hidden states in
+the *queue* for the chunk that completes the segment. They are stored in front of the next chunk's rows, in
+the chunk buffers (`chunk_buffers`):
 
     memory   [queued | rows of the chunk | 64 of zeros] x [columns]    e of the forward, then d-logits
-    hidden   [queued | rows of the chunk | 64 of zeros] x [D]
+    queue    [queued | rows of the chunk | 64 of zeros] x [D]          hidden states
 
 All whole segments go from there into dH, dW and dbias, and the remaining rows are moved to the front. The
 number of queued rows is known only on the device; the host never waits for it.
 
-If the probabilities of a chunk do not fit in memory, d-logits are made one slab of columns at a time, each
-after the same columns of the queue, from recomputed logits. A chunk with a gradient of the entropy does the
-same in one slab.
+If the probabilities of a chunk do not fit in memory, d-logits are computed one slab of columns at a time,
+each after the same columns of the queue, from recomputed logits. A chunk with a gradient of the entropy does
+the same in one slab.
 
 If all rows are one chunk, dW may be postponed until a factor is known by which it is multiplied. Then one
 kernel computes and rounds it, and there are no fp32 sums of it in memory.
@@ -25,7 +25,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from isobit.frame.launch import Launch, run
+from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.bias import in_words
 from isobit.kernels.hopper.lse import Slots
 from isobit.kernels.hopper.pipeline import triton_kernel
@@ -34,10 +34,10 @@ from isobit.kernels.host.token_stream import BLOCK, SEGMENT
 from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp.kernels_hopper_bwd import (
     Block,
-    from_kept,
+    from_probs,
     recompute,
     sum_bias,
-    unpack_kernel,
+    unpack,
     weigh,
 )
 from isobit.ops.linear_policy_loss.chunk_buffers import columns_of, rows_in_memory, slab_width, slots_of
@@ -119,9 +119,9 @@ def linear_logp_chunk(launch: Launch = run, **args: Any) -> tuple[Tensor | None,
     """(logp, entropy, stats); memory holds e of these rows, after the queued ones."""
     memory, V, rows = args["memory"], len(args["weight"]), args["token_ids"].numel()
     width = columns_of(V)
-    kept = memory[: memory.numel() // width * width].view(-1, width)
-    assert len(args["kept_base"]) >= slots_of(rows) <= len(kept), "memory is of other chunks"
-    into = (kept, args["kept_base"], args["queued"])
+    probs = memory[: memory.numel() // width * width].view(-1, width)
+    assert len(args["kept_base"]) >= slots_of(rows) <= len(probs), "memory is of other chunks"
+    into = (probs, args["kept_base"], args["queued"])
     given = args | _PLAIN | {"return_lse": False, "return_stats": True, "keep": True}
     logp, entropy, _, stats, *_ = forward.linear_logp(launch, into if rows else None, **given)
     return logp, entropy, stats
@@ -147,28 +147,35 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
 
     height, columns = rows_in_memory(N, queues), columns_of(V)
     assert len(rows) == len(queue) >= height, "memory is of other chunks"
-    fits = args["kept"]  # whether d-logits of all columns fit
-    kept = fits and args["dentropy"] is None  # the entropy's gradient needs the logits again
+    fits = args["kept"]  # d-logits of all columns fit, and the forward has stored e there
+    use_probs = fits and args["dentropy"] is None  # the entropy's gradient needs the logits again
     width = columns if fits else slab_width(memory.numel(), V, height, queues)
     waiting = memory[: SEGMENT * columns].view(SEGMENT, columns) if queues else None
-    behind = waiting.numel() if waiting is not None and not fits else 0
-    made = memory[behind : behind + height * width].view(height, width)
-    weights, taken = weigh(slots, slots.capacity, args, N, V, factor, launch)
-    again = source if kept else pack(source, slots.rows, launch)
-    of_slots = (slots.rows, slots.ids, slots.scales, weights, taken)
-    block = Block(again, *of_slots, made if kept else None, args["kept_base"])
+    first_free = waiting.numel() if waiting is not None and not fits else 0
+    slab = memory[first_free : first_free + height * width].view(height, width)
+    weights, used = weigh(slots, slots.capacity, args, N, V, factor, launch)
+    block = Block(
+        hidden=source if use_probs else pack(source, slots.rows, launch),
+        rows=slots.rows,
+        ids=slots.ids,
+        scales=slots.scales,
+        weights=weights,
+        count=used,
+        probs=slab if use_probs else None,
+        probs_base=args["kept_base"],
+    )
     dh = queue.new_empty(height - BLOCK, D, dtype=torch.float32) if dhidden is not None else None
     for first in range(0, V, width):
         here = slice(first, min(first + width, V))
-        dz = made[:, : here.stop - first]
+        dz = slab[:, : here.stop - first]
         if waiting is not None and not fits:
-            _move(made, waiting[:, first:], none, queued, launch)
-        if kept:
-            from_kept(dz, block, 0, launch, queued)
+            _move(slab, waiting[:, first:], none, queued, launch)
+        if use_probs:
+            from_probs(dz, block, 0, launch, queued)
         else:
             recompute(dz, block, weight[here], args, first, launch, queued)
         if last:
-            _clear(made, total, launch)
+            _clear(slab, total, launch)
         if dh is not None:
             init = dh if first else None
             sum_into(dh, weight[here], dz[: len(dh)].t(), init=init, rows=whole, launch=launch)
@@ -179,9 +186,10 @@ def linear_logp_chunk_bwd(launch: Launch = run, **args: Any) -> Tensor:
         if dbias is not None:
             sum_bias(dbias[here], dz, whole, not args["first"], launch)
         if waiting is not None and not last:
-            _move(waiting[:, first:], made, whole, left, launch)
+            _move(waiting[:, first:], slab, whole, left, launch)
     if dh is not None:
-        _unpack(dhidden, dh, rows, whole, launch)
+        # Every row here has a valid token, so its row number stands for the id.
+        unpack(dhidden, dh, rows, rows, whole, (1 << 31) - 1, launch)
         slots.blank(dhidden[first_row : first_row + N], launch)
     if waiting is not None and not last:
         _move(queue, queue, whole, left, launch, rows)
@@ -202,12 +210,17 @@ def _take(
     queue: Tensor, queue_rows: Tensor, counts: Tensor, source: Tensor, slots: Slots, queued: Tensor,
     first_row: int, wait: bool, launch: Launch,
 ) -> None:  # fmt: skip
-    """Copies the hidden states of the slots behind the queued ones; also returns the new number of rows."""
+    """Copies the hidden states of the slots into the queue, after the queued ones, and fills `counts`."""
     D = queue.shape[1]
     launch(
-        take_kernel, ((slots.capacity + BLOCK) // BLOCK, -(-D // 256)), queue, queue_rows, counts, source,
-        slots.rows, queued, slots.count, first_row, slots.capacity // 128, source.stride(0) // 8, D // 8,
-        wait, SEGMENT, BLOCK, 256, enable_fp_fusion=False,
+        take_kernel, ((slots.capacity + BLOCK) // BLOCK, -(-D // 256)),
+        queue, queue_rows, counts, source, slots.rows, queued, slots.count,
+        first_row, slots.capacity // 128, source.stride(0) // 8, D // 8,
+        WAIT=wait,
+        SEGMENT=SEGMENT,
+        SLOTS=BLOCK,
+        COLUMNS=256,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -217,21 +230,24 @@ def _move(
     """Moves at most one segment of rows, over the columns that both have."""
     columns = min(out.shape[1], source.shape[1])
     launch(
-        move_kernel, (SEGMENT // 16, -(-columns // 512)), out, source, first if table is None else table,
-        first, count, columns // 8, out.stride(0) // 8, source.stride(0) // 8, table is not None, 16, 512,
+        move_kernel, (SEGMENT // 16, -(-columns // 512)),
+        out, source,
+        unused(first) if table is None else table,
+        first, count, columns // 8, out.stride(0) // 8, source.stride(0) // 8,
+        TABLE=table is not None,
+        ROWS=16,
+        COLUMNS=512,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _clear(out: Tensor, count: Tensor, launch: Launch) -> None:
+    """Zeros one block of rows, from row `count` on."""
     columns = out.shape[1]
-    launch(clear_kernel, (-(-columns // 256),), out, count, columns // 8, BLOCK, 256, enable_fp_fusion=False)
-
-
-def _unpack(dhidden: Tensor, dh: Tensor, rows: Tensor, count: Tensor, launch: Launch) -> None:
-    """Writes each sum to its row. Every row here has a valid token, so its row number stands for the id."""
-    slots, D = dh.shape
     launch(
-        unpack_kernel, (slots // 64, -(-D // 256)), dhidden, dh, rows, rows, count, (1 << 31) - 1, D // 8,
-        64, 256, enable_fp_fusion=False,
+        clear_kernel, (-(-columns // 256),),
+        out, count, columns // 8,
+        ROWS=BLOCK,
+        COLUMNS=256,
+        enable_fp_fusion=False,
     )  # fmt: skip

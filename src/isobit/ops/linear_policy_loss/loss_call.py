@@ -35,19 +35,19 @@ class Loss:
         self, logp: Tensor, entropy: Tensor | None, inputs: Mapping[str, Any], gradients: bool | None,
         where: str,
     ) -> Share:  # fmt: skip
-        """The share of rows with these log-probabilities. Gradients are computed, or not, or, if that is
-        None, as far as they exist. `where` names the rows in errors."""
+        """The share of rows with these log-probabilities. gradients: True requires them, False skips them,
+        None computes them if the loss depends on logp. `where` names the rows in errors."""
         wanted = gradients is not False
         leaves = [t.detach().requires_grad_(wanted) for t in (logp, entropy) if t is not None]
         given = (leaves[0], leaves[1] if entropy is not None else None)
-        found: list[Tensor | None] = [None, None]
+        dlogp = dentropy = None
         with torch.set_grad_enabled(wanted), _own_graph():
             with self._their_code(where):
                 returned = self._loss_fn(*given, **inputs)
             loss, sums = self._parts(returned)
             if gradients or (wanted and loss.requires_grad):
-                found = self._gradients(loss, leaves, where)
-        return Share(loss.detach().clone(), sums, found[0], found[1])
+                dlogp, dentropy = self._gradients(loss, leaves, where)
+        return Share(loss.detach().clone(), sums, dlogp, dentropy)
 
     @contextmanager
     def _their_code(self, where: str) -> Iterator[None]:
@@ -85,10 +85,10 @@ class Loss:
             rule = "the loss depends on another tensor that requires a gradient, and none would reach it"
             raise self.error(f"{rule}; detach() it")
         with self._their_code(where):  # the loss may contain autograd functions of its own
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        if all(g is None for g in found):
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        if all(g is None for g in gradients):
             raise self.error(detached)
-        return [*found, None][:2]
+        return [*gradients, None][:2]
 
     def together(self, whole: Share, parts: Sequence[Share], logp: Tensor) -> None:
         """Raise unless the shares of two parts add up to the share of the whole, which has these
@@ -116,9 +116,8 @@ class Loss:
 
 
 def _own_graph() -> AbstractContextManager[Any]:
-    """The graph of a share ends before the share is returned: hooks of the caller on saved tensors have no
-    part in it. Offloading would move it for nothing, and checkpointing would take it for a part of what is to
-    be recomputed, and begin to."""
+    """Disables the caller's hooks on saved tensors. The graph of a share ends before the share is returned,
+    so offloading would move its tensors in vain, and checkpointing would start to recompute them."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda saved: saved)

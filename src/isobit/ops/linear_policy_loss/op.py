@@ -31,6 +31,7 @@ from isobit.frame.contract import F32, Contract, Float, Int, Mask
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
+from isobit.ops.linear_policy_loss.batch import Batch
 from isobit.ops.linear_policy_loss.chunked import (
     PLAIN,
     Call,
@@ -39,9 +40,8 @@ from isobit.ops.linear_policy_loss.chunked import (
     Sums,
     differentiate,
     evaluate,
-    without_keeping,
+    without_probs,
 )
-from isobit.ops.linear_policy_loss.chunks import Batch
 from isobit.ops.linear_policy_loss.loss_call import Loss
 
 
@@ -145,11 +145,11 @@ def linear_policy_loss(
             sums = evaluate(call)
         return sums.loss, sums.stats
     total: Tensor
-    if call.kept:
+    if call.fits:
         kept: list[Sums] = []
         total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
         return total, kept[0].stats
-    sums, share, results = without_keeping(call)
+    sums, share, results = without_probs(call)
     total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
     return total, sums.stats
 

@@ -1,5 +1,5 @@
 """`linear_policy_loss` in plain PyTorch: the formula that is the truth. The backend named reference is that
-of `linear_logp`, one chunk of rows at a time."""
+of `linear_logp`, one chunk of rows at a time (`reference_chunk`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +22,9 @@ def formula(
     entropy: bool = False,
 ) -> Tensor:
     """The loss by definition, of all rows at once, in fp64 for fp64 inputs and in fp32 for all others."""
-    logp, found, _ = reference.formula(
+    logp, entropies, _ = reference.formula(
         hidden, weight, token_ids, bias=bias, mask=mask, ignore_index=ignore_index, temperature=temperature
     )
-    returned = loss_fn(logp, found if entropy else None, **inputs or {})
+    returned = loss_fn(logp, entropies if entropy else None, **inputs or {})
     loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return loss

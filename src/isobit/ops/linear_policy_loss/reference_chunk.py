@@ -15,7 +15,7 @@ _PLAIN: dict[str, Any] = dict.fromkeys(("softcap", "logit_scale", "logits_dtype"
 def linear_logp_chunk(**args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, stats [2, *] = (m, s)); memory holds the logits."""
     head, hidden, rows = prepared(args | _PLAIN)
-    z = _kept(args, head)
+    z = _stored_logits(args, head)
     z.copy_(head.logits(states(hidden, rows, head.dtype)))
     results = logprob.row_results(z, rows, args["return_entropy"])
     logp, entropy, _, m, s = (r.reshape(args["token_ids"].shape).clone() for r in results)
@@ -36,7 +36,7 @@ def linear_logp_chunk_bwd(**args: Any) -> Tensor:
         part = slice(start, start + step)
         here = rows.chunk(part)
         h = states(hidden[part], here, head.dtype)
-        z = _kept(args, head) if args["kept"] else head.logits(h)
+        z = _stored_logits(args, head) if args["kept"] else head.logits(h)
         dz = logprob.dlogits(
             z, here, stats[:, part], entropy[part],
             g_logp[part], None if dentropy is None else g_entropy[part], none[part],
@@ -57,8 +57,8 @@ def linear_logp_chunk_bwd(**args: Any) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=hidden.device)
 
 
-def _kept(args: dict[str, Any], head: Head) -> Tensor:
-    """The part of memory for this chunk, as [rows, V]."""
+def _stored_logits(args: dict[str, Any], head: Head) -> Tensor:
+    """The logits of this chunk in memory, [rows, V]."""
     rows: Tensor = args["memory"][: args["token_ids"].numel() * head.vocab]
     return rows.view(-1, head.vocab)
 

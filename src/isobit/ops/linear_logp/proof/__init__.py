@@ -43,7 +43,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     V, D = sizes.pop("V"), sizes.pop("D")
     N, item = math.prod(sizes.values()), case.dtype.itemsize
     if backend == "reference":
-        rows = min(N * V, max(reference.CHUNK_BYTES // 4, V))
+        rows = min(N * V, max(reference.TEMPORARY_BYTES // 4, V))
         wide = min(V * D, max(reference.SLAB_ELEMENTS, D))
         return 4 * (12 * rows + 3 * wide + V * D + 3 * N * D) + 256 * N + MB
     packed = item * N * D if case.options.get("mask") else 0

@@ -38,7 +38,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     if direction == "fwd":
         return of_rows + of_loss
     given = case.options.get("workspace_bytes")
-    room, sums = chunk_buffers.WORKSPACE_BYTES if given is None else given, 4 * V * D + 4 * N * D
+    room, sums = chunk_buffers.CHUNK_BYTES if given is None else given, 4 * V * D + 4 * N * D
     if backend == "triton":
         return of_rows + (given or 0) + of_loss
     if backend == "reference":  # a few temporaries per chunk, and converted weights
@@ -76,7 +76,7 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     for full in (False, True):
         args = _call(narrow, N, D, V, full)
         again = 2 * N if full else 0
-        shared = chunk_buffers.Memory.of("hopper", args["hidden"], V, N, again, True, 0)._asdict()
+        shared = chunk_buffers.ChunkBuffers.of("hopper", args["hidden"], V, N, again, True, 0)._asdict()
         own = args | shared | {"queued": _empty(1, dtype=torch.int32)}
         kernels_hopper_chunk.linear_logp_chunk(launch, **own, return_entropy=full)
         own |= {"stats": _empty(2, N), "entropy": _empty(N), "dlogp": _empty(N), "dentropy": None}

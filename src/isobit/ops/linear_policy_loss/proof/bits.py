@@ -48,7 +48,7 @@ def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
     names, leaves = trial.leaves(args), {}
     for name in names:
         leaves[name] = call[name].detach().requires_grad_()
-    kept = {chunk.kept for chunk in chunks_of(trial, args)}
+    kept = {chunk.fits for chunk in chunks_of(trial, args)}
     if kept != {True}:
         call["workspace_bytes"] = None
     logp, entropy = linear_logp(**call | leaves)
@@ -79,7 +79,7 @@ def results(trial: Trial, args: Args) -> list[Tensor]:
 
 def chunks_of(trial: Trial, args: Args) -> list[Any]:
     (V, D), dtype = args["weight"].shape, args["hidden"].dtype
-    room = chunk_buffers.WORKSPACE_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
+    room = chunk_buffers.CHUNK_BYTES if args["workspace_bytes"] is None else args["workspace_bytes"]
     return batch_of(args).chunks(chunk_buffers.capacity(trial.backend, V, D, dtype, room))
 
 
@@ -94,7 +94,7 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     checks, whole = list[OutputCheck](), as_given
     for what, changes in schedules(trial, args):
         checks += same_gradients(what, gradients(trial, args | changes), whole)
-    if all(chunk.kept for chunk in chunks_of(trial, args)) or trial.backend != "hopper":
+    if all(chunk.fits for chunk in chunks_of(trial, args)) or trial.backend != "hopper":
         checks += same_gradients("the same rows, flat", gradients(trial, flat), whole)
     else:  # a sequence that does not fit is not kept, but its rows alone would be
         whole = gradients(trial, flat)
@@ -125,12 +125,12 @@ def invariant(trial: Trial) -> list[OutputCheck]:
 def schedules(trial: Trial, args: Args) -> Iterator[tuple[str, Args]]:
     """Other chunk boundaries, and other slabs of d-logits, that keep the same rows."""
     V, D = args["weight"].shape
-    least = chunk_buffers.LEAST_ROWS
+    least = chunk_buffers.MIN_ROWS
     sizes = [chunk_buffers.bytes_for(n, V, D) for n in (least, least + 128, 2 * least + 384)] + [0]
-    kept = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args) if chunk.kept]
+    kept = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args) if chunk.fits]
     for size in sizes:
         changes = {"workspace_bytes": size}
-        now = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args | changes) if chunk.kept]
+        now = [(chunk.first, chunk.end) for chunk in chunks_of(trial, args | changes) if chunk.fits]
         if rows_in(now) == rows_in(kept):
             yield f"workspace_bytes={size}", changes
 

@@ -2,7 +2,7 @@
 
 Rows are flat [N], sequences of equal length [B, T], or sequences packed one after another, [N] with their
 bounds. Chunks hold whole sequences; flat rows may be split anywhere. A chunk has as many rows as fit in the
-workspace. A sequence that does not fit is a chunk of its own, and none of its probabilities are kept.
+workspace. A sequence that does not fit is a chunk of its own, and none of its probabilities are stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,13 @@ from isobit.kernels.host.token_stream import SEGMENT
 @dataclass(frozen=True)
 class Chunk:
     """Rows `first` to `end`, which are the units `begin` to `stop`: sequences, or single rows if rows are
-    flat. `kept`: their probabilities fit in the workspace."""
+    flat. `fits`: their probabilities fit in the workspace."""
 
     first: int
     end: int
     begin: int
     stop: int
-    kept: bool
+    fits: bool
 
     @property
     def rows(self) -> int:
@@ -61,18 +61,18 @@ class Batch:
 
     @property
     def everything(self) -> Chunk:
-        """All rows, with nothing kept."""
+        """All rows, as a chunk that does not fit."""
         return Chunk(0, self.rows, 0, self.rows if self.bounds is None else len(self.bounds) - 1, False)
 
     def chunks(self, capacity: int | None) -> list[Chunk]:
-        """All rows in chunks of at most `capacity` rows; None: one chunk, with nothing kept."""
+        """All rows in chunks of at most `capacity` rows; None: one chunk that does not fit."""
         N, bounds = self.rows, self.bounds
         if N == 0:
             return []
         if capacity is None or capacity >= N:
-            return [replace(self.everything, kept=capacity is not None)]
+            return [replace(self.everything, fits=capacity is not None)]
         if bounds is None:
-            # A multiple of a segment, so that no row has to be queued if all rows count.
+            # A multiple of a segment, so that no row has to be queued if all rows are live.
             step = capacity // SEGMENT * SEGMENT or capacity
             return [Chunk(a, b, a, b, True) for a in range(0, N, step) for b in (min(a + step, N),)]
         made, begin, last = list[Chunk](), 0, len(bounds) - 1
@@ -148,8 +148,8 @@ class Batch:
         """The entries of the sequences that have rows."""
         if self.given is None:
             return value
-        found = [i for i, (first, end) in enumerate(pairwise(self.given)) if first < end]
-        return value[torch.tensor(found, dtype=torch.int64, device=value.device)]
+        with_rows = [i for i, (first, end) in enumerate(pairwise(self.given)) if first < end]
+        return value[torch.tensor(with_rows, dtype=torch.int64, device=value.device)]
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ class Inputs:
     same: Mapping[str, Any]
 
     def of(self, chunk: Chunk) -> dict[str, Any]:
-        found = {name: self.batch.of_rows(t, chunk) for name, t in self.by_rows.items()}
-        found |= {name: t[chunk.begin : chunk.stop] for name, t in self.by_sequences.items()}
-        return found | dict(self.same)
+        """The inputs of a chunk."""
+        inputs = {name: self.batch.of_rows(t, chunk) for name, t in self.by_rows.items()}
+        inputs |= {name: t[chunk.begin : chunk.stop] for name, t in self.by_sequences.items()}
+        return inputs | dict(self.same)
