@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from isobit.bench import charts
 from isobit.bench.charts import COLOURS
 from isobit.check.cell import Cell
+from isobit.check.largest_errors import worst_first
 from isobit.check.laws import LAWS
 from isobit.check.report import notes, progress, table
-from isobit.check.worst import worst_first
 from isobit.cli.html import page
 from isobit.cli.html.bench import section
 from isobit.cli.html.check import section as check_section

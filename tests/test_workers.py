@@ -18,7 +18,7 @@ from isobit.check.laws import LAWS
 from isobit.check.process import ask
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, Cell, Interrupted, _cells_here, _elsewhere, _is_shared, _shared, run
-from isobit.check.share import Share
+from isobit.check.work_queue import WorkQueue
 from isobit.frame.op import OPS
 from isobit.spec.proofs import proof_of
 
@@ -206,11 +206,11 @@ def test_threads_of_pytorch_leave_a_core_to_every_worker(workers_busy: int, thre
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        with workers.beside([asked()] * workers_busy):
+        with workers.cores_left_to([asked()] * workers_busy):
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 4
         torch.set_num_threads(1)
-        with workers.beside([asked()]):
+        with workers.cores_left_to([asked()]):
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -235,21 +235,21 @@ def test_on_a_gpu_workers_take_every_case(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cases_run_beside_each_other_where_they_fit() -> None:
-    share = Share(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
-    assert share.take() == ("a", 6) and share.take() == ("c", 4)
-    waiting = Thread(target=lambda: found.append(share.take()))
+    queue = WorkQueue(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
+    assert queue.take() == ("a", 6) and queue.take() == ("c", 4)
+    waiting = Thread(target=lambda: found.append(queue.take()))
     found: list[Any] = []
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive() and found == []
-    share.give_back(4)
+    queue.give_back(4)
     waiting.join(0.05)
     assert waiting.is_alive()  # neither of the two fits yet
-    share.give_back(6)
+    queue.give_back(6)
     waiting.join(10)
     assert found == [("whole", 10)]  # alone, though it needs more than there is
-    share.close()
-    assert share.take() is None
+    queue.close()
+    assert queue.take() is None
 
 
 def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:

@@ -15,7 +15,7 @@ from isobit.bench.contenders import calls_of, equal_bits, prepared_for, step_cal
 from isobit.bench.report import NEW, Row
 from isobit.bench.timing import Call, Contender, Timing, copy_contender, measure, measure_steps
 from isobit.bench.vouch import Vouch
-from isobit.check.state import in_words, kept
+from isobit.check.torch_state import in_words, preserved
 from isobit.frame.backend import UnsupportedError
 from isobit.frame.contract import dtype_name
 from isobit.frame.op import Op
@@ -64,7 +64,7 @@ class Lineup:
             contenders += self.with_new_sizes(case, direction, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
-            with kept(generators=False) as changed:  # timing draws numbers itself
+            with preserved(generators=False) as changed:  # timing draws numbers itself
                 if series.step:
                     timings, failures = measure_steps(contenders, self.device, self.repetitions)
                 else:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.state import in_words, kept
+from isobit.check.torch_state import in_words, preserved
 from isobit.frame.backend import Backend, UnsupportedError
 from isobit.frame.composed import Composed
 from isobit.frame.contract import MISSING, ContractError, Param, dtype_name
@@ -207,7 +207,7 @@ def candidate_of(
     )  # fmt: skip
     case = found.small()
     small = proof.make(case, device, InputOptions()) if case is not None else None
-    with kept() as found.probed:
+    with preserved() as found.probed:
         found.served, found.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
     found.contract.outputs = [op.contract.outputs[i] for i in found.served]
     found.function = _public(called, op, takes, expected, found.served)

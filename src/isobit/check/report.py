@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from isobit.check.largest_errors import worst_first
 from isobit.check.laws import LAWS
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.stamp import stamp
-from isobit.check.worst import worst_first
 from isobit.frame.backend import NONE
 from isobit.frame.op import OPS
 

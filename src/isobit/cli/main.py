@@ -27,14 +27,14 @@ from isobit.bench.stale import lines, results_in
 from isobit.bench.suites import suite_names
 from isobit.bench.vouch import CheckFailed, check_vouching
 from isobit.bench.wanted import Wanted
+from isobit.check.candidate_by_name import load_candidate
 from isobit.check.effects import check_effects
 from isobit.check.files import check_file, check_writable, write
 from isobit.check.laws import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
-from isobit.check.named import load_candidate
 from isobit.check.request import Request
 from isobit.check.stamp import results_folder
-from isobit.check.state import in_words
+from isobit.check.torch_state import in_words
 from isobit.cli.arguments import check_commit, device_of, dims_of, dtypes_of, given, known
 from isobit.cli.check import Files, by_folder, check_and_report
 from isobit.cli.html import page

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isobit.check.laws.shared import shared_gradients
 from isobit.check.laws.stream import sums_over_rows
+from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import Rows, rows_of
-from isobit.check.units import units_of
 from isobit.frame.backend import NONE, UnsupportedError
 from isobit.spec.compare import OutputCheck, differing, same_bits, same_values
 from isobit.spec.proof import Args, Control, Sample
@@ -207,8 +207,8 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     whole = trial.backward(args)
     cotangents = trial.cotangents(whole[0])
     checks: list[OutputCheck] = []
-    units = units_of(proof, args, rows.count(args), trial.device)
-    N, unit = units.count, "rows" if units.groups is None else "groups"
+    groups = row_groups_of(proof, args, rows.count(args), trial.device)
+    N, unit = groups.count, "rows" if groups.groups is None else "groups"
     #: Outputs that are sums over the batch, and so depend on it.
     sums = [i for i, axis in enumerate(rows.outputs) if axis is None]
     #: Whether padding rows are excluded; otherwise they are rows of NaN like any other.
@@ -235,8 +235,8 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
 
     def alone(what: str, index: Tensor) -> None:
         """Some units in a batch of their own."""
-        chosen = units.rows(index)
-        compare(what, chosen, units.args_of(rows.select(args, chosen), index.tolist()))
+        chosen = groups.rows(index)
+        compare(what, chosen, groups.args_of(rows.select(args, chosen), index.tolist()))
 
     gen = torch.Generator().manual_seed(7)
     everyone = torch.arange(N, device=trial.device)
@@ -247,15 +247,15 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     for first, end in pairwise(cuts):
         if first < end and end - first < N:
             alone(f"chunk [{first}, {end})", everyone[first:end])
-    all_rows, pad = units.rows(everyone), units.sizes[0] if N else 1
+    all_rows, pad = groups.rows(everyone), groups.sizes[0] if N else 1
     extra = proof.padding(args, 3 * pad)
     around = rows.join(
         args | _head(rows, extra, 0, 2 * pad), args, args | _head(rows, extra, 2 * pad, 3 * pad)
     )
-    around = units.args_of(around, [0, 0, *range(N), 0])
+    around = groups.args_of(around, [0, 0, *range(N), 0])
     if trial.refusal(around) is None:  # a candidate may not support rows that do not count
         compare(f"padding {unit} full of NaN around", all_rows, around, take=all_rows + 2 * pad)
-    some = units.rows(everyone[:: 2 if N > 1 else 1])
+    some = groups.rows(everyone[:: 2 if N > 1 else 1])
     among = _replaced(rows, args, proof.padding(args, len(all_rows)), keep=some)
     if trial.refusal(among) is None:
         compare(f"padding {unit} full of NaN in place of every other one", some, among, take=some)

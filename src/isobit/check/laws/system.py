@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from isobit.check.candidate import Candidate
+from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import rows_of
 from isobit.check.sass import FAULTY_TARGET, disassembled, faulty, unset_registers
-from isobit.check.units import units_of
 from isobit.frame.composed import Composed
 from isobit.frame.contract import ContractError, Param
 from isobit.frame.device import triton_is_interpreted
@@ -215,16 +215,16 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     checks, N = [], args[lead].shape[axis]
     if N == 0:
         raise Unsupported("no rows: PyTorch compiles sizes 0 and 1 apart")
-    units = units_of(trial.proof, args, N, trial.device)
-    first = max(units.count, 5)
+    groups = row_groups_of(trial.proof, args, N, trial.device)
+    first = max(groups.count, 5)
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
     while first in sizes:  # PyTorch treats dimensions of equal size as one
         first += 1
     for attempt, size in enumerate((first, first - 2, first - 3)):
-        index = torch.arange(size, device=trial.device) % units.count
+        index = torch.arange(size, device=trial.device) % groups.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
-        few = args | {n: args[n].index_select(axis, units.rows(index)) for n, axis in axes.items()}
-        few = units.args_of(few, index.tolist())
+        few = args | {n: args[n].index_select(axis, groups.rows(index)) for n, axis in axes.items()}
+        few = groups.args_of(few, index.tolist())
         results = []
         for run in (step, compiled):
             mine = cloned(few)
