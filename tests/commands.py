@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from isobit.cli.main import main as cli
+from isobit.cli import main as cli
 
 
 class Done(NamedTuple):

@@ -16,7 +16,7 @@ from isobit import __version__, explain
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
 from isobit.check.source_hash import kernel_sha
-from isobit.cli.main import main as cli
+from isobit.cli import main as cli
 from isobit.frame.op import OPS, public_ops
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from commands import Isobit, report
 from isobit.bench.vouch import proven
 from isobit.check.files import check_writable
 from isobit.check.runner import LAWS, OK, UNSUPPORTED
-from isobit.cli.main import check as checking
+from isobit.cli import check as checking
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, public_ops
 from isobit.spec.compare import OutputCheck
