@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 #: Code between the user's line and the library's.
-_INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_INSIDE = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 
 
 def warn(message: str) -> None:
