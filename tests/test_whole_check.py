@@ -13,16 +13,9 @@ from isobit.check.runner import OK, Cell
 from isobit.cli import main as cli
 from isobit.frame.device import default_device
 
+INPUTS = {"op_class": "logprob"}
 CELLS = [
-    Cell(
-        "logp",
-        "reference",
-        law,
-        "N=4 V=5 fp32",
-        OK,
-        outputs=[{"passed": True}],
-        inputs={"op_class": "logprob"},
-    )
+    Cell("logp", "reference", law, "N=4 V=5 fp32", OK, outputs=[{"passed": True}], inputs=INPUTS)
     for law in ("accuracy", "compile")
 ]
 
