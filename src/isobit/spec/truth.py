@@ -36,8 +36,8 @@ class Verdict:
     more: Mapping[str, float] = field(default_factory=dict)
 
 
-def errors_of(ours: Tensor, truth: Tensor) -> Errors:
-    wrong = (ours.double() - truth).abs()
+def errors_of(found: Tensor, truth: Tensor) -> Errors:
+    wrong = (found.double() - truth).abs()
 
     def share(of_wrong: Tensor, of_truth: Tensor) -> float:
         return float(of_wrong / of_truth) if of_wrong else 0.0  # also 0 if all values are 0
@@ -62,8 +62,8 @@ class Truth:
         rows."""
         pairs = [] if direction == "bwd" else [(result[0], self.output)]
         if direction != "fwd":
-            grads = result[-self.taken :]
-            pairs += [(grads[i], truth) for i, truth in self.gradients.items()]
+            found = result[-self.taken :]
+            pairs += [(found[i], truth) for i, truth in self.gradients.items()]
         errors = [
             (ours.detach().reshape(self.total_rows, -1)[self.rows].double() - truth).abs().max()
             for ours, truth in pairs
@@ -81,8 +81,8 @@ class Window:
     known: Tensor
 
     def error(self, direction: str, result: tuple[Tensor, ...]) -> float | None:
-        ours = result[0][self.rows[:, None], self.columns[None, :]]
-        return float((ours.double() - self.known).abs().max())
+        found = result[0][self.rows[:, None], self.columns[None, :]]
+        return float((found.double() - self.known).abs().max())
 
 
 def spread_evenly(total: int, wanted: int, device: torch.device) -> Tensor:
