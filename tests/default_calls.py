@@ -1,4 +1,5 @@
-"""Small calls of every public op, and their results and gradients under torch's defaults.
+"""Small calls of every public op, and their results and gradients under torch's defaults: those below, with
+options and sizes that take every branch, or one as the op's proof makes it.
 
 Run as a program under TRITON_INTERPRET=1 it saves those of the Triton kernels.
 """
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 import isobit
+from isobit.check.request import small_args
+from isobit.frame.op import Op, public_ops
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -48,10 +51,10 @@ class Call:
     def __call__(self, backend: str) -> list[Tensor]:
         leaves = {k: self.args[k].detach().requires_grad_() for k in self.wanted}
         function: Callable[..., Any] = getattr(isobit, self.name)
-        found = function(**self.args | leaves, backend=backend)
-        outputs = list(found) if isinstance(found, tuple) else [found]
+        result = function(**self.args | leaves, backend=backend)
+        outputs = list(result) if isinstance(result, tuple) else [result]
         if isinstance(outputs[-1], dict):
-            outputs += outputs.pop().values()
+            outputs += (value for value in outputs.pop().values() if isinstance(value, Tensor))
         if leaves:
             several = [o for o in outputs if o.requires_grad]
             outputs += torch.autograd.grad(several, list(leaves.values()), [_slope(o) for o in several])
@@ -69,6 +72,17 @@ def a_loss(logp: Tensor, entropy: Tensor, gains: Tensor) -> tuple[Tensor, dict[s
 
 def calls() -> dict[str, Call]:
     """Built with torch's own defaults: later only the defaults around the calls change, not their inputs."""
+    written = _written_calls()
+    there = {call.name for call in written.values()}
+    return written | {name: _of_its_proof(op) for name, op in public_ops().items() if name not in there}
+
+
+def _of_its_proof(op: Op) -> Call:
+    args = small_args(op, torch.device("cpu"))
+    return Call(op.name, *(name for name in op.differentiable if args[name] is not None), **args)
+
+
+def _written_calls() -> dict[str, Call]:
     gen = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, dtype: torch.dtype = F32) -> Tensor:
@@ -173,24 +187,28 @@ def calls() -> dict[str, Call]:
 
 
 def in_process(call: Call) -> str:
-    """The backend that serves CPU tensors not_by_default."""
-    return "model" if call.name.startswith(("det_", "attention")) else "reference"
+    """The backend that serves CPU tensors if none is named."""
+    op = public_ops()[call.name]
+    backend = op.explain(**small_args(op, torch.device("cpu"))).backend
+    assert backend is not None
+    return backend
 
 
 def results(backend_of: Callable[[Call], str]) -> dict[str, dict[str, list[Tensor] | str]]:
     """Of every call under every default, and under torch's own as "". An error is its text."""
     made = calls()
-    found: dict[str, dict[str, list[Tensor] | str]] = {}
+    backends = {name: backend_of(call) for name, call in made.items()}
+    by_default: dict[str, dict[str, list[Tensor] | str]] = {}
     for default, given in {"": (F32, None), **DEFAULTS}.items():
-        found[default] = {}
+        by_default[default] = {}
         with defaults(*given), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, call in made.items():
                 try:
-                    found[default][name] = call(backend_of(call))
-                except Exception as error:  # a test shows it, beside those of other calls
-                    found[default][name] = f"{type(error).__name__}: {error}"
-    return found
+                    by_default[default][name] = call(backends[name])
+                except Exception as error:  # a test shows it, with those of other calls
+                    by_default[default][name] = f"{type(error).__name__}: {error}"
+    return by_default
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Run as a program under TRITON_INTERPRET=1 it saves their results.
 import sys
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -48,8 +49,9 @@ WRONG_BOUNDS: dict[str, list[int]] = {
 }  # fmt: skip
 
 
-#: Those of which only the last sequences see something wrong.
-FAR = ("end", "late")
+#: Sequences of which every one must be NaN: the first ones, or from all over where the fault is far behind.
+WRONG_SEQUENCES = {name: [*range(9)] for name in WRONG_BOUNDS}
+WRONG_SEQUENCES |= {name: [*range(0, 290, 13), *range(290, 300)] for name in ("end", "late")}
 
 
 def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
@@ -116,35 +118,55 @@ def results() -> dict[str, Any]:
         args = {"rewards": some, "samples_per_prompt": None, "group_boundaries": torch.tensor(bounds)}
         wrong[name] = kernels.group_advantages(**args, eps=1e-6, scale=True)
     losses = {name: kernels.token_loss(*given, **args) for name, (given, args) in loss_calls().items()}
-    folded = {name: token_advantages(args) for name, args in group_calls().items() if args["scale"]}
+    scaled = {name: args for name, args in group_calls().items() if args["scale"]}
+    folded = {name: token_advantages(args, some_sequences(args)) for name, args in scaled.items()}
     for name, bounds in WRONG_BOUNDS.items():
         args = {"rewards": some, "samples_per_prompt": None, "group_boundaries": torch.tensor(bounds)}
-        # All of them where the fault is behind the first ones.
-        folded[name] = token_advantages(args | {"eps": 1e-6}, first=300 if name in FAR else 9)
+        folded[name] = token_advantages(args | {"eps": 1e-6}, WRONG_SEQUENCES[name])
     gradients = {name: kernels.grpo_loss_bwd(**args) for name, args in gradient_calls().items()}
     of_rows = {name: of_row_gradients(args) for name, args in gradient_calls().items()}
     found = {"groups": groups, "wrong": wrong, "losses": losses, "folded": folded}
     return found | {"gradients": gradients, "of_rows": of_rows}
 
 
-def token_advantages(args: Args, first: int = 260) -> Tensor:
-    """The advantages that `sum_chunks` finds by itself, of at most so many sequences: each has a program,
-    which takes the interpreter milliseconds. With ratios of 1, and a loss that is their negative sum, the
-    slope of a token is that of its term."""
+def some_sequences(args: Args) -> list[int]:
+    """The first and the last ones, those around a multiple of the lanes, and those at both ends of a group:
+    every loop and every mask ends at one of them."""
+    B, size, bounds = len(args["rewards"]), args["samples_per_prompt"], args["group_boundaries"]
+    ends = range(0, B + 1, size) if bounds is None else bounds.tolist()[-3:]
+    near = {end + i for end in (0, *range(128, B, 128), *list(ends)[:3], B) for i in (-2, -1, 0, 1)}
+    return sorted(near & set(range(B)))
+
+
+def token_advantages(args: Args, sequences: list[int]) -> Tensor:
+    """The advantages that `sum_chunks` finds by itself, of these sequences: each has a program, which takes
+    the interpreter milliseconds. With ratios of 1, and a loss that is their negative sum, the slope of a
+    token is that of its term."""
+    from triton.runtime.interpreter import interpreter_builder
+
     from isobit.frame.launch import run
     from isobit.ops.grpo_loss import kernels_triton as kernels
 
-    def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
-        run(kernel, (min(first, grid[0]), *grid[1:]), *given, **options)
-
     B = len(args["rewards"])
+
+    def these(x: int, y: int, z: int) -> None:
+        interpreter_builder.grid_idx = (sequences[x], y, z)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> None:
+        if kernel is not kernels.sum_chunks:
+            run(kernel, grid, *given, **options)
+            return
+        assert grid[0] == B
+        with mock.patch.object(interpreter_builder, "set_grid_idx", these):
+            run(kernel, (len(sequences), *grid[1:]), *given, **options)
+
     ids = torch.zeros(B, 1, dtype=torch.int64)
     args = {n: args[n] for n in ("rewards", "samples_per_prompt", "group_boundaries", "eps")}
     args |= {"token_ids": ids, "mask": None, "advantages": None, "ignore_index": 3, "reduction": "sum"}
     args |= {"clip_low": 0.2, "clip_high": 0.2, "beta": 0.0, "normalizer": None, "rollout_weights": None}
     slope = kernels.token_loss(torch.ones(B, 1), None, None, None, launch, **args, return_kept=True)[8]
     assert slope is not None
-    return -slope[:first, 0]
+    return -slope[sequences, 0]
 
 
 def gradient_calls() -> dict[str, Args]:

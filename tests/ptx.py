@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
+import to_ptx
 from isobit.frame.launch import Recorder
 
 f32, f64, u8, u32, u64 = np.float32, np.float64, np.uint8, np.uint32, np.uint64
 Bits = np.ndarray  # of a register: one u64 a thread, or one bool
-
-TARGET = GPUTarget("cuda", 90, 32)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -338,7 +335,7 @@ def execute(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> s
     recorder = Recorder()
     recorder(kernel, grid, *args, **options)
     ((_, source, compile_options),) = recorder.sources()
-    done = triton.compile(source, target=TARGET, options=compile_options)
+    done = to_ptx.compiled(source, compile_options)
     ptx: str = done.asm["ptx"]
     tensors: list[Tensor] = []
     memory = np.zeros(64, u8)  # address 0 is never valid

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from isobit.frame.op import CONTROLS, OPS, Op
+from isobit.spec.proofs import proofs
 from stub_cuda import STREAM, Launch, Memory, clear, differences_but_for_places, launches, ordinary
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -51,6 +52,9 @@ class Call:
 
     def but(self, **changes: Any) -> "Call":
         return Call(self.op, self.backend, {**self.given, **changes})
+
+    def on(self, backend: str) -> "Call":
+        return Call(self.op, backend, self.given)
 
     @property
     def declared(self) -> Op:
@@ -204,6 +208,14 @@ def _attention_bwd(B: int, T: int, S: int, D: int = 128, backend: str = "triton"
     return Call("attention_bwd", backend, {**given, **more})
 
 
+def _states(backend: str) -> Call:
+    """The backward of a gated delta rule: a chunk and a part of one, from a state on."""
+    given = {name: shape(1, 66, 2, 64) for name in ("q", "k", "w", "do", "dv")}
+    given |= {"g": shape(1, 66, 2, dtype=F32), "scale": 0.1}
+    given |= {name: shape(1, 2, 64, 64, dtype=F32) for name in ("h0", "dht")}
+    return Call("chunk_gated_delta_rule_bwd_dhu", backend, given)
+
+
 def _of_rows(N: int, *names: str) -> dict[str, Any]:
     return {name: shape(N, dtype=F32) for name in names}
 
@@ -219,10 +231,11 @@ CALLS = {
     "linear, many tokens, bias in fp32": _linear(1100, 1024, 64, bias=shape(1024, dtype=F32)),
     "linear, out in fp32": _linear(1100, 1024, 64, out_dtype=F32),
     "linear, sequences": _linear(33).but(x=shape(3, 11, 256)),
-    "linear, triton": Call("det_linear", "triton", _linear(33).given),
+    "linear, triton": _linear(33).on("triton"),
     "linear backward": _linear_bwd(),
     "linear backward, rounded sums": _linear_bwd(operand_dtype=BF16, bias_dtype=None),
     "linear backward, frozen": _linear_bwd(x=None, want_weight=False, want_bias=False, bias_dtype=None),
+    "linear backward, triton": _linear_bwd().on("triton"),
     "gemm": Call("det_gemm", "hopper", {"a": shape(3, 40, 64), "b": shape(3, 64, 48)}),
     "gemm, one product": Call("det_gemm", "hopper", {"a": shape(40, 64), "b": shape(64, 48)}),
     "gemm backward": Call("det_gemm_bwd", "hopper", {
@@ -274,6 +287,7 @@ CALLS = {
     ),
     "ratio_kl backward, of a sum": _pair_bwd(5, 1000),
     "ratio_kl, hopper": _pair(5, 1000, "hopper", mask=shape(5, dtype=BOOL)),
+    "ratio_kl backward, hopper": _pair_bwd(5, 1000).on("hopper"),
     "rms_norm": _norm(33, 256),
     "rms_norm, residual": _norm(5, 2100, residual=shape(5, 2100), return_rstd=False, offset=1.0),
     "rms_norm backward": _norm_bwd(33, 256, dsummed=shape(33, 256)),
@@ -303,7 +317,10 @@ CALLS = {
     "group_advantages": Call(
         "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}
     ),
+    "delta rule": _states("hopper"),
+    "delta rule, triton": _states("triton"),
 }  # fmt: skip
+CALLS |= {f"{name}, triton": CALLS[name].on("triton") for name in ("gemm", "gemm backward", "gemm_dw")}
 
 #: And what cannot, with the first operator that runs between its launches.
 REFUSED = {
@@ -316,9 +333,16 @@ REFUSED = {
     "sequences of a stream": (CALLS["gemm_dw"].but(cu_seqlens=shape(3, dtype=INT64)), "arange"),
     "no tokens": (_linear(0), "zeros"),
     "temperatures of rows": (_logits(5, 1000, temperature=shape(5, dtype=F32)), "_to_copy"),
-    "head, triton": (Call("linear_logp", "triton", _head().given), "ne"),
-    "head backward, triton": (Call("linear_logp_bwd", "triton", _head_bwd().given), "ne"),
+    "head, triton": (_head().on("triton"), "ne"),
+    "head backward, triton": (_head_bwd().on("triton"), "ne"),
 }  # fmt: skip
+
+
+def without_a_call() -> list[str]:
+    """Backends of which calls could be replayed, but there is none above."""
+    there = {(call.op, call.backend) for call in (*CALLS.values(), *(call for call, _ in REFUSED.values()))}
+    launching = ((op.name, each.name) for op in OPS.values() for each in op.backends if each.launches)
+    return [f"{op} on {backend}" for op, backend in launching if (op, backend) not in there]
 
 
 # Where they run
@@ -327,6 +351,7 @@ REFUSED = {
 @contextmanager
 def on_hopper() -> Iterator[None]:
     """Ops take tensors of the CPU for those of a Hopper GPU."""
+    proofs()  # and with them all kernels: one that is imported below would take itself for interpreted
     with ExitStack() as stack:
         patched = stack.enter_context
         patched(mock.patch("isobit.frame.device.arch_key", lambda device: "sm_90"))

@@ -11,6 +11,7 @@ So two ways to make the same call can be compared launch by launch, and nothing 
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def build() -> Path:
     import triton
 
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    text = SOURCE.read_bytes() + (include / "cuda.h").read_bytes()
+    text = SOURCE.read_bytes() + Path(__file__).read_bytes() + (include / "cuda.h").read_bytes()
     key = hashlib.sha256(text + sysconfig.get_platform().encode()).hexdigest()[:16]
     folder = Path(triton.knobs.cache.dir) / f"isobit-stub-{key}"
     library = folder / "libcuda.so.1"
@@ -287,13 +288,26 @@ def replace_everywhere(module: Any, name: str, value: Any) -> None:
             setattr(each, name, value)
 
 
+def without_bodies(llir: str) -> str:
+    """LLVM code whose kernels return at once, with a hash of what they were. The rest of a compilation, half
+    of its time, is about instructions that nobody executes. What a launch needs stays: a kernel's name, its
+    parameters and its attributes. And kernels that differ still have code that differs.
+
+    That LLVM and ptxas take the whole kernels is what the law `compile` is for."""
+    was = hashlib.sha256(llir.encode()).digest()
+    kernels = r"^(define (?:\w+ )*ptx_kernel void [^\n]*\{)\n.*?^\}$"
+    hollow, count = re.subn(kernels, r"\1\n  ret void\n}", llir, flags=re.M | re.S)
+    assert count, "there is no kernel in this code"
+    values = ", ".join(f"i8 {byte}" for byte in was)
+    return f"{hollow}\n@hash_of_bodies = addrspace(1) constant [{len(was)} x i8] [{values}]\n"
+
+
 def _install(folder: str) -> None:
     """Make this process one with a Hopper GPU, as far as Triton can see. Before Triton is imported."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # apart from what GPUs use
     os.environ["TRITON_LIBCUDA_PATH"] = folder
-    # Nothing is computed: code that LLVM does not optimise is compiled sooner, and launched the same way. But
-    # ptxas takes longer where it does not optimise.
+    # Nothing is computed: code that LLVM does not optimise is compiled sooner, and launched the same way.
     os.environ["DISABLE_LLVM_OPT"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real one, if there is one, is left alone
     library = ctypes.CDLL(str(Path(folder) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
@@ -304,10 +318,14 @@ def _install(folder: str) -> None:
     _state.library = library
 
     import torch
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
     import isobit.frame.device
+
+    make_ptx: Any = CUDABackend.make_ptx
+    CUDABackend.make_ptx = lambda self, llir, *more: make_ptx(self, without_bodies(llir), *more)
 
     cuda = CudaDriver()
     cuda.get_current_device = lambda: 0

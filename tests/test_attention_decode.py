@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
+import to_ptx
 from attention_calls import BF16, NOTHING, ints, made
 from interpreted import in_interpreter
 from isobit.frame.launch import Recorder
 from isobit.ops.attention import kernels_hopper, kernels_hopper_decode, op
 from isobit.ops.attention.calls import call_of, decodes
-from ptx import TARGET
 
 pytestmark = pytest.mark.compat
 
@@ -35,10 +34,7 @@ def compiled(B: int, T: int, S: int, G: int, D: int) -> dict[str, Any]:
     args = {"q": empty(B, T, 2 * G, D), "k": empty(B, S, 2, D), "v": empty(B, S, 2, D), **NOTHING}
     recorder = Recorder()
     kernels_hopper_decode.attention(recorder, **args, causal=True, return_lse=False)
-    return {
-        name: triton.compile(source, target=TARGET, options=options)
-        for name, source, options in recorder.sources()
-    }
+    return {name: to_ptx.compiled(source, options) for name, source, options in recorder.sources()}
 
 
 def test_memory_is_accessed_only_after_the_previous_kernel_has_ended() -> None:

@@ -15,7 +15,7 @@ from isobit.bench.candidate import check_candidate, with_candidate
 from isobit.bench.cases import subject_of
 from isobit.bench.check_gate import CheckFailed, CheckGate
 from isobit.bench.implementations import Implementations
-from isobit.check.named import load_candidate
+from isobit.check.candidate_by_name import load_candidate
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
 from isobit.frame.op import known_op

@@ -16,7 +16,7 @@ from commands import Isobit
 from isobit import ContractError, testing
 from isobit.check.candidate import candidate_of
 from isobit.check.report import LONGEST, brief
-from isobit.check.state import kept
+from isobit.check.torch_state import preserved
 from isobit.frame.op import known_op
 from isobit.spec.proofs import proof_of
 
@@ -27,7 +27,7 @@ CASE = "B=2 S=2 T=5 V=33 fp32"
 @pytest.fixture(autouse=True)
 def unchanged() -> Iterator[None]:
     """Whatever a test does, the next one begins with the same state; and a check leaves none behind."""
-    with kept() as changed:
+    with preserved() as changed:
         yield
     assert changed == []
 
@@ -51,17 +51,17 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("words", CHANGES)
 def test_a_change_of_the_state_is_named_and_set_back(words: str) -> None:
-    with kept() as changed:
+    with preserved() as changed:
         CHANGES[words]()
     assert len(changed) == 1 and changed[0].startswith(words)
-    with kept() as changed:
+    with preserved() as changed:
         pass
     assert changed == []
 
 
 def test_the_precision_is_named_also_after_use_of_the_older_interface() -> None:
     """Then that still answers, and says that nothing has changed."""
-    with kept():
+    with preserved():
         torch.set_float32_matmul_precision("highest")
         test_a_change_of_the_state_is_named_and_set_back("float32 precision from highest to tf32")
 

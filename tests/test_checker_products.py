@@ -245,7 +245,7 @@ def adds_init_last(**args: Any) -> Tensor:
         (segments_of_physical_rows, DW_BITS, "masked rows full of NaN in front: "),
         (segments_of_physical_rows, DW_BITS_MASKED, "packed: masked rows taken out: "),
         (ignores_sequences, DW_BITS_CUT, "between sequences: "),
-        (adds_init_last, DW_BITS, "after 512 rows that count: "),
+        (adds_init_last, DW_BITS, "after 512 live rows: "),
     ],
 )
 def test_sums_that_depend_on_more_than_the_stream_fail_on_invariant(

@@ -12,9 +12,11 @@ from interpreted import in_interpreter
 
 CALLS = list(default_calls.calls())
 
+Results = dict[str, dict[str, dict[str, list[Tensor] | str]]]
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, list[Tensor] | str]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results by backend, default and call. The Triton kernels run in the interpreter, in a process that was
     started for it."""
     path: Path = tmp_path_factory.mktemp("interpreted") / "results"
@@ -26,19 +28,18 @@ def bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("default", default_calls.DEFAULTS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("backend", ["in process", "interpreted"])
-def test_defaults_change_nothing(
-    found: dict[str, dict[str, dict[str, list[Tensor] | str]]], backend: str, call: str, default: str
-) -> None:
-    ours, plain = found[backend][default][call], found[backend][""][call]
+def test_defaults_change_nothing(results: Results, backend: str, call: str) -> None:
+    plain = results[backend][""][call]
     assert not isinstance(plain, str), plain
-    assert not isinstance(ours, str), ours
-    assert len(ours) == len(plain)
-    for one, other in zip(ours, plain, strict=True):
-        assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-        assert torch.equal(bits(one), bits(other))
+    for default in default_calls.DEFAULTS:
+        ours = results[backend][default][call]
+        assert not isinstance(ours, str), (default, ours)
+        assert len(ours) == len(plain), default
+        for one, other in zip(ours, plain, strict=True):
+            assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device), default
+            assert torch.equal(bits(one), bits(other)), default
 
 
 @pytest.mark.parametrize("default", default_calls.DEFAULTS)

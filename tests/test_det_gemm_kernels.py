@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import to_ptx
 from interpreted import in_interpreter
 from isobit.frame.launch import Recorder
 from isobit.kernels.host.token_stream import build
@@ -138,9 +139,6 @@ def launches(recorder: Recorder) -> None:
 @pytest.fixture(scope="module")
 def hopper() -> list[tuple[dict[str, Any], Any]]:
     """(arguments, compiled kernel) of every launch above, for sm_90."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     recorder = Recorder()
     launches(recorder)
     result = []
@@ -148,7 +146,7 @@ def hopper() -> list[tuple[dict[str, Any], Any]]:
         recorder.launches, recorder.sources(), strict=True
     ):
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=flags)
+        done = to_ptx.compiled(source, flags)
         result.append((given, done))
     return result
 
@@ -177,9 +175,6 @@ def test_every_sum_is_one_dot_and_the_bias_is_added_separately(
 
 
 def test_the_control_of_the_above_folds_the_bias_into_the_dot() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     recorder = Recorder()
     launches(recorder)
     kernel, args, options = next(
@@ -192,7 +187,7 @@ def test_the_control_of_the_above_folds_the_bias_into_the_dot() -> None:
     at = kernel.arg_names.index("blocks")
     source.signature["blocks"] = "constexpr"
     source.constants[(at,)] = 1
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=flags)
+    done = to_ptx.compiled(source, flags)
     assert "arith.addf" not in done.asm["ttir"]
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import gluon_on_a_cpu
 import ptx
+import to_ptx
 from hopper_device import Device
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import pieces as hopper_pieces
@@ -232,7 +232,7 @@ def test_compiled_code_orders_sums_and_flags(tile: Any, monkeypatch: pytest.Monk
     forward.linear_logp(recorder, **arguments(Case(1)) | {"return_entropy": False})
     recorder.launches = [made for made in recorder.launches if made[0] is forward.forward_kernel]
     ((_, source, options),) = recorder.sources()
-    code = triton.compile(source, target=ptx.TARGET, options=options).asm["ptx"]
+    code = to_ptx.compiled(source, options).asm["ptx"]
     access = r"(?:ld\.acquire|ld|st)\.(?:gpu\.)?global|@%p\d+ atom\.global\.gpu\.release\.exch"
     result = re.findall(rf"{access}|bar(?:rier)?\.sync[^;]*128", code)
     words = ["bar" if "bar" in word else word.replace(".gpu", "") for word in result]

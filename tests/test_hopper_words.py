@@ -3,10 +3,10 @@ whole words of 16 bytes where those are known, and be right where they are not."
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import ptx
+import to_ptx
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper.lse import Slots
 from isobit.kernels.hopper.product import pack
@@ -47,8 +47,7 @@ def compiled() -> dict[str, str]:
     chunk._clear(queue, slots.count, recorder)
     Slots(empty(N, dtype=torch.int64), None, None, -100, LOG2E, V, False, recorder)
     return {
-        name: triton.compile(source, target=ptx.TARGET, options=options).asm["ptx"]
-        for name, source, options in recorder.sources()
+        name: to_ptx.compiled(source, options).asm["ptx"] for name, source, options in recorder.sources()
     }  # the last one of each name
 
 

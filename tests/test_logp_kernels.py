@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import to_ptx
 from interpreted import in_interpreter
 from isobit import logp
 from isobit.check.runner import OK
@@ -252,16 +253,13 @@ def test_only_incompatible_strides_are_copied() -> None:
 @pytest.fixture(scope="module")
 def ptx() -> dict[tuple[str, int], str]:
     """PTX for sm_90 by kernel and V, as compiled on any machine."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     recorder = Recorder()
     proof.record(recorder, torch.bfloat16)
     found: dict[tuple[str, int], str] = {}
     for (kernel, args, _), (name, source, options) in zip(recorder.launches, recorder.sources(), strict=True):
         V = dict(zip(kernel.arg_names, args, strict=False))["V"]
         if (name, V) not in found:
-            done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            done = to_ptx.compiled(source, options)
             found[name, V] = done.asm["ptx"]
     return found
 
@@ -303,15 +301,10 @@ def test_sums_are_not_contracted_into_fused_operations(ptx: dict[tuple[str, int]
 
 
 def test_the_control_of_the_above_fuses() -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     recorder = Recorder()
     proof.record(recorder, torch.bfloat16)
     name, source, options = next(s for s in recorder.sources() if s[0] == "logp_splits")
-    done = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": True}
-    )
+    done = to_ptx.compiled(source, options | {"enable_fp_fusion": True})
     assert "fma.rn" in done.asm["ptx"], name
 
 

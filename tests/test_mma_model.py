@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import capture_mma as capture
+import to_ptx
 from capture_mma import CONTROLS, DTYPES, bits
 from isobit.frame.contract import ContractError
 from isobit.numerics import (
@@ -374,7 +373,7 @@ def test_the_capture_uses_both_instructions(block: tuple[int, int], instruction:
         {**types, "SIDE": "constexpr", "BLOCK": "constexpr"},
         {(5,): capture.SIDE, (6,): side},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = to_ptx.compiled(source, {"num_warps": warps})
     assert capture.instructions(compiled.asm) == instruction
     assert re.search(r"k16\b", compiled.asm["ptx"]) and not re.search(r"m\d+n\d+k8\b", compiled.asm["ptx"])
 

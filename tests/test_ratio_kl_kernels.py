@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import ptx
+import to_ptx
 from interpreted import in_interpreter
 from isobit import logp, ratio_kl
 from isobit.frame.launch import Recorder, run
@@ -250,7 +251,7 @@ def test_the_forward_reads_both_logits_in_vectors_and_fuses_nothing() -> None:
         assert options["enable_fp_fusion"] is False, kernel.__name__
         if name != "sum_parts" or source.signature["ref"] == "constexpr":
             continue
-        text = triton.compile(source, target=ptx.TARGET, options=compiled).asm["ptx"]
+        text = to_ptx.compiled(source, compiled).asm["ptx"]
         sizes = re.findall(r"\bld\.global(?:\.\w+)*?(?:\.v([24]))?\.[bfsu](\d+)", text)
         loads = [int(lanes or 1) * int(bits) // 8 for lanes, bits in sizes]
         both = 1 if options["ALIKE"] else 2  # policy and reference share the code, or each has its own

@@ -23,6 +23,7 @@ from replay_calls import (
     differs,
     on_hopper,
     tensors_of,
+    without_a_call,
 )
 from stub_cuda import (
     Launch,
@@ -340,6 +341,10 @@ def few_maps() -> tuple[list[dict[str, Any]], list[int]]:
 
 
 # Plans
+
+
+def test_every_backend_that_launches_has_a_call() -> None:
+    assert not without_a_call(), "add a call to CALLS of tests/replay_calls.py, or to REFUSED"
 
 
 @pytest.mark.parametrize("name", CALLS)

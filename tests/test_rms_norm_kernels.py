@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
+import to_ptx
 from interpreted import in_interpreter
 from isobit.frame.launch import Recorder
 from isobit.ops.rms_norm import kernels_triton, kernels_triton_bwd
@@ -74,10 +73,7 @@ def ptx_of(call: Any, *sizes: int) -> dict[str, str]:
     """PTX for Hopper, by kernel."""
     recorder = Recorder()
     call(recorder, *sizes)
-    return {
-        name: triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-        for name, source, options in recorder.sources()
-    }
+    return {name: to_ptx.compiled(source, options).asm["ptx"] for name, source, options in recorder.sources()}
 
 
 def counted(ptx: str, pattern: str) -> int:

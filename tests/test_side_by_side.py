@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobit import testing
-from isobit.check import process, runner, workers
+from isobit.check import process, runner, worker_main, workers
 from isobit.check.laws import LAWS
 from isobit.check.laws import bits as laws_bits
 from isobit.check.request import Request
@@ -151,7 +151,7 @@ def stick() -> None:
 
 def stuck_worker() -> None:
     stick()
-    process.serve(workers._answer)
+    process.serve(worker_main.answer)
 
 
 def stuck_command() -> None:

@@ -18,9 +18,11 @@ from isobit.check.laws import LAWS
 from isobit.check.process import ask
 from isobit.check.request import Request
 from isobit.check.runner import FAIL, OK, Cell, Interrupted, _cells_here, _elsewhere, _is_shared, _shared, run
-from isobit.check.share import Share
+from isobit.check.work_queue import WorkQueue
 from isobit.frame.op import OPS
 from isobit.spec.proofs import proof_of
+
+F32 = torch.float32
 
 #: A case of the invariant law alone.
 BITS = "N=5 V=3001 fp32 random each=True"
@@ -37,28 +39,32 @@ def cells_of(*requests: Request) -> list[Cell]:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Processes that were started."""
-    found: list[Any] = []
+    processes: list[Any] = []
     own = workers._started
 
     def seen(interpreted: bool) -> Any:
-        found.append(own(interpreted))
-        return found[-1]
+        processes.append(own(interpreted))
+        return processes[-1]
 
     monkeypatch.setattr(workers, "_started", seen)
-    return found
+    return processes
 
 
 def test_all_requests_are_answered_by_a_few_processes(started: list[Any]) -> None:
+    """As they were sent. Those that compile have a process of their own."""
     laws = ("accuracy", "gradient", "repeatable", "written", "contract")
-    cells = cells_of(*(asked(laws=(law,)) for law in laws))
-    assert Counter(cell.law for cell in cells) == Counter(laws)
-    assert {cell.status for cell in cells} == {OK} and len(started) <= workers.WORKERS
+    narrow = asked(laws=("accuracy",), dtypes=(torch.bfloat16,), vary={"temperature": 0.7})
+    compiles = Request(
+        ("group_advantages",), ("triton",), ("compile",), (torch.float32,), targets=("cuda:90",)
+    )
+    cells = cells_of(*(asked(laws=(law,)) for law in laws), narrow, compiles)
+    assert Counter(cell.law for cell in cells) == Counter((*laws, "accuracy", "compile"))
+    assert {cell.status for cell in cells} == {OK}, [cell.reason for cell in cells]
+    assert {cell.case for cell in cells if cell.law == "accuracy"} == {
+        "N=4 V=5 fp32", "N=4 V=5 bf16 temperature=0.7",
+    }  # fmt: skip
+    assert len(started) <= workers.WORKERS + 1
     assert all(process.returncode == 0 for process in started)
-
-
-def test_requests_arrive_as_they_were_sent() -> None:
-    (cell,) = cells_of(asked(laws=("accuracy",), dtypes=(torch.bfloat16,), vary={"temperature": 0.7}))
-    assert cell.case == "N=4 V=5 bf16 temperature=0.7" and cell.status == OK
 
 
 def test_a_process_that_dies_breaks_one_request(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +95,7 @@ def test_an_internal_error_becomes_a_cell_and_nothing_hangs(monkeypatch: pytest.
     assert (cell.status, cell.reason) == (FAIL, "OSError: no more processes")
 
 
-def test_an_error_beside_an_answer_breaks_that_request_alone(
+def test_an_error_in_an_answer_breaks_that_request_alone(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one worker the requests after it were lost, and the first was blamed for any."""
@@ -109,27 +115,31 @@ def test_an_error_beside_an_answer_breaks_that_request_alone(
     assert [process.returncode for process in started] == [-signal.SIGKILL, 0]
 
 
-def test_what_is_printed_beside_an_answer_is_no_part_of_it() -> None:
-    """A line that is not ended hid the end of the answer, and whoever asked waited forever."""
+def test_a_process_answers_with_what_it_says_and_ends_with_the_one_that_asked() -> None:
+    """What is printed is no part of an answer: a line that is not ended hid its end, and whoever asked waited
+    forever. If nobody is there to hear the rest of an answer, the process ends in the middle of it."""
     code = (
-        "import os\n"
+        "import os, time\n"
         "from isobit.check.process import serve\n"
         "def answer(request, say):\n"
         "    print('done', flush=True)\n"
         "    os.write(1, b'done')\n"
         "    say(request)\n"
         "    print('no end of a line', end='', flush=True)\n"
+        "    time.sleep(60 * (request == 'begun'))\n"
         "serve(answer)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    late = Timer(30, process.kill)
+    late = Timer(50, process.kill)
     late.start()
     assert [list(ask(process, text)) for text in ("one", "two")] == [["one\n"], ["two\n"]]
+    assert next(ask(process, "begun")) == "begun\n"
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10) == 1
     late.cancel()
-    process.communicate()
-    assert process.returncode == 0
 
 
 def test_an_interrupted_check_ends_its_processes_and_keeps_its_cells(started: list[Any]) -> None:
@@ -146,31 +156,28 @@ def test_an_interrupted_check_ends_its_processes_and_keeps_its_cells(started: li
     assert codes and set(codes) == {-signal.SIGKILL} and time.monotonic() - begin < 60
 
 
-def test_a_process_ends_with_the_one_that_asked() -> None:
-    """Also in the middle of an answer: nobody is there to hear it."""
-    code = (
-        "import time\n"
-        "from isobit.check.process import serve\n"
-        "serve(lambda seconds, say: say('begun') or time.sleep(seconds))"
-    )
-    asked = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert next(ask(asked, 60)) == "begun\n"
-    assert asked.stdin is not None
-    asked.stdin.close()
-    assert asked.wait(10) == 1
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Requests that a check sends to workers; it ends there."""
+    requests: list[Request] = []
+
+    def start(each: list[Request]) -> Any:
+        requests.extend(each)
+        raise InterruptedError
+
+    monkeypatch.setattr(workers, "start", start)
+    return requests
 
 
-def test_a_case_of_one_law_is_not_asked_of_others(started: list[Any]) -> None:
+def test_a_case_of_one_law_is_not_asked_of_others(sent: list[Request]) -> None:
     """It is no case of theirs, and was a FAIL for that."""
-    cells = run(Request(ops=("logp",), backends=("triton",), laws=("accuracy", "invariant"), case=BITS))
-    assert [(cell.law, cell.case, cell.status) for cell in cells] == [("invariant", BITS, OK)]
-    assert len(started) == 1
+    with pytest.raises(InterruptedError):
+        run(Request(ops=("logp",), backends=("triton",), laws=("accuracy", "invariant"), case=BITS))
+    assert [(request.laws, request.case) for request in sent] == [(("invariant",), BITS)]
 
 
 @pytest.mark.parametrize("changes", [{"laws": ("compile",)}, {"backends": ("hopper",)}])
-def test_kernels_are_compiled_beside_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
+def test_workers_compile_kernels_in_a_check_of_everything_alone(changes: dict[str, Any]) -> None:
     """A check of some backend may be of one that only this process knows."""
     (compiled,) = _elsewhere(OPS["logp"], "hopper", Request())
     assert compiled == Request(ops=("logp",), backends=("hopper",), laws=("compile",))
@@ -180,25 +187,11 @@ def test_kernels_are_compiled_beside_in_a_check_of_everything_alone(changes: dic
 
 @pytest.mark.parametrize(("laws", "brief"), [((), True), (("accuracy", "compile"), False)])
 def test_a_check_of_all_laws_is_brief_about_compilation(
-    monkeypatch: pytest.MonkeyPatch, laws: tuple[str, ...], brief: bool
+    sent: list[Request], laws: tuple[str, ...], brief: bool
 ) -> None:
-    asked: list[Request] = []
-
-    def start(requests: list[Request]) -> Any:
-        asked.extend(requests)
-        raise InterruptedError
-
-    monkeypatch.setattr(workers, "start", start)
     with pytest.raises(InterruptedError):
         run(Request(ops=("logp",), laws=laws))
-    assert asked and {request.brief for request in asked} == {brief}
-
-
-def test_a_worker_compiles(started: list[Any]) -> None:
-    small = Request(ops=("group_advantages",), backends=("triton",), targets=("cuda:90",))
-    interpreted, compiled = cells_of(replace(small, laws=("accuracy",), case="B=8 fp32 size=2"),
-                                     replace(small, laws=("compile",), dtypes=(torch.float32,)))  # fmt: skip
-    assert (interpreted.status, compiled.status) == (OK, OK), (interpreted.reason, compiled.reason)
+    assert sent and {request.brief for request in sent} == {brief}
 
 
 @pytest.mark.parametrize(("workers_busy", "threads"), [(0, 4), (1, 3), (2, 2), (9, 2)])
@@ -206,11 +199,11 @@ def test_threads_of_pytorch_leave_a_core_to_every_worker(workers_busy: int, thre
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        with workers.beside([asked()] * workers_busy):
+        with workers.cores_left_to([asked()] * workers_busy):
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 4
         torch.set_num_threads(1)
-        with workers.beside([asked()]):
+        with workers.cores_left_to([asked()]):
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
@@ -234,22 +227,22 @@ def test_on_a_gpu_workers_take_every_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert needs[True, 70] == 70
 
 
-def test_cases_run_beside_each_other_where_they_fit() -> None:
-    share = Share(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
-    assert share.take() == ("a", 6) and share.take() == ("c", 4)
-    waiting = Thread(target=lambda: found.append(share.take()))
+def test_cases_run_at_the_same_time_where_they_fit() -> None:
+    queue = WorkQueue(["a", "whole", "b", "c"], {"a": 6, "whole": 99, "b": 5, "c": 4}.__getitem__, 10)
+    assert queue.take() == ("a", 6) and queue.take() == ("c", 4)
+    waiting = Thread(target=lambda: found.append(queue.take()))
     found: list[Any] = []
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive() and found == []
-    share.give_back(4)
+    queue.give_back(4)
     waiting.join(0.05)
     assert waiting.is_alive()  # neither of the two fits yet
-    share.give_back(6)
+    queue.give_back(6)
     waiting.join(10)
     assert found == [("whole", 10)]  # alone, though it needs more than there is
-    share.close()
-    assert share.take() is None
+    queue.close()
+    assert queue.take() is None
 
 
 def test_sharing_cases_changes_no_cell(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:

@@ -73,10 +73,10 @@ def check(
     if case is not None and dims is not None:
         raise ContractError("case selects a declared case and dims make one: use only one of them")
     device = _usable(device)
-    named, found = known_op(op), _flags(function, adapter, output_dtype)
+    named, flags = known_op(op), _flags(function, adapter, output_dtype)
     candidate = candidate_of(
         named, proof_of(named), function, device, name=_name(function) or repr(function),
-        flags=found, adapter=adapter, output_dtype=output_dtype,
+        flags=flags, adapter=adapter, output_dtype=output_dtype,
     )  # fmt: skip
     request = Request(
         ops=(op,), laws=tuple(laws), dtypes=tuple(dtypes), device=device, case=case, candidate=candidate,
@@ -88,7 +88,7 @@ def check(
         cells = run(request)
     except Stuck as error:
         cells, stuck = error.cells, str(error)
-    command = None if found is None else request.command()
+    command = None if flags is None else request.command()
     result = report.to_json(cells, device, command=command, interrupted=stuck)
     if not result["passed"]:
         raise AssertionError(
@@ -100,14 +100,14 @@ def check(
 def _usable(device: torch.device | str | None) -> torch.device:
     """The device, if tensors can be there and have values."""
     try:
-        found = default_device() if device is None else torch.device(device)
-        torch.empty(0, device=found)
+        chosen = default_device() if device is None else torch.device(device)
+        torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
         raise ContractError(f"device {device!r} is not usable here: {why}") from None
-    if found.type == "meta":
+    if chosen.type == "meta":
         raise ContractError("device 'meta' holds no values to check")
-    return found
+    return chosen
 
 
 def _flags(function: Any, adapter: Any, output_dtype: torch.dtype | None) -> str | None:
@@ -126,6 +126,6 @@ def _name(thing: Any) -> str | None:
 
 
 def _importable(thing: Any) -> str | None:
-    """`module:name`, unless it is defined inside of a function or in a script."""
+    """`module:name`, unless it is defined inside a function or in a script."""
     name = _name(thing)
     return None if name is None or "<" in name or name.startswith("__main__:") else name

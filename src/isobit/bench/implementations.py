@@ -17,7 +17,7 @@ from isobit.bench.cases import OF_SIZES, case_name
 from isobit.bench.check_gate import CheckGate
 from isobit.bench.report import NEW, Row
 from isobit.bench.timing import Call, Contender, Timing, copy_contender, measure, measure_steps
-from isobit.check.state import in_words, kept
+from isobit.check.torch_state import in_words, preserved
 from isobit.frame.backend import UnsupportedError
 from isobit.frame.contract import dtype_name
 from isobit.frame.op import Op
@@ -71,7 +71,7 @@ class Implementations:
             contenders += self.with_new_sizes(case, direction, ours)
             if series.copy and self.wanted("copy"):
                 contenders.append(copy_contender(nbytes, self.device))
-            with kept(generators=False) as changed:  # timing draws numbers itself
+            with preserved(generators=False) as changed:  # timing draws numbers itself
                 if series.step:
                     timings, failures = measure_steps(contenders, self.device, self.repetitions)
                 else:

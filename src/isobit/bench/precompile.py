@@ -21,7 +21,7 @@ from isobit.bench.cases import Subject, subject_of, suite_of
 from isobit.bench.check_gate import CheckGate
 from isobit.bench.implementations import Implementations, implementation_names
 from isobit.check.process import ProcessEnded, ask, serve, started
-from isobit.check.share import Share
+from isobit.check.work_queue import WorkQueue
 from isobit.check.workers import most_on_a_gpu
 from isobit.frame.op import known_op
 from isobit.spec.proof import Case
@@ -112,7 +112,7 @@ def first_calls(
 def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str], None]) -> None:
     """Make these calls in this many processes, as many at a time as fit in this much memory. A process that
     dies loses one call, and another one continues."""
-    share = Share(calls, lambda call: call.memory, memory)
+    queue = WorkQueue(calls, lambda call: call.memory, memory)
     shown = {len(calls) * quarter // 4 for quarter in (1, 2, 3)}
     begun = count(1)
     running: list[subprocess.Popen[str]] = []
@@ -130,7 +130,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
 
     def work() -> None:
         process = None
-        while taken := share.take():
+        while taken := queue.take():
             call, memory = taken
             if (number := next(begun)) in shown:
                 say(f"compiling: {number} of {len(calls)}")
@@ -146,7 +146,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
                 if fresh:  # the next one would not come any further
                     return
             finally:
-                share.give_back(memory)
+                queue.give_back(memory)
         if process is not None:
             process.communicate()
 
@@ -156,7 +156,7 @@ def make(calls: Sequence[First], processes: int, memory: int, say: Callable[[str
             for thread in wait(threads, return_when=FIRST_EXCEPTION).done:
                 thread.result()
         except BaseException:  # Ctrl-C: no further call is made, and those under way end
-            share.close()
+            queue.close()
             with lock:
                 stopped.set()
                 for each in running:

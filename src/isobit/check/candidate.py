@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.state import in_words, kept
+from isobit.check.torch_state import in_words, preserved
 from isobit.frame.backend import Backend, UnsupportedError
 from isobit.frame.composed import Composed
 from isobit.frame.contract import MISSING, ContractError, Param, dtype_name
@@ -69,8 +69,8 @@ class Candidate(Op):
     def fake(self, **given: Any) -> tuple[Tensor, ...]:
         """The outputs that it supports, in its declared output dtype."""
         assert self.whole is not None
-        found = self.whole.fake(**given)
-        return tuple(_recast(found[i], self.output_dtype) for i in self.served)
+        result = self.whole.fake(**given)
+        return tuple(_recast(result[i], self.output_dtype) for i in self.served)
 
     def refusal(self, args: Args) -> str | None:
         """Why it cannot be called with these arguments, or None. Reads token ids, since rows may be ignored
@@ -84,8 +84,8 @@ class Candidate(Op):
         """The arguments of a call that it does not take, or one sentence for another reason."""
         assert self.proof is not None
         needless = {*self.takes, *self.proof.hints}
-        beside = [p for p in _own(self.contract.params) if p.name in args and p.name not in needless]
-        lacks = [p.name for p in beside if not _is_default(p, args[p.name])]
+        others = [p for p in _own(self.contract.params) if p.name in args and p.name not in needless]
+        lacks = [p.name for p in others if not _is_default(p, args[p.name])]
         if not lacks and "ignore_index" in self.contract.names and "ignore_index" not in self.takes:
             ignored = args.get("token_ids") == args.get("ignore_index", -100)
             if isinstance(ignored, Tensor) and bool(ignored.any()):
@@ -99,7 +99,7 @@ class Candidate(Op):
 
     def supported_cases(self, cases: Sequence[Case], of_bits: bool = False) -> list[Case]:
         """The cases on which a law runs: all of them, and those that it does not support also without the
-        options that it does not take. Otherwise sizes and values that only occur beside such an option would
+        options that it does not take. Otherwise sizes and values that only occur with such an option would
         not be tested. A law of bits keeps the options without which a case promises none."""
         light = [c for c in cases if not c.heavy and not c.gpu_gb and min(c.dims.values(), default=0) > 0]
         light = [c for c in light if c.dtype != torch.float64]  # which only the reference serves
@@ -157,8 +157,8 @@ class Candidate(Op):
 
     def first_changes(self) -> list[str]:
         """What its first calls changed of PyTorch's state, and perhaps only they: reported once."""
-        found, self.probed = self.probed, []
-        return found
+        result, self.probed = self.probed, []
+        return result
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -174,10 +174,10 @@ class Candidate(Op):
 
     @property
     def in_words(self) -> str:
-        found = self.summary
-        text = f"takes {', '.join(found['takes'])}; judged by {', '.join(found['outputs'])}"
+        summary = self.summary
+        text = f"takes {', '.join(summary['takes'])}; judged by {', '.join(summary['outputs'])}"
         assert self.whole is not None
-        forward_only = self.whole.differentiable and not found["gradients"]
+        forward_only = self.whole.differentiable and not summary["gradients"]
         text += "; forward only" if forward_only else ""
         return text + (f"; importing it {in_words(self.imported)}, set back here" if self.imported else "")
 
@@ -200,20 +200,20 @@ def candidate_of(
     takes = _taken(called, op, name)
     expected = _expected(op, proof, takes)
     backend = Backend(name, called, OWN_CLASS, lambda args: None, False, lambda args: None)
-    found = Candidate(
+    result = Candidate(
         copy.copy(op.contract), op.package, op.sizes, op.flops, [backend], list(op.rules),
         list(op.value_rules), takes=takes, flags=flags, written=(given, called), whole=op, proof=proof,
         output_dtype=output_dtype,
     )  # fmt: skip
-    case = found.small()
+    case = result.small()
     small = proof.make(case, device, InputOptions()) if case is not None else None
-    with kept() as found.probed:
-        found.served, found.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
-    found.contract.outputs = [op.contract.outputs[i] for i in found.served]
-    found.function = _public(called, op, takes, expected, found.served)
-    found.proof = _cut(proof, found)
-    found.lacks = _lacks(proof, found)
-    return found
+    with preserved() as result.probed:
+        result.served, result.differentiable = _probe(called, op, takes, expected, small, len(proof.outputs))
+    result.contract.outputs = [op.contract.outputs[i] for i in result.served]
+    result.function = _public(called, op, takes, expected, result.served)
+    result.proof = _cut(proof, result)
+    result.lacks = _lacks(proof, result)
+    return result
 
 
 def _callable(thing: Any, name: str) -> Function:
@@ -223,10 +223,10 @@ def _callable(thing: Any, name: str) -> Function:
         if issubclass(thing, torch.nn.Module):
             example = "an object of it, or the class with an --adapter that makes one"
         raise ContractError(f"{name} is a class: name {example}")
-    found = thing if callable(thing) else getattr(thing, "forward", None)
-    if not callable(found):
+    result = thing if callable(thing) else getattr(thing, "forward", None)
+    if not callable(result):
         raise ContractError(f"{name} is {type(thing).__name__}: it is not callable and has no forward")
-    return found
+    return result
 
 
 def _adapted(adapter: Function, given: Function, name: str) -> Function:
@@ -272,18 +272,18 @@ def _signature(function: Function) -> inspect.Signature | None:
     """The signature of the function itself, not of what it wraps; unless it only passes on *args and
     **kwargs, as decorators, an `nn.Module` and an op of `torch.library.custom_op` do."""
     try:
-        found = inspect.signature(function, follow_wrapped=False)
+        result = inspect.signature(function, follow_wrapped=False)
         anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        if {p.kind for p in found.parameters.values()} <= anything:
+        if {p.kind for p in result.parameters.values()} <= anything:
             inner = getattr(function, "__wrapped__", None)
             if isinstance(function, torch.nn.Module):  # a compiled one holds the module that it was made of
                 inner = getattr(function, "_orig_mod", function).forward
             elif isinstance(function, torch.library.CustomOpDef):
                 inner = function._init_fn
-            return found if inner is None else _signature(inner)
+            return result if inner is None else _signature(inner)
     except (TypeError, ValueError):  # C functions have none
         return None
-    return found
+    return result
 
 
 # What it returns
@@ -299,13 +299,13 @@ def _expected(op: Op, proof: Proof, takes: Sequence[str]) -> list[tuple[int, str
     """(number, name, flag) of the outputs that it may return. Those that need a flag it does not take are
     left out, unless they are returned by default."""
     defaults = {p.name: p.default for p in op.contract.params}
-    found = []
+    result = []
     for i, name in enumerate(proof.outputs):
         when = op.contract.outputs[i].when
         flag = when if when in _switches(op) else None
         if flag is None or flag in takes or defaults[flag] is True:
-            found.append((i, name, flag if flag in takes else None))
-    return found
+            result.append((i, name, flag if flag in takes else None))
+    return result
 
 
 def _by_number(
@@ -321,12 +321,12 @@ def _by_number(
     if len(items) > len(places):
         names = ", ".join(n for _, n in places)
         raise BadOutputs(f"returned {len(items)} outputs, of which there are {len(places)} ({names})")
-    found = dict(zip((i for i, _ in places), items, strict=False))
-    found |= {i: named[n] for i, n in asked if n in named}
-    if named and not found:
+    result = dict(zip((i for i, _ in places), items, strict=False))
+    result |= {i: named[n] for i, n in asked if n in named}
+    if named and not result:
         names = ", ".join(n for _, n in asked)
         raise BadOutputs(f"returned a dictionary of {', '.join(map(str, named))}: outputs are {names}")
-    return found
+    return result
 
 
 def _defaults(op: Op) -> Args:
@@ -358,20 +358,22 @@ def _probe(
 
     try:
         with torch.no_grad():
-            found = outputs_of(copied())
+            outputs = outputs_of(copied())
     except (Exception, SystemExit):  # laws report what it raises, with the line
         return everything, op.differentiable
-    served = tuple(i for i in everything if isinstance(found.get(i), Tensor) or (i in found and not there[i]))
+    served = tuple(
+        i for i in everything if isinstance(outputs.get(i), Tensor) or (i in outputs and not there[i])
+    )
     args = copied()
     leaves = [n for n in op.differentiable if isinstance(args.get(n), Tensor)]
     for leaf in leaves:
         args[leaf].requires_grad_()
     try:
         with torch.enable_grad():
-            found = outputs_of(args)
+            outputs = outputs_of(args)
     except (Exception, SystemExit):
         return served or everything, op.differentiable
-    graded = [o for o in found.values() if isinstance(o, Tensor) and o.requires_grad]
+    graded = [o for o in outputs.values() if isinstance(o, Tensor) and o.requires_grad]
     has = graded and _has_backward(graded, [args[leaf] for leaf in leaves])
     return served or everything, op.differentiable if has else ()
 
@@ -405,8 +407,8 @@ def _public(
             returned = function(**passed)
         except NotImplementedError as error:
             raise UnsupportedError(f"it says: {error or 'not implemented'}") from error
-        found = _by_number(returned, expected, passed, defaults)
-        return tuple(found.get(i) for i in served)
+        result = _by_number(returned, expected, passed, defaults)
+        return tuple(result.get(i) for i in served)
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
     made: Any = call
@@ -427,20 +429,20 @@ def _cut(proof: Proof, candidate: Candidate) -> Proof:
     served, dtype = candidate.served, candidate.output_dtype
 
     def formula(args: Args) -> tuple[Tensor, ...]:
-        found = proof.formula(args)
+        result = proof.formula(args)
         wide = any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in args.values())
-        return tuple(_recast(found[i], None if wide else dtype) for i in served)
+        return tuple(_recast(result[i], None if wide else dtype) for i in served)
 
     def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
         everything = proof.formula(args)
         given = dict(zip(served, cotangents, strict=False))
         filled = [given.get(i, torch.zeros_like(o)) for i, o in enumerate(everything)] if given else ()
-        found = proof.scale(args, everything, filled)
+        result = proof.scale(args, everything, filled)
         if dtype is None or torch.finfo(dtype).bits >= 32:
-            return found
+            return result
         # A result with an error of d may round to the other neighbour: at most 2 d farther from the truth.
         names = {proof.outputs[i] for i in served}
-        return {name: 2 * size if name in names else size for name, size in found.items()}
+        return {name: 2 * size if name in names else size for name, size in result.items()}
 
     def judged(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """An output that was not requested, or that only other calls have, becomes an empty tensor."""
@@ -460,20 +462,20 @@ def _cut(proof: Proof, candidate: Candidate) -> Proof:
 
 def _lacks(proof: Proof, candidate: Candidate) -> dict[str, str]:
     """Laws that do not apply to candidates, or not to this one."""
-    found = {
+    result = {
         "contract": "to refuse bad calls with isobit's own errors is a promise of isobit's functions",
         "compile": "the kernels behind a candidate are not known here",
     }
     if isinstance(candidate.whole, Composed):
-        found["traceable"] = (
+        result["traceable"] = (
             f"rows of what the caller gives {candidate.name} cannot be cut as this law cuts them"
         )
     if proof.shared is None:
-        found["agree"] = "nothing else shares its numerics class"
+        result["agree"] = "nothing else shares its numerics class"
     if proof.invariant is not None:
-        found["invariant"] = f"the law of bits of {candidate.name} looks into isobit's own schedule"
+        result["invariant"] = f"the law of bits of {candidate.name} looks into isobit's own schedule"
     if not candidate.differentiable and candidate.whole is not None and candidate.whole.differentiable:
-        found["gradient"] = "forward only: it has no backward"
-        if "agree" not in found:
-            found["agree"] = found["gradient"]
-    return found
+        result["gradient"] = "forward only: it has no backward"
+        if "agree" not in result:
+            result["agree"] = result["gradient"]
+    return result

@@ -44,7 +44,7 @@ REPLACED: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Makes interpreted kernels faster inside of this context. Does nothing where kernels are compiled."""
+    """Makes interpreted kernels faster inside this context. Does nothing where kernels are compiled."""
     if not triton_is_interpreted():
         yield
         return
@@ -114,26 +114,28 @@ def _language_patched_once(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _dtypes_looked_up(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     known: dict[str, Any] = {}
 
-    def found(ty: Any) -> Any:
+    def known_type(ty: Any) -> Any:
         scalar = ty.element_ty if isinstance(ty, tl.block_type) else ty
         name = "pointer" if isinstance(scalar, tl.pointer_type) else scalar.name
         if name not in known:
             known[name] = own(ty)
         return known[name]
 
-    return found
+    return known_type
 
 
 def _promotions_known(own: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[tuple[Any, ...], Any] = {}
 
-    def found(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+    def promoted(
+        self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool
+    ) -> Any:
         key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
         if key not in known:
             known[key] = own(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
         return known[key]
 
-    return found
+    return promoted
 
 
 # Shapes. What Triton's own function returns for a shape is cached, whatever it is.

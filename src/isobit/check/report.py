@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from isobit.check.largest_errors import worst_first
 from isobit.check.laws import LAWS
 from isobit.check.runner import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.stamp import stamp
-from isobit.check.worst import worst_first
 from isobit.frame.backend import NONE
 from isobit.frame.op import OPS
 
@@ -64,23 +64,23 @@ def to_json(
     return {**head, **totals(cells), **failed, **seen, "candidates": candidates}
 
 
-def verdict(found: dict[str, Any]) -> str:
+def verdict(report: dict[str, Any]) -> str:
     """The result of a report, in words."""
-    if found["fail"]:
-        wrong = "1 cell FAILS" if found["fail"] == 1 else f"{found['fail']} cells FAIL"
-        return f"{wrong}; {found['interrupted']}" if found.get("interrupted") else wrong
-    if found.get("interrupted"):
-        return str(found["interrupted"])
-    if found.get("nothing_ran"):
-        return str(found["nothing_ran"]).partition(":")[0]
-    return "all laws hold" if found["passed"] else "nothing was checked"
+    if report["fail"]:
+        wrong = "1 cell FAILS" if report["fail"] == 1 else f"{report['fail']} cells FAIL"
+        return f"{wrong}; {report['interrupted']}" if report.get("interrupted") else wrong
+    if report.get("interrupted"):
+        return str(report["interrupted"])
+    if report.get("nothing_ran"):
+        return str(report["nothing_ran"]).partition(":")[0]
+    return "all laws hold" if report["passed"] else "nothing was checked"
 
 
 def _case(cell: Cell) -> dict[str, Any]:
     """A cell as a dictionary, with its inputs and the figures of its comparisons."""
-    found = asdict(cell)
-    inputs = found.pop("inputs")
-    return {**found, **inputs}
+    result = asdict(cell)
+    inputs = result.pop("inputs")
+    return {**result, **inputs}
 
 
 def totals(cells: list[Cell]) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def matrix(cells: list[Cell]) -> dict[tuple[str, str, str], str]:
     """(op, backend, law) -> FAIL if a case failed, else ok if one is, else UNSUPPORTED: tests compare this
     with the expected matrix."""
     order = [UNSUPPORTED, OK, FAIL]
-    found: dict[tuple[str, str, str], str] = {}
+    result: dict[tuple[str, str, str], str] = {}
     for c in cells:
         key = (c.op, c.backend, c.law)
-        found[key] = max(found.get(key, UNSUPPORTED), c.status, key=order.index)
-    return found
+        result[key] = max(result.get(key, UNSUPPORTED), c.status, key=order.index)
+    return result
 
 
 # For people
@@ -137,12 +137,12 @@ def table(cells: list[Cell], columns: int = COLUMNS) -> str:
         for op, backend in dict.fromkeys((c.op, c.backend) for c in cells)
     }
     rows = [["op", "backend", *laws]]
-    rows += [[op, backend, *map(_in_words, found)] for (op, backend), found in counts.items()]
+    rows += [[op, backend, *map(_in_words, counted)] for (op, backend), counted in counts.items()]
     text = _aligned(rows)
     if max(map(len, text.splitlines())) <= columns:
         return text
     rows, lines = [["", *(law[:4] for law in laws)]], []
-    rows += [[f"  {backend}", *map(_in_short, found)] for (_, backend), found in counts.items()]
+    rows += [[f"  {backend}", *map(_in_short, counted)] for (_, backend), counted in counts.items()]
     head, *aligned = _aligned(rows).splitlines()
     for (op, _), line in zip(counts, aligned, strict=True):
         lines += [*([op] if op not in lines else []), line]
@@ -217,7 +217,7 @@ _LACKS = "it does not take "
 
 
 def _reason(cell: Cell) -> str:
-    """Without the call that it begins with, which is printed beside it."""
+    """Without the call that it begins with, which is printed next to it."""
     return cell.reason.removeprefix(f"{cell.op}(backend={cell.backend!r}): ")
 
 

@@ -62,15 +62,15 @@ class Rows:
 
     def spread(self, outputs: Sequence[Tensor], index: Tensor, total: int, fill: float = 0.0) -> list[Tensor]:
         """Rows of outputs at other places among `total` rows, with `fill` elsewhere."""
-        found = []
+        result = []
         for o, axis in zip(outputs, self.outputs, strict=True):
             if axis is None:
-                found.append(o)
+                result.append(o)
                 continue
             shape = list(o.shape)
             shape[axis] = total
-            found.append(o.new_full(shape, fill).index_copy(o.ndim + axis, index, o))
-        return found
+            result.append(o.new_full(shape, fill).index_copy(o.ndim + axis, index, o))
+        return result
 
 
 def rows_of(op: Op) -> Rows:

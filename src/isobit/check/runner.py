@@ -24,7 +24,7 @@ from isobit.check.request import (
     ops_of,
     small_args,
 )
-from isobit.check.state import compiled_anew, in_words, kept
+from isobit.check.torch_state import compiled_anew, in_words, preserved
 from isobit.frame.backend import UnsupportedError
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import arch_key, triton_is_interpreted
@@ -53,7 +53,7 @@ def run(
     jobs = [job for pair in pairs for job in _elsewhere(*pair, request)]
     elsewhere = workers.start(jobs)
     try:
-        with quick_interpreter(), workers.beside(jobs):
+        with quick_interpreter(), workers.cores_left_to(jobs):
             for op, backend in pairs:
                 for cell in _cells_here(op, backend, request):
                     done(cell)
@@ -141,9 +141,9 @@ def quick_check(
 
 def default_backend(op: Op, device: torch.device) -> str:
     """The backend that serves a plain call on this device."""
-    found = op.explain(**small_args(op, device)).backend
-    assert found is not None
-    return found
+    backend = op.explain(**small_args(op, device)).backend
+    assert backend is not None
+    return backend
 
 
 def observations(request: Request) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()
     if isinstance(op, Candidate):
-        with kept() as changed, compiled_anew():
+        with preserved() as changed, compiled_anew():
             error = _judge(cell, trial)
         cell.reason += "" if error is None or isinstance(error, NeverEnds) else _hint(error, op, trial)
         _blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
@@ -284,8 +284,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
 
 
 def _judge(cell: Cell, trial: Trial) -> BaseException | None:
-    """Run the law of a cell, and enter what it finds. Returns an error that was raised, if it is more than
-    what a law finds."""
+    """Run a cell's law and store its verdict. Returns an unexpected exception, None otherwise."""
     try:
         _fits(trial.op, trial.case, trial.device)
         checks = LAWS[cell.law].run(trial)
@@ -320,10 +319,10 @@ def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:
 
 def _blame_for(cell: Cell, changed: list[str]) -> None:
     """A candidate that changes PyTorch's state changes what its caller computes afterwards, and here what it
-    was compared with: whatever else was found, this comes first."""
+    was compared with: whatever else is wrong, this comes first."""
     if changed:
-        found = [in_words(changed), *([cell.reason] if cell.reason else [])]
-        cell.status, cell.reason = FAIL, "; then: ".join(found)
+        reasons = [in_words(changed), *([cell.reason] if cell.reason else [])]
+        cell.status, cell.reason = FAIL, "; then: ".join(reasons)
 
 
 def _fits(op: Op, case: Case, device: torch.device) -> None:

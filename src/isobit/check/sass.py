@@ -28,7 +28,7 @@ _PREDICATE = re.compile(r"!?UP\d")
 #: On Hopper.
 _ALL = frozenset(range(64))
 
-#: Instructions that write a uniform register, beside those whose names begin with U.
+#: Instructions that write a uniform register, besides those whose names begin with U.
 _WRITERS = {"R2UR", "S2UR", "VOTEU", "ELECT", "REDUX", "CREDUX", "LDCU"}
 
 _BRANCHES = {"BRA", "BRX", "BRXU", "JMX", "EXIT", "RET"}
@@ -63,11 +63,11 @@ class Instruction:
         if not (name.startswith("U") or name in _WRITERS) or name.endswith(("SETP", "PLOP3")):
             return set()
         operands = (o.strip() for o in self.operands.split(","))
-        found = re.fullmatch(r"UR(\d+)", next((o for o in operands if not re.fullmatch(r"U?PT?\d*", o)), ""))
-        if found is None:
+        match = re.fullmatch(r"UR(\d+)", next((o for o in operands if not re.fullmatch(r"U?PT?\d*", o)), ""))
+        if match is None:
             return set()
         count = 4 if "128" in self.parts else 2 if {"64", "WIDE"} & set(self.parts) else 1
-        return set(range(int(found[1]), int(found[1]) + count))
+        return set(range(int(match[1]), int(match[1]) + count))
 
     @cached_property
     def read(self) -> Set[int]:
@@ -76,11 +76,11 @@ class Instruction:
         operands = self.operands
         if 0 < len(self.written) < len(_ALL):
             operands = operands[_REGISTER.search(operands).end() :]  # type: ignore[union-attr]
-        found = {int(r) for r in _REGISTER.findall(_MATRIX.sub("", operands))}
+        result = {int(r) for r in _REGISTER.findall(_MATRIX.sub("", operands))}
         for first in map(int, _MATRIX.findall(operands)):
             both = re.match(r"R\d+, gdesc", operands) is not None
-            found |= set(range(first if both else first + 2, first + 4))
-        return found
+            result |= set(range(first if both else first + 2, first + 4))
+        return result
 
     @cached_property
     def decided(self) -> Set[str]:
@@ -118,11 +118,11 @@ def disassembled(cubin: bytes) -> str:
 def _functions(code: str) -> Iterator[tuple[str, list[str]]]:
     name, lines = "", list[str]()
     for line in code.splitlines():
-        found = _FUNCTION.match(line)
-        if found is not None:
+        match = _FUNCTION.match(line)
+        if match is not None:
             if name:
                 yield name, lines
-            name, lines = found[1], []
+            name, lines = match[1], []
         lines.append(line)
     if name:
         yield name, lines
@@ -133,11 +133,11 @@ def _blocks(lines: list[str]) -> dict[str, list[Instruction]]:
     here: list[Instruction] = []
     blocks = {"": here}
     for line in lines:
-        label, found = _LABEL.match(line), _INSTRUCTION.search(line)
+        label, instruction = _LABEL.match(line), _INSTRUCTION.search(line)
         if label is not None:
             here = blocks[label[1]] = []
-        elif found is not None:
-            here.append(Instruction(found[1], found[2] or ALWAYS, found[3], found[4]))
+        elif instruction is not None:
+            here.append(Instruction(instruction[1], instruction[2] or ALWAYS, instruction[3], instruction[4]))
             if here[-1].parts[0] in _BRANCHES:
                 here = blocks[str(len(blocks))] = []
     return blocks
@@ -145,19 +145,19 @@ def _blocks(lines: list[str]) -> dict[str, list[Instruction]]:
 
 def _successors(blocks: dict[str, list[Instruction]]) -> dict[str, list[tuple[str, str]]]:
     """The blocks that follow each one, with the predicate that holds there because of the branch."""
-    found, names = {}, list(blocks)
+    result, names = {}, list(blocks)
     for i, name in enumerate(names):
         below = names[i + 1 : i + 2]
         last = blocks[name][-1] if blocks[name] else None
         if last is None or last.parts[0] not in _BRANCHES:
-            found[name] = [(after, ALWAYS) for after in below]
+            result[name] = [(after, ALWAYS) for after in below]
             continue
         uniform = _PREDICATE.search(last.operands)
         taken = last.predicate or (uniform[0] if uniform else ALWAYS)
         there = [(target, taken) for target in _TARGET.findall(last.operands) if target in blocks]
         goes_on = taken or ".DIV" in last.name
-        found[name] = there + ([(after, _opposite(taken)) for after in below] if goes_on else [])
-    return found
+        result[name] = there + ([(after, _opposite(taken)) for after in below] if goes_on else [])
+    return result
 
 
 def _opposite(predicate: str) -> str:
@@ -181,16 +181,16 @@ def _unset(blocks: dict[str, list[Instruction]]) -> dict[int, Instruction]:
             if after not in known or before != known[after]:
                 known[after] = before
                 waiting.append(after)
-    found: dict[int, Instruction] = {}
+    result: dict[int, Instruction] = {}
     for name, before in known.items():
         facts = set(before)
         for each in blocks[name]:
             enough = ALWAYS if each.parts[0].endswith("GMMA") else SOMETIMES
             for register in each.read:
                 if not {(register, enough), (register, each.predicate)} & facts:
-                    found.setdefault(register, each)
+                    result.setdefault(register, each)
             _step(facts, each)
-    return found
+    return result
 
 
 def _with_weaker(facts: set[Fact]) -> set[Fact]:

@@ -10,7 +10,7 @@ another one is started for the next. So it is if calls never end: their worker e
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Queue
@@ -21,11 +21,11 @@ import torch
 from isobit.check import process
 from isobit.check.cell import FAIL, Cell
 from isobit.check.request import Request, cases_of
-from isobit.check.share import Share
+from isobit.check.work_queue import WorkQueue
 from isobit.frame.op import known_op
 
-#: Number of workers on a CPU, beside this process; and the maximum on a GPU, where each takes half a gigabyte
-#: before it starts.
+#: Number of workers on a CPU, in addition to this process; and the maximum on a GPU, where each takes half a
+#: gigabyte before it starts.
 WORKERS, ON_A_GPU = 2, 12
 
 #: Gigabytes of GPU memory that a case may take: a heavy one that declares no number, and a small one.
@@ -82,13 +82,13 @@ def start(requests: list[Request]) -> Cells:
     """Start working on the requests, each for one op, backend and law."""
     workers = [_Worker() for _ in range(how_many(requests))]
     cells = Cells(workers)
-    share = Share(
+    queue = WorkQueue(
         requests, _gigabytes, max(map(_memory, {request.device for request in requests}), default=0)
     )
 
     def work(worker: _Worker) -> None:
         try:
-            while not worker.stopped and (taken := share.take()):
+            while not worker.stopped and (taken := queue.take()):
                 request, memory = taken
                 try:
                     for cell in worker.answer(request):
@@ -96,7 +96,7 @@ def start(requests: list[Request]) -> Cells:
                 except Exception as error:  # the others are still to be answered
                     cells.put(_broken(request, f"{type(error).__name__}: {error}"))
                 finally:
-                    share.give_back(memory)
+                    queue.give_back(memory)
         finally:
             worker.end()
 
@@ -130,8 +130,8 @@ def _gigabytes(request: Request) -> int:
 
 
 @contextmanager
-def beside(requests: list[Request]) -> Iterator[None]:
-    """Inside of this context PyTorch leaves a core to every worker: threads of one operation wait for each
+def cores_left_to(requests: list[Request]) -> Iterator[None]:
+    """Inside this context PyTorch leaves a core to every worker: threads of one operation wait for each
     other by spinning, which keeps cores busy. On two cores they took twice the time of one."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, before - how_many(requests)))
@@ -200,20 +200,4 @@ def _started(interpreted: bool) -> "subprocess.Popen[str]":
     # matrices are small: threads for them would only take a core from the other worker.
     env = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1",
            "PYTHONWARNINGS": "ignore::RuntimeWarning"}  # fmt: skip
-    return process.started("isobit.check.workers", env if interpreted else None, apart=True)
-
-
-def _answer(request: Request, say: Callable[[str], None]) -> None:
-    """In the worker."""
-    from isobit.check.runner import Stuck, run  # which imports this file
-
-    try:
-        run(request, lambda cell: say(json.dumps(vars(cell))), True)
-    except Stuck:
-        os._exit(STUCK)
-    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    process.serve(_answer)
+    return process.started("isobit.check.worker_main", env if interpreted else None, apart=True)

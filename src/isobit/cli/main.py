@@ -17,16 +17,17 @@ except ModuleNotFoundError as missing:
 
 import isobit
 from isobit.bench.suites import suite_names
+from isobit.check.candidate_by_name import load_candidate
 from isobit.check.effects import check_effects
-from isobit.check.files import check_writable, write
+from isobit.check.files import check_file, check_writable, write
 from isobit.check.laws import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
-from isobit.check.named import load_candidate
 from isobit.check.request import Request
 from isobit.check.stamp import results_folder
 from isobit.cli.arguments import DATA_HELP, data_of, device_of, dims_of, dtypes_of, known, laws_of
 from isobit.cli.bench import Bench
 from isobit.cli.check import Files, by_folder, check_and_report
+from isobit.cli.html import page
 from isobit.cli.html.show import show_saved
 from isobit.cli.info import info_lines
 from isobit.demo.run import run_demo

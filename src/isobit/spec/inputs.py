@@ -87,21 +87,21 @@ def laid_out_some(args: Args, names: Iterable[str], layout: str) -> Args:
 
 def rows_of_nan(like: Tensor, rows: int) -> Tensor:
     """Rows of NaN and rows of infinities, alternating, like rows of a [*, rows, K] tensor."""
-    found = like.new_full((*like.shape[:-2], rows, like.shape[-1]), NAN)
-    found[..., 1::3, :] = INF
-    found[..., 2::3, :] = -INF
-    return found
+    result = like.new_full((*like.shape[:-2], rows, like.shape[-1]), NAN)
+    result[..., 1::3, :] = INF
+    result[..., 2::3, :] = -INF
+    return result
 
 
 def token_padding(args: Args, rows: int, ignore_index: int) -> Args:
     """For ops that pick tokens, the arguments by rows: ids that do not count, and values that must not be
     read."""
     mask, temperature = args["mask"], args["temperature"]
-    found = {"token_ids": args["token_ids"].new_full((rows,), ignore_index)}
-    found["mask"] = None if mask is None else mask.new_zeros(rows)
+    result = {"token_ids": args["token_ids"].new_full((rows,), ignore_index)}
+    result["mask"] = None if mask is None else mask.new_zeros(rows)
     if isinstance(temperature, Tensor):
-        found["temperature"] = temperature.new_full((rows,), NAN)
-    return found
+        result["temperature"] = temperature.new_full((rows,), NAN)
+    return result
 
 
 #: The option `mask` of a case without a mask, in which some rows are ignored by their id. A function may take
@@ -110,8 +110,8 @@ BY_IDS = "ids"
 
 
 def mask_of(wanted: torch.dtype | float | str, N: int, ids: Tensor, ignore_index: int) -> Tensor | None:
-    """A mask of this dtype in which every fourth row does not count; some of the others are then ignored by
-    their id, in place. Or a random mask with this fraction of rows that count. Or no mask: every third row is
+    """A mask of this dtype in which every fourth row is masked; some of the others are then ignored by
+    their id, in place. Or a random mask with this fraction of live rows. Or no mask: every third row is
     ignored by its id."""
     index = torch.arange(N)
     if wanted == BY_IDS:
@@ -159,7 +159,7 @@ def in_other_dtype(t: Tensor) -> Tensor:
 
 
 def one_bad_id(args: Args, V: int) -> tuple[Args, int]:
-    """One row that counts gets a token id one past the end; also returns which row."""
+    """One live row gets a token id one past the end; also returns which row."""
     ids = args["token_ids"].clone()
     row = min(1, ids.numel() - 1)
     ids.view(-1)[row] = V

@@ -95,7 +95,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Stream:
-    """For an op that sums over its rows: the names of the arguments for which rows count, where sequences
+    """For an op that sums over its rows: the names of the arguments that mask rows, where sequences
     begin, and the initial value. Segments of `segment` rows are added one after another."""
 
     mask: str
@@ -106,12 +106,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Shared:
-    """Gradients of arguments that all rows share, in an op whose padding rows do not count: they are sums
-    over the rows that do."""
+    """Gradients of arguments that all rows share, in an op whose padding rows are masked: they are sums
+    over the live rows."""
 
-    #: The argument for which rows count.
+    #: The argument that masks rows.
     mask: str
-    #: (args) -> the rows that count.
+    #: (args) -> the live rows.
     live: Callable[[Args], Tensor]
     #: (args, rows) -> rows like those of `padding`, but excluded by the mask only.
     maskable: Callable[[Args, int], Args]
@@ -152,7 +152,7 @@ Sample = tuple[tuple[Any, ...], Tensor]
 
 @dataclass(frozen=True)
 class Proof:
-    """Everything that check and bench need to know about an op, beside its contract."""
+    """Everything that check and bench need to know about an op, in addition to its contract."""
 
     op: Op
     #: Class in tolerances.json.

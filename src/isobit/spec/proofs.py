@@ -14,11 +14,11 @@ from isobit.spec.proof import Proof
 @cache
 def proofs() -> dict[str, Proof]:
     """Proofs by the name of their op."""
-    package, found = import_module("isobit.ops"), dict[str, Proof]()
+    package, result = import_module("isobit.ops"), dict[str, Proof]()
     for folder in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
         for proof in import_module(f"{package.__name__}.{folder}.proof").PROOFS:
-            found[proof.op.name] = proof
-    return found
+            result[proof.op.name] = proof
+    return result
 
 
 def is_candidate(op: Op) -> bool:

@@ -20,7 +20,7 @@ import torch
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import FORMS, arch_named, is_arch
 
-#: The keys of a figure, beside the op class: direction and dtype.
+#: The keys of a figure, besides the op class: direction and dtype.
 DIRECTIONS, DTYPES = ("forward", "gradient"), ("bf16", "fp16", "fp32", "fp64")
 
 
@@ -36,9 +36,9 @@ class Tolerances:
         name = dtype_name(dtype)
         for table in (self.table, _own()):
             for classes in (table.get("arch", {}).get(arch, {}), table.get("classes", {})):
-                found = classes.get(op_class, {}).get(direction, {}).get(name)
-                if found is not None:
-                    return float(found)
+                result = classes.get(op_class, {}).get(direction, {}).get(name)
+                if result is not None:
+                    return float(result)
         return 1.0
 
     def has(self, op_class: str, direction: str, dtype: torch.dtype, arch: str) -> bool:
@@ -76,13 +76,13 @@ def read_tolerances(path: Path) -> Tolerances:
         raise ContractError(f"--tolerances {path}: cannot be read ({error})") from None
     known = list(_own()["classes"])
 
-    def check(found: Any, at: str, keys: tuple[str, ...] | list[str] | None) -> dict[str, Any]:
-        if not isinstance(found, dict):
-            raise ContractError(f"--tolerances {path}: {at} must be an object, not {found!r}")
-        for key in found:
+    def check(part: Any, at: str, keys: tuple[str, ...] | list[str] | None) -> dict[str, Any]:
+        if not isinstance(part, dict):
+            raise ContractError(f"--tolerances {path}: {at} must be an object, not {part!r}")
+        for key in part:
             if keys is not None and key not in keys and key != "about":
                 raise ContractError(f"--tolerances {path}: unknown {key!r} in {at}; known: {', '.join(keys)}")
-        return {key: value for key, value in found.items() if key != "about"}
+        return {key: value for key, value in part.items() if key != "about"}
 
     top = check(table, "the file", ("classes", "arch"))
     by_arch: dict[str, Any] = {}

@@ -73,13 +73,13 @@ class Trial:
 
     def controls(self, validate: bool | None = None, alone: bool = False) -> Args:
         """The controls of a call: which backend serves it, and that every optional output is requested."""
-        found: Args = {"validate": validate, "numerics": self.bound}
-        found["backend"] = self.backend if self.bound is None else None
+        result: Args = {"validate": validate, "numerics": self.bound}
+        result["backend"] = self.backend if self.bound is None else None
         assert self.op.function is not None
         known = inspect.signature(self.op.function).parameters
         switches = {p.name for p in self.op.contract.params if p.scalar is bool}
         flags = {str(spec.when) for spec in self.op.contract.outputs} & known.keys() & switches
-        return found | ({} if alone else dict.fromkeys(flags, True))
+        return result | ({} if alone else dict.fromkeys(flags, True))
 
     def call(self, args: Args, validate: bool | None = None, alone: bool = False) -> tuple[Tensor, ...]:
         """The public function with every output; or `alone`, as most callers use it, without optional
@@ -133,9 +133,9 @@ class Trial:
             raise LawBroken("outputs do not require grad though an input does")
         wanted = [mine[name] for name in names]
         several, given = with_gradient(outputs, self.cotangents(outputs))
-        found = torch.autograd.grad(several, wanted, given, allow_unused=True)
+        grads_of_these = torch.autograd.grad(several, wanted, given, allow_unused=True)
         grads = {}
-        for name, leaf, grad in zip(names, wanted, found, strict=True):
+        for name, leaf, grad in zip(names, wanted, grads_of_these, strict=True):
             if grad is None:
                 raise LawBroken(f"no gradient for {name}")
             if grad.shape != leaf.shape or grad.dtype != leaf.dtype:
@@ -152,14 +152,14 @@ class Trial:
             return list(self.given)
         where = self.device if self.case.heavy else torch.device("cpu")
         gen = torch.Generator(where).manual_seed(self.grad_seed)
-        found = []
+        result = []
         for o in outputs:
             g = torch.ones(o.shape, dtype=o.dtype, device=where)
             if self.grad_mode != "ones":
                 drawn = o.dtype if where.type != "cpu" and o.is_floating_point() else torch.float32
                 g = torch.empty(o.shape, dtype=drawn, device=where).normal_(generator=gen)
-            found.append(g.to(o.device, o.dtype))
-        return found
+            result.append(g.to(o.device, o.dtype))
+        return result
 
     def control(self, what: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> OutputCheck:
         """A change that must alter bits, or equal bits elsewhere would prove nothing."""
@@ -213,7 +213,7 @@ class Trial:
 def with_gradient(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs that have a gradient, and their cotangents. Other outputs (statistics beside a loss) have
+    """Outputs that have a gradient, and their cotangents. Other outputs (statistics next to a loss) have
     none."""
     pairs = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if o.requires_grad]
     return [o for o, _ in pairs], [g for _, g in pairs]

@@ -25,8 +25,8 @@ class Law:
 
 def small_case(proof: Proof) -> Case:
     """The first declared case that is not degenerate, without options."""
-    found = next(c for c in proof.cases if c.dims and min(c.dims.values()) > 1)
-    return replace(found, options={}, layout="dense")
+    result = next(c for c in proof.cases if c.dims and min(c.dims.values()) > 1)
+    return replace(result, options={}, layout="dense")
 
 
 def _gradient_cases(proof: Proof) -> Sequence[Case]:

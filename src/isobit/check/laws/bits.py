@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isobit.check.laws.shared import shared_gradients
 from isobit.check.laws.stream import sums_over_rows
+from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import Rows, rows_of
-from isobit.check.units import units_of
 from isobit.frame.backend import NONE, UnsupportedError
 from isobit.spec.compare import OutputCheck, differing, same_bits, same_values
 from isobit.spec.proof import Args, Control, Sample
@@ -91,8 +91,8 @@ def _apart(trial: Trial, runs: Sequence[Run]) -> None:
     comparing the two would compare a tensor with itself."""
     outputs = [(name, [run[0][i] for run in runs]) for i, name in enumerate(trial.proof.outputs)]
     gradients = [(f"gradient of {name}", [run[1][name] for run in runs]) for name in runs[0][1]]
-    for name, found in outputs + gradients:
-        places = [t.untyped_storage().data_ptr() for t in found if t.numel()]
+    for name, tensors in outputs + gradients:
+        places = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
         if len(set(places)) < len(places):
             raise LawBroken(
                 f"{name} of two calls is the same memory: the later call overwrites what the earlier returned"
@@ -101,7 +101,8 @@ def _apart(trial: Trial, runs: Sequence[Run]) -> None:
 
 def _of_these_contents(trial: Trial, args: Args) -> None:
     """Called again with the same tensors after something else was written into them, it must not give what
-    it gave before: results or addresses may have been kept. Whether results differ says the formula."""
+    it gave before: results or addresses may have been kept. The formula decides whether the
+    results should differ."""
     other = replace(trial, inputs=replace(trial.inputs, seed=trial.inputs.seed + 1)).args()
     if trial.case.heavy or trial.case.gpu_gb or not _alike(args, other) or trial.refusal(other) is not None:
         return
@@ -181,8 +182,8 @@ def poisoned_memory() -> Iterator[None]:
 def invariant(trial: Trial) -> list[OutputCheck]:
     """Bits do not depend on the batch. Laws F and V: a row's bits do not depend on the other rows, their
     number or order, padding, chunking, strides, alignment, or on which other outputs are requested; if rows
-    act in groups, not on other groups. Rows that do not count return what the formula says, with a gradient
-    of 0. Law W: the bits of a sum over rows do not depend on rows that do not count, on layout, or on how the
+    act in groups, not on other groups. Masked rows return what the formula says, with a gradient
+    of 0. Law W: the bits of a sum over rows do not depend on masked rows, on layout, or on how the
     rows are split into two calls. Controls: another order of a sum changes bits."""
     _promises_bits(trial)
     if trial.case.data == "constant":
@@ -207,8 +208,8 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     whole = trial.backward(args)
     cotangents = trial.cotangents(whole[0])
     checks: list[OutputCheck] = []
-    units = units_of(proof, args, rows.count(args), trial.device)
-    N, unit = units.count, "rows" if units.groups is None else "groups"
+    groups = row_groups_of(proof, args, rows.count(args), trial.device)
+    N, unit = groups.count, "rows" if groups.groups is None else "groups"
     #: Outputs that are sums over the batch, and so depend on it.
     sums = [i for i, axis in enumerate(rows.outputs) if axis is None]
     #: Whether padding rows are excluded; otherwise they are rows of NaN like any other.
@@ -235,8 +236,8 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
 
     def alone(what: str, index: Tensor) -> None:
         """Some units in a batch of their own."""
-        chosen = units.rows(index)
-        compare(what, chosen, units.args_of(rows.select(args, chosen), index.tolist()))
+        chosen = groups.rows(index)
+        compare(what, chosen, groups.args_of(rows.select(args, chosen), index.tolist()))
 
     gen = torch.Generator().manual_seed(7)
     everyone = torch.arange(N, device=trial.device)
@@ -247,15 +248,15 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     for first, end in pairwise(cuts):
         if first < end and end - first < N:
             alone(f"chunk [{first}, {end})", everyone[first:end])
-    all_rows, pad = units.rows(everyone), units.sizes[0] if N else 1
+    all_rows, pad = groups.rows(everyone), groups.sizes[0] if N else 1
     extra = proof.padding(args, 3 * pad)
     around = rows.join(
         args | _head(rows, extra, 0, 2 * pad), args, args | _head(rows, extra, 2 * pad, 3 * pad)
     )
-    around = units.args_of(around, [0, 0, *range(N), 0])
-    if trial.refusal(around) is None:  # a candidate may not support rows that do not count
+    around = groups.args_of(around, [0, 0, *range(N), 0])
+    if trial.refusal(around) is None:  # a candidate may not support masked rows
         compare(f"padding {unit} full of NaN around", all_rows, around, take=all_rows + 2 * pad)
-    some = units.rows(everyone[:: 2 if N > 1 else 1])
+    some = groups.rows(everyone[:: 2 if N > 1 else 1])
     among = _replaced(rows, args, proof.padding(args, len(all_rows)), keep=some)
     if trial.refusal(among) is None:
         compare(f"padding {unit} full of NaN in place of every other one", some, among, take=some)
@@ -290,13 +291,13 @@ def _others(taken: Tensor, total: int) -> Tensor:
     return left.nonzero()[:, 0]
 
 
-def _as_excluded(what: str, trial: Trial, rows: Rows, one: Args, found: Run) -> list[OutputCheck]:
+def _as_excluded(what: str, trial: Trial, rows: Rows, one: Args, padded: Run) -> list[OutputCheck]:
     """What padding rows return: the values that the formula has for one of them, and a gradient of 0."""
-    by_rows = [i for i, axis in enumerate(rows.outputs) if axis is not None and found[0][i].numel()]
+    by_rows = [i for i, axis in enumerate(rows.outputs) if axis is not None and padded[0][i].numel()]
     truth = trial.proof.formula(one) if by_rows else ()
     names = trial.proof.outputs
-    pairs = [(f"{i}:{names[i]}", found[0][i], truth[i].expand_as(found[0][i])) for i in by_rows]
-    pairs += [(f"gradient:{name}", g, g.new_zeros(()).expand_as(g)) for name, g in found[1].items()]
+    pairs = [(f"{i}:{names[i]}", padded[0][i], truth[i].expand_as(padded[0][i])) for i in by_rows]
+    pairs += [(f"gradient:{name}", g, g.new_zeros(()).expand_as(g)) for name, g in padded[1].items()]
     return [same_values(name, ours, other, f"{what}: what these return") for name, ours, other in pairs]
 
 
@@ -332,8 +333,8 @@ def agree(trial: Trial) -> list[OutputCheck]:
     if proof.exact is not None:
         cotangents = trial.cotangents(ours[0]) if ours[1] else []
         for name, (where, expected) in _model_bits(trial, args, cotangents).items():
-            found = named[name][where].cpu()
-            checks.append(same_bits(name, found, expected, f"{trial.numerics} by its model"))
+            sample = named[name][where].cpu()
+            checks.append(same_bits(name, sample, expected, f"{trial.numerics} by its model"))
         checks.append(_model_control(trial, args, named))
     for other in others:
         theirs = replace(trial, backend=other).backward(args)
@@ -361,7 +362,7 @@ def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> Output
 
 def _same_class(trial: Trial, args: Args) -> list[str]:
     """Other backends of the same class that can serve this call."""
-    found = []
+    result = []
     for other in trial.op.backends:
         same = other.numerics_on(trial.device) == trial.numerics and other.name != trial.backend
         if not same or (trial.case.heavy and other.name in trial.proof.slow):
@@ -370,5 +371,5 @@ def _same_class(trial: Trial, args: Args) -> list[str]:
             trial.op.explain(**args, backend=other.name)
         except UnsupportedError:
             continue
-        found.append(other.name)
-    return found
+        result.append(other.name)
+    return result

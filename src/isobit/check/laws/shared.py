@@ -1,6 +1,6 @@
 """Law W for gradients of arguments that all rows share, such as a weight: these are sums over rows.
 
-They depend only on the stream of rows that count: not on other rows, wherever they are, and not on the
+They depend only on the stream of live rows: not on other rows, wherever they are, and not on the
 schedule. Gradients of rows do not depend on which other gradients are computed.
 """
 
@@ -29,12 +29,12 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
     everyone = torch.arange(N, device=trial.device)
 
     def gradients(changed: Args, given: Sequence[Tensor]) -> list[Tensor]:
-        found = replace(trial, given=tuple(given)).backward(changed)[1]
-        return [found[name] for name in names]
+        result = replace(trial, given=tuple(given)).backward(changed)[1]
+        return [result[name] for name in names]
 
     def same(what: str, changed: Args, given: Sequence[Tensor]) -> list[OutputCheck]:
-        found = gradients(changed, given)
-        return [same_bits(f"gradient:{n}", g, whole[n], what) for n, g in zip(names, found, strict=True)]
+        result = gradients(changed, given)
+        return [same_bits(f"gradient:{n}", g, whole[n], what) for n, g in zip(names, result, strict=True)]
 
     checks = []
     for where, at, total in _places(N, trial.device):
@@ -49,7 +49,7 @@ def shared_gradients(trial: Trial) -> list[OutputCheck]:
     if args[shared.mask] is not None:
         index = everyone[shared.live(args)]
         packed = rows.select(args, index) | {shared.mask: None}
-        checks += same("packed: rows that do not count taken out", packed, rows.of_outputs(cotangents, index))
+        checks += same("packed: masked rows taken out", packed, rows.of_outputs(cotangents, index))
     schedules = {what: args | changes for what, changes in shared.schedules(args).items()}
     for what, changed_args in schedules.items():
         if trial.refusal(changed_args) is not None:  # a candidate may not take schedule arguments

@@ -1,7 +1,7 @@
 """Law W: the bits of a sum over rows.
 
-The rows that count, in their order, are a stream. The stream alone determines the bits: not the positions of
-its rows among rows that do not count, not the layout of the batch, and not whether the sum was computed in
+The live rows, in their order, are a stream. The stream alone determines the bits: not the positions of
+its rows among masked rows, not the layout of the batch, and not whether the sum was computed in
 one call or in several, where the result of one call is the initial value of the next. Calls may be split
 between sequences if the op takes their bounds, and elsewhere after whole segments of the stream.
 
@@ -51,7 +51,7 @@ class _Law:
 
     @cached_property
     def counting(self) -> Tensor:
-        """The rows that count, by number."""
+        """The live rows, by number."""
         return self.live.nonzero()[:, 0]
 
     @cached_property
@@ -60,7 +60,7 @@ class _Law:
         cuts = self.args[self.stream.cuts]
         return None if cuts is None else cuts.tolist()
 
-    # W1: rows that do not count
+    # W1: masked rows
 
     def masked_rows(self) -> list[OutputCheck]:
         gen = torch.Generator().manual_seed(11)
@@ -76,7 +76,7 @@ class _Law:
         return checks
 
     def packed(self) -> list[OutputCheck]:
-        """Without the rows that do not count; and as a rectangle of padded sequences."""
+        """Without the masked rows; and as a rectangle of padded sequences."""
         checks = []
         if len(self.counting) < self.total:
             before = torch.cat([torch.zeros(1, dtype=torch.int64), self.live.cumsum(0)])
@@ -110,7 +110,7 @@ class _Law:
 
     def cuts(self) -> list[OutputCheck]:
         places = self._between_sequences() if self.bounds is not None else self._after_segments()
-        what = f"after {self.stream.segment} rows that count" if self.bounds is None else "between sequences"
+        what = f"after {self.stream.segment} live rows" if self.bounds is None else "between sequences"
         checks = []
         for place in places[:3]:
             checks += self._compared(f"cut at row {place}, {what}", self._in_calls([place]))
@@ -128,21 +128,21 @@ class _Law:
         return [self._after(n) for n in range(step, len(self.counting), step)]
 
     def _after(self, count: int) -> int:
-        """The row after the first `count` rows that count; with fewer of those, after the last."""
+        """The row after the first `count` live rows; with fewer of those, after the last."""
         return int(self.counting[min(count, len(self.counting)) - 1]) + 1 if len(self.counting) else 0
 
     def _in_calls(self, places: list[int]) -> tuple[Tensor, ...]:
         """The sum in several calls, each starting from the result of the one before."""
-        start, found = self.args[self.stream.start], self.whole
+        start, result = self.args[self.stream.start], self.whole
         edges = [0, *places, self.total]
         for first, end in pairwise(edges):
             part = self.rows.select(self.args, self._there(torch.arange(first, end)))
             if self.bounds is not None:
                 inside = [b - first for b in self.bounds if first < b < end]
                 part = self._with(part, part[self.stream.mask], [0, *inside, end - first])
-            found = self.trial.forward(part | {self.stream.start: start})
-            start = found[0]
-        return found
+            result = self.trial.forward(part | {self.stream.start: start})
+            start = result[0]
+        return result
 
     # Controls
 
@@ -152,15 +152,15 @@ class _Law:
         enough = len(self.counting) > segment + half
         odd = self._after(segment + half) if enough and self.bounds is None else self._after(half)
         zeros = self._among(torch.arange(self.total) + half, self.total + half, self._zeros, counts=True)
-        found = {
+        result = {
             f"a cut after a multiple of {half} rows": self._in_calls([odd]),
             f"{half} rows of zeros in front": self.trial.forward(zeros),
         }
         if self.bounds is None:
             groups = torch.arange(self.total).split(GROUP)
             reversed_groups = self.rows.select(self.args, self._there(torch.cat(groups[::-1])))
-            found[f"groups of {GROUP} rows in another order"] = self.trial.forward(reversed_groups)
-        return [self.trial.control(what, self.whole, outputs) for what, outputs in found.items()]
+            result[f"groups of {GROUP} rows in another order"] = self.trial.forward(reversed_groups)
+        return [self.trial.control(what, self.whole, outputs) for what, outputs in result.items()]
 
     # Moving rows
 
@@ -182,12 +182,12 @@ class _Law:
         return self.trial.proof.padding(self.args, n)
 
     def _zeros(self, n: int) -> Args:
-        found = {}
+        result = {}
         for name in self.rows.present(self.args):
             shape = list(self.args[name].shape)
             shape[self.rows.args[name]] = n
-            found[name] = self.args[name].new_zeros(shape)
-        return found
+            result[name] = self.args[name].new_zeros(shape)
+        return result
 
     def _with(self, args: Args, mask: Tensor | None, bounds: list[int] | None) -> Args:
         given, own = self.args[self.stream.mask], self.args[self.stream.cuts]

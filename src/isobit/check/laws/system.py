@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from isobit.check.candidate import Candidate
+from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import rows_of
 from isobit.check.sass import FAULTY_TARGET, disassembled, faulty, unset_registers
-from isobit.check.units import units_of
 from isobit.frame.composed import Composed
 from isobit.frame.contract import ContractError, Param
 from isobit.frame.device import triton_is_interpreted
@@ -28,7 +28,7 @@ from isobit.spec.trial import LawBroken, Trial, Unsupported, cloned, with_gradie
 
 def contract(trial: Trial) -> list[OutputCheck]:
     """Bad calls raise ContractError with the op and the argument, before any launch. A bad value in a row
-    that counts is reported where values may be read, and makes only that row NaN where they may not."""
+    that is live is reported where values may be read, and makes only that row NaN where they may not."""
     args = trial.args()
     if trial.forward(args)[0].numel() == 0:
         raise Unsupported("no rows: most bad calls need one to be bad")
@@ -40,17 +40,17 @@ def contract(trial: Trial) -> list[OutputCheck]:
 
 def _derived_mutants(trial: Trial, args: Args) -> list[Mutant]:
     """What can be wrong with each argument, derived from the contract."""
-    found: list[Mutant] = []
+    result: list[Mutant] = []
     bound: set[str] = set()  # dimensions that have a size from earlier arguments
     for p in (p for p in trial.op.contract.params if p.name in args):
         if p.scalar is not None:
-            found.append(
+            result.append(
                 Mutant(f"{p.name} of another type", p.name, partial(_replaced, name=p.name, value="text"))
             )
         if p.spec is not None and isinstance(args[p.name], Tensor):
-            found += _tensor_mutants(p, args[p.name], bound)
+            result += _tensor_mutants(p, args[p.name], bound)
             bound |= set(p.spec.dims)
-    return found
+    return result
 
 
 def _replaced(args: Args, name: str, value: Any) -> Args:
@@ -62,13 +62,13 @@ def _tensor_mutants(p: Param, given: Tensor, bound: set[str]) -> list[Mutant]:
         return Mutant(f"{p.name} {what}", p.name, lambda a: a | {p.name: f(a[p.name])})
 
     assert p.spec is not None
-    found = [
+    result = [
         change("as a list", lambda t: t.tolist()),
         change("complex", lambda t: torch.zeros(t.shape, dtype=torch.complex64, device=t.device)),
     ]
     if bound:  # the first argument fixes the device
-        found.append(change("on another device", lambda t: t.to("meta")))
-        found.append(change("with one dimension more", lambda t: t[..., None]))
+        result.append(change("on another device", lambda t: t.to("meta")))
+        result.append(change("with one dimension more", lambda t: t[..., None]))
     for i, dim in enumerate(p.spec.dims):
         if dim in bound and given.ndim:
             axis = 0 if dim == "*" else i - len(p.spec.dims)
@@ -76,12 +76,12 @@ def _tensor_mutants(p: Param, given: Tensor, bound: set[str]) -> list[Mutant]:
             less = torch.arange(1, given.shape[axis], device=given.device)
             what = "row" if dim == "*" else dim
             if dim != "*" or given.ndim >= len(p.spec.dims):
-                found.append(change(f"one {what} short", partial(_selected, axis=axis, index=less)))
+                result.append(change(f"one {what} short", partial(_selected, axis=axis, index=less)))
     if any(dim != "*" for dim in p.spec.dims):
-        found.append(change("without dimensions", lambda t: t.reshape(-1)[0]))
+        result.append(change("without dimensions", lambda t: t.reshape(-1)[0]))
     if p.spec.contiguous_last:
-        found.append(change("with strided columns", lambda t: torch.stack([t, t], -1)[..., 0]))
-    return found
+        result.append(change("with strided columns", lambda t: torch.stack([t, t], -1)[..., 0]))
+    return result
 
 
 def _selected(t: Tensor, axis: int, index: Tensor) -> Tensor:
@@ -134,16 +134,16 @@ def _bad_values(trial: Trial, args: Args) -> list[OutputCheck]:
     by_rows = rows_of(trial.op).args  # a gradient that all rows share has no row that could be NaN
     pairs += [(f"gradient:{n}", good_grad[n], bad_grad[n]) for n in good_grad if n in by_rows]
     rank = good_out[0].ndim  # leading dimensions
-    for name, good, found in pairs:
-        good, found = (x.flatten(0, rank - 1) if rank else x[None] for x in (good, found))
-        if not bool(found[row].isnan().all()):
+    for name, good, ours in pairs:
+        good, ours = (x.flatten(0, rank - 1) if rank else x[None] for x in (good, ours))
+        if not bool(ours[row].isnan().all()):
             checks.append(
                 failure(
-                    name, f"bad value in row {row}: result is not NaN but {found[row].flatten()[:3].tolist()}"
+                    name, f"bad value in row {row}: result is not NaN but {ours[row].flatten()[:3].tolist()}"
                 )
             )
         keep = torch.arange(len(good), device=good.device) != row
-        checks.append(same_bits(name, found[keep], good[keep], "rows beside one with a bad value"))
+        checks.append(same_bits(name, ours[keep], good[keep], "rows next to one with a bad value"))
     return checks
 
 
@@ -215,16 +215,16 @@ def _compiles(trial: Trial) -> list[OutputCheck]:
     checks, N = [], args[lead].shape[axis]
     if N == 0:
         raise Unsupported("no rows: PyTorch compiles sizes 0 and 1 apart")
-    units = units_of(trial.proof, args, N, trial.device)
-    first = max(units.count, 5)
+    groups = row_groups_of(trial.proof, args, N, trial.device)
+    first = max(groups.count, 5)
     sizes = {n for t in args.values() if isinstance(t, Tensor) for n in t.shape} - {N}
     while first in sizes:  # PyTorch treats dimensions of equal size as one
         first += 1
     for attempt, size in enumerate((first, first - 2, first - 3)):
-        index = torch.arange(size, device=trial.device) % units.count
+        index = torch.arange(size, device=trial.device) % groups.count
         axes = {n: 0 if rows.merged else rows.args[n] for n in rows.present(args)}
-        few = args | {n: args[n].index_select(axis, units.rows(index)) for n, axis in axes.items()}
-        few = units.args_of(few, index.tolist())
+        few = args | {n: args[n].index_select(axis, groups.rows(index)) for n, axis in axes.items()}
+        few = groups.args_of(few, index.tolist())
         results = []
         for run in (step, compiled):
             mine = cloned(few)

@@ -5,9 +5,9 @@ import re
 from collections import Counter
 from typing import Any
 
+from isobit.check.largest_errors import worst_first
 from isobit.check.report import verdict
-from isobit.check.state import in_words
-from isobit.check.worst import worst_first
+from isobit.check.torch_state import in_words
 
 #: Laws that compare bits.
 BITS = ("repeatable", "written", "invariant", "agree")

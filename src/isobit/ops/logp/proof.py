@@ -20,7 +20,7 @@ IGNORE, NAN = -100, float("nan")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Rows that do not count hold NaN."""
+    """Inputs of a case. Masked rows hold NaN."""
     dims = dict(case.dims)
     V = dims.pop("V")
     lead = tuple(dims.values())
@@ -61,7 +61,7 @@ def reorder(args: Args) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows of NaN to append that do not count; they must change nothing."""
+    """Masked rows of NaN to append; they must change nothing."""
     nan = args["logits"].new_full((rows, args["logits"].shape[-1]), NAN)
     return {"logits": nan, **alter.token_padding(args, rows, IGNORE)}
 

@@ -95,7 +95,7 @@ def _base() -> dict[str, Any]:
 
 
 def _gradients(out: Tensor, lse: Tensor | None) -> dict[str, Any]:
-    """Arguments of a backward beside those of its forward."""
+    """Arguments of a backward in addition to those of its forward."""
     wanted = dict.fromkeys(("want_q", "want_k", "want_v"), True)
     return {"out": out, "lse": lse, "dout": out, "dlse": lse, **wanted}
 

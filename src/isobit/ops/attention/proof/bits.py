@@ -66,11 +66,11 @@ class _Law:
     def run(self, args: Args, given: Sequence[Tensor]) -> Run:
         return replace(self.trial, given=tuple(given)).backward(args)
 
-    def compare(self, what: str, found: Run, gradients: Sequence[str], mine: Run) -> list[OutputCheck]:
+    def compare(self, what: str, ours: Run, gradients: Sequence[str], mine: Run) -> list[OutputCheck]:
         names = self.trial.proof.outputs
-        checks = [same_bits(f"{i}:{n}", found[0][i], mine[0][i], what) for i, n in enumerate(names)]
+        checks = [same_bits(f"{i}:{n}", ours[0][i], mine[0][i], what) for i, n in enumerate(names)]
         return checks + [
-            same_bits(f"gradient:{n}", found[1][n], mine[1][n], what) for n in gradients if n in found[1]
+            same_bits(f"gradient:{n}", ours[1][n], mine[1][n], what) for n in gradients if n in ours[1]
         ]
 
     def rows(self, first: int, end: int, batch: slice = slice(None)) -> tuple[Run, list[Tensor]]:
@@ -103,8 +103,8 @@ class _Law:
             )
             for page in (16, 48):
                 pages = cut | paged(cut, page, torch.Generator().manual_seed(page))
-                found = replace(self.trial.in_class(pages), gradient=False).forward(pages)
-                checks += self.compare(f"query {first} from pages of {page}", (found, {}), (), mine)
+                outputs = replace(self.trial.in_class(pages), gradient=False).forward(pages)
+                checks += self.compare(f"query {first} from pages of {page}", (outputs, {}), (), mine)
         return checks
 
     def left_padding(self) -> list[OutputCheck]:
@@ -118,9 +118,9 @@ class _Law:
         mine = (out[:, pad:], lse[..., pad:]), {n: g[:, pad:] for n, g in grads.items()}
         checks = self.compare("behind left padding", mine, BY_TOKEN, self.whole)
         none = {"0:out": out, **{f"gradient:{n}": g for n, g in grads.items()}}
-        for name, found in none.items():
-            zero = torch.zeros_like(found[:, :pad])
-            checks.append(same_bits(name, found[:, :pad], zero, "left padding itself"))
+        for name, gradient in none.items():
+            zero = torch.zeros_like(gradient[:, :pad])
+            checks.append(same_bits(name, gradient[:, :pad], zero, "left padding itself"))
         return checks
 
     def right_padding(self) -> list[OutputCheck]:
@@ -154,9 +154,9 @@ class _Law:
                 short = args | {name: args[name][b : b + 1, :n] for name in BY_TOKEN}
                 mine = self.run(short, its)
             here = slice(at, at + n)
-            found = (out[:, here], lse[..., here]), {name: g[:, here] for name, g in grads.items()}
+            ours = (out[:, here], lse[..., here]), {name: g[:, here] for name, g in grads.items()}
             if n:
-                checks += self.compare(f"packed, {n} tokens at {at}", found, BY_TOKEN, mine)
+                checks += self.compare(f"packed, {n} tokens at {at}", ours, BY_TOKEN, mine)
             at += n
         return checks
 
@@ -171,7 +171,7 @@ class _Law:
         _, grads = self.run(
             self.args | {"q": self.args["q"][:, :, order]}, [dout[:, :, order], dlse[:, order]]
         )
-        before, after = ([found[n] for n in ("k", "v")] for found in (self.whole[1], grads))
+        before, after = ([gradients[n] for n in ("k", "v")] for gradients in (self.whole[1], grads))
         return [self.trial.control("heads of a group in another order", before, after)]
 
 
@@ -192,11 +192,11 @@ def _rooms(trial: Trial, args: Args) -> list[OutputCheck]:
     for name, at in (("key_start", 77), ("key_end", 77 + S)):
         around[name] = torch.full((B,), at, dtype=torch.int32, device=args["q"].device)
     pages = args | paged(args, 64, torch.Generator().manual_seed(3))
-    alike = {"keys inside of a larger cache": around, "keys in pages": pages}
+    alike = {"keys inside a larger cache": around, "keys in pages": pages}
     return [
-        same_bits(f"{i}:{name}", found[i], whole[i], what)
+        same_bits(f"{i}:{name}", result[i], whole[i], what)
         for what, changed in alike.items()
-        for found in [replace(trial.in_class(changed), gradient=False).forward(changed)]
+        for result in [replace(trial.in_class(changed), gradient=False).forward(changed)]
         for i, name in enumerate(trial.proof.outputs)
     ]
 

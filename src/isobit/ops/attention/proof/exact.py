@@ -60,7 +60,7 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     out, lse = model.attention(do=do, **_known(one))
     assert lse is not None
     here = (last, slice(None), slice(0, group))
-    found: dict[str, Sample] = {"out": (here, out), "lse": ((last, slice(0, group)), lse)}
+    result: dict[str, Sample] = {"out": (here, out), "lse": ((last, slice(0, group)), lse)}
     if cotangents:
         dout, dlse = cotangents[0][here].cpu(), cotangents[1][last, :group].cpu()
         given = {p.name: one.get(p.name) for p in backward.contract.params}
@@ -75,10 +75,10 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
         }
         grads = model.attention_bwd(do=do, **_known(given))
         places = (here, (last, slice(None), slice(0, 1)), (last, slice(None), slice(0, 1)))
-        found |= {
+        result |= {
             f"gradient:{n}": (at, g) for n, at, g in zip("qkv", places, grads, strict=True) if g is not None
         }
-    return found
+    return result
 
 
 def _known(args: dict[str, Any]) -> dict[str, Any]:

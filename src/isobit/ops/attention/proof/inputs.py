@@ -75,7 +75,7 @@ def _harden(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _bounded(args: Args, kind: str) -> Args:
-    """Bounds that differ between sequences, with NaN outside of them."""
+    """Bounds that differ between sequences, with NaN outside them."""
     B, S, T = args["q"].shape[0], args["k"].shape[1], args["q"].shape[1]
     each = torch.arange(B, device=args["k"].device, dtype=torch.int32)
     first = (each * 3 + 2) % S if kind in ("left", "both") else each * 0
@@ -83,13 +83,13 @@ def _bounded(args: Args, kind: str) -> Args:
     end = torch.maximum(first, end)
     at = torch.arange(S, device=args["k"].device)
     outside = (at < first[:, None]) | (at >= end[:, None])
-    found = {n: args[n].masked_fill(outside[..., None, None], NAN) for n in ("k", "v")}
+    result = {n: args[n].masked_fill(outside[..., None, None], NAN) for n in ("k", "v")}
     if args["causal"]:
         position = (end - first)[:, None] - T + torch.arange(T, device=at.device)
-        found["q"] = args["q"].masked_fill((position < 0)[..., None, None], NAN)
-    found["key_start"] = first.int() if kind in ("left", "both") else None
-    found["key_end"] = end.int() if kind in ("room", "both") else None
-    return found
+        result["q"] = args["q"].masked_fill((position < 0)[..., None, None], NAN)
+    result["key_start"] = first.int() if kind in ("left", "both") else None
+    result["key_end"] = end.int() if kind in ("room", "both") else None
+    return result
 
 
 def paged(args: Args, page: int, gen: torch.Generator) -> Args:
@@ -97,16 +97,16 @@ def paged(args: Args, page: int, gen: torch.Generator) -> Args:
     B, S, KV, D = args["k"].shape
     count = -(-S // page)
     places = torch.randperm(B * count + 3, generator=gen, device=gen.device).to(args["k"].device)[: B * count]
-    found: Args = {"block_table": places.view(B, count).int()}
+    result: Args = {"block_table": places.view(B, count).int()}
     for name in ("k", "v"):
         whole = args[name].new_full((B, count * page, KV, D), NAN)
         whole[:, :S] = args[name]
         pages = args[name].new_full((B * count + 3, page, KV, D), NAN)
         pages[places] = whole.view(B * count, page, KV, D)
-        found[name] = pages
+        result[name] = pages
     if args["key_end"] is None:
-        found["key_end"] = torch.full((B,), S, dtype=torch.int32, device=args["k"].device)
-    return found
+        result["key_end"] = torch.full((B,), S, dtype=torch.int32, device=args["k"].device)
+    return result
 
 
 def lay_out(args: Args, layout: str) -> Args:
@@ -118,12 +118,12 @@ def lay_out(args: Args, layout: str) -> Args:
 
 def padding(args: Args, rows: int) -> Args:
     """Sequences of NaN to append; they must change nothing."""
-    found: dict[str, Any] = {n: args[n].new_full((rows, *args[n].shape[1:]), NAN) for n in BY_TOKEN}
+    result: dict[str, Any] = {n: args[n].new_full((rows, *args[n].shape[1:]), NAN) for n in BY_TOKEN}
     if args["key_start"] is not None:
-        found["key_start"] = args["key_start"].new_zeros(rows)
+        result["key_start"] = args["key_start"].new_zeros(rows)
     if args["key_end"] is not None:
-        found["key_end"] = args["key_end"].new_full((rows,), args["k"].shape[1])
-    return found
+        result["key_end"] = args["key_end"].new_full((rows,), args["k"].shape[1])
+    return result
 
 
 def features_reversed(args: Args) -> Args:
@@ -151,8 +151,8 @@ def sequences(args: Args) -> list[tuple[tuple[Any, slice], tuple[Any, Any]]]:
     end = [S] * count if args["key_end"] is None else args["key_end"].tolist()
     if table is None:
         return [(rows[n], (n, slice(first[n], end[n]))) for n in range(count)]
-    found = []
+    result = []
     for n in range(count):
         at = torch.arange(first[n], end[n], device=table.device)
-        found.append((rows[n], (table[n].long()[at // page], at % page)))
-    return found
+        result.append((rows[n], (table[n].long()[at // page], at % page)))
+    return result

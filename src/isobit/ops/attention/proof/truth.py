@@ -44,12 +44,12 @@ def _scale(args: Args) -> float:
 def _sees(args: Args, rows: int, keys: int, device: torch.device) -> Tensor:
     key = torch.arange(keys, device=device)
     position = keys - rows + torch.arange(rows, device=device)[:, None]
-    found = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    result = torch.ones(rows, keys, dtype=torch.bool, device=device)
     if args["causal"]:
-        found = found & (key <= position)
+        result = result & (key <= position)
     if args["window"] is not None:
-        found = found & (key > position - args["window"])
-    return found
+        result = result & (key > position - args["window"])
+    return result
 
 
 class _One(NamedTuple):
@@ -163,16 +163,16 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     twice = 1.0 if narrow is None else 2.0  # an error may also round to the neighbour
     q, k = args["q"], args["k"]
     B, T, H, _ = q.shape
-    found = {"out": torch.zeros_like(q), "lse": q.new_zeros(B, H, T)}
+    result = {"out": torch.zeros_like(q), "lse": q.new_zeros(B, H, T)}
     if given:
-        found |= {f"gradient:{n}": torch.zeros_like(args[n]) for n in ("q", "k", "v")}
+        result |= {f"gradient:{n}": torch.zeros_like(args[n]) for n in ("q", "k", "v")}
     KV, size = k.shape[2], _scale(args)
     for rows, keys in sequences(args):
         one = _one(args, rows, keys, torch.float64)
         e = _errors(args, one, u, least)
         live = one.live[:, None]
-        found["out"][rows] = (twice * torch.where(live, e.out, 0.0) + least).movedim(0, 1)
-        found["lse"][rows[0], :, rows[1]] = torch.where(one.live, e.lse, 0.0)
+        result["out"][rows] = (twice * torch.where(live, e.out, 0.0) + least).movedim(0, 1)
+        result["lse"][rows[0], :, rows[1]] = torch.where(one.live, e.lse, 0.0)
         if not given:
             continue
         do = torch.where(live, given[0][rows].movedim(1, 0), 0.0)
@@ -203,7 +203,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         of_k = (of_ds + shift + (over_rows + 4) * ds).mT @ one.q.abs() + u * _apart(ds.mT, one.q)
         of_v = (of_w + (over_rows + 4) * e.w).mT @ do.abs() + u * _apart(e.w.mT, do)
         of_k, of_v = (x.unflatten(0, (KV, -1)).sum(1) for x in (size * of_k, of_v))
-        found["gradient:q"][rows] = (twice * of_q + least).movedim(0, 1)
-        found["gradient:k"][keys] = (twice * of_k + least).movedim(0, 1)
-        found["gradient:v"][keys] = (twice * of_v + least).movedim(0, 1)
-    return found
+        result["gradient:q"][rows] = (twice * of_q + least).movedim(0, 1)
+        result["gradient:k"][keys] = (twice * of_k + least).movedim(0, 1)
+        result["gradient:v"][keys] = (twice * of_v + least).movedim(0, 1)
+    return result

@@ -84,9 +84,9 @@ def padding(args: Args, rows: int) -> Args:
 def features_reversed(args: Args) -> Args:
     """Groups of 16 features in reversed order: the same products, summed in another order."""
     axis = -1 if args["state_v_first"] else -2
-    found = {n: alter.in_other_groups(args[n], -1) for n in ("q", "k", "w", "gk") if args[n] is not None}
+    result = {n: alter.in_other_groups(args[n], -1) for n in ("q", "k", "w", "gk") if args[n] is not None}
     states = {n: alter.in_other_groups(args[n], axis) for n in ("h0", "dht") if args[n] is not None}
-    return args | found | states
+    return args | result | states
 
 
 def features_back(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -110,8 +110,8 @@ def _present(args: Args, outputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
-    found = reference.recurrence(**_bound(args), rounded=args["q"].dtype != torch.float64)
-    return _present(args, found)
+    result = reference.recurrence(**_bound(args), rounded=args["q"].dtype != torch.float64)
+    return _present(args, result)
 
 
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
@@ -140,20 +140,20 @@ def packed_alone(trial: Trial) -> list[OutputCheck]:
     for s, (first, end) in enumerate(pairwise(bounds)):
         chunks = -(-(end - first) // C)
         alone = _one(args, s, first, end)
-        found = trial.forward(alone)
+        ours = trial.forward(alone)
         mine = (whole[0][:, at : at + chunks], whole[1][s : s + 1], whole[2][:, first:end])
         for i, name in enumerate(trial.proof.outputs):
-            if found[i].numel():
-                checks.append(same_bits(f"{i}:{name}", found[i], mine[i], f"sequence {s} alone"))
+            if ours[i].numel():
+                checks.append(same_bits(f"{i}:{name}", ours[i], mine[i], f"sequence {s} alone"))
         at += chunks
     return checks
 
 
 def _one(args: Args, s: int, first: int, end: int) -> Args:
     """One of packed sequences, as a batch of one."""
-    found = args | {n: args[n][:, first:end] for n in BY_TOKEN if args[n] is not None}
-    found |= {n: args[n][s : s + 1] for n in ("h0", "dht") if args[n] is not None}
-    return found | {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
+    result = args | {n: args[n][:, first:end] for n in BY_TOKEN if args[n] is not None}
+    result |= {n: args[n][s : s + 1] for n in ("h0", "dht") if args[n] is not None}
+    return result | {"cu_seqlens": None, "chunk_indices": None, "chunk_offsets": None}
 
 
 # Calls that must be refused

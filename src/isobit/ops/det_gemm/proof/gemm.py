@@ -55,12 +55,12 @@ def exact_gemm(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     a, b, dtype = args["a"], args["b"], args["a"].dtype
     last = (-1,) * (a.ndim - 2)
     (a, b), M = (a[last], b[last]), a.shape[-2]
-    found = {"c": truth.chain_sample((M,), a, b, None, args["out_dtype"] or dtype)}
+    result = {"c": truth.chain_sample((M,), a, b, None, args["out_dtype"] or dtype)}
     if cotangents:
         dc = cotangents[0][last].to(dtype)
-        found["gradient:a"] = truth.chain_sample((M,), dc, b.mT, None, dtype)
-        found["gradient:b"] = truth.segment_sample(a.mT, dc, [M], None, dtype)
-    return {name: ((*last, *where), bits) for name, (where, bits) in found.items()}
+        result["gradient:a"] = truth.chain_sample((M,), dc, b.mT, None, dtype)
+        result["gradient:b"] = truth.segment_sample(a.mT, dc, [M], None, dtype)
+    return {name: ((*last, *where), bits) for name, (where, bits) in result.items()}
 
 
 def record_product(bias: bool) -> dict[str, Kernels]:

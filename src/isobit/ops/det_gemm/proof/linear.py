@@ -67,12 +67,12 @@ def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Ten
     bounds = errors.cut([len(rows)], errors.SEGMENT)
     ones = dy.new_ones(len(rows), 1)
     # By name: the two factors, and the error of their product.
-    found = {
+    products = {
         "x": (dy, weight, errors.chain_error(dy, weight)[0]),
         "weight": (dy.mT, rows, errors.segment_error(dy.mT, rows, bounds, None)),
         "bias": (dy.mT, ones, errors.segment_error(dy.mT, ones, bounds, None)),
     }
-    for name, (left, right, size) in found.items():
+    for name, (left, right, size) in products.items():
         if out is not None:  # the backward rounds dy to the dtype of the operands
             size = size + errors.rounded_factor(left, right, errors.narrow_dtype(x, weight))
         size = errors.rounded(size, None)
@@ -89,20 +89,20 @@ def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     x, weight = (args[name].to(own) for name in ("x", "weight"))
     bias = args["bias"] if args["operand_dtype"] is None or args["bias"] is None else args["bias"].to(own)
     lead, rows = x.shape[:-1], x.flatten(0, -2)
-    found = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or own)}
+    result = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or own)}
     if cotangents:
         dy = cotangents[0].flatten(0, -2).to(own)
-        found["gradient:x"] = truth.chain_sample(lead, dy, weight, None, own)
-        found["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, own)
+        result["gradient:x"] = truth.chain_sample(lead, dy, weight, None, own)
+        result["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, own)
         if bias is not None:
             ones = dy.new_ones(len(rows), 1)
             (where, _), bits = truth.segment_sample(dy.mT, ones, [len(rows)], None, bias.dtype)
-            found["gradient:bias"] = (where[:, 0],), bits[:, 0]
+            result["gradient:bias"] = (where[:, 0],), bits[:, 0]
         for name in ("x", "weight", "bias"):
-            if f"gradient:{name}" in found:
-                place, bits = found[f"gradient:{name}"]
-                found[f"gradient:{name}"] = place, bits.to(args[name].dtype)
-    return found
+            if f"gradient:{name}" in result:
+                place, bits = result[f"gradient:{name}"]
+                result[f"gradient:{name}"] = place, bits.to(args[name].dtype)
+    return result
 
 
 def _as_they_are(args: Args) -> Args:

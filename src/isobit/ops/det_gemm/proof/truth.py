@@ -59,10 +59,10 @@ def chain_sample(
 ) -> Sample:
     """Some outputs of a [R, K] b [K, N] + bias by the model; the rows have the leading shape `lead`."""
     rows, columns = places(a.shape[0]), places(b.shape[1])
-    found = chain(_of(a, 0, rows), _of(b, 1, columns))
+    result = chain(_of(a, 0, rows), _of(b, 1, columns))
     if bias is not None:
-        found = canonical(found + _of(bias, 0, columns).float())
-    return at(lead, rows, columns), _rounded(found, out_dtype)
+        result = canonical(result + _of(bias, 0, columns).float())
+    return at(lead, rows, columns), _rounded(result, out_dtype)
 
 
 def segment_sample(
@@ -71,16 +71,16 @@ def segment_sample(
     """Some outputs of init + a [R, K] b [K, N] in seg16/512, over sequences of these lengths along k."""
     rows, columns = places(a.shape[0]), places(b.shape[1])
     start = None if init is None else _of(_of(init, 0, rows), 1, columns)
-    found = segments(_of(a, 0, rows), _of(b, 1, columns), cut(lengths, SEGMENT), start)
-    return (rows[:, None], columns[None, :]), _rounded(found, dtype)
+    result = segments(_of(a, 0, rows), _of(b, 1, columns), cut(lengths, SEGMENT), start)
+    return (rows[:, None], columns[None, :]), _rounded(result, dtype)
 
 
-def _rounded(found: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """As the GPU does, which has one NaN."""
-    found = found.to(dtype)
+    exact = exact.to(dtype)
     if dtype != torch.float32:
-        found.view(torch.int16).masked_fill_(found.isnan(), 0x7FFF)
-    return found
+        exact.view(torch.int16).masked_fill_(exact.isnan(), 0x7FFF)
+    return exact
 
 
 def _of(t: Tensor, axis: int, index: Tensor) -> Tensor:

@@ -55,9 +55,9 @@ def lay_out(args: Args, layout: str) -> Args:
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     """The dividend is a difference of differences, and sums have rounding errors."""
-    (found,), (B,) = outputs, args["rewards"].shape
+    (advantages,), (B,) = outputs, args["rewards"].shape
     bounds = _bounds(args, B)
-    sizes = found.abs()
+    sizes = advantages.abs()
     for first, end in pairwise(bounds):
         group = args["rewards"][first:end] - args["rewards"][first]
         std = (group - group.mean()).square().mean().sqrt().clamp(min=args["eps"])
@@ -73,11 +73,11 @@ def _bounds(args: Args, B: int) -> list[int]:
 
 def halves(args: Args) -> Args:
     """Each group whose second half repeats the first becomes two groups: the same means, from other sums."""
-    found: list[int] = [0]
+    ends: list[int] = [0]
     for first, end in pairwise(_bounds(args, len(args["rewards"]))):
         half = (end - first) // 2
-        found += [first + half, end] if 2 * half == end - first else [end]
-    bounds = torch.tensor(found, device=args["rewards"].device)
+        ends += [first + half, end] if 2 * half == end - first else [end]
+    bounds = torch.tensor(ends, device=args["rewards"].device)
     return args | {"samples_per_prompt": None, "group_boundaries": bounds}
 
 

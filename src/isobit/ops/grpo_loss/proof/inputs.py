@@ -28,7 +28,7 @@ _OWN = ("by", "weights", "reduction", "normalizer")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Tokens that do not count hold NaN; an edge case has a sequence with only such
+    """Inputs of a case. Masked tokens hold NaN; an edge case has a sequence with only such
     tokens."""
     B, T = case.dims["B"], case.dims["T"]
     theirs = {name: value for name, value in case.options.items() if name not in _OWN}
@@ -95,14 +95,14 @@ def lay_out(args: Args, layout: str) -> Args:
 
 
 def padding(args: Args, sequences: int) -> Args:
-    """Sequences of NaN to append that do not count; they must change nothing."""
-    found = {}
+    """Masked sequences of NaN to append; they must change nothing."""
+    result = {}
     for name in (*rows.LOGITS, *_OF_TOKENS, "rewards", "temperature"):
         given = args[name]
         if isinstance(given, Tensor):
             fill = NAN if given.is_floating_point() else args["ignore_index"] if name == "token_ids" else 0
-            found[name] = given.new_full((sequences, *given.shape[1:]), fill)
-    return found
+            result[name] = given.new_full((sequences, *given.shape[1:]), fill)
+    return result
 
 
 def _with(**changes: object) -> Mutant:
@@ -119,7 +119,7 @@ MUTANTS = [
     _with(normalizer=0.0),
     _with(normalizer=float("inf")),
     _with(eps=0.0),
-    _with(samples_per_prompt=2),  # beside advantages
+    _with(samples_per_prompt=2),  # in addition to advantages
     _with(temperature=0.0),
     Mutant("no reference", "ref_logits", lambda a: a | {"ref_logits": None}),
     Mutant("two references", "ref_logp", lambda a: a | {"ref_logp": torch.zeros_like(a["old_logp"])}),

@@ -47,14 +47,14 @@ def advantages(args: Args) -> Tensor:
     rewards = args["rewards"].cpu()
     r, n = rewards.double().numpy(), args["samples_per_prompt"]
     bounds = list(range(0, len(r) + 1, n)) if n else args["group_boundaries"].tolist()
-    found = np.zeros(len(r))
+    result = np.zeros(len(r))
     for first, end in pairwise(bounds):
         with np.errstate(invalid="ignore"):  # NaN in a group affects that group only
             group = r[first:end] - r[first]
             from_mean = group - in_lanes(group, REWARDS) / np.float64(len(group))
             std = np.sqrt(in_lanes(from_mean * from_mean, REWARDS) / np.float64(len(group)))
-            found[first:end] = from_mean / (max(std, args["eps"]) if args.get("scale", True) else 1.0)
-    return torch.from_numpy(found).to(torch.promote_types(rewards.dtype, torch.float32))
+            result[first:end] = from_mean / (max(std, args["eps"]) if args.get("scale", True) else 1.0)
+    return torch.from_numpy(result).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def exact_advantages(args: Args, cotangents: object) -> dict[str, Sample]:
@@ -86,8 +86,8 @@ def losses(args: Args, ratio: Tensor, kl: Tensor | None, A: Tensor, dtype: type 
         divisor = max(int((length > 0).sum()), 1)
     divisor = np.float64(divisor if args["normalizer"] is None else float(args["normalizer"]))
     total, total_kl = in_lanes(policy, SEQUENCES), in_lanes(penalty, SEQUENCES)
-    found = ((total + np.float64(args["beta"]) * total_kl) / divisor, total / divisor, total_kl / divisor)
-    return [float(x) for x in (*found, in_lanes(ratios, SEQUENCES) / np.float64(max(int(length.sum()), 1)))]
+    result = ((total + np.float64(args["beta"]) * total_kl) / divisor, total / divisor, total_kl / divisor)
+    return [float(x) for x in (*result, in_lanes(ratios, SEQUENCES) / np.float64(max(int(length.sum()), 1)))]
 
 
 def as_ratio_kl(trial: Trial) -> list[OutputCheck]:
@@ -97,8 +97,8 @@ def as_ratio_kl(trial: Trial) -> list[OutputCheck]:
     names = ("old_logp", "mask", "ignore_index", "temperature")
     call = {name: args[name] for name in names} | {"return_kl": args["beta"] > 0, "backend": trial.backend}
     reference = (args["ref_logits"], args["ref_logp"]) if args["beta"] > 0 else (None, None)
-    found = ratio_kl(args["policy_logits"], reference[0], args["token_ids"], ref_logp=reference[1], **call)
-    ratio, kl = found if isinstance(found, tuple) else (found, None)
+    tokens = ratio_kl(args["policy_logits"], reference[0], args["token_ids"], ref_logp=reference[1], **call)
+    ratio, kl = tokens if isinstance(tokens, tuple) else (tokens, None)
     A = args["advantages"]
     if A is None:
         groups = {name: args[name] for name in ("samples_per_prompt", "group_boundaries", "eps")}
@@ -115,8 +115,8 @@ def as_ratio_kl(trial: Trial) -> list[OutputCheck]:
         return [torch.tensor(x, dtype=torch.float32) for x in losses(args, ratio, kl, A, dtype)]
 
     checks = [
-        same_bits(f"{i}:{OUTPUTS[i]}", found, expected, "in the order of docs/numerics.md")
-        for i, found, expected in zip(which, ours, modelled(np.float64), strict=True)
+        same_bits(f"{i}:{OUTPUTS[i]}", one, expected, "in the order of docs/numerics.md")
+        for i, one, expected in zip(which, ours, modelled(np.float64), strict=True)
     ]
     assert all(math.isfinite(float(x)) for x in ours)
     return [*checks, trial.control("terms added in fp32", ours, modelled(np.float32))]

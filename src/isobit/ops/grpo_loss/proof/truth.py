@@ -40,9 +40,9 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     names = ("policy_logits", "ref_logits", "token_ids", "old_logp", "mask", "ignore_index", "ref_logp")
     call = of_rows(args | {"return_entropy": True, "return_kept": True})
     of_tokens = {name: call[name] for name in (*names, "temperature")}
-    found = rows_truth.judged({}, rows.formula(**of_tokens))
-    ratio = found[0].detach()
-    own = rows_truth.scale(of_tokens, found, ())
+    of_ratio_kl = rows_truth.judged({}, rows.formula(**of_tokens))
+    ratio = of_ratio_kl[0].detach()
+    own = rows_truth.scale(of_tokens, of_ratio_kl, ())
     A = args["advantages"]
     if A is None:
         groups = {name: args[name] for name in ("rewards", "samples_per_prompt", "group_boundaries", "eps")}
@@ -73,11 +73,11 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         if beta == 0:
             dkl, slope = torch.zeros_like(dratio[:0]), torch.zeros_like(dratio)
         else:
-            slope = _slope(of_tokens, found[2])
+            slope = _slope(of_tokens, of_ratio_kl[2])
         # Three more roundings: of the slope, of the scale and of their product. As much as a second gradient.
         again = dratio * ratio + (dkl * slope if beta else 0.0)
         given = (dratio, dkl, again, torch.zeros_like(again))
-        sizes_there = rows_truth.scale(of_tokens, found, given)["gradient:policy_logits"]
+        sizes_there = rows_truth.scale(of_tokens, of_ratio_kl, given)["gradient:policy_logits"]
         # A subnormal result may be flushed to 0, however small its factors are.
         sizes["gradient:policy_logits"] = sizes_there + FP32.tiny / FP32.eps
     return sizes

@@ -125,14 +125,14 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 def observe(device: torch.device) -> list[dict[str, Any]]:
     """The error of logp against fp64 at logits of unit scale, by D. The bound of the law is for the worst
     case."""
-    found = {}
+    result = {}
     for D in (64, 1024, 4096):
         case = Case({"N": 256, "D": D, "V": 32768}, BF16, data="random")
         args = inputs.make(case, device, InputOptions())
         ours: Any = linear_logp(**args)
         error = ours.double() - truth.formula(in_fp64(args))[0]
-        found[D] = float(error.abs().max())
-    return [{"what": "largest error of logp at logits of unit scale, by D", "dtype": "bf16", "D": found}]
+        result[D] = float(error.abs().max())
+    return [{"what": "largest error of logp at logits of unit scale, by D", "dtype": "bf16", "D": result}]
 
 
 # Cases

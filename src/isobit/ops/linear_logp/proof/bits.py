@@ -30,8 +30,8 @@ def fused(trial: Trial) -> list[OutputCheck]:
         "logp in another class": unfused(args, "triton"),
         "the vocabulary rolled by one column, unfused": unfused(rolled_vocabulary(args), "hopper"),
     }
-    for told, found in others.items():
-        checks.append(trial.control(told, ours, found))
+    for what_changed, changed in others.items():
+        checks.append(trial.control(what_changed, ours, changed))
     return checks
 
 

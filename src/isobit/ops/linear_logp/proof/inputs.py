@@ -18,13 +18,13 @@ IGNORE = -100
 #: Workspace for all probabilities of any case here.
 FULL = 1 << 37
 
-#: Hidden states as a view with gaps, at every alignment, and starting inside of a 16-byte word, with gaps and
+#: Hidden states as a view with gaps, at every alignment, and starting inside a 16-byte word, with gaps and
 #: without; the weight with a larger row stride; d-logits in the narrowest possible slabs.
 LAYOUTS = ("shifted", "padded", "offset", "inside", "apart", "narrow slabs", "every other")
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Rows that do not count hold NaN, and so do padding rows of the weight."""
+    """Inputs of a case. Masked rows hold NaN, and so do padding rows of the weight."""
     dims, chosen = dict(case.dims), case.options
     V, D = dims.pop("V"), dims.pop("D")
     lead, vocab = tuple(dims.values()), chosen.get("vocab", V)
@@ -127,15 +127,15 @@ def lay_out(args: Args, layout: str) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows of NaN to append that do not count; they must change nothing."""
+    """Masked rows of NaN to append; they must change nothing."""
     nan = args["hidden"].new_full((rows, args["hidden"].shape[-1]), NAN)
     return {"hidden": nan, **alter.token_padding(args, rows, IGNORE)}
 
 
 def maskable(args: Args, rows: int) -> Args:
     """The same rows with ids that would count without a mask."""
-    found = padding(args, rows)
-    return found | {"token_ids": torch.zeros_like(found["token_ids"])}
+    result = padding(args, rows)
+    return result | {"token_ids": torch.zeros_like(result["token_ids"])}
 
 
 def schedules(args: Args) -> dict[str, Args]:

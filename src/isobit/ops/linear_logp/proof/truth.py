@@ -51,7 +51,7 @@ def constant(x: Tensor, like: Tensor) -> Tensor:
 class Errors:
     """Rows of logits in fp64 after all transformations, and the error bound of each."""
 
-    hidden: Tensor  # [N, D], zeros in rows that do not count
+    hidden: Tensor  # [N, D], zeros in masked rows
     weight: Tensor  # [vocab, D]
     live: Tensor  # [N]
     token: Tensor  # [N, 1]
@@ -96,8 +96,8 @@ def errors_of(args: Args) -> Errors:
     if isinstance(temperature, Tensor):
         temperature = torch.where(live, temperature.flatten(), 1.0)[:, None]
     token = torch.where(live, args["token_ids"].flatten(), 0).long()[:, None]
-    found = (z / temperature, error / temperature, rate / temperature, rate_error / temperature)
-    return Errors(hidden, weight, live, token, *found)
+    result = (z / temperature, error / temperature, rate / temperature, rate_error / temperature)
+    return Errors(hidden, weight, live, token, *result)
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -162,8 +162,8 @@ def _products(rows: Errors, args: Args, dz: Tensor, error: Tensor) -> dict[str, 
     left, wrong, bounds = dz[stream].mT, error[stream].mT, cut([count], SEGMENT)
     sizes = {"gradient:hidden": 2 * dhidden.reshape(args["hidden"].shape)}
     for name, right in (("weight", rows.hidden[stream]), ("bias", dz.new_ones(count, 1))):
-        found = segment_error(left, right, bounds, None) + wrong @ right.abs()
-        whole = found.new_zeros(V, found.shape[1])  # the padding of the vocabulary has no gradient
-        whole[:vocab] = 2 * found
+        of_rows = segment_error(left, right, bounds, None) + wrong @ right.abs()
+        whole = of_rows.new_zeros(V, of_rows.shape[1])  # the padding of the vocabulary has no gradient
+        whole[:vocab] = 2 * of_rows
         sizes[f"gradient:{name}"] = whole if name == "weight" else whole[:, 0]
     return sizes

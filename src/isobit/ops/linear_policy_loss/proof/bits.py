@@ -1,7 +1,7 @@
 """Bit laws: equal to `linear_logp`, and independent of chunks, packing and other rows.
 
 law F   logp, entropy and a row's dhidden depend on the row alone
-law W   dweight and dbias depend on the rows that count and on their order: not on where chunks end
+law W   dweight and dbias depend on the live rows and on their order: not on where chunks end
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ Gradients = dict[str, Tensor]
 def gradients(trial: Trial, args: Args) -> Gradients:
     """Gradients of a loss whose own gradient is 1; those of hidden states as [N, D]."""
     one = torch.ones((), device=trial.device)
-    found = replace(trial, given=(one,)).backward(args)[1]
-    return {name: g.flatten(0, -2) if name == "hidden" else g for name, g in found.items()}
+    result = replace(trial, given=(one,)).backward(args)[1]
+    return {name: g.flatten(0, -2) if name == "hidden" else g for name, g in result.items()}
 
 
 def same_gradients(what: str, ours: Gradients, theirs: Gradients, *names: str) -> list[OutputCheck]:
@@ -57,8 +57,8 @@ def equal_to_linear_logp(trial: Trial) -> list[OutputCheck]:
         checks.append(same_bits("entropy", seen[1], entropy.detach(), "chunks against linear_logp"))
     if leaves and len(kept) == 1:
         loss, _ = args["loss_fn"](logp, entropy if args["entropy"] else None, **args["inputs"])
-        found = torch.autograd.grad(loss, list(leaves.values()))
-        theirs = dict(zip(names, found, strict=True))
+        gradients_of_both = torch.autograd.grad(loss, list(leaves.values()))
+        theirs = dict(zip(names, gradients_of_both, strict=True))
         theirs |= {"hidden": theirs["hidden"].flatten(0, -2)} if "hidden" in theirs else {}
         checks += same_gradients("linear_logp and the loss", ours, theirs)
     return checks
@@ -106,13 +106,13 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     index = torch.randperm(N, generator=gen).to(trial.device)
     checks += of_rows("rows permuted", trial, selected(flat, index), whole, index)
     for where, at, total in places(N, trial.device):
-        found = gradients(trial, among(flat, at, total))
-        here = found | {"hidden": found["hidden"][at]}
-        checks += same_gradients(f"rows that do not count, full of NaN, {where}", here, whole)
+        changed = gradients(trial, among(flat, at, total))
+        here = changed | {"hidden": changed["hidden"][at]}
+        checks += same_gradients(f"masked rows, full of NaN, {where}", here, whole)
     for layout in trial.proof.layouts:
         laid = inputs.lay_out(args, layout)
-        found = gradients(trial.in_class(laid), laid)
-        checks += same_gradients(f"layout {layout}", found, as_given)
+        laid_out = gradients(trial.in_class(laid), laid)
+        checks += same_gradients(f"layout {layout}", laid_out, as_given)
     reversed_groups = torch.cat(torch.arange(N, device=trial.device).split(GROUP)[::-1])
     sums = [name for name in whole if name != "hidden"]
     moved = gradients(trial, selected(flat, reversed_groups))
@@ -140,9 +140,9 @@ def rows_in(stretches: list[tuple[int, int]]) -> set[int]:
 
 
 def of_rows(what: str, trial: Trial, changed: Args, whole: Gradients, index: Tensor) -> list[OutputCheck]:
-    """Checks rows of dhidden when they are beside other rows."""
-    found = gradients(replace(trial, only=("hidden",)), changed)
-    return same_gradients(what, found, {"hidden": whole["hidden"][index]})
+    """Checks rows of dhidden when they are next to other rows."""
+    result = gradients(replace(trial, only=("hidden",)), changed)
+    return same_gradients(what, result, {"hidden": whole["hidden"][index]})
 
 
 # Moving rows
@@ -157,22 +157,22 @@ def flattened(args: Args) -> Args:
     if gains is not None:
         gains = gains[:, None] if lengths is None else gains.repeat_interleave(lengths)
         given["weights"] = given["weights"] * gains
-    found = {n: args[n].flatten(0, lead - 1) for n in _BY_ROWS if isinstance(args[n], Tensor)}
-    return args | found | {"inputs": given | {"weights": given["weights"].flatten()}, "cu_seqlens": None}
+    result = {n: args[n].flatten(0, lead - 1) for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    return args | result | {"inputs": given | {"weights": given["weights"].flatten()}, "cu_seqlens": None}
 
 
 def selected(args: Args, index: Tensor) -> Args:
     """These rows, in this order."""
-    found = {n: args[n][index] for n in _BY_ROWS if isinstance(args[n], Tensor)}
-    return args | found | {"inputs": args["inputs"] | {"weights": args["inputs"]["weights"][index]}}
+    result = {n: args[n][index] for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    return args | result | {"inputs": args["inputs"] | {"weights": args["inputs"]["weights"][index]}}
 
 
 def among(args: Args, at: Tensor, total: int) -> Args:
     """The rows at these places among padding rows, in their order."""
     others = inputs.padding(args, total)
-    found = {n: others[n].index_copy(0, at, args[n]) for n in _BY_ROWS if isinstance(args[n], Tensor)}
+    result = {n: others[n].index_copy(0, at, args[n]) for n in _BY_ROWS if isinstance(args[n], Tensor)}
     weights = others["weights"].index_copy(0, at, args["inputs"]["weights"])
-    return args | found | {"inputs": args["inputs"] | {"weights": weights}}
+    return args | result | {"inputs": args["inputs"] | {"weights": weights}}
 
 
 def places(N: int, device: torch.device) -> list[tuple[str, Tensor, int]]:

@@ -42,8 +42,8 @@ def weighed(
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     """Inputs of a case of `linear_logp`, and a loss. With `sequences` the rows are packed sequences; one of
     them is empty."""
-    found = rows.make(case, device, options)
-    args = {name: value for name, value in found.items() if name not in PLAIN}
+    of_rows = rows.make(case, device, options)
+    args = {name: value for name, value in of_rows.items() if name not in PLAIN}
     ids, chosen = args["token_ids"], case.options
     gen = torch.Generator().manual_seed(options.seed + 1)
     inputs: dict[str, Any] = {"weights": torch.randn(ids.shape, generator=gen).to(device), "divisor": 4.0}
@@ -73,10 +73,10 @@ def lay_out(args: Args, layout: str) -> Args:
 
 
 def padding(args: Args, count: int) -> Args:
-    """Rows of NaN that do not count; they must change nothing. Their weights are finite: the loss does not
+    """Masked rows of NaN; they must change nothing. Their weights are finite: the loss does not
     know which rows count, gets log-probability 0 for these, and 0 times NaN is NaN."""
-    found = rows.padding(args, count)
-    return found | {"weights": torch.ones(count, device=args["hidden"].device)}
+    result = rows.padding(args, count)
+    return result | {"weights": torch.ones(count, device=args["hidden"].device)}
 
 
 # Calls that must be refused

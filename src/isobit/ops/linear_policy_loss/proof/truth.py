@@ -24,22 +24,22 @@ def sent_back(args: Args, outputs: Sequence[Tensor], dloss: Tensor | float) -> t
     """(dlogp, dentropy) of a loss with this gradient, for rows with these results."""
     leaves = [o.detach().requires_grad_() for o in outputs[:2]]
     loss, _ = args["loss_fn"](leaves[0], leaves[1] if args["entropy"] else None, **args["inputs"])
-    found = torch.autograd.grad(loss * dloss, leaves, allow_unused=True)
-    dlogp, dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
+    slopes = torch.autograd.grad(loss * dloss, leaves, allow_unused=True)
+    dlogp, dentropy = (torch.zeros_like(x) if g is None else g for g, x in zip(slopes, leaves, strict=True))
     return dlogp, dentropy
 
 
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     """Bounds on the errors of the loss and of gradients, in units of 2^-23."""
     call = as_linear_logp(args)
-    found = rows.formula(**{k: v for k, v in call.items() if k != "workspace_bytes"})
+    logps = rows.formula(**{k: v for k, v in call.items() if k != "workspace_bytes"})
     if not cotangents:
-        errors = of_rows.scale(call, found, ())
-        dlogp, dentropy = sent_back(args, found, 1.0)
-        terms = (dlogp * found[0]).abs() + (dentropy * found[1]).abs()
+        errors = of_rows.scale(call, logps, ())
+        dlogp, dentropy = sent_back(args, logps, 1.0)
+        terms = (dlogp * logps[0]).abs() + (dentropy * logps[1]).abs()
         of_terms = dlogp.abs() * errors["logp"] + dentropy.abs() * errors["entropy"]
         # Products and divisions of a term, and a sum whose order is PyTorch's and that of the chunks.
         return {"loss": (of_terms + (8 + math.log2(1 + terms.numel())) * terms).sum()}
-    dlogp, dentropy = sent_back(args, found, cotangents[0])
-    sizes = of_rows.scale(call, found, (dlogp, dentropy, torch.zeros_like(dlogp)))
+    dlogp, dentropy = sent_back(args, logps, cotangents[0])
+    sizes = of_rows.scale(call, logps, (dlogp, dentropy, torch.zeros_like(dlogp)))
     return {name: size for name, size in sizes.items() if name.startswith("gradient:")}

@@ -28,8 +28,8 @@ def as_logp(trial: Trial) -> list[OutputCheck]:
     ratio, kl, *rest = outputs
     one = torch.ones_like(ratio)
     checks = [same_bits("0:ratio", ratio, one, "old_logp of logp: exactly 1")]
-    for i, (name, found, expected) in enumerate(zip(("logp", "entropy"), rest, (own, entropy), strict=True)):
-        checks.append(same_bits(f"{i + 2}:{name}", found, expected, "against logp"))
+    for i, (name, ours, expected) in enumerate(zip(("logp", "entropy"), rest, (own, entropy), strict=True)):
+        checks.append(same_bits(f"{i + 2}:{name}", ours, expected, "against logp"))
     (on_policy, *_), same = trial.backward(args | {"old_logp": None})
     checks.append(same_bits("0:ratio", on_policy, one, "without old_logp: exactly 1"))
     name = "policy_logits"
@@ -48,8 +48,8 @@ def as_logp(trial: Trial) -> list[OutputCheck]:
 
 def _logp(trial: Trial, args: Args, logits: str) -> tuple[Tensor, ...]:
     options = {name: args[name] for name in ("mask", "ignore_index", "temperature")}
-    found = logp(args[logits], args["token_ids"], **options, return_entropy=True, backend=trial.backend)
-    return found
+    result = logp(args[logits], args["token_ids"], **options, return_entropy=True, backend=trial.backend)
+    return result
 
 
 def _from_hidden_states(trial: Trial) -> list[OutputCheck]:

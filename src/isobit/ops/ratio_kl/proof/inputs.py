@@ -1,6 +1,6 @@
 """Inputs of `ratio_kl` that would expose a wrong kernel, and the changes that laws make of them.
 
-Options of a case, beside mask, temperature and ids as in `logp`: `ref` is the form of the reference (logits,
+Options of a case, besides mask, temperature and ids as in `logp`: `ref` is the form of the reference (logits,
 unless it is `logp` or `none`), `ref_dtype` the dtype of its logits, and `old=none` omits old_logp. Data may
 be `sharp`: log-probabilities near 0, which make the last bits of a sum visible.
 """
@@ -28,7 +28,7 @@ APART = (1e-3, 0.3, 2.0)
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
-    """Inputs of a case. Rows that do not count hold NaN."""
+    """Inputs of a case. Masked rows hold NaN."""
     dims = dict(case.dims)
     V = dims.pop("V")
     lead = tuple(dims.values())
@@ -120,14 +120,14 @@ def reversed_(args: Args) -> Args:
 
 
 def padding(args: Args, rows: int) -> Args:
-    """Rows of NaN to append that do not count; they must change nothing."""
+    """Masked rows of NaN to append; they must change nothing."""
     names = [name for name in (*LOGITS, "old_logp", "ref_logp") if args[name] is not None]
     nan = {name: args[name].new_full((rows, *args[name].shape[1:]), NAN) for name in names}
     return nan | alter.token_padding(args, rows, IGNORE)
 
 
 def _fp32(args: Args) -> Args:
-    """With a policy in fp32: beside one in fp64 other inputs may be fp64 too."""
+    """With a policy in fp32: next to one in fp64 other inputs may be fp64 too."""
     return args | {"policy_logits": args["policy_logits"].float(), "old_logp": args["old_logp"].float()}
 
 

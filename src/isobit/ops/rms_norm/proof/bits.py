@@ -63,10 +63,10 @@ def _in_16_bits(trial: Trial, args: Args) -> list[OutputCheck]:
     names = [n for n in (*BY_ROWS, "weight") if args[n] is not None]
     narrow = args | {n: args[n].bfloat16() for n in names}
     outputs, grads = trial.backward(narrow)
-    found = dict(zip(trial.proof.outputs, outputs, strict=True))
-    found |= {f"gradient:{n}": g for n, g in grads.items()}
+    ours = dict(zip(trial.proof.outputs, outputs, strict=True))
+    ours |= {f"gradient:{n}": g for n, g in grads.items()}
     checks = [
-        same_bits(name, found[name][where].cpu(), expected, f"{trial.numerics} in bf16 by its model")
+        same_bits(name, ours[name][where].cpu(), expected, f"{trial.numerics} in bf16 by its model")
         for name, (where, expected) in exact(narrow, trial.cotangents(outputs) if grads else ()).items()
     ]
     other = {"cast": "after" if args["cast"] == "before" else "before"}

@@ -68,9 +68,9 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     y = h * rstd
     narrow = to(dtype, y).float().numpy() if args["cast"] == "before" else y
     here = (Ellipsis, slice(D // 2, None))
-    found: dict[str, Sample] = {"out": (here, to(dtype, narrow * w).view(x.shape)[here])}
+    result: dict[str, Sample] = {"out": (here, to(dtype, narrow * w).view(x.shape)[here])}
     if residual is not None:
-        found["summed"] = (here, to(dtype, h).view(x.shape)[here])
+        result["summed"] = (here, to(dtype, h).view(x.shape)[here])
     if cotangents:
         dout = wide(cotangents[0])
         g = dout * w
@@ -79,8 +79,8 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
         if residual is not None:
             dx = dx + wide(cotangents[1])
         everywhere = (Ellipsis,)
-        found["gradient:x"] = (everywhere, to(dtype, dx).view(x.shape))
+        result["gradient:x"] = (everywhere, to(dtype, dx).view(x.shape))
         if residual is not None:
-            found["gradient:residual"] = found["gradient:x"]
-        found["gradient:weight"] = (everywhere, to(weight.dtype, row_stream(dout * y)))
-    return found
+            result["gradient:residual"] = result["gradient:x"]
+        result["gradient:weight"] = (everywhere, to(weight.dtype, row_stream(dout * y)))
+    return result

@@ -64,10 +64,10 @@ def _set_precision(before: list[str | None]) -> None:
         owner.fp32_precision = value
 
 
-def _say_precision(found: list[str | None]) -> str:
-    """The general one if it is set. The older interface then refuses to answer, or says what it said before,
-    depending on what else the process has set."""
-    older, general, *others = found
+def _say_precision(values: list[str | None]) -> str:
+    """Prefers torch.backends.fp32_precision. Once it is set, get_float32_matmul_precision raises or returns a
+    stale value."""
+    older, general, *others = values
     if general not in (None, "none"):
         return str(general)
     return older or next((value for value in others if value and value != "none"), "none")
@@ -129,8 +129,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def kept(generators: bool = True) -> Iterator[list[str]]:
-    """Inside of this context anything may be set. Afterwards everything is as before, and the list says what
+def preserved(generators: bool = True) -> Iterator[list[str]]:
+    """Inside this context anything may be set. Afterwards everything is as before, and the list says what
     was changed: `default dtype from fp32 to fp64`. Without `generators`, these may go on."""
     parts = [part for part in _PARTS if generators or part.say is not None]
     before = [part.read() for part in parts]
@@ -148,7 +148,7 @@ def kept(generators: bool = True) -> Iterator[list[str]]:
 
 @contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Inside of this context `torch.compile` knows no earlier sizes, and compiles for as many as there are.
+    """Inside this context `torch.compile` knows no earlier sizes, and compiles for as many as there are.
     After eight of them it would call the function as it was written, and that would be tested instead."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         yield

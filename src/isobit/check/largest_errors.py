@@ -1,4 +1,4 @@
-"""Errors with their bounds, the worst first: for the console and for pages."""
+"""Errors with their bounds, the largest share of a bound first: for the console and for pages."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -32,14 +32,14 @@ class Error:
 
 def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
     """Errors of all outputs of these cells, from their JSON form. Failures come before all others."""
-    found = [
+    errors = [
         _error(case, output)
         for case in cases if case["law"] in LAWS
         for output in case["outputs"]
         if output["dtype"] and "worst_abs" in output  # old files have none
         and math.prod(output["shape"])  # an empty tensor has no error
     ]  # fmt: skip
-    return sorted(found, key=lambda e: (e.passed, -e.share))
+    return sorted(errors, key=lambda e: (e.passed, -e.share))
 
 
 def _error(case: Mapping[str, Any], output: Mapping[str, Any]) -> Error:

@@ -11,8 +11,8 @@ from isobit.spec.proof import Args, Groups, Proof
 
 
 @dataclass(frozen=True)
-class Units:
-    """The rows of each unit, in order. `groups` names the arguments that define groups; None for single
+class RowGroups:
+    """The sizes of the groups, in order. `groups` names the arguments that define them; None for single
     rows."""
 
     sizes: Sequence[int]
@@ -24,27 +24,27 @@ class Units:
         return len(self.sizes)
 
     def rows(self, index: Tensor) -> Tensor:
-        """The rows of these units."""
+        """The rows of these groups."""
         if self.groups is None:
             return index
         first = [0, *accumulate(self.sizes)]
-        found = [torch.arange(first[i], first[i + 1]) for i in index.tolist()]
-        return torch.cat([torch.arange(0), *found]).to(self.device)
+        rows = [torch.arange(first[i], first[i + 1]) for i in index.tolist()]
+        return torch.cat([torch.arange(0), *rows]).to(self.device)
 
     def args_of(self, args: Args, index: Sequence[int]) -> Args:
-        """The arguments for these units only, with adjusted group bounds."""
+        """The arguments for these groups only, with adjusted bounds."""
         if self.groups is None or args[self.groups.bounds] is None:  # groups of equal size need no change
             return args
         bounds = torch.tensor([0, *accumulate(self.sizes[i] for i in index)], device=self.device)
         return args | {self.groups.bounds: bounds.to(args[self.groups.bounds].dtype)}
 
 
-def units_of(proof: Proof, args: Args, rows: int, device: torch.device) -> Units:
+def row_groups_of(proof: Proof, args: Args, rows: int, device: torch.device) -> RowGroups:
     """Single rows, unless these arguments define groups."""
     groups = proof.groups
     if groups is not None and args[groups.size] is not None:
         size = args[groups.size]
-        return Units([size] * (rows // size), groups, device)
+        return RowGroups([size] * (rows // size), groups, device)
     if groups is not None and args[groups.bounds] is not None:
-        return Units([b - a for a, b in pairwise(args[groups.bounds].tolist())], groups, device)
-    return Units([1] * rows, None, device)
+        return RowGroups([b - a for a, b in pairwise(args[groups.bounds].tolist())], groups, device)
+    return RowGroups([1] * rows, None, device)

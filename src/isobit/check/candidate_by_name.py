@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from isobit.check.candidate import Candidate, candidate_of
-from isobit.check.state import kept
+from isobit.check.torch_state import preserved
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.op import known_op
 from isobit.spec.proofs import proof_of
@@ -19,7 +19,7 @@ def load_candidate(
     op_name: str, target: str, device: torch.device, adapter: str | None, output_dtype: torch.dtype | None
 ) -> Candidate:
     """The function with this name as a candidate for an op, through the adapter with that name."""
-    with kept() as changed:
+    with preserved() as changed:
         function = _named(target, "--candidate")
         adapt = None if adapter is None else _named(adapter, "--adapter")
     if adapt is not None and not callable(adapt):
@@ -28,12 +28,12 @@ def load_candidate(
     flags += [f"--adapter {shlex.quote(adapter)}"] if adapter is not None else []
     flags += [f"--output-dtype {dtype_name(output_dtype)}"] if output_dtype is not None else []
     op = known_op(op_name)
-    found = candidate_of(
+    candidate = candidate_of(
         op, proof_of(op), function, device,
         name=target, flags=" ".join(flags), adapter=adapt, output_dtype=output_dtype,
     )  # fmt: skip
-    found.imported = changed
-    return found
+    candidate.imported = changed
+    return candidate
 
 
 def _named(text: str, option: str) -> Any:
@@ -45,11 +45,11 @@ def _named(text: str, option: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = import_module(module)
+        named = import_module(module)
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise ContractError(f"{option} {text}: {type(error).__name__}: {error}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(named, part):
             raise ContractError(f"{option} {text}: {module} has no {name}")
-        found = getattr(found, part)
-    return found
+        named = getattr(named, part)
+    return named

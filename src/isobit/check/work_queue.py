@@ -1,4 +1,4 @@
-"""Work that several threads share, as much of it at a time as fits in a GPU's memory."""
+"""A queue of work for several threads, which run as much of it at a time as fits in a GPU's memory."""
 
 from collections.abc import Callable, Iterable
 from threading import Condition
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Share(Generic[T]):
+class WorkQueue(Generic[T]):
     """Items in order, each with the memory that it may take. One that needs more than there is runs alone."""
 
     def __init__(self, items: Iterable[T], memory_of: Callable[[T], int], memory: int) -> None:
@@ -15,8 +15,8 @@ class Share(Generic[T]):
         self._free, self._changed = memory, Condition()
 
     def take(self) -> tuple[T, int] | None:
-        """The first item that fits beside those under way, and its memory; None if no item is left. Waits
-        if none fits."""
+        """The first item that fits in what those under way leave free, and its memory; None if no item is
+        left. Waits if none fits."""
         with self._changed:
             while self._left:
                 for i, (_, memory) in enumerate(self._left):

@@ -1,0 +1,26 @@
+"""The program of a worker process: it runs the requests it is sent. `workers` starts it, and reads cells."""
+
+import json
+import os
+from collections.abc import Callable
+
+import torch
+
+from isobit.check import process
+from isobit.check.request import Request
+from isobit.check.runner import Stuck, run
+from isobit.check.workers import STUCK
+
+
+def answer(request: Request, say: Callable[[str], None]) -> None:
+    """Run one request, and say each cell as soon as it is done."""
+    try:
+        run(request, lambda cell: say(json.dumps(vars(cell))), part=True)
+    except Stuck:
+        os._exit(STUCK)
+    if torch.cuda.is_initialized():  # memory that it caches is not available to the others
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    process.serve(answer)

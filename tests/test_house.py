@@ -1,0 +1,111 @@
+"""Guards the house: what stands at the top, how long files are, that no imports go in a circle, and what the
+wheel takes along."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import isobit
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(isobit.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+#: Where else code is. Only the package is in the wheel.
+OUTSIDE = ("benchmarks", "examples", "tests", "tools")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+def length(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+# Where things are
+
+
+def test_three_files_stand_at_the_top() -> None:
+    """What users import. Everything else is in a room."""
+    there = {path.name for path in PACKAGE.iterdir() if path.is_file()}
+    assert there - {"__main__.py", "py.typed"} == {"__init__.py", "nn.py", "testing.py"}
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    """Kernels may be longer: they read top to bottom, and a part of one in another file does not."""
+    files = [*SOURCES, *(path for folder in OUTSIDE for path in (ROOT / folder).rglob("*.py"))]
+    assert len(SOURCES) > 200 and len(files) > 300
+    long = {
+        str(path.relative_to(PACKAGE if path in SOURCES else ROOT)): length(path)
+        for path in files
+        if length(path) > (900 if path.name.startswith("kernels_") else 500)
+    }
+    assert not long
+
+
+def test_no_file_is_called_utils() -> None:
+    """A name that says nothing about what is in it collects everything."""
+    assert not [name for name in MODULES if name.rpartition(".")[2] in ("utils", "util", "helpers", "misc")]
+
+
+# Imports
+
+
+def imports(name: str) -> Iterator[str]:
+    """Modules of this package that a module imports anywhere, also in the body of a function."""
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            named = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (each if each in MODULES else node.module for each in named)
+
+
+#: `isobit.nn.zero_drift` passes a call on to where it is defined.
+PASSED_ON = ("isobit.nn", "isobit.integrations.hf")
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, none if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    graph = {name: {other for other in imports(name) if (name, other) != PASSED_ON} for name in MODULES}
+    assert "isobit.check.runner" in graph["isobit.check.worker_main"]  # the rule above finds imports
+    assert circle(graph) == []
+    assert circle(graph | {"isobit.check.workers": {"isobit.check.runner"}})  # and a circle
+
+
+# The wheel
+
+
+def test_the_wheel_has_the_package_and_nothing_else() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("UNSUPPORTED: Python 3.10 cannot read TOML")
+    import tomllib
+
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["src/isobit"]}
+    # What measures and publishes this project is outside, and the package does not know of it.
+    folders = {path.relative_to(PACKAGE).parts[0] for path in SOURCES if path.parent != PACKAGE}
+    assert not folders & {*OUTSIDE, "publish", "suites"}
+    modules = {path.stem for folder in ("tools", "tools/publish") for path in (ROOT / folder).glob("*.py")}
+    outside = {*OUTSIDE, "publish", *modules} - {"__init__"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {name.partition(".")[0] for name in names} & outside, path
