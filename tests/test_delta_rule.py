@@ -204,7 +204,7 @@ def test_gates_are_fp64_beside_fp64_only(name: str, dtype: torch.dtype) -> None:
     args = inputs(1, 20, 1, 1, 16, 8, "gk", 16, False)
     args |= {n: args[n].to(dtype) for n in ("q", "k", "w", "do", "dv")}
     args |= {n: args[n].float() for n in ("g", "gk") if n != name}
-    with pytest.raises(ContractError, match=rf"{name}: .* fp64\): dtype must be fp32, or fp64 beside q in"):
+    with pytest.raises(ContractError, match=rf"{name}: .* fp64\): dtype must be fp32, or fp64 if q is fp64"):
         dhu(**args)
     dhu(**args | {name: args[name].float()})
 

@@ -6,10 +6,10 @@ and with `last` its last token:
 
     v_new = u - W S
     S     = 2^(g[last] + gk[last]) S + K^T (2^(g[last] - g) v_new)        2^gk scales rows of S
-    o     = scale (2^g Q) S + a part inside of the chunk
+    o     = scale (2^g Q) S + a part inside the chunk
 
 Backward, from the last chunk to the first, D is the gradient of the state at the end of a chunk. With do the
-gradient of o, and dv the gradient of v_new from inside of the chunk:
+gradient of o, and dv the gradient of v_new from inside the chunk:
 
     dh[c] = D
     dv2   = 2^(g[last] - g) (K D) + dv
@@ -140,17 +140,17 @@ def chunk_gated_delta_rule_bwd_dhu(
 
 
 def _adapt(given: dict[str, Any]) -> dict[str, Any]:
-    found, old = given.copy(), given.get("transpose_state_layout")
+    adapted, old = given.copy(), given.get("transpose_state_layout")
     if old is not None:
         if old is False and given.get("state_v_first") is True:
             rule = "contradicts state_v_first=True, of which it is the older name"
             raise backward.contract.error("transpose_state_layout", old, rule)
-        found |= {"state_v_first": old, "transpose_state_layout": None}
+        adapted |= {"state_v_first": old, "transpose_state_layout": None}
     if given.get("scale") is None:
-        found["scale"] = _default_scale(given.get("q"))
+        adapted["scale"] = _default_scale(given.get("q"))
     if given.get("cu_seqlens") is not None and given.get("chunk_indices") is None:
-        found["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
-    return found
+        adapted["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
+    return adapted
 
 
 def _default_scale(q: Any) -> float | None:
@@ -192,7 +192,7 @@ def _gates_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
     for name in ("g", "gk"):
         given = args[name]
         if given is not None and given.dtype not in (torch.float32, args["q"].dtype):
-            raise contract.error(name, given, "dtype must be fp32, or fp64 beside q in fp64")
+            raise contract.error(name, given, "dtype must be fp32, or fp64 if q is fp64")
 
 
 def _heads(contract: Contract, args: dict[str, Any]) -> None:
@@ -244,14 +244,14 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
     given, C = args["cu_seqlens"], args["chunk_size"]
     if given is None:
         return
-    found = given.tolist()
-    bounds.check(contract, "cu_seqlens", given, found, args["q"].shape[1], of="tokens")
-    each = [-(-(after - here) // C) for here, after in pairwise(found)]
+    starts_at = given.tolist()
+    bounds.check(contract, "cu_seqlens", given, starts_at, args["q"].shape[1], of="tokens")
+    each = [-(-(after - here) // C) for here, after in pairwise(starts_at)]
     if args["chunk_indices"].tolist() != [[s, c] for s, n in enumerate(each) for c in range(n)]:
         rule = f"must be (sequence, chunk of it) of each of the {sum(each)} chunks that cu_seqlens makes"
         raise contract.error("chunk_indices", args["chunk_indices"], rule)
     if args["chunk_offsets"] is not None:
-        starts = [sum(each[:s]) for s in range(len(found))]
+        starts = [sum(each[:s]) for s in range(len(starts_at))]
         if args["chunk_offsets"].tolist() != starts[: len(args["chunk_offsets"])]:
             rule = "must be the first chunk of every sequence, as cu_seqlens says"
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)

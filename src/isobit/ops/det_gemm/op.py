@@ -174,7 +174,7 @@ def linear_bwd(
     """(dx, dweight, dbias): dy weight, dy^T x and dy^T 1, where dy is rounded to the operands' dtype first.
 
     With operand_dtype the sums over tokens are rounded to it too, and then converted to the dtype of their
-    parameter. These roundings happen inside the op, because outside of it a compiler may remove a rounding
+    parameter. These roundings happen inside the op, because outside it a compiler may remove a rounding
     that is followed by a conversion to a wider dtype."""
 
 
@@ -205,7 +205,7 @@ def det_gemm_dw(
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
         dy: [*, N], of the same dtype.
-        mask: [*], bool or integer; a row counts where it is nonzero. Other rows are not read.
+        mask: [*], bool or integer; rows where it is 0 are masked: they are not read.
         cu_seqlens: [S + 1], int32 or int64: the first row of each sequence, from 0 up to the number of rows,
             which is its last element. None is one sequence.
         init: [N, K] fp32, the initial value of the sum; None is 0.
@@ -288,13 +288,13 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
     bounds, T = args["cu_seqlens"], args["x"].shape[:-1].numel()
     if bounds is None:
         return
-    found = bounds.tolist()
-    for i, (here, last) in enumerate(zip(found, [0, *found], strict=False)):
+    starts = bounds.tolist()
+    for i, (here, last) in enumerate(zip(starts, [0, *starts], strict=False)):
         if here < last or (i == 0 and here != 0):
             rule = "must begin with 0" if i == 0 else f"must not descend: [{i - 1}]={last}, [{i}]={here}"
             raise contract.error("cu_seqlens", bounds, rule)
-    if found[-1] != T:
-        raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {found[-1]}")
+    if starts[-1] != T:
+        raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {starts[-1]}")
 
 
 gemm.rule(_one_dtype("a", "b"), _out_dtype)

@@ -1,18 +1,18 @@
 """The clipped, group-normalised policy loss of GRPO, directly from logits.
 
-For every token that counts, with ratio and kl from `ratio_kl`, A the advantage of its sequence and w its
-rollout weight (1 by default):
+For every live (not masked) token, with ratio and kl from `ratio_kl`, A the advantage of its sequence and w
+its rollout weight (1 by default):
 
     surrogate = -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) w
     term      = surrogate + beta kl
 
 The loss is a reduction of the terms:
 
-    token_mean       sum over tokens / tokens that count
-    sequence_mean    sum over sequences of (sum over tokens / its tokens that count) / sequences that count
+    token_mean       sum over tokens / live tokens
+    sequence_mean    sum over sequences of (sum over tokens / its live tokens) / live sequences
     sum              sum over tokens
 
-`normalizer` replaces the last divisor, and a sequence counts if one of its tokens does. With
+`normalizer` replaces the last divisor, and a sequence is live if one of its tokens is. With
 `rewards`, advantages are those of `group_advantages`: for every group of sequences
 
     A = (r - mean r) / max(std r, eps)
@@ -22,8 +22,8 @@ the token's log-probability is
 
     [not clipped] (-ratio A w) + beta (-expm1(ref_logp - logp))
 
-The forward keeps it, one number per token, because its factor is known only after all terms have been summed.
-So the backward is that of `ratio_kl`, with a multiplication before it.
+The forward stores it, one number per token, because its factor is known only after all terms are summed. So
+the backward is that of `ratio_kl`, with a multiplication before it.
 """
 
 from collections.abc import Sequence
@@ -99,14 +99,14 @@ def grpo_loss(
         policy_logits: [B, T, V] in bf16, fp16, fp32 (or fp64, on the reference backend), the last dimension
             contiguous: `logits[:, :-1]` is read in place. Only these get a gradient.
         ref_logits: [B, T, V] of the reference, of any of these dtypes, or None. Read only if `beta` > 0.
-        token_ids: [B, T], int32 or int64. In a token that counts an id outside [0, V) is a ContractError on
+        token_ids: [B, T], int32 or int64. At a live token an id outside [0, V) is a ContractError on
             CPU tensors; on a GPU it makes the loss and the gradient of its own row NaN, and no read is out of
             bounds.
         old_logp: [B, T] fp32, log-probabilities under the policy that produced the samples. None: this policy
             produced them, and all ratios are 1.
         rewards: [B], one per sequence; with exactly one of `samples_per_prompt` and `group_boundaries`.
         advantages: [B] or [B, T] instead of rewards, and then no groups.
-        mask: [B, T], bool or integer; a token counts where it is nonzero. Other tokens have no loss and no
+        mask: [B, T], bool or integer; tokens where it is 0 are masked: they have no loss and no
             gradient, are in no count, and their values, NaN included, reach no result.
         samples_per_prompt: sequences per group; it must divide B.
         group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
@@ -118,13 +118,13 @@ def grpo_loss(
         normalizer: a positive number, or a 0-d tensor that is not read by the host, to divide by instead of
             the number of tokens (of sequences for "sequence_mean", of 1 for "sum"). With several
             micro-batches give that of the whole batch: their losses and gradients then add up to those of
-            the batch. A tensor may contain 0 if no token counts.
+            the batch. A tensor may contain 0 if all tokens are masked.
         rollout_weights: [B, T], multiply the clipped terms and not the KL penalty, as in TRL and verl:
             truncated importance sampling.
         ref_logp: [B, T] fp32, log-probabilities under the reference, instead of `ref_logits`.
         temperature: a positive number that divides all logits, or an fp32 tensor [B, T].
         eps: lower bound of the standard deviation by which rewards are divided.
-        ignore_index: tokens with this id do not count.
+        ignore_index: tokens with this id are masked.
         return_entropy: report the entropy as well.
         validate: check ids, temperatures, boundaries and normalizer on a GPU too (a host sync). None checks
             on CPU tensors, and everywhere with ISOBIT_VALIDATE=1.
@@ -140,7 +140,7 @@ def grpo_loss(
         - `clip_fraction_low`, `clip_fraction_high`: the fraction of the tokens that are clipped from below
           (with a negative advantage) and from above (with a positive one);
         - `mean_ratio`, and `entropy` if it was requested: means over the tokens;
-        - `active_tokens`: how many tokens count. If none does, the loss and all means are 0.
+        - `active_tokens`: the number of live tokens. If there is none, the loss and all means are 0.
 
     Nothing here waits for the device. A token's term does not depend on the batch, and terms are added in
     fp64 in the order given in docs/numerics.md: the same call gives the same bits.
@@ -250,9 +250,9 @@ def of_rows(args: dict[str, Any]) -> dict[str, Any]:
     """The call of `ratio_kl` within a call of this op. Without a KL penalty it gets no reference."""
     names = ("policy_logits", "token_ids", "old_logp", "mask", "ignore_index", "temperature")
     penalty = args["beta"] > 0
-    found = {name: args[name] for name in names} | {"return_kl": penalty, "return_logp": False}
-    found |= {name: args[name] if penalty else None for name in ("ref_logits", "ref_logp")}
-    return found | {"return_entropy": args["return_entropy"], "return_stats": args["return_kept"]}
+    rows = {name: args[name] for name in names} | {"return_kl": penalty, "return_logp": False}
+    rows |= {name: args[name] if penalty else None for name in ("ref_logits", "ref_logp")}
+    return rows | {"return_entropy": args["return_entropy"], "return_stats": args["return_kept"]}
 
 
 def of_rows_backward(args: dict[str, Any], dlogp: Tensor | None) -> dict[str, Any]:
@@ -278,7 +278,9 @@ def _scalars(contract: Contract, args: dict[str, Any]) -> None:
 
 def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
     if args["ref_logits"] is not None and args["ref_logp"] is not None:
-        raise contract.error("ref_logp", args["ref_logp"], "is given beside ref_logits; one must be None")
+        raise contract.error(
+            "ref_logp", args["ref_logp"], "is given in addition to ref_logits; one must be None"
+        )
     if args["beta"] > 0 and args["ref_logits"] is None and args["ref_logp"] is None:
         raise contract.error("ref_logits", None, f"beta={args['beta']:g} needs it, or ref_logp")
 
@@ -288,7 +290,7 @@ def _rewards_or_advantages(contract: Contract, args: dict[str, Any]) -> None:
     if rewards is None and advantages is None:
         raise contract.error("rewards", None, "is required unless advantages are given")
     if rewards is not None and advantages is not None:
-        raise contract.error("advantages", advantages, "is given beside rewards; one must be None")
+        raise contract.error("advantages", advantages, "is given in addition to rewards; one must be None")
     if rewards is not None:
         return groups.one_spec(contract, args)
     for name in ("samples_per_prompt", "group_boundaries"):

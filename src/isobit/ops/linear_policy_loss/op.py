@@ -6,7 +6,7 @@
 The gradients of the chunk's log-probabilities are known then, so its other gradients are computed before the
 next chunk begins:
 
-    product 1   the logits: log-probabilities, and probabilities p, which are kept
+    product 1   the logits: log-probabilities, and probabilities p, which are stored
     product 2   dhidden  = dz weight        dz = dlogp (one-hot - p), in the memory of p
     product 3   dweight += dz^T hidden
 
@@ -14,9 +14,9 @@ So there is never more of [N, V] in memory than one chunk, and no logit is compu
 a fourth product: it computes all rows before its backward begins. Logits are computed twice here too if the
 entropy has a gradient, and for a sequence that does not fit in the workspace.
 
-Gradients are kept in fp32 from the forward to the backward. There they are multiplied by the gradient of the
+Gradients stay in fp32 from the forward to the backward. There they are multiplied by the gradient of the
 loss and rounded once. If all rows are one chunk, Hopper does product 3 there, in a kernel that multiplies and
-rounds. If no row is kept, everything but the loss is left to the backward of `linear_logp`.
+rounds. If no row is stored, everything but the loss is left to the backward of `linear_logp`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,7 @@ def linear_policy_loss(
 
     Args: hidden: [N, D], or [B, T, D] with one sequence per line; in bf16, fp16, fp32 (or fp64, on the
         reference backend). Any strides, the last dimension contiguous. weight: [V, D], of the same dtype: the
-        weight of the LM head. token_ids: [N] or [B, T], int32 or int64; ids outside of the vocabulary as in
+        weight of the LM head. token_ids: [N] or [B, T], int32 or int64; ids outside the vocabulary as in
         `linear_logp`. loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or
         [b, T] with whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or
         (loss, sums), where sums is a dict of other values to be summed over chunks. Shares must add up:
@@ -85,10 +85,10 @@ def linear_policy_loss(
         of loss_fn, by name. Tensors with the shape of token_ids are split like the rows; tensors [B] (with
         cu_seqlens: one element per sequence, and sequences without rows are left out) like the sequences;
         values without dimensions are passed unchanged. They get no gradient. bias: [V], of the same dtype as
-        the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; a row counts where it is
-        nonzero. Rows that do not count have log-probability 0 and get no gradient, and their values, NaN
+        the weight or fp32; added in fp32. mask: [N] or [B, T], bool or integer; rows where it is 0 are
+        masked: they have log-probability 0 and get no gradient, and their values, NaN
         included, reach no result. loss_fn does not receive the mask, unless it is among the inputs too.
-        ignore_index: rows with this token id do not count. temperature: a positive number that divides the
+        ignore_index: rows with this token id are masked too. temperature: a positive number that divides the
         logits, or an fp32 tensor with one for every row. entropy: pass the entropies to loss_fn too;
         otherwise it gets None. If the loss uses their gradient, logits are computed twice. cu_seqlens: where
         packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A list or a tensor; one
@@ -109,9 +109,9 @@ def linear_policy_loss(
 
     Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
     only those that are needed are computed, and without any there is one product. They equal those of
-    `linear_logp` with kept probabilities and the same loss, bit for bit if the gradient of the loss is 1; any
-    other value is multiplied in fp32, before the one rounding. Between the call and the backward they take
-    4 V D + 4 N D bytes at most.
+    `linear_logp` with stored probabilities and the same loss, bit for bit if the gradient of the loss is 1;
+    any other value is multiplied in fp32, before the one rounding. Between the call and the backward they
+    take 4 V D + 4 N D bytes at most.
 
     `torch.compile` cannot trace it: a compiled function has a graph break there.
 
@@ -141,9 +141,9 @@ def linear_policy_loss(
         return sums.loss, sums.stats
     total: Tensor
     if call.kept:
-        kept: list[Sums] = []
-        total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
-        return total, kept[0].stats
+        made: list[Sums] = []
+        total = _PolicyLoss.apply(call, made, _Root.apply(*tensors), *tensors)
+        return total, made[0].stats
     sums, share, results = without_keeping(call)
     total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
     return total, sums.stats
@@ -215,9 +215,9 @@ def batch_of(args: dict[str, Any]) -> Batch:
     if given is None:
         lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
         return Batch(tuple(shape), lines)
-    found = given.tolist() if isinstance(given, Tensor) else list(given)
-    bounds.check(declared.contract, "cu_seqlens", given, found, shape.numel(), of="rows")
-    return Batch.packed(found)
+    starts = given.tolist() if isinstance(given, Tensor) else list(given)
+    bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
+    return Batch.packed(starts)
 
 
 # Autograd
@@ -229,9 +229,9 @@ _ONCE = (
 
 
 class _Root(torch.autograd.Function):
-    """An empty tensor that autograd derives from what the loss is differentiated by. Gradients that were made
-    in advance are no function of it that autograd could see; saved beside them, this one is, and does not
-    keep hidden states in memory."""
+    """An empty tensor that depends on the inputs in autograd's graph. The gradients that were computed in
+    advance do not, so a double backward would silently return None. Saving this tensor with them makes it an
+    error, without keeping hidden states alive."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
@@ -248,13 +248,13 @@ class _PolicyLoss(torch.autograd.Function):
     """The forward already computes the gradients (except a postponed dweight); the backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, kept: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, made: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
         wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[3:], strict=True))
-        found = differentiate(call, wanted)
-        ctx.save_for_backward(root, *found.gradients, *(found.postponed or ()))
+        result = differentiate(call, wanted)
+        ctx.save_for_backward(root, *result.gradients, *(result.postponed or ()))
         ctx.like = [t if t is None else (t.shape, t.dtype) for t in tensors]
-        kept.append(found.sums)
-        return found.sums.loss
+        made.append(result.sums)
+        return result.sums.loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
@@ -263,12 +263,12 @@ class _PolicyLoss(torch.autograd.Function):
         gradients = Gradients(*saved[:count])
         postponed = Postponed(*saved[count:]) if len(saved) > count else None
         with torch.no_grad():
-            found = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
+            scaled = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
             if postponed is not None:
-                found[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
+                scaled[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
         if torch.is_grad_enabled():  # a graph of the backward is wanted
-            found = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in found]
-        return None, None, None, *found
+            scaled = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in scaled]
+        return None, None, None, *scaled
 
 
 def _first(gradient: Tensor, dloss: Tensor, root: Tensor) -> Tensor:

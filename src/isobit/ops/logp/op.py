@@ -6,8 +6,8 @@ With z = logits / temperature (a number, or one for every row), for every row:
     logp    = z[token_id] - lse
     entropy = lse - sum_v softmax(z)[v] * z[v]
 
-A row counts unless its token id is `ignore_index` or its mask is 0. A row that does not count gives 0 and
-gets a zero gradient, and its values reach no result.
+A row is masked if its token id is `ignore_index` or its mask is 0. A masked row gives 0 and gets a zero
+gradient, and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -64,12 +64,12 @@ def logp(  # overloads take any options
     Args:
         logits: [*, V] in bf16, fp16, fp32 (or fp64, on the reference backend). Any leading shape and
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place.
-        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+        token_ids: [*], int32 or int64. In a live row an id outside [0, V) is a ContractError on
             CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
             bounds.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count give 0 and get a zero
-            gradient, and their values, NaN included, reach no result (the kernels do not read them).
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked too. Masked rows give 0 and get a zero gradient,
+            and their values, NaN included, reach no result (the kernels do not read them).
         temperature: a positive number that divides the logits, or an fp32 tensor [*] with one for every row
             (it gets no gradient).
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp,

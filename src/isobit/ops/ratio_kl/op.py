@@ -12,8 +12,8 @@ the policy's logits get a gradient:
 
     dlogp = dratio * ratio - dkl * expm1(d)        plus the gradient of logp itself, if it was requested
 
-and from there as in `logp`. A row counts unless its token id is `ignore_index` or its mask is 0. A row that
-does not count has ratio 1, kl 0 and gradient 0, and its values reach no result.
+and from there as in `logp`. A row is masked if its token id is `ignore_index` or its mask is 0. A masked
+row has ratio 1, kl 0 and gradient 0, and its values reach no result.
 """
 
 from typing import Any, Literal, overload
@@ -91,15 +91,15 @@ def ratio_kl(  # overloads take any options
             strides, the last dimension contiguous: `logits[:, :-1]` is read in place. Gradients go here.
         ref_logits: the same shape, in any of these dtypes and with strides of its own. It gets no gradient.
             None with `ref_logp`, or with `return_kl=False`, which reads no reference.
-        token_ids: [*], int32 or int64. In a row that counts an id outside [0, V) is a ContractError on
+        token_ids: [*], int32 or int64. In a live row an id outside [0, V) is a ContractError on
             CPU tensors; on a GPU it makes that row's results and gradients NaN, and no read is out of
             bounds.
         old_logp: [*] in fp32, under the policy that produced the samples. If it came from `isobit.logp` on
             the same logits in the same numerics class, the ratio is exactly 1. None means that this policy
             produced them: ratio 1, with the gradient of logp.
-        mask: [*], bool or integer; a row counts where it is nonzero.
-        ignore_index: rows with this token id do not count. Rows that do not count have ratio 1, kl 0 and a
-            zero gradient, and their values, NaN included, reach no result (the kernels do not read them).
+        mask: [*], bool or integer; rows where it is 0 are masked.
+        ignore_index: rows with this token id are masked too. Masked rows have ratio 1, kl 0 and a zero
+            gradient, and their values, NaN included, reach no result (the kernels do not read them).
         ref_logp: [*] in fp32, in place of `ref_logits`.
         temperature: a positive number that divides both logits, or an fp32 tensor [*] with one for every row
             (it gets no gradient).
@@ -168,7 +168,9 @@ def _has_tokens(contract: Contract, args: dict[str, Any]) -> None:
 def _one_reference(contract: Contract, args: dict[str, Any]) -> None:
     logits, logp = args["ref_logits"], args["ref_logp"]
     if logits is not None and logp is not None:
-        raise contract.error("ref_logp", logp, "is given beside ref_logits; one of the two must be None")
+        raise contract.error(
+            "ref_logp", logp, "is given in addition to ref_logits; one of the two must be None"
+        )
     if args["return_kl"] and logits is None and logp is None:
         rule = "a kl needs it, or ref_logp; with return_kl=False no reference is read"
         raise contract.error("ref_logits", None, rule)
@@ -178,7 +180,7 @@ def _log_probs_are_fp32(contract: Contract, args: dict[str, Any]) -> None:
     for name in ("old_logp", "ref_logp"):
         given = args[name]
         if given is not None and given.dtype not in (torch.float32, args["policy_logits"].dtype):
-            raise contract.error(name, given, "dtype must be fp32, or fp64 beside policy_logits in fp64")
+            raise contract.error(name, given, "dtype must be fp32, or fp64 if policy_logits are fp64")
 
 
 def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
