@@ -185,7 +185,9 @@ def test_no_rows() -> None:
 
 def test_references_are_one_of_two() -> None:
     z, ref, ids = batch(3, 5)
-    with pytest.raises(ContractError, match=r"^ratio_kl\(ref_logp: \[3\] fp32\): is given in addition to ref_logits"):
+    with pytest.raises(
+        ContractError, match=r"^ratio_kl\(ref_logp: \[3\] fp32\): is given in addition to ref_logits"
+    ):
         ratio_kl(z, ref, ids, ref_logp=torch.zeros(3))
     with pytest.raises(
         ContractError, match=r"^ratio_kl\(ref_logits: None\): a kl needs it, or ref_logp; with"
