@@ -21,11 +21,11 @@ class Saved(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, kept: dict[str, Any], tensors: Sequence[Any], constant: Sequence[int]) -> "Saved":
+    def of(cls, given: dict[str, Any], tensors: Sequence[Any], constant: Sequence[int]) -> "Saved":
         at = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
-        held = {name: t for name, t in kept.items() if t is None or isinstance(t, Tensor)}
+        held = {name: t for name, t in given.items() if t is None or isinstance(t, Tensor)}
         places = tuple(None if t is None else at[id(t)] for t in held.values())
-        rest = {name: value for name, value in kept.items() if name not in held}
+        rest = {name: value for name, value in given.items() if name not in held}
         return cls(tuple(held), places, rest, tuple(constant), tensors[0].device)
 
     def among(self, tensors: Sequence[Any]) -> list[Tensor | None]:

@@ -65,9 +65,9 @@ def _form(types: tuple[type, ...]) -> _Form:
     tensors = tuple(i for i, t in enumerate(types) if t in _TENSORS)
     scalars = tuple(i for i, t in enumerate(types) if t in _SCALARS)
     floats = tuple(k for k, i in enumerate(scalars) if types[i] is float)
-    found = _Form(tensors, scalars, floats, len(tensors) + len(scalars) < len(types))
-    remember(_forms, types, found)
-    return found
+    form = _Form(tensors, scalars, floats, len(tensors) + len(scalars) < len(types))
+    remember(_forms, types, form)
+    return form
 
 
 def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> CacheKey | None:

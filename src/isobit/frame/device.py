@@ -52,10 +52,10 @@ def is_arch(key: str) -> bool:
 
 def default_device() -> torch.device:
     """The accelerator of this machine, or the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 # Which kernels can run

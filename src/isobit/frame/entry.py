@@ -42,8 +42,8 @@ def on_nvidia() -> bool:
 
 def stream_function() -> Callable[[int | None], int]:
     """A function from a device's index to its current stream."""
-    found: Callable[[int | None], int] = driver.active.get_current_stream
-    return found
+    current: Callable[[int | None], int] = driver.active.get_current_stream
+    return current
 
 
 class Maps(dict[int, Any]):
@@ -71,8 +71,8 @@ class Maps(dict[int, Any]):
                     form.clear()
         Maps._made += 1
         attach()
-        self[address] = found = _encode()(made, self._meta)
-        return found
+        self[address] = encoded = _encode()(made, self._meta)
+        return encoded
 
 
 class _At:
@@ -134,20 +134,20 @@ class Entry:
     def form(self, which: int, descriptor: Any) -> Maps:
         """The tensor maps for the form of a descriptor, which is the kernel's descriptor number `which`. All
         descriptors of a form share one list of them."""
-        kept: list[Maps] = descriptor.maps
-        if not kept:
-            kept.append(Maps(descriptor, self._meta[which]))
-        return kept[0]
+        maps: list[Maps] = descriptor.maps
+        if not maps:
+            maps.append(Maps(descriptor, self._meta[which]))
+        return maps[0]
 
 
 def entry_of(compiled: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> Entry | None:
     """The entry of a kernel that has just been launched with these arguments, or None."""
     run = compiled.run
-    found = _c_function(getattr(run, "launch", None)) if on_nvidia() else None
+    function = _c_function(getattr(run, "launch", None)) if on_nvidia() else None
     scratch = any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile"))
-    if found is None or scratch or getattr(run, "gsan_enabled", False):
+    if function is None or scratch or getattr(run, "gsan_enabled", False):
         return None
-    c, with_ = found
+    c, with_ = function
     seen: list[tuple[Any, ...]] = []
     probe = copy.copy(run)
     probe.launch = with_(lambda *final: seen.append(final))

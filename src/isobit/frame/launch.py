@@ -119,32 +119,32 @@ def _learn(kernel: Any) -> Roles:
     free = tuple(p.do_not_specialize for p in kernel.params[:first])
     known = all(constant[first:]) and (all(free) or on_nvidia())
     names = frozenset(kernel.arg_names)
-    found = _roles_of[id(kernel)] = Roles(kernel, len(constant), first, free, known, names)
-    return found
+    roles = _roles_of[id(kernel)] = Roles(kernel, len(constant), first, free, known, names)
+    return roles
 
 
 def _identities(args: Sequence[Any], free: Sequence[bool]) -> list[Any]:
     """The cache key of arguments that are not constants: of an integer only whether it fits in 32 bits, of a
     float nothing; where the kernel is specialised also whether 16 divides it, and whether it is 1. Layouts of
     boxes live as long as the process, so their ids are unique."""
-    found: list[Any] = []
+    identities: list[Any] = []
     for value, loose in zip(args, free, strict=True):
         what = type(value)
         if what is int:
-            found.append(-(2**31) <= value < 2**31)
+            identities.append(-(2**31) <= value < 2**31)
             if not loose:
-                found.append("one" if value == 1 else value % 16 == 0)
+                identities.append("one" if value == 1 else value % 16 == 0)
         elif what is float:
-            found.append(float)
+            identities.append(float)
         elif isinstance(value, Tensor):
-            found.append(value.dtype)
+            identities.append(value.dtype)
             if not loose:
-                found.append(value.data_ptr() % 16 == 0)
+                identities.append(value.data_ptr() % 16 == 0)
         elif value is None or what is bool:  # None is a constant too
-            found.append(value)
+            identities.append(value)
         else:  # a TMA descriptor; its layout identifies box and dtype
-            found.append(id(value.layout))
-    return found
+            identities.append(id(value.layout))
+    return identities
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Recorder:
         def source_of(kernel: Any) -> Any:
             return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
 
-        found = []
+        sources = []
         for kernel, args, options in self.launches:
             names = kernel.arg_names
             values = dict(zip(names, args, strict=False))
@@ -182,8 +182,8 @@ class Recorder:
                 if not free and (kind.startswith("*") or (kind.startswith("i") and values[name] % 16 == 0)):
                     attrs[(i,)] = [["tt.divisibility", 16]]
             source = source_of(kernel)(kernel, signature, constants, attrs)
-            found.append((kernel.__name__, source, {k: v for k, v in options.items() if k not in names}))
-        return found
+            sources.append((kernel.__name__, source, {k: v for k, v in options.items() if k not in names}))
+        return sources
 
 
 def _triton_type(value: Any) -> str:

@@ -34,7 +34,7 @@ class Numerics:
 
 def known_numerics(name: str | Numerics) -> Numerics:
     """The class of this name (or the class itself), or an error that lists the known ones."""
-    found = NUMERICS.get(str(name))
-    if found is None:
+    numerics = NUMERICS.get(str(name))
+    if numerics is None:
         raise ContractError(f"unknown numerics class {str(name)!r}; known: {', '.join(NUMERICS)}")
-    return found
+    return numerics

@@ -45,7 +45,7 @@ class Tape(TorchDispatchMode):
         self.reason: str | None = None  # why there can be no plan
 
     def __enter__(self) -> "Tape":
-        """Enters on this thread only. The normal way to enter a mode also sets process-wide flags. Threads
+        """Enters on this thread only. The normal entry of a mode also sets process-wide flags. Threads
         that enter and leave concurrently would restore them in the wrong order, and a flag that stays set
         changes what `torch.compile` does."""
         _push_mode(self)
@@ -65,7 +65,7 @@ class Tape(TorchDispatchMode):
             return
         made = launched(kernel, grid, args, options)
         if made is None or made.entry is None:
-            self._refuse(f"{kernel.__name__} has no short way")
+            self._refuse(f"{kernel.__name__} has no short path")
         elif self.reason is None:
             self.made.append(made)
 
@@ -129,19 +129,19 @@ def _launch(made: Launched, place: Callable[[Tensor], int]) -> _Launch:
     entry = made.entry
     assert entry is not None
     head = (*made.grid, None, *entry.fixed)
-    found = _Launch(entry.c, entry.flat, head, list(head) if entry.flat else [], [], [])
+    launch = _Launch(entry.c, entry.flat, head, list(head) if entry.flat else [], [], [])
     for i, value in enumerate(made.args):
-        at = len(found.args)
+        at = len(launch.args)
         if i in entry.maps:
             form = entry.form(entry.maps.index(i), value)
-            found.maps.append((at, place(value.base), form))
-            found.args.extend((None, *value.shape, *value.strides))
+            launch.maps.append((at, place(value.base), form))
+            launch.args.extend((None, *value.shape, *value.strides))
         elif i in entry.pointers:
-            found.pointers.append((at, place(value)))
-            found.args.append(None)
+            launch.pointers.append((at, place(value)))
+            launch.args.append(None)
         else:
-            found.args.append(value)
-    return found
+            launch.args.append(value)
+    return launch
 
 
 class Plan:
@@ -187,20 +187,20 @@ class Plan:
             with torch.cuda.device(device):
                 return self(inputs)
         begin = [t.data_ptr() for t in inputs]
-        found: list[Tensor | None] = []
+        outputs: list[Tensor | None] = []
         for output in self._outputs:
             if output is None:
-                found.append(None)
+                outputs.append(None)
                 continue
             shape, stride, dtype, offset, size = output
             if size:
                 whole = torch.empty(size, dtype=dtype, device=device)
                 begin.append(whole.data_ptr())
-                found.append(whole.as_strided(shape, stride, offset))
+                outputs.append(whole.as_strided(shape, stride, offset))
             else:
                 made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 begin.append(made.data_ptr())
-                found.append(made)
+                outputs.append(made)
         if self._bytes:
             workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)  # lives until the return
             begin.append(workspace.data_ptr())
@@ -217,7 +217,7 @@ class Plan:
                 c(*final)
             else:
                 c(*head[:_STREAM], stream, *head[_STREAM + 1 :], final)
-        return tuple(found) if self._several else found[0]
+        return tuple(outputs) if self._several else outputs[0]
 
 
 def recordable(inputs: Sequence[Tensor]) -> bool:

@@ -140,17 +140,17 @@ def chunk_gated_delta_rule_bwd_dhu(
 
 
 def _adapt(given: dict[str, Any]) -> dict[str, Any]:
-    found, old = given.copy(), given.get("transpose_state_layout")
+    adapted, old = given.copy(), given.get("transpose_state_layout")
     if old is not None:
         if old is False and given.get("state_v_first") is True:
             rule = "contradicts state_v_first=True, of which it is the older name"
             raise backward.contract.error("transpose_state_layout", old, rule)
-        found |= {"state_v_first": old, "transpose_state_layout": None}
+        adapted |= {"state_v_first": old, "transpose_state_layout": None}
     if given.get("scale") is None:
-        found["scale"] = _default_scale(given.get("q"))
+        adapted["scale"] = _default_scale(given.get("q"))
     if given.get("cu_seqlens") is not None and given.get("chunk_indices") is None:
-        found["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
-    return found
+        adapted["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
+    return adapted
 
 
 def _default_scale(q: Any) -> float | None:
@@ -244,14 +244,14 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
     given, C = args["cu_seqlens"], args["chunk_size"]
     if given is None:
         return
-    found = given.tolist()
-    bounds.check(contract, "cu_seqlens", given, found, args["q"].shape[1], of="tokens")
-    each = [-(-(after - here) // C) for here, after in pairwise(found)]
+    starts_at = given.tolist()
+    bounds.check(contract, "cu_seqlens", given, starts_at, args["q"].shape[1], of="tokens")
+    each = [-(-(after - here) // C) for here, after in pairwise(starts_at)]
     if args["chunk_indices"].tolist() != [[s, c] for s, n in enumerate(each) for c in range(n)]:
         rule = f"must be (sequence, chunk of it) of each of the {sum(each)} chunks that cu_seqlens makes"
         raise contract.error("chunk_indices", args["chunk_indices"], rule)
     if args["chunk_offsets"] is not None:
-        starts = [sum(each[:s]) for s in range(len(found))]
+        starts = [sum(each[:s]) for s in range(len(starts_at))]
         if args["chunk_offsets"].tolist() != starts[: len(args["chunk_offsets"])]:
             rule = "must be the first chunk of every sequence, as cu_seqlens says"
             raise contract.error("chunk_offsets", args["chunk_offsets"], rule)

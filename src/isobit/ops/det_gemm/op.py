@@ -288,13 +288,13 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
     bounds, T = args["cu_seqlens"], args["x"].shape[:-1].numel()
     if bounds is None:
         return
-    found = bounds.tolist()
-    for i, (here, last) in enumerate(zip(found, [0, *found], strict=False)):
+    starts = bounds.tolist()
+    for i, (here, last) in enumerate(zip(starts, [0, *starts], strict=False)):
         if here < last or (i == 0 and here != 0):
             rule = "must begin with 0" if i == 0 else f"must not descend: [{i - 1}]={last}, [{i}]={here}"
             raise contract.error("cu_seqlens", bounds, rule)
-    if found[-1] != T:
-        raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {found[-1]}")
+    if starts[-1] != T:
+        raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {starts[-1]}")
 
 
 gemm.rule(_one_dtype("a", "b"), _out_dtype)

@@ -22,8 +22,8 @@ the token's log-probability is
 
     [not clipped] (-ratio A w) + beta (-expm1(ref_logp - logp))
 
-The forward keeps it, one number per token, because its factor is known only after all terms have been summed.
-So the backward is that of `ratio_kl`, with a multiplication before it.
+The forward stores it, one number per token, because its factor is known only after all terms are summed. So
+the backward is that of `ratio_kl`, with a multiplication before it.
 """
 
 from collections.abc import Sequence
@@ -250,9 +250,9 @@ def of_rows(args: dict[str, Any]) -> dict[str, Any]:
     """The call of `ratio_kl` within a call of this op. Without a KL penalty it gets no reference."""
     names = ("policy_logits", "token_ids", "old_logp", "mask", "ignore_index", "temperature")
     penalty = args["beta"] > 0
-    found = {name: args[name] for name in names} | {"return_kl": penalty, "return_logp": False}
-    found |= {name: args[name] if penalty else None for name in ("ref_logits", "ref_logp")}
-    return found | {"return_entropy": args["return_entropy"], "return_stats": args["return_kept"]}
+    rows = {name: args[name] for name in names} | {"return_kl": penalty, "return_logp": False}
+    rows |= {name: args[name] if penalty else None for name in ("ref_logits", "ref_logp")}
+    return rows | {"return_entropy": args["return_entropy"], "return_stats": args["return_kept"]}
 
 
 def of_rows_backward(args: dict[str, Any], dlogp: Tensor | None) -> dict[str, Any]:

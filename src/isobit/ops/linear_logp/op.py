@@ -23,7 +23,7 @@ times the slopes of softcap and logit_scale, rounded once to the inputs' dtype b
     dhidden = dz weight,    dweight = dz^T hidden,    dbias = dz^T 1
 
 in fp32, rounded once to the dtype of their parameter. For this the logits are recomputed, a part of the
-vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are kept from the forward.
+vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are stored by the forward.
 """
 
 import math
@@ -54,9 +54,9 @@ def _product_flops(args: dict[str, Any]) -> int:
     return 2 * math.prod(hidden.shape) * vocabulary(args)
 
 
-# Kept probabilities
+# Stored probabilities
 
-#: Rows and columns of kept probabilities are rounded up to multiples of these, the tile that stores them.
+#: Rows and columns of stored probabilities are rounded up to multiples of these, the tile that stores them.
 KEPT_ROWS, KEPT_COLUMNS = 128, 256
 
 
@@ -69,8 +69,8 @@ def kept_bytes(N: int, vocab: int) -> int:
 
 def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
     """Sizes of `kept` [R, C] and `kept_base` [R, G, 4]. They depend on shapes, options and the device only,
-    because a compiled graph must know them before a backend is chosen. 0 where no backend could keep
-    anything."""
+    because a compiled graph must know them before a backend is chosen. 0 where no backend could store
+    any."""
     hidden = args["hidden"]
     N, vocab = math.prod(hidden.shape[:-1]), vocabulary(args)
     if (
@@ -106,8 +106,8 @@ def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
     numerics: str | Numerics | None, backend: str | None, **others: Any,
 ) -> bool:  # fmt: skip
-    """Whether a backward may follow for which all probabilities can be kept. The contract has not been
-    checked yet: an invalid call keeps nothing here, and raises its error later."""
+    """Whether a backward may follow for which all probabilities can be stored. The contract has not been
+    checked yet: an invalid call stores none here, and raises its error later."""
     if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
         return False
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
@@ -215,7 +215,7 @@ def linear_logp(  # overloads take any options
 
 
 def _backward_flops(args: dict[str, Any]) -> int:
-    """One product for the logits, unless they were kept, and one for each gradient of a matrix."""
+    """One product for the logits, unless probabilities were stored, and one for each gradient of a matrix."""
     products = (args["kept"] is None) + args["want_hidden"] + args["want_weight"]
     return products * _product_flops(args)
 
@@ -304,9 +304,9 @@ backward.rule(*_SHARED_RULES, tokens.entropy_is_there, _bias_is_there, _grad_dty
 # Backends, fastest first
 
 
-def _kept_nothing(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The outputs of a backend that never keeps anything. If memory for kept was requested, it is filled with
-    NaN, so that a backward that used it by mistake would be noticed."""
+def _without_probs(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The outputs of a backend that never stores probabilities. If memory for them was requested, it is
+    filled with NaN, so that a backward that used it by mistake would be noticed."""
     if not args["keep"]:
         return (*outputs, None, None)
     hidden, (rows, columns, groups) = args["hidden"], kept_sizes(args).values()
@@ -350,11 +350,11 @@ def _triton_numerics(device: torch.device) -> str:
 
 
 def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
-    return _kept_nothing(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
+    return _without_probs(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
 
 
 def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
-    return _kept_nothing(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
+    return _without_probs(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
 
 
 _ON_TRITON: dict[str, Any] = {

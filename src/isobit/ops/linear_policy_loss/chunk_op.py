@@ -70,7 +70,7 @@ def backward(
     chunk is the rows of dhidden from `first_row` on. `first`: dweight and dbias are not initialised yet.
     `last`: no row may stay in the queue. `kept`: the probabilities of the chunk fit in memory, and the
     forward has stored them there. `postpone`: leave dweight to `linear_logp_chunk_dw` and all rows in the
-    queue; only with a single chunk that was kept."""
+    queue; only with a single chunk whose probabilities are stored."""
 
 
 @op("linear_logp_chunk_dw", sizes=lambda args: {"V": args["vocab"]})

@@ -6,7 +6,7 @@
 The gradients of the chunk's log-probabilities are known then, so its other gradients are computed before the
 next chunk begins:
 
-    product 1   the logits: log-probabilities, and probabilities p, which are kept
+    product 1   the logits: log-probabilities, and probabilities p, which are stored
     product 2   dhidden  = dz weight        dz = dlogp (one-hot - p), in the memory of p
     product 3   dweight += dz^T hidden
 
@@ -14,9 +14,9 @@ So there is never more of [N, V] in memory than one chunk, and no logit is compu
 a fourth product: it computes all rows before its backward begins. Logits are computed twice here too if the
 entropy has a gradient, and for a sequence that does not fit in the workspace.
 
-Gradients are kept in fp32 from the forward to the backward. There they are multiplied by the gradient of the
+Gradients stay in fp32 from the forward to the backward. There they are multiplied by the gradient of the
 loss and rounded once. If all rows are one chunk, Hopper does product 3 there, in a kernel that multiplies and
-rounds. If no row is kept, everything but the loss is left to the backward of `linear_logp`.
+rounds. If no row is stored, everything but the loss is left to the backward of `linear_logp`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,9 +114,9 @@ def linear_policy_loss(
 
     Log-probabilities and entropies have the bits of `linear_logp`. Gradients go to hidden, weight and bias;
     only those that are needed are computed, and without any there is one product. They equal those of
-    `linear_logp` with kept probabilities and the same loss, bit for bit if the gradient of the loss is 1; any
-    other value is multiplied in fp32, before the one rounding. Between the call and the backward they take
-    4 V D + 4 N D bytes at most.
+    `linear_logp` with stored probabilities and the same loss, bit for bit if the gradient of the loss is 1;
+    any other value is multiplied in fp32, before the one rounding. Between the call and the backward they
+    take 4 V D + 4 N D bytes at most.
 
     `torch.compile` cannot trace it: a compiled function has a graph break there.
 
@@ -220,9 +220,9 @@ def batch_of(args: dict[str, Any]) -> Batch:
     if given is None:
         lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
         return Batch(tuple(shape), lines)
-    found = given.tolist() if isinstance(given, Tensor) else list(given)
-    bounds.check(declared.contract, "cu_seqlens", given, found, shape.numel(), of="rows")
-    return Batch.packed(found)
+    starts = given.tolist() if isinstance(given, Tensor) else list(given)
+    bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
+    return Batch.packed(starts)
 
 
 # Autograd
@@ -253,13 +253,13 @@ class _PolicyLoss(torch.autograd.Function):
     """The forward already computes the gradients (except a postponed dweight); the backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, kept: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, made: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
         wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[3:], strict=True))
-        found = differentiate(call, wanted)
-        ctx.save_for_backward(root, *found.gradients, *(found.postponed or ()))
+        result = differentiate(call, wanted)
+        ctx.save_for_backward(root, *result.gradients, *(result.postponed or ()))
         ctx.like = [t if t is None else (t.shape, t.dtype) for t in tensors]
-        kept.append(found.sums)
-        return found.sums.loss
+        made.append(result.sums)
+        return result.sums.loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
@@ -268,12 +268,12 @@ class _PolicyLoss(torch.autograd.Function):
         gradients = Gradients(*saved[:count])
         postponed = Postponed(*saved[count:]) if len(saved) > count else None
         with torch.no_grad():
-            found = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
+            scaled = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
             if postponed is not None:
-                found[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
+                scaled[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
         if torch.is_grad_enabled():  # a graph of the backward is wanted
-            found = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in found]
-        return None, None, None, *found
+            scaled = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in scaled]
+        return None, None, None, *scaled
 
 
 def _first(gradient: Tensor, dloss: Tensor, root: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ forward.rule(_has_columns, _dtypes, _scalars)
 
 def _first(args: dict[str, Any]) -> Tensor:
     """x, or h in the backward."""
-    found: Tensor = args["x"] if "x" in args else args["h"]
-    return found
+    first: Tensor = args["x"] if "x" in args else args["h"]
+    return first
 
 
 def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
