@@ -41,10 +41,11 @@ def sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sanitizer:
     return make
 
 
-def test_calls_are_made_and_counted(sanitizer: Sanitizer) -> None:
+def test_calls_are_made_and_counted(sanitizer: Sanitizer, monkeypatch: pytest.MonkeyPatch) -> None:
     sanitizer()
+    monkeypatch.setenv("ISOBIT_COMMIT", "abc")
     lines: list[str] = []
-    found = memcheck.memcheck([("logp", "reference")], "abc", progress=lines.append)
+    found = memcheck.memcheck([("logp", "reference")], progress=lines.append)
     control, run = found["runs"]
     assert found["passed"] and found["tool"] == "compute-sanitizer 2025.3.1"
     assert found["stamp"]["commit"] == "abc" and control["errors"] == 1
