@@ -17,9 +17,9 @@ from isobit.bench.report import Report, show
 from isobit.bench.runner import Job, NothingTimed, not_timed, planned, to_json
 from isobit.bench.runner import run as timed
 from isobit.check.candidate import Candidate
+from isobit.check.candidate_by_name import load_candidate
 from isobit.check.files import check_file, write
-from isobit.check.named import load_candidate
-from isobit.check.state import in_words
+from isobit.check.torch_state import in_words
 from isobit.cli.check import by_folder
 from isobit.cli.html import page
 from isobit.frame.contract import ContractError

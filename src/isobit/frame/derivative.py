@@ -11,28 +11,28 @@ Its outputs are the gradients of the op's differentiable arguments, in their ord
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.frame.autograd import Refusal, Saved
-from isobit.frame.contract import MISSING, is_given
-
-if TYPE_CHECKING:
-    from isobit.frame.op import Op
+from isobit.frame.contract import MISSING, Contract, Param, is_given
 
 Args = dict[str, Any]
 Grads = tuple[Tensor | None, ...]
 
 
 class Derivative:
-    """What `Op.derivative` declares."""
+    """What `Op.derivative` declares. `bound_to(scalars, device)` gives the controls by which the backward has
+    the numerics class of the call."""
 
     def __init__(
         self,
-        op: "Op",
-        by: "Op",
+        contract: Contract,
+        bound_to: Callable[[Args, torch.device], Args],
+        backward: Callable[..., Any],
+        backward_params: Sequence[Param],
         inputs: tuple[str, ...],
         outputs: tuple[str, ...],
         constant: tuple[str, ...],
@@ -40,17 +40,18 @@ class Derivative:
         gradient: Callable[[Args, Grads], dict[str, Tensor | None]] | None,
         once: str | None,
     ) -> None:
-        own = {p.name: p for p in op.contract.params}
+        own = {p.name: p for p in contract.params}
         place = {name: i for i, name in enumerate(outputs)}
-        if len(outputs) != len(op.contract.outputs):
-            raise TypeError(f"{op.name} has {len(op.contract.outputs)} outputs, not {', '.join(outputs)}")
-        self._op, self._by, self._inputs, self._outputs = op, by, inputs, outputs
+        if len(outputs) != len(contract.outputs):
+            raise TypeError(f"{contract.name} has {len(contract.outputs)} outputs, not {', '.join(outputs)}")
+        self._names, self._bound_to, self._backward = contract.names, bound_to, backward
+        self._inputs, self._outputs = inputs, outputs
         self._save, self._once = save, once
         self._gradient = gradient or self._by_backward
         #: Outputs without a gradient, and those that have one only if they were requested.
         self._constant = {place[name] for name in constant}
-        self._optional = [(i, spec.when) for i, spec in enumerate(op.contract.outputs) if spec.when]
-        self._saved_args = [p.name for p in by.own_params if p.name in own and own[p.name].spec]
+        self._optional = [(i, spec.when) for i, spec in enumerate(contract.outputs) if spec.when]
+        self._saved_args = [p.name for p in backward_params if p.name in own and own[p.name].spec]
         self._saved_outputs: list[tuple[str, int, str | None]] = []
         self._given: list[str] = []
         self._cotangents: list[tuple[str, int]] = []
@@ -58,14 +59,14 @@ class Derivative:
         self._wanted: list[tuple[str, str]] = []
         #: Outputs whose gradient must have a contiguous last dimension: as the backward says, or, if it does
         #: not take the gradient by that name, as the output itself has.
-        contiguous = [spec.contiguous_last for spec in op.contract.outputs]
-        for p in by.own_params:
+        contiguous = [spec.contiguous_last for spec in contract.outputs]
+        for p in backward_params:
             if p.name in own:
                 self._given.append(p.name)
             elif p.name in place:
                 self._given.append(p.name)
                 i = place[p.name]
-                self._saved_outputs.append((p.name, i, op.contract.outputs[i].when))
+                self._saved_outputs.append((p.name, i, contract.outputs[i].when))
             elif p.name[0] == "d" and p.name[1:] in place:
                 i = place[p.name[1:]]
                 self._cotangents.append((p.name, i))
@@ -85,7 +86,7 @@ class Derivative:
         several = outputs if isinstance(outputs, tuple) else (outputs,)
         saved = body.saved
         if saved is None:
-            args = dict(zip(self._op.contract.names, body.values(tensors), strict=True))
+            args = dict(zip(self._names, body.values(tensors), strict=True))
             absent = {i for i, when in self._optional if not is_given(args[str(when)])}
             constant = sorted(self._constant | absent)
             saved = Saved.of(self._saved(args, several), (*tensors, *several), constant)
@@ -101,12 +102,12 @@ class Derivative:
             ctx.mark_non_differentiable(*[t for t in constants if t is not None])
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> Any:
-        (body, saved), wanted, names = ctx.call, ctx.needs_input_grad[1:], self._op.contract.names
+        (body, saved), wanted, names = ctx.call, ctx.needs_input_grad[1:], self._names
         common = body.common.get(wanted)
         if common is None:
             scalars = dict(zip(names, body.template, strict=True))
             needs = {names[p] for p, needed in zip(body.positions, wanted, strict=True) if needed}
-            follow = self._op.bound_to(scalars, saved.device)
+            follow = self._bound_to(scalars, saved.device)
             common = body.common[wanted] = {**scalars, **saved.rest, "follow": follow, "needs": needs}
         given = common.copy()
         given.update(zip(saved.names, ctx.saved_tensors, strict=True))
@@ -153,7 +154,7 @@ class Derivative:
         needs = saved["needs"]
         for name, argument in self._wanted:
             given[name] = argument in needs
-        gradients = self._by(**given, **saved["follow"])
+        gradients = self._backward(**given, **saved["follow"])
         if isinstance(gradients, Tensor):
             gradients = (gradients,)
         return {name: g for name, g in zip(self._inputs, gradients, strict=True) if name in needs}

@@ -190,10 +190,11 @@ class Op:
         if the backward would not raise one itself.
         """
         self.differentiable = inputs
-        derived = Derivative(self, by, inputs, outputs, constant, save, gradient, once)
-        self._set_autograd(
-            function_of(self.name, derived.setup_context, derived.backward, CallPlan.run), flags
+        derived = Derivative(
+            self.contract, self.bound_to, by, by.own_params, inputs, outputs, constant, save, gradient, once
         )
+        function = function_of(self.name, derived.setup_context, derived.backward, CallPlan.run)
+        self._set_autograd(function, flags)
 
     def not_differentiable(self, why: str) -> None:
         """Make a gradient through this op an error with this message (used by backwards)."""

@@ -7,9 +7,9 @@
     ones(dy)                                       [T, 1] of 1, to sum the T rows of dy with
 
 Operands are views with any strides, [rows, columns] if there is only one product (no Z). A stream is given
-for one product only; without a stream all rows are live, as one sequence. No size is ever 0: an empty sum needs
-no kernel. `launch` is passed on to backends that launch kernels. Modules are given by name, and imported at
-their first use.
+for one product only; without a stream all rows are live, as one sequence. No size is ever 0: an empty sum
+needs no kernel. `launch` is passed on to backends that launch kernels. Modules are given by name, and
+imported at their first use.
 """
 
 from collections.abc import Iterator
