@@ -61,15 +61,20 @@ def default_device() -> torch.device:
 # Which kernels can run
 
 
-@cache
-def triton_is_interpreted() -> bool:
-    """Whether Triton kernels of this process run in the CPU interpreter."""
+def kernels_are_interpreted() -> bool:
+    """Whether Triton interprets kernels that are decorated now. It looks at TRITON_INTERPRET itself."""
     import triton
     from triton.runtime.interpreter import InterpretedFunction
 
     def probe() -> None: ...
 
     return isinstance(triton.jit(probe), InterpretedFunction)
+
+
+@cache
+def triton_is_interpreted() -> bool:
+    """Whether Triton kernels of this process run in the CPU interpreter."""
+    return kernels_are_interpreted()
 
 
 def triton_cannot_run(device: torch.device) -> str | None:

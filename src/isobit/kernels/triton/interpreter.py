@@ -7,9 +7,9 @@ so code for the interpreter is not compiled for a GPU.
 import triton
 import triton.language as tl
 
-from isobit.frame.device import triton_is_interpreted
+from isobit.frame.device import kernels_are_interpreted
 
-INTERPRETED = tl.constexpr(triton_is_interpreted())
+INTERPRETED = tl.constexpr(kernels_are_interpreted())
 
 
 @triton.jit
