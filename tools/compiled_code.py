@@ -68,10 +68,9 @@ def described(value: Any) -> Any:
 
 def calls_of(kernels: Any, dtype: torch.dtype) -> list[str]:
     """A hash for each launch that is recorded."""
-    recorder_module = sys.modules[type(_recorder()).__module__]
-    Recorder = recorder_module.Recorder
+    from isobit.frame.launch import Recorder
 
-    class WithGrids(Recorder):  # type: ignore[misc, valid-type]
+    class WithGrids(Recorder):
         def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             grids.append(tuple(grid))
             super().__call__(kernel, grid, *args, **options)
@@ -97,14 +96,6 @@ def calls_of(kernels: Any, dtype: torch.dtype) -> list[str]:
         text = json.dumps([grid, passed, sorted(map(str, compile_options.items())), code])
         hashes.append(hashlib.sha256(text.encode()).hexdigest()[:16])
     return hashes
-
-
-def _recorder() -> Any:
-    try:
-        from isobit.frame.launch import Recorder
-    except ImportError:  # trees before the frame had a folder of its own
-        from isobit.frame.launch import Recorder
-    return Recorder()
 
 
 def all_calls(ops: list[str]) -> dict[str, list[str]]:
