@@ -1,5 +1,7 @@
 """Every op x backend x law, against the matrix of what is expected: an unexpected UNSUPPORTED fails too."""
 
+import dis
+import inspect
 import json
 
 import pytest
@@ -44,6 +46,18 @@ def test_every_path_of_a_declaration_leads_to_a_function(name: str) -> None:
     for backend in OPS[name].backends:
         for path in backend.paths:
             assert callable(resolve(path)), path
+
+
+@pytest.mark.parametrize("name", public_ops())
+def test_a_public_function_passes_every_argument_on(name: str) -> None:
+    """An argument that it forgot would have its default, whatever the caller gives. Written out, because
+    `torch.compile` traces `locals()` only from torch 2.12 on."""
+    function = inspect.unwrap(public_ops()[name].function or test_no_law_fails)
+    code = function.__code__
+    read = {i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")}
+    read = {each for loaded in read for each in (loaded if isinstance(loaded, tuple) else (loaded,))}
+    assert not {*inspect.signature(function).parameters} - read - set(code.co_cellvars)
+    assert "locals" not in code.co_names
 
 
 @pytest.mark.parametrize("module", ["kernels_hopper", "kernels_triton", "model"])

@@ -151,7 +151,13 @@ def attention(  # overloads take any options
         >>> torch.equal(last, whole[:, 4:])
         True
     """
-    given = _adapt(locals())
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "causal": causal, "scale": scale, "window": window, "softcap": softcap,
+        "key_start": key_start, "key_end": key_end, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "block_table": block_table, "return_lse": return_lse,
+        "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    given = _adapt(given)
     out, lse = forward(**given)
     if given["q"] is not q:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse

@@ -99,24 +99,31 @@ def chunk_gated_delta_rule_bwd_dhu(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of the states of gated delta-rule attention: what FLA's function of this name computes.
 
-    Args: q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference). w: [B, T, HV, K], of the same
-        dtype. HV is a multiple of H: groups of value heads share q and k. do, dv: [B, T, HV, V], of the same
-        dtype. g: [B, T, HV] fp32, the log2 of the gate, cumulative from the start of each chunk. gk: [B, T,
-        HV, K] fp32, the same for each feature; only the last row of each chunk is read. h0: [S, HV, K, V] or
-        None: whether dh0 is wanted. Its values are not read. dht: [S, HV, K, V], the gradient of the last
-        state; None is 0. scale: factor on q; None is K ** -0.5. A run-time value. state_v_first: states and
-        dh are [..., V, K]. `transpose_state_layout` is its older name. cu_seqlens: [S + 1], int32 or int64:
-        the first token of each packed sequence, from 0 to T, with B = 1. Sequences may be empty. None: every
-        batch element is a sequence. chunk_size: 16, 32 or 64. chunk_indices: [NT, 2] for packed sequences:
-        the sequence of each chunk and its number there. If it is not given it is computed, which waits for
-        the device once. chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is
-        not given. use_graph: accepted and without effect: every call can be captured, and outputs are always
-        new tensors. use_exp2: False takes the gates as natural logarithms. validate: check cu_seqlens,
-        chunk_indices and chunk_offsets on a GPU too (a host sync). None checks on CPU tensors, and everywhere
-        with ISOBIT_VALIDATE=1. Without the check, wrong bounds give wrong results, but no access is out of
-        bounds. numerics: the numerics class that the result must have, "dhu/1" or "dhu/triton-1"; None takes
-        that of the backend that serves. It is an error if no backend can keep it. backend: force "hopper",
-        "triton" or "reference"; None takes the first that can serve.
+    Args:
+        q, k: [B, T, H, K] in bf16, fp16 or fp32 (fp64 on the reference).
+        w: [B, T, HV, K], of the same dtype. HV is a multiple of H: groups of value heads share q and k.
+        do, dv: [B, T, HV, V], of the same dtype.
+        g: [B, T, HV] fp32, the log2 of the gate, cumulative from the start of each chunk.
+        gk: [B, T, HV, K] fp32, the same for each feature; only the last row of each chunk is read.
+        h0: [S, HV, K, V] or None: whether dh0 is wanted. Its values are not read.
+        dht: [S, HV, K, V], the gradient of the last state; None is 0.
+        scale: factor on q; None is K ** -0.5. A run-time value.
+        state_v_first: states and dh are [..., V, K]. `transpose_state_layout` is its older name.
+        cu_seqlens: [S + 1], int32 or int64: the first token of each packed sequence, from 0 to T, with B = 1.
+            Sequences may be empty. None: every batch element is a sequence.
+        chunk_size: 16, 32 or 64.
+        chunk_indices: [NT, 2] for packed sequences: the sequence of each chunk and its number there. If it is
+            not given it is computed, which waits for the device once.
+        chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is not given.
+        use_graph: accepted and without effect: every call can be captured, and outputs are always new
+            tensors.
+        use_exp2: False takes the gates as natural logarithms.
+        validate: check cu_seqlens, chunk_indices and chunk_offsets on a GPU too (a host sync). None checks on
+            CPU tensors, and everywhere with ISOBIT_VALIDATE=1. Without the check, wrong bounds give wrong
+            results, but no access is out of bounds.
+        numerics: the numerics class that the result must have, "dhu/1" or "dhu/triton-1"; None takes that of
+            the backend that serves. It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
 
     Returns:
         (dh, dh0, dv2): dh [B, NT, HV, K, V] in the dtype of q, dh0 like h0 in fp32 or None, dv2 like dv.
@@ -131,7 +138,14 @@ def chunk_gated_delta_rule_bwd_dhu(
         >>> torch.equal(dv2[:, 64:], dv[:, 64:])  # no gradient has reached the last state yet
         True
     """
-    dh, dh0, dv2 = backward(**_adapt(locals()))
+    given: dict[str, Any] = {
+        "q": q, "k": k, "w": w, "do": do, "dv": dv, "g": g, "gk": gk, "h0": h0, "dht": dht, "scale": scale,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "chunk_size": chunk_size,
+        "chunk_indices": chunk_indices, "chunk_offsets": chunk_offsets, "use_graph": use_graph,
+        "use_exp2": use_exp2, "transpose_state_layout": transpose_state_layout, "validate": validate,
+        "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    dh, dh0, dv2 = backward(**_adapt(given))
     return dh, None if h0 is None else dh0, dv2
 
 

@@ -80,7 +80,9 @@ def det_gemm(
         >>> torch.equal(c[1:2], isobit.det_gemm(a[1:2], b, out_dtype=torch.float32))
         True
     """
-    return gemm(**locals())
+    return gemm(
+        a=a, b=b, out_dtype=out_dtype, validate=validate, numerics=numerics, backend=backend,
+    )  # fmt: skip
 
 
 def _gemm_bwd_flops(args: dict[str, Any]) -> int:
@@ -149,7 +151,10 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
-    return linear(**locals())
+    return linear(
+        x=x, weight=weight, bias=bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
+        numerics=numerics, backend=backend,
+    )  # fmt: skip
 
 
 def _linear_bwd_flops(args: dict[str, Any]) -> int:
@@ -227,7 +232,10 @@ def det_gemm_dw(
         >>> torch.equal(whole, isobit.det_gemm_dw(x[512:], dy[512:], init=part))
         True
     """
-    return gemm_dw(**locals())
+    return gemm_dw(
+        x=x, dy=dy, mask=mask, cu_seqlens=cu_seqlens, init=init, validate=validate, numerics=numerics,
+        backend=backend,
+    )  # fmt: skip
 
 
 # Rules that annotations cannot express

@@ -158,7 +158,16 @@ def grpo_loss(
         >>> stats["active_tokens"], stats["mean_ratio"]
         (tensor(7, dtype=torch.int32), tensor(1.))
     """
-    loss, policy_loss, kl, low, high, ratio, active_tokens, entropy, *_ = forward(**_adapted(locals()))
+    given: dict[str, Any] = {
+        "policy_logits": policy_logits, "ref_logits": ref_logits, "token_ids": token_ids,
+        "old_logp": old_logp, "rewards": rewards, "advantages": advantages, "mask": mask,
+        "samples_per_prompt": samples_per_prompt, "group_boundaries": group_boundaries, "clip_low": clip_low,
+        "clip_high": clip_high, "beta": beta, "reduction": reduction, "normalizer": normalizer,
+        "rollout_weights": rollout_weights, "ref_logp": ref_logp, "temperature": temperature, "eps": eps,
+        "ignore_index": ignore_index, "return_entropy": return_entropy, "validate": validate,
+        "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    loss, policy_loss, kl, low, high, ratio, active_tokens, entropy, *_ = forward(**_adapted(given))
     stats = {"policy_loss": policy_loss} | ({"kl": kl} if beta > 0 else {})
     stats |= {"clip_fraction_low": low, "clip_fraction_high": high, "mean_ratio": ratio}
     return loss, stats | ({"entropy": entropy} if return_entropy else {}) | {"active_tokens": active_tokens}
@@ -222,7 +231,11 @@ def group_advantages(
         >>> isobit.group_advantages(torch.tensor([1.0, 0.0, 7.0, 7.0, 7.0]), group_boundaries=[0, 2, 5])
         tensor([ 1., -1.,  0.,  0.,  0.])
     """
-    return advantages_of(**groups.adapted(advantages_of.contract, locals()))
+    given: dict[str, Any] = {
+        "rewards": rewards, "samples_per_prompt": samples_per_prompt, "group_boundaries": group_boundaries,
+        "eps": eps, "scale": scale, "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    return advantages_of(**groups.adapted(advantages_of.contract, given))
 
 
 # Arguments that callers may give in other forms than the contract takes

@@ -205,7 +205,13 @@ def linear_logp(  # overloads take any options
         >>> head.grad[:, 1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    given: dict[str, Any] = locals()
+    given: dict[str, Any] = {
+        "hidden": hidden, "weight": weight, "token_ids": token_ids, "bias": bias, "mask": mask,
+        "ignore_index": ignore_index, "temperature": temperature, "softcap": softcap,
+        "logit_scale": logit_scale, "logits_dtype": logits_dtype, "vocab_size": vocab_size,
+        "return_entropy": return_entropy, "return_lse": return_lse, "workspace_bytes": workspace_bytes,
+        "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
     if workspace_bytes is not None:
         given = {**given, "keep": _can_keep(**given)}
     out, entropy, lse, *_ = forward(**given)

@@ -133,7 +133,13 @@ def linear_policy_loss(
         >>> hidden.grad.shape, head.grad.shape, stats["logp"].shape
         (torch.Size([2, 5, 16]), torch.Size([100, 16]), torch.Size([]))
     """
-    served = declared.serve(locals())
+    given: dict[str, Any] = {
+        "hidden": hidden, "weight": weight, "token_ids": token_ids, "loss_fn": loss_fn, "inputs": inputs,
+        "bias": bias, "mask": mask, "ignore_index": ignore_index, "temperature": temperature,
+        "entropy": entropy, "cu_seqlens": cu_seqlens, "workspace_bytes": workspace_bytes,
+        "validate": validate, "numerics": numerics, "backend": backend,
+    }  # fmt: skip
+    served = declared.serve(given)
     args = served.args
     batch = batch_of(args)
     sorted_inputs = batch.sort(args["inputs"] or {}, _input_error)

@@ -97,7 +97,11 @@ def logp(  # overloads take any options
         >>> logits.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    out, entropy, lse, _ = forward(**locals())
+    out, entropy, lse, _ = forward(
+        logits=logits, token_ids=token_ids, mask=mask, ignore_index=ignore_index, temperature=temperature,
+        return_entropy=return_entropy, return_lse=return_lse, validate=validate, numerics=numerics,
+        backend=backend,
+    )  # fmt: skip
     if not (return_entropy or return_lse):
         return out
     return (out,) + ((entropy,) if return_entropy else ()) + ((lse,) if return_lse else ())

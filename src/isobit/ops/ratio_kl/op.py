@@ -134,7 +134,12 @@ def ratio_kl(  # overloads take any options
         >>> policy.grad[1]
         tensor([ 0.6667, -0.3333, -0.3333])
     """
-    ratio, kl, logp, entropy, *_ = forward(**locals())
+    ratio, kl, logp, entropy, *_ = forward(
+        policy_logits=policy_logits, ref_logits=ref_logits, token_ids=token_ids, old_logp=old_logp,
+        mask=mask, ignore_index=ignore_index, ref_logp=ref_logp, temperature=temperature,
+        return_kl=return_kl, return_logp=return_logp, return_entropy=return_entropy, validate=validate,
+        numerics=numerics, backend=backend,
+    )  # fmt: skip
     wanted = ((return_kl, kl), (return_logp, logp), (return_entropy, entropy))
     more = tuple(output for asked, output in wanted if asked)
     return (ratio, *more) if more else ratio

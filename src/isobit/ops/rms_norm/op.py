@@ -99,7 +99,10 @@ def rms_norm(  # overloads take any options
         tensor([[6.0000, 8.0000],
                 [1.2000, 1.6000]])
     """
-    out, summed, _ = forward(**locals())
+    out, summed, _ = forward(
+        x=x, weight=weight, residual=residual, eps=eps, offset=offset, cast=cast, validate=validate,
+        numerics=numerics, backend=backend,
+    )  # fmt: skip
     return out if residual is None else (out, summed)
 
 
