@@ -329,7 +329,7 @@ def test_the_program_in_examples_runs(
 ) -> None:
     path = Path(__file__).parent.parent / "examples" / "zero_drift.py"
     program = runpy.run_path(str(path))
-    monkeypatch.setitem(program["main"].__globals__, "WAYS", ((2, "dynamic", 7), (1, "static", None)))
+    monkeypatch.setitem(program["main"].__globals__, "DECODINGS", ((2, "dynamic", 7), (1, "static", None)))
     monkeypatch.setattr(sys, "argv", [str(path), "--tokens", "2"])
     assert program["main"]() == 0
     lines = capsys.readouterr().out.splitlines()

@@ -155,7 +155,7 @@ class Derivative:
         for name, argument in self._wanted:
             given[name] = argument in needs
         gradients = self._backward(**given, **saved["follow"])
-        if isinstance(gradients, Tensor):
+        if not isinstance(gradients, tuple):
             gradients = (gradients,)
         return {name: g for name, g in zip(self._inputs, gradients, strict=True) if name in needs}
 

@@ -42,7 +42,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from isobit.frame.cache_key import CacheKey, remember
 
 __all__ = [
-    "LOADER_REGISTERS",
     "PRODUCER_REGISTERS",
     "ROWS",
     "Matrix",
@@ -81,7 +80,6 @@ ROWS = gl.constexpr(64)
 
 #: Registers that the producer's warps keep; the consumers get the rest.
 PRODUCER_REGISTERS = gl.constexpr(24)
-LOADER_REGISTERS = PRODUCER_REGISTERS  # the same in `delta_rule`, whose producers are several
 
 
 def _free(fn: Callable[..., None]) -> list[str]:

@@ -33,7 +33,7 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.pipeline import (
-    LOADER_REGISTERS,
+    PRODUCER_REGISTERS,
     accumulator_layout,
     after,
     descriptor,
@@ -259,13 +259,13 @@ def dhu_kernel(
             [(_consume, (items, ring, out, scale, OF_STATE, AHEAD)),
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K)),
              (load_gates, (items, ring, g, gk, scale, unit))],
-            [1, 1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, GATE_REGISTERS],
+            [1, 1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, GATE_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(_consume, (items, ring, out, scale, OF_STATE, AHEAD)),
              (load_chunks, (items, ring)), (store_states, (items, out, K)), (store_rows, (items, out, K))],
-            [1, 1, 1], [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [1, 1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
