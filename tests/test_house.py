@@ -1,5 +1,5 @@
-"""Guards the house: what stands at the top, how long files are, and what the wheel takes along. That no imports
-go in a circle is a contract of import-linter (`make lint`)."""
+"""Guards the house: what stands at the top, how long files are, and what the wheel takes along. That no
+imports go in a circle is a contract of import-linter (`make lint`)."""
 
 import ast
 import re
