@@ -14,15 +14,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE = ("benchmarks", "examples", "tests", "tools")
 
 
-def name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-TESTS = sorted((ROOT / "tests").glob("*.py"))
-MODULES = {name_of(path): path for path in SOURCES}
-
-
 def length(path: Path) -> int:
     return len(path.read_text().splitlines())
 
@@ -37,21 +28,15 @@ def test_three_files_stand_at_the_top() -> None:
 
 
 def test_no_file_is_too_long_to_read() -> None:
-    """Kernels may be longer: they read top to bottom, and a part of one in another file does not. So may
-    tests, which nobody reads from top to bottom."""
+    """Kernels may be longer: they read top to bottom, and a part of one in another file does not."""
     files = [*SOURCES, *(path for folder in OUTSIDE for path in (ROOT / folder).rglob("*.py"))]
     assert len(SOURCES) > 200 and len(files) > 300
     long = {
         str(path.relative_to(PACKAGE if path in SOURCES else ROOT)): length(path)
         for path in files
-        if length(path) > (900 if path.name.startswith("kernels_") else 600 if path in TESTS else 500)
+        if length(path) > (900 if path.name.startswith("kernels_") else 500)
     }
     assert not long
-
-
-def test_no_file_is_called_utils() -> None:
-    """A name that says nothing about what is in it collects everything."""
-    assert not [name for name in MODULES if name.rpartition(".")[2] in ("utils", "util", "helpers", "misc")]
 
 
 # The wheel
