@@ -148,3 +148,25 @@ def test_the_core_alone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     report = run("logp", core=True, impls=["isobit"], directions=["fwd"], **options)
     assert [case.split(" V=")[1] for case in cases(report)] == ["50257 fp16", "151936 bf16"]
     assert report["command"] == "isobit bench --op logp --device cpu --core --direction fwd --impl isobit"
+
+
+def test_an_interrupted_run_keeps_the_cases_it_has_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file that was named, as in one of the results."""
+    timed: list[object] = []
+    rows = runner.Implementations.rows
+
+    def interrupted(self: runner.Implementations, *args: Any) -> Any:
+        if timed:
+            raise KeyboardInterrupt
+        timed.append(args)
+        return rows(self, *args)
+
+    monkeypatch.setattr(runner.Implementations, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench(tmp_path, *TEXTS, file=tmp_path / "own.json")
+    for path in (tmp_path / "own.json", tmp_path / "cpu" / "logp.json"):
+        report = json.loads(path.read_text())
+        assert [row["case"] for row in report["rows"]] == NAMES[:1]
+        assert report["notes"][-1] == "unfinished: 2 of 3 cases are not timed"

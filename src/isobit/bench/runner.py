@@ -48,9 +48,10 @@ def run(
     core: bool = False,
     resume: bool = False,
     minutes: float | None = None,
+    file: Path | None = None,
 ) -> Report:
     """Check an op (by name) or a suite, time it, and write `<out_dir>/<gpu>/<op folder or suite>.json` if
-    `out_dir` is given.
+    `out_dir` is given, and `file`; after every case, so that an interrupted run keeps its results.
 
     `cases` defaults to the declared ones (on a CPU: small versions of them), `directions` to all, `impls` to
     isobit, all rivals and the copy. `backend` adds that backend as `isobit:<backend>`. `check_reports`
@@ -84,6 +85,7 @@ def run(
         copy_rate, product_rate = source["copy_tbps"] * 1e12, source["best_tflops"] * 1e12
     say(f"copy {copy_rate / 1e12:.3g} TB/s, bf16 product {product_rate / 1e12:.3g} TFLOP/s")
 
+    files = [each for each in (path, file) if each is not None]
     notes: list[str] = [] if known is None else known["notes"]
     rows: list[Row] = [] if known is None else known["rows"]
 
@@ -123,8 +125,8 @@ def run(
             pool.keep(None)
             note(f"{series.name}: {case_name(case)} does not fit into memory")
         tidy(device)
-        if path is not None and rows:  # after every case: an interrupted run keeps its results
-            write(path, to_json(so_far(len(todo) - 1 - i)))
+        for each in files if rows else ():
+            write(each, to_json(so_far(len(todo) - 1 - i)))
         longest = max(longest, time.monotonic() - start) if i else 0.0
     left = todo[i:] if stopped else []
     if left:
@@ -133,9 +135,9 @@ def run(
         if path is not None:
             say("run the same command with --resume to continue")
     report = so_far(len(left))
-    if path is not None and (rows or not left):  # also a file that says why nothing was timed
-        write(path, to_json(report))
-        say(f"written: {path}")
+    for each in files if rows or not left else ():  # also a file that says why nothing was timed
+        write(each, to_json(report))
+        say(f"written: {each}")
     if not rows and not left:
         raise NothingTimed(f"bench {name}: nothing was timed ({'; '.join(notes) or 'no cases'})", report)
     return report

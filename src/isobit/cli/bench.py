@@ -64,7 +64,7 @@ class Bench:
         for path in self.check_reports:
             require_relevant_report(path, [name for subject in subjects for name in subject.ops])
         reports, failed = self._time(subjects, theirs)
-        if self.json is not None:
+        if self.json is not None and failed is not None:  # otherwise it was written while cases were timed
             write(self.json, to_json(reports[0]))
         if self.html is not None:
             write(self.html, page(reports, "isobit bench"))
@@ -134,7 +134,7 @@ class Bench:
                     subject, self.cases(subject), self.directions or None, self.device, self.backend,
                     self.results, self.skip_check, self.impls or None, check_reports=self.check_reports,
                     options=self.options, core=self.core, resume=self.resume,
-                    minutes=None if end is None else (end - time.monotonic()) / 60,
+                    minutes=None if end is None else (end - time.monotonic()) / 60, file=self.json,
                 )  # fmt: skip
             except NothingTimed as error:
                 return [*reports, error.report], str(error)
