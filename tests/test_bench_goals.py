@@ -18,8 +18,8 @@ from isobit.bench.report import ROW, format_report, format_summary
 from isobit.cli.html.bench import section
 from isobit.cli.html.saved import summary_line
 from isobit.frame.op import known_op
-from isobit.kernels.hopper.tiles import HBM_BYTES_PER_US
 from isobit.ops.linear_logp import rivals
+from isobit.ops.linear_logp.kernels_hopper import HBM_BYTES_PER_US
 from isobit.spec.proof import Case
 from isobit.spec.series import Pool
 from publish import tables

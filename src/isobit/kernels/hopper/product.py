@@ -43,9 +43,9 @@ _SUMS = tuple(
 @lru_cache(maxsize=4096)
 def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tuple[Tile, float]:
     """The tile for an M x N output of segmented sums over K rows, and the expected microseconds."""
-    hbm_bytes = 2 * K * (M + N) + itemsize * M * N
-    times = {tile: microseconds(tile, M, N, K, sms, hbm_bytes) for tile in _SUMS}
-    return min(times.items(), key=lambda item: item[1])
+    (times,) = microseconds(_SUMS, (M,), N, K, sms, itemsize)
+    best = int(times.argmin())
+    return _SUMS[best], float(times[best])
 
 
 # Kernels
@@ -100,8 +100,8 @@ class Output:
     @gluon.jit
     def place(self, pipe, m, n, WHICH: gl.constexpr):
         """(rows, columns) of a consumer's part of tile (m, n)."""
-        i = (m * pipe.CONSUMERS + WHICH) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
-        j = n * pipe.COLUMNS + self.OFFSET + gl.arange(0, self.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
+        i = pipe.row(m * pipe.CONSUMERS + WHICH) + gl.arange(0, ROWS, gl.SliceLayout(1, self.LAYOUT))
+        j = pipe.column(n) + self.OFFSET + gl.arange(0, self.COLUMNS, gl.SliceLayout(0, self.LAYOUT))
         return i, j
 
     @gluon.jit
@@ -119,8 +119,8 @@ class Output:
     def store(self, pipe, acc, m, n, WHICH: gl.constexpr):
         """Round once and store."""
         if self.STAGED:
-            row = (m * pipe.CONSUMERS + WHICH) * ROWS
-            column = n * pipe.COLUMNS + self.OFFSET
+            row = pipe.row(m * pipe.CONSUMERS + WHICH)
+            column = pipe.column(n) + self.OFFSET
             others: gl.constexpr = 1 if pipe.REST else 0
             put_tile(acc, self.desc, self.staging, row, column, WHICH, self.SWAPPED, others)
         else:

@@ -1,12 +1,15 @@
 """What people use instead of `det_gemm`, and the shapes at which both are timed.
 
-Five series, for a layer with weight W [N, K] and M tokens:
+For a layer with weight W [N, K] and M tokens:
 
     det_gemm          y  = x W^T      M from decode to training
     det_gemm_layers   the same for layers of models from 0.5B to 70B, and M that are no powers of two
     det_gemm_dx       dx = dy W
     det_gemm_dw       dW = dy^T x     fp32
     det_linear        y, and with autograd dx and dW, next to a layer of PyTorch, as it is and compiled
+
+    det_gemm_cold, det_gemm_cold_dx, det_gemm_cold_dw
+                      rollouts: batches of 1 to 2100 rows of any size, at layers of models from 0.5B to 70B
 
 In every call the weight (for dW: the tokens) is not in the L2 cache. Activations may be, as in a model, where
 the layer before has just written them.
@@ -52,6 +55,20 @@ LAYER_TOKENS = (1, 8, 24, 48, 80, 112, 160, 192, 320, 384, 640, 768, 1536, 3000)
 LAYER_CORE = (
     (8, 4096, 1024), (24, 8192, 28672), (48, 3584, 3584), (80, 5120, 640), (112, 896, 4864),
     (192, 3584, 18944), (320, 8192, 8192), (640, 16384, 6656), (768, 4864, 896), (3000, 3584, 18944),
+)  # fmt: skip
+
+#: (K, N) of layers of 0.5B, 1B, 4B, 8B, 14B, 32B and 70B models, and the rows of a rollout that grows and
+#: shrinks.
+COLD_SHAPES = (
+    (2560, 9728), (9728, 2560), (6144, 1024), (1280, 5120), (4096, 4096), (14336, 4096),
+    (896, 4864), (4096, 14336), (5120, 27648), (8192, 8192),
+)  # fmt: skip
+COLD_TOKENS = (1, 2, 5, 8, 16, 24, 40, 56, 72, 100, 144, 200, 272, 350, 450, 640, 900, 1300, 2100)
+#: (M, K, N) of these for every run.
+COLD_CORE = (
+    (1, 2560, 9728), (8, 14336, 4096), (24, 4096, 14336), (40, 14336, 4096), (56, 8192, 8192),
+    (72, 4096, 4096), (100, 9728, 2560), (144, 2560, 9728), (200, 6144, 1024), (272, 4096, 4096),
+    (450, 5120, 27648), (640, 896, 4864), (1300, 1280, 5120), (2100, 8192, 8192),
 )  # fmt: skip
 
 #: Number of tokens that are allocated; dW rotates over as many as this allows.
@@ -242,6 +259,25 @@ FORWARD = _series(
     takes=("out",), predict=_predict_product,
 )  # fmt: skip
 
+DX = _series(
+    "det_gemm_dx", "dx", 1024, about="dx = dy W",
+    op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
+    judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
+    predict=_predict_product,
+)  # fmt: skip
+
+DW = _series(
+    "det_gemm_dw", "dw", 1024, about="dW = dy^T x, in fp32", op=gemm_dw, make=_dw_args, call=_call_dw,
+    cost=partial(_cost, out="KN", out_itemsize=4),
+    judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS, predict=_predict_dw,
+)  # fmt: skip
+
+
+def _cold(series: Series, name: str, about: str, tokens: Sequence[int], shapes: Any, core: Any) -> Series:
+    cases = [_case(M, K, N) for K, N in shapes for M in tokens]
+    return replace(series, name=name, about=about, cases=cases, core=core, declared_only=True, also={})
+
+
 SERIES: Sequence[Series] = (
     FORWARD,
     replace(
@@ -250,16 +286,19 @@ SERIES: Sequence[Series] = (
         cases=[_case(M, K, N) for K, N in LAYER_SHAPES for M in LAYER_TOKENS],
         core=[_case(*sizes) for sizes in LAYER_CORE],
     ),
-    _series(
-        "det_gemm_dx", "dx", 1024, about="dx = dy W",
-        op=gemm, make=_dx_args, call=_call_product, cost=partial(_cost, out="MK"),
-        judge=lambda args: _window(args["a"], args["b"]), rivals=PRODUCT_RIVALS, bits=True, takes=("out",),
-        predict=_predict_product,
+    DX,
+    DW,
+    _cold(
+        FORWARD, "det_gemm_cold", "rollouts: batches of any size", COLD_TOKENS, COLD_SHAPES,
+        [_case(*sizes) for sizes in COLD_CORE],
     ),
-    _series(
-        "det_gemm_dw", "dw", 1024, about="dW = dy^T x, in fp32", op=gemm_dw, make=_dw_args, call=_call_dw,
-        cost=partial(_cost, out="KN", out_itemsize=4),
-        judge=lambda args: _window(args["dy"].t(), args["x"]), rivals=DW_RIVALS, predict=_predict_dw,
+    _cold(
+        DX, "det_gemm_cold_dx", "dx = dy W with the rows of a rollout", (450, 1300, 2100), COLD_SHAPES[:6],
+        [_case(1300, *COLD_SHAPES[0]), _case(450, *COLD_SHAPES[1])],
+    ),
+    _cold(
+        DW, "det_gemm_cold_dw", "dW = dy^T x with the rows of a rollout", (1300, 4500), COLD_SHAPES[:6],
+        [_case(1300, *COLD_SHAPES[0]), _case(4500, *COLD_SHAPES[4])],
     ),
     by_rows(
         "det_linear", LAYER_CASES, layer_cost, LAYER_RIVALS, inputs=("x", "weight"), copy=False,

@@ -57,7 +57,7 @@ from isobit.kernels.hopper.pipeline import (
     triton_kernel,
 )
 from isobit.kernels.hopper.product import pack
-from isobit.kernels.hopper.tiles import HBM_BYTES_PER_US, Tile
+from isobit.kernels.hopper.tiles import Tile
 from isobit.kernels.host.temperature import LOG2E
 
 # Tiles
@@ -77,6 +77,13 @@ MAX_SHARED_ROWS = 3840
 MIN_SAVING = 0.05
 #: A shared split has at most this many pieces, or one per tile.
 MAX_PIECES = 6
+#: To launch a kernel, to fill its ring, and to store its last tile.
+LAUNCH_US = 3.1
+#: The tensor cores of one SM, and bytes from L2 into one SM, from L2 to all SMs, and from memory.
+FLOPS_PER_US = 5.6e6
+SM_BYTES_PER_US = 158e3
+L2_BYTES_PER_US = 15e6
+HBM_BYTES_PER_US = 4.3e6
 #: Time of a tile that is not hidden behind its product, by number of consumers: one of two consumers folds
 #: while the other multiplies.
 EPILOGUE_US_PER_TILE = {1: 1.0, 2: 0.0}
@@ -335,8 +342,10 @@ class Schedule(NamedTuple):
         than the fastest schedule in geometric mean, and 8 % at worst."""
         items = self.items(N, V)
         busy, longest = min(items, sms), -(-V // COLUMNS) / splits_of(V)
-        least, each = self.tile.step_us
-        tile_us = -(-D // 64) * max(least, each * busy) + EPILOGUE_US_PER_TILE[self.tile.consumers]
+        flops = self.tile.rows * self.tile.columns * 64 * 2
+        bytes_ = (self.tile.rows + self.tile.columns) * 64 * 2
+        step_us = max(flops / FLOPS_PER_US, bytes_ / SM_BYTES_PER_US, bytes_ * busy / L2_BYTES_PER_US)
+        tile_us = -(-D // 64) * step_us + EPILOGUE_US_PER_TILE[self.tile.consumers]
         if not self.pieces:
             return -(-items // sms) * math.ceil(longest) * tile_us
         tile_us *= SHARED_SPLIT_SLOWDOWN[self.tile.consumers]

@@ -251,12 +251,11 @@ def predict(backend: str | None, args: Args) -> float | None:
     four with shared splits, take in addition to their work."""
     if backend != "hopper":
         return None
-    from isobit.kernels.hopper.tiles import FIXED_US
-    from isobit.ops.linear_logp.kernels_hopper import schedule_for
+    from isobit.ops.linear_logp.kernels_hopper import LAUNCH_US, schedule_for
 
     (V, D), N, sms = args["weight"].shape, args["token_ids"].numel(), sm_count(args["weight"].device)
     plan = schedule_for(N, D, V, sms)
-    return 1e-3 * (plan.us(N, D, V, sms) + (3 + (plan.pieces > 0)) * FIXED_US)
+    return 1e-3 * (plan.us(N, D, V, sms) + (3 + (plan.pieces > 0)) * LAUNCH_US)
 
 
 def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
