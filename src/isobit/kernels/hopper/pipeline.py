@@ -163,6 +163,16 @@ def after(stage, phase, STAGES: gl.constexpr):
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
+@gluon.jit
+def _last_start(size, LENGTH: gl.constexpr, BY_K: gl.constexpr):
+    """Where the last LENGTH of `size` rows or columns begin. If they are contiguous in memory, at a multiple
+    of 16 bytes: TMA starts at no other place, so up to 7 of them may be outside."""
+    start = gl.maximum(size - LENGTH, 0)
+    if not BY_K:
+        start = gl.cdiv(start, 8) * 8
+    return start
+
+
 @record
 class Pipe:
     """The ring, and its tiles: tiles_m x tiles_n of them, each with `steps` steps of k. Every row of tiles is
@@ -340,7 +350,7 @@ class Pipe:
         """The first of the 64 rows of a part."""
         row = part * ROWS
         if self.OVERLAP:
-            row = gl.minimum(row, gl.maximum(self.M - ROWS, 0))
+            row = gl.minimum(row, _last_start(self.M, ROWS, self.A_BY_K))
         return row
 
     @gluon.jit
@@ -348,7 +358,7 @@ class Pipe:
         """The first column of the n-th tile of a row."""
         column = n * self.COLUMNS
         if self.OVERLAP:
-            column = gl.minimum(column, gl.maximum(self.N - self.COLUMNS, 0))
+            column = gl.minimum(column, _last_start(self.N, self.COLUMNS, self.B_BY_K))
         return column
 
     @gluon.jit

@@ -23,8 +23,8 @@ and then OUTSIDE_CYCLES for every line outside the operand, which TMA fills with
 
 The constants were fitted on an H200 to 490 products with weights from memory, 1 to 4096 rows, at ten real
 layers forward and six backward (tests/golden/tiles_h200.json has the cells): the root mean square of the
-errors is 6.6 % over tiles within 40 % of the fastest. What the model chooses takes 2.4 % longer than the
-fastest of 69 tiles in geometric mean, 9.5 % at the 95th percentile.
+errors is 6.8 % over tiles within 40 % of the fastest. What the model chooses takes 2.2 % longer than the
+fastest of 69 tiles in geometric mean, 9 % at the 95th percentile.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,19 +37,19 @@ import numpy as np
 SHARED_BYTES = 226 * 1024
 
 #: To launch, to fill the ring, and to store the last tile.
-FIXED_US = 2.62
+FIXED_US = 2.59
 #: From memory.
-HBM_BYTES_PER_US = 3.87e6
+HBM_BYTES_PER_US = 3.83e6
 #: Of all SMs. The GPU lowers its clock before a long product is faster.
-FLOPS_PER_US = 6.96e8
-CYCLES_PER_US = 2187
-SHARED_CYCLES = 0.9
-L2_LINES_PER_CYCLE = 83.2
-SHARING = 0.106
-STEP_CYCLES = 64.8
-STEP_CYCLES_PER_SM = 0.322
-LONG_STEP = 1.39
-OUTSIDE_CYCLES = 3.39
+FLOPS_PER_US = 7.13e8
+CYCLES_PER_US = 1830
+SHARED_CYCLES = 0.588
+L2_LINES_PER_CYCLE = 115.4
+SHARING = 0.1135
+STEP_CYCLES = 55.1
+STEP_CYCLES_PER_SM = 0.255
+LONG_STEP = 1.648
+OUTSIDE_CYCLES = 2.45
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,12 @@ def _chosen(M: Sequence[int], N: int, K: int, sms: int, itemsize: int) -> list[t
 
 
 @cache
-def _sixteen_columns(itemsize: int) -> Tile:
-    """Instead of the tile with 8 columns where k is not contiguous in the tokens. A row of its stage would
-    have 16 bytes, too few to be swizzled. ptxas 12.8 computes the `wgmma` descriptors of such an operand from
-    registers that it has never set: the kernel then reads any shared memory, or none that exists."""
-    return next(tile for tile in product_tiles(itemsize) if (tile.consumers, tile.columns) == (1, 16))
+def _wider(tile: Tile, itemsize: int) -> Tile:
+    """Instead of a tile with an accumulator of 8 columns where k is not contiguous in the tokens: one with 8
+    columns more. A row of its stage would have 16 bytes, too few to be swizzled. ptxas 12.8 computes the
+    `wgmma` descriptors of such an operand from registers that it has never set: the kernel then reads any
+    shared memory, or none that exists."""
+    return fitted(tile.consumers, tile.columns + 8, tile.swapped, itemsize)
 
 
 # Kernels
@@ -211,8 +212,8 @@ def product(
     (*lead, M, _), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
     tile, _ = choose_tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
-    if tile.columns == 8 and not matrix(a).is_row_major():
-        tile = _sixteen_columns(out_dtype.itemsize)
+    if 8 in tile.parts and not matrix(a).is_row_major():
+        tile = _wider(tile, out_dtype.itemsize)
     for z in range(lead[0] if lead else 1):
         left, right = matrix(a[z] if z else a), matrix(b[z] if z else b)
         if tile.swapped:
