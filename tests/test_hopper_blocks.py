@@ -1,5 +1,6 @@
 """What Hopper launchers decide on the host: which tile, what TMA can read, which kernel is known already."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -111,7 +112,9 @@ class Int32(int):
         return self._new(-int(self))
 
 
-def item_of(tiles_m: int, tiles_n: int, spans: int, group: int = 16) -> Callable[[int], tuple[int, ...]]:
+def item_of(
+    tiles_m: int, tiles_n: int, spans: int, group: int = 16, by_columns: bool = False
+) -> Callable[[int], tuple[int, ...]]:
     """What the kernels' own functions answer for an item, with Python's numbers."""
     numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), minimum=min)}
     for name in ("_item", "_by_length"):
@@ -119,7 +122,12 @@ def item_of(tiles_m: int, tiles_n: int, spans: int, group: int = 16) -> Callable
     item = FunctionType(hopper_pipe.Pipe.item.fn.__code__, numbers)
     used = Int32(min(spans, tiles_n) if spans else tiles_n)
     pipe = SimpleNamespace(
-        tiles_m=Int32(tiles_m), tiles_n=Int32(tiles_n), spans=used, GROUP=Int32(group), SPANS=spans
+        tiles_m=Int32(tiles_m),
+        tiles_n=Int32(tiles_n),
+        spans=used,
+        GROUP=Int32(group),
+        SPANS=spans,
+        BY_COLUMNS=by_columns,
     )
     return lambda t: item(pipe, Int32(t))
 
@@ -128,6 +136,30 @@ def items(tiles_m: int, tiles_n: int) -> list[tuple[int, ...]]:
     """Every item of a forward."""
     item = item_of(tiles_m, tiles_n, SPLITS)
     return [item(t) for t in range(tiles_m * min(SPLITS, tiles_n))]
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (5, 3), (64, 2), (3, 40), (70, 17), (40, 3)])
+def test_neighbouring_programs_read_the_same_columns_or_rows(
+    tiles_m: int, tiles_n: int, by_columns: bool
+) -> None:
+    """Every tile is one item; of 16 rows of tiles, or columns, those that share an operand come together."""
+    item = item_of(tiles_m, tiles_n, 0, by_columns=by_columns)
+    order = [item(t)[:2] for t in range(tiles_m * tiles_n)]
+    assert sorted(order) == [(m, n) for m in range(tiles_m) for n in range(tiles_n)]
+    shared = [m if by_columns else n for m, n in order]
+    runs = 1 + sum(a != b for a, b in itertools.pairwise(shared))
+    bands = -(-(tiles_n if by_columns else tiles_m) // 16)
+    assert runs <= bands * (tiles_m if by_columns else tiles_n)
+
+
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 72, 1001])
+def test_the_last_rows_begin_where_tma_can(size: int) -> None:
+    numbers: dict[str, Any] = {"gl": SimpleNamespace(cdiv=lambda a, b: -(-a // b), maximum=max)}
+    start = FunctionType(hopper_pipe._last_start.fn.__code__, numbers)
+    assert start(size, 64, True) == max(size - 64, 0)
+    contiguous = start(size, 64, False)
+    assert contiguous % 8 == 0 and max(size - 64, 0) <= contiguous < max(size - 64, 0) + 8
 
 
 @pytest.mark.parametrize("tiles_n", [1, 5, 46340, 46341, 1 << 20])
