@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import isobit
 import release
@@ -51,6 +52,8 @@ def test_what_is_right_passes() -> None:
     release.check_tag(f"v{VERSION}", VERSION)
     release.check_changelog(None, VERSION, (ROOT / "CHANGELOG.md").read_text())
     release.check_changelog(f"v{VERSION}", VERSION, CHANGELOG)
+    release.check_pages(None, release.pages())
+    release.check_pages(f"v{VERSION}", {"README.md": "It is on PyPI."})
     release.check_wheel(wheel(), page(), FILES, VERSION)
     release.check_sdist(sdist(), FILES, VERSION)
     release.check_output(PRINTED)
@@ -63,6 +66,11 @@ def test_what_is_right_passes() -> None:
         (release.check_tag, (VERSION, VERSION), f"its tag is v{VERSION}"),
         (release.check_changelog, (None, VERSION, "# Changelog\n"), "has no heading"),
         (release.check_changelog, ("v", VERSION, CHANGELOG.replace("2026-11-17", "unreleased")), "date"),
+        (
+            release.check_pages,
+            ("v", {"README.md": "isobit is not on\nPyPI yet."}),
+            "not on PyPI yet: README.md",
+        ),
         (release.check_wheel, (wheel("tests/a.py"), page(), FILES, VERSION), "should not hold tests/a.py"),
         (release.check_wheel, (wheel("isobit/results/a.json"), page(), FILES, VERSION), "should not hold"),
         (release.check_wheel, (wheel(without="isobit/py.typed"), page(), FILES, VERSION), "lacks isobit/py"),
@@ -102,6 +110,13 @@ def test_links_lead_to_one_home() -> None:
     for link in links.values():  # to a file of the main branch, if to one
         file = link.partition("/blob/main/")[2]
         assert not file or (ROOT / file).is_file()
+
+
+def test_a_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = PROJECT["project"]
+    assert cited["version"] == VERSION and cited["license"] == project["license"]
+    assert cited["authors"] == project["authors"] and cited["repository-code"] == project["urls"]["Source"]
 
 
 def test_no_link_of_the_readme_stays_relative() -> None:

@@ -46,6 +46,12 @@ def package_files(package: Path = PACKAGE) -> set[str]:
     return {str(path.relative_to(package.parent)) for path in files}
 
 
+def pages() -> dict[str, str]:
+    """The README and the documents, by name."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
+
+
 # What must hold
 
 
@@ -61,6 +67,13 @@ def check_changelog(tag: str | None, version: str, changelog: str) -> None:
         raise ReleaseError(f"CHANGELOG.md has no heading `## [{version}] - date`")
     if tag and not re.fullmatch(r"\d{4}-\d\d-\d\d", heading[1]):
         raise ReleaseError(f"CHANGELOG.md says that {version} is {heading[1]}: write the date of the release")
+
+
+def check_pages(tag: str | None, pages: dict[str, str]) -> None:
+    """What pages say until there is a release is not true in it."""
+    until = [name for name, text in pages.items() if re.search(r"not\s+on\s+PyPI\s+yet", text)]
+    if tag and until:
+        raise ReleaseError(f"pages that say that isobit is not on PyPI yet: {', '.join(until)}")
 
 
 def check_wheel(names: set[str], metadata: Message, files: set[str], version: str) -> None:
@@ -152,6 +165,7 @@ def main() -> int:
     try:
         check_tag(tag, version)
         check_changelog(tag, version, (ROOT / "CHANGELOG.md").read_text())
+        check_pages(tag, pages())
         sdist, wheel = build(DIST)
         check_files(sdist, wheel, version)
         run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
