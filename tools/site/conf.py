@@ -57,7 +57,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/proven": "Proven where",
         "docs/benchmarks": "Benchmarks",
     },
-    "Contributing": {"CONTRIBUTING": "How to contribute", "docs/dev/adding_an_op": "Adding an op"},
+    "Contributing": {
+        "CONTRIBUTING": "How to contribute",
+        "docs/dev/adding_an_op": "Adding an op",
+        "SECURITY": "Security",
+    },
 }
 FOLDERS = {
     "docs/api": "API reference",

@@ -22,6 +22,10 @@ from isobit.frame.backend import Backend
 if TYPE_CHECKING:
     from isobit.frame.replay import Plan
 
+#: Of the ops of `torch.library`: the name that the package was imported under, so that a copy under another
+#: name, as the Hugging Face Hub loads it, has ops of its own.
+NAMESPACE = __name__.partition(".")[0]
+
 _profiler = torch.autograd.profiler
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
@@ -115,7 +119,7 @@ class CallPlan(Body):
             self._check(self.values(tensors))
         profiled = autocast = _AS_IT_IS
         if _profiler._is_profiler_enabled:
-            profiled = torch.profiler.record_function(f"isobit::{self._name}")  # as the dispatcher would say
+            profiled = torch.profiler.record_function(f"{NAMESPACE}::{self._name}")  # as the dispatcher would
         with profiled:
             if self._recorded is not None and self._recorded.can_run():
                 return self._recorded(tensors)
