@@ -204,11 +204,12 @@ def _rows(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", ids, "must be [N], or [B, T] with B sequences of T rows")
     if given is None:
         return
-    if isinstance(given, Tensor):
-        integers = given.ndim == 1 and not given.is_floating_point() and given.dtype != torch.bool
+    if bounds.is_list(given):
+        integers = len(bounds.numbers(contract, "cu_seqlens", given)) > 0
     else:
-        integers = isinstance(given, Sequence) and all(type(b) is int for b in given)
-    if not integers or len(given) == 0:
+        integers = isinstance(given, Tensor) and given.ndim == 1 and len(given) > 0
+        integers = integers and not given.is_floating_point() and given.dtype != torch.bool
+    if not integers:
         rule = "must be whole numbers, a list or a tensor [S + 1], and begin with 0"
         raise contract.error("cu_seqlens", given, rule)
     if ids.ndim != 1:
@@ -226,7 +227,8 @@ def batch_of(args: dict[str, Any]) -> Batch:
     if given is None:
         lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
         return Batch(tuple(shape), lines)
-    starts = given.tolist() if isinstance(given, Tensor) else list(given)
+    is_list = bounds.is_list(given)
+    starts = bounds.numbers(declared.contract, "cu_seqlens", given) if is_list else given.tolist()
     bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
     return Batch.packed(starts)
 
