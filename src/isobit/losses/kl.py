@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.contract import ContractError, describe
-from isobit.losses.difference import difference
+from isobit.kernels.host.difference import difference
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.contract import ContractError, describe
-from isobit.losses.difference import difference
+from isobit.kernels.host.difference import difference
 
 Stats = dict[str, Tensor]
 INF = float("inf")

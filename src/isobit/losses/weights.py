@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from isobit.losses.difference import difference
+from isobit.kernels.host.difference import difference
 from isobit.losses.rows import Rows
 
 
