@@ -5,7 +5,6 @@ into groups of any sizes: group g is the sequences from boundary g up to boundar
 0 and the last one B.
 """
 
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.frame.call_plan import validates
 from isobit.frame.contract import INTS, Contract
-from isobit.kernels.host import bounds
+from isobit.kernels.host import bounds, bounds_of_lists
 from isobit.kernels.host.tokens import live_rows
 
 Boundaries = Sequence[int] | Tensor
@@ -58,7 +58,7 @@ def rewards_are_finite(contract: Contract, args: dict[str, Any]) -> None:
     mistake only if someone asked: where they are not trained on, it may stand for "no reward". Reads the
     rewards, and which sequences are live."""
     rewards = args["rewards"]
-    if rewards is None or not _asked(args["validate"]):
+    if rewards is None or not validates(args["validate"]):
         return
     finite = rewards.isfinite()
     if "token_ids" in args:  # of a loss, which masked sequences do not reach
@@ -74,10 +74,6 @@ def rewards_are_finite(contract: Contract, args: dict[str, Any]) -> None:
     raise contract.error("rewards", rewards, f"{rule}: {of_group}")
 
 
-def _asked(validate: bool | None) -> bool:
-    return os.environ.get("ISOBIT_VALIDATE") == "1" if validate is None else validate
-
-
 def check(contract: Contract, given: Boundaries, values: Sequence[int], B: int) -> None:
     bounds.check(contract, "group_boundaries", given, values, B, of="sequences", empty=False)
 
@@ -88,8 +84,8 @@ def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
     against. A call without them is a mistake that the contract reports."""
     given, rewards = args.get("group_boundaries"), args.get("rewards")
     values: list[int] | None = None
-    if bounds.is_list(given):
-        values = bounds.numbers(contract, "group_boundaries", given)
+    if bounds_of_lists.is_list(given):
+        values = bounds_of_lists.numbers(contract, "group_boundaries", given)
         boundaries = torch.tensor(values, dtype=torch.int64, device="cpu")
     elif isinstance(given, Tensor) and given.device.type == "cpu" and given.ndim == 1:
         boundaries = given

@@ -28,7 +28,7 @@ from torch import Tensor
 from isobit.frame.autograd import Refusal
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Float, Int, Mask
-from isobit.kernels.host import bounds
+from isobit.kernels.host import bounds, bounds_of_lists
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
 from isobit.ops.linear_policy_loss.batch import Batch
@@ -204,8 +204,8 @@ def _rows(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", ids, "must be [N], or [B, T] with B sequences of T rows")
     if given is None:
         return
-    if bounds.is_list(given):
-        integers = len(bounds.numbers(contract, "cu_seqlens", given)) > 0
+    if bounds_of_lists.is_list(given):
+        integers = len(bounds_of_lists.numbers(contract, "cu_seqlens", given)) > 0
     else:
         integers = isinstance(given, Tensor) and given.ndim == 1 and len(given) > 0
         integers = integers and not given.is_floating_point() and given.dtype != torch.bool
@@ -227,8 +227,8 @@ def batch_of(args: dict[str, Any]) -> Batch:
     if given is None:
         lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
         return Batch(tuple(shape), lines)
-    is_list = bounds.is_list(given)
-    starts = bounds.numbers(declared.contract, "cu_seqlens", given) if is_list else given.tolist()
+    is_list = bounds_of_lists.is_list(given)
+    starts = bounds_of_lists.numbers(declared.contract, "cu_seqlens", given) if is_list else given.tolist()
     bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
     return Batch.packed(starts)
 
