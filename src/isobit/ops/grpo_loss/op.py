@@ -111,9 +111,9 @@ def grpo_loss(
         mask: [B, T], bool or integer; tokens where it is 0 are masked. They have no loss and no
             gradient, are in no count, and their values, NaN included, reach no result.
         samples_per_prompt: sequences per group; it must divide B.
-        group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
-            ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
-            is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
+        group_boundaries: where groups begin, and B: a list, a numpy array or an integer tensor [G + 1] from 0
+            to B, strictly ascending. What is not on a GPU is always checked (and copied there). A tensor on a
+            GPU is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
         clip_low, clip_high: ratios are clipped to [1 - clip_low, 1 + clip_high].
         beta: weight of the KL penalty (the estimator k3). With 0 no reference is read.
         reduction: "token_mean", "sequence_mean" (tokens of a sequence first, then sequences) or "sum".
@@ -215,9 +215,9 @@ def group_advantages(
         rewards: [B], floating point, any stride. One that is NaN or infinite makes the advantages of its
             group NaN, and no others.
         samples_per_prompt: sequences per group; it must divide B. Give either this or group_boundaries.
-        group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
-            ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
-            is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
+        group_boundaries: where groups begin, and B: a list, a numpy array or an integer tensor [G + 1] from 0
+            to B, strictly ascending. What is not on a GPU is always checked (and copied there). A tensor on a
+            GPU is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
         eps: lower bound of the standard deviation.
         scale: False subtracts the mean and does not divide, as in Dr. GRPO.
         validate: check the boundaries on a GPU too, and that rewards are finite (a host sync).

@@ -96,7 +96,8 @@ def linear_policy_loss(
         entropy: pass the entropies to loss_fn too; otherwise it gets None. If the loss uses their gradient,
             logits are computed twice.
         cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
-            list or a tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
+            list, a numpy array or a tensor; one on a GPU is read by the host, which waits once. Not needed
+            for rows [B, T].
         workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
             rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
             chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than
