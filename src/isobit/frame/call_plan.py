@@ -52,6 +52,11 @@ class _Recurrence:
         self._recurred += 1
 
 
+def validates(validate: bool | None) -> bool:
+    """Whether tensor values are to be checked, by what the caller gave: None leaves it to the environment."""
+    return os.environ.get("ISOBIT_VALIDATE") == "1" if validate is None else validate
+
+
 class CallPlan(Body):
     """From the tensors of a call to its results. If `applied` is given, the caller goes through it, which is
     autograd, and autograd calls `run`."""
@@ -108,9 +113,7 @@ class CallPlan(Body):
 
     def _must_check(self) -> bool:
         """Whether tensor values must be checked."""
-        if self._validate is not None:
-            return self._validate
-        return os.environ.get("ISOBIT_VALIDATE") == "1"
+        return validates(self._validate)
 
     def run_backend(self, tensors: Sequence[Tensor]) -> Any:
         """Check tensor values, tell a profiler the name of the call, and run the backend's function, or

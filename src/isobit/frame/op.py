@@ -271,7 +271,7 @@ class Op:
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
         key = plan = None
-        watched = _watched() or forward_ad._current_level >= 0
+        watched = is_watched() or forward_ad._current_level >= 0
         if not watched:
             key = cache_key_of(values, _grad_enabled())
             plan = self._cached_plan(key)
@@ -348,7 +348,7 @@ class Op:
                 return False
             if torch._C._functorch.is_legacy_batchedtensor(t):
                 return False
-        return not _watched()
+        return not is_watched()
 
     def _run(self, *values: Any) -> Any:
         """The body, below autograd."""
@@ -453,7 +453,7 @@ _dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
-def _watched() -> bool:
+def is_watched() -> bool:
     """Whether a dispatch mode, a trace or a transform is active, which must see every call."""
     return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 
