@@ -1,8 +1,12 @@
 """`isobit.testing.check_batch_invariance` and `isobit check --fn`: any function of rows, and its faults."""
 
 import contextlib
+import doctest
 import json
+import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +301,13 @@ def test_inputs_have_a_seed_and_change_no_generator() -> None:
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
 
 
+def test_incoming_gradients_are_not_the_inputs() -> None:
+    """A gradient of normalized rows would be 0, and bits of zeros show nothing."""
+    ours = batch(rows.norm)
+    assert not torch.equal(ours.cotangents["0"], ours.mine.inputs["x"])
+    assert ours.whole.grads["x"].abs().mean() > 0.1
+
+
 # On a GPU, with stand-ins
 
 
@@ -407,3 +418,38 @@ def test_a_function_without_a_name_is_repeated_from_python() -> None:
 def test_wrong_flags_are_one_sentence(isobit: Isobit, flags: tuple[str, ...], message: str) -> None:
     done = isobit("check", *flags)
     assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1
+
+
+# The page
+
+
+def test_the_page_is_true(isobit: Isobit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions, its commands, the failure it shows, its test and its table of cases."""
+    page = (Path(__file__).parent.parent / "docs" / "check_any_function.md").read_text()
+    files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
+    passes, fails, again = (shlex.split(line) for line in re.findall(r"^ *isobit (check .*)$", page, re.M))
+    (shown,) = re.findall(r"^FAIL rows .*$", page, re.M)
+    assert [name for name, _ in files] == ["my_rows.py", "test_my_rows.py"]
+    for name, text in files:
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command adds the current folder
+    monkeypatch.chdir(tmp_path)
+    some = ("--law", "repeatable", "--law", "invariant")  # the others take seconds, and are tested above
+    done = isobit(*passes, *some)
+    assert done.code == 0 and done.out.splitlines()[-1].endswith("all laws hold"), done
+    for command in ([*fails, *some], again):
+        done = isobit(*command)
+        assert done.code == 1 and shown in done.out.splitlines(), done
+    runpy.run_path("test_my_rows.py")["test_layer_norm"]()
+    for name in ("my_rows", "test_my_rows"):
+        sys.modules.pop(name, None)
+    table = page.partition("## What is judged")[2]
+    cases = {f"strides {name}" if name in laws.LAYOUTS else name for name in re.findall(r"`([^`]+)`", table)}
+    assert {change.case for change in laws.CHANGES} <= cases | {"strides padded"}
+
+
+def test_the_example_of_the_docstring_runs() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(
+        testing.check_batch_invariance, "check_batch_invariance"
+    )
+    assert test.examples and doctest.DocTestRunner(verbose=False).run(test).failed == 0

@@ -10,6 +10,7 @@ def test_my_norm() -> None:
     testing.check_batch_invariance(my_norm, make_inputs, row_args=("x",), reduction=my_norm_backwards)
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,7 @@ def check_batch_invariance(
         >>> import torch
         >>> from isobit import testing
         >>> def norm(x):
+        ...     x = x.contiguous()  # PyTorch adds up a transposed tensor in another order
         ...     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         >>> def backwards(x):
         ...     return norm(x.flip(-1)).flip(-1)
@@ -208,9 +210,15 @@ def _name(thing: Any) -> str | None:
 
 
 def _importable(thing: Any) -> str | None:
-    """`module:name`, unless it is defined inside a function or in a script."""
+    """`module:name`, unless something else has this name: it is defined inside a function or in a script."""
     name = _name(thing)
-    return None if name is None or "<" in name or name.startswith("__main__:") else name
+    if name is None or name.startswith("__main__:"):
+        return None
+    module, _, path = name.partition(":")
+    there = sys.modules.get(module)
+    for part in path.split("."):
+        there = getattr(there, part, None)
+    return name if there is thing else None
 
 
 def _named(thing: Any) -> Named:

@@ -11,6 +11,8 @@ from isobit.check.candidate import Candidate
 from isobit.frame.op import OPS, Op
 
 _PACKAGE = Path(__file__).parents[1]
+#: Everything passes there too.
+_JUDGE = str(Path(__file__).with_name("judge.py"))
 
 
 def raised_at(error: BaseException, op: Op, backend: str, caller: str) -> str:
@@ -21,11 +23,11 @@ def raised_at(error: BaseException, op: Op, backend: str, caller: str) -> str:
 
 
 def raised_in(error: BaseException, functions: Iterable[Any], caller: str) -> str:
-    """The same for the files of these functions."""
+    """The same for the files of these functions; `caller` may be a folder."""
     frames = traceback.extract_tb(error.__traceback__)
     own = set(_files_of(functions))
     ours = [f for f in frames if _in_package(f.filename) or f.filename in own]
-    ours = [f for f in ours if f.filename != caller]
+    ours = [f for f in ours if not f.filename.startswith((caller, _JUDGE))]
     where = (ours or frames)[-1]
     path = Path(where.filename)
     name = path.relative_to(_PACKAGE).as_posix() if _in_package(where.filename) else path.name

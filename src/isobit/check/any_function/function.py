@@ -7,6 +7,7 @@ judged like that is refused by name before anything is compared: see `first_call
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,8 +123,10 @@ class RowFunction:
         return outputs, result
 
     def cotangents(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Random per element, and drawn on the CPU: they depend on the seed and the position only."""
-        gen = torch.Generator().manual_seed(self.seed)
+        """Random per element, and drawn on the CPU: they depend on the seed and the position only. The seed
+        is not that of the inputs: the first of them could be the same numbers, and a gradient of rows that
+        are normalized would be 0."""
+        gen = torch.Generator().manual_seed(self.seed + 1)
         return {
             name: torch.empty(o.shape, dtype=torch.float32).normal_(generator=gen).to(o.device, o.dtype)
             for name, o in outputs.items()
@@ -189,4 +192,4 @@ def _untouched(args: Args, used: Args) -> None:
 def where_raised(error: BaseException, mine: RowFunction) -> str:
     """The line of the function, if the exception passed through its file."""
     written = type(mine.function).forward if isinstance(mine.function, torch.nn.Module) else mine.function
-    return raised_in(error, (written,), __file__)
+    return raised_in(error, (written,), str(Path(__file__).parent))
