@@ -61,6 +61,14 @@ class Norm(torch.nn.Module):
         return norm(x, weight) * self.scale
 
 
+def sum_in_its_backward(x: Tensor, weight: Tensor) -> Tensor:
+    return _Backward.apply(x, weight, "sum")
+
+
+def other_sum_in_its_backward(x: Tensor, weight: Tensor) -> Tensor:
+    return _Backward.apply(x, weight, "other sum")
+
+
 # With a fault
 
 
@@ -184,6 +192,10 @@ class _Backward(torch.autograd.Function):
             grad = grad.view(-1).view(grad.shape)
         elif ctx.kind == "batch":
             grad = grad * (1 + 1e-3 * len(grad))
+        elif ctx.kind == "sum":
+            grad = grad.contiguous().sum(-1, keepdim=True)
+        elif ctx.kind == "other sum":
+            grad = grad.contiguous().flip(-1).sum(-1, keepdim=True)
         elif ctx.kind == "zero":
             grad = 0 * grad
         return grad * weight, None, None

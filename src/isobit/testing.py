@@ -222,5 +222,5 @@ def _importable(thing: Any) -> str | None:
 
 
 def _named(thing: Any) -> Named:
-    name = _name(thing) or repr(thing)
+    name = _name(thing) or (repr(thing) if len(repr(thing)) < 40 else f"a {type(thing).__name__}")
     return Named(thing, name, _importable(thing) is not None)

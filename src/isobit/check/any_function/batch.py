@@ -36,7 +36,7 @@ class Batch:
         given = {name: g.index_select(0, index) for name, g in self.cotangents.items()}
         if take is not None:
             total = len(args[mine.rows[0]])
-            given = {n: g.new_ones(total, *g.shape[1:]).index_copy(0, take, g) for n, g in given.items()}
+            given = {n: put_rows(g.new_ones(total, *g.shape[1:]), take, g) for n, g in given.items()}
         run = mine.backward(args, given)
         return self.same(what, run, index, mine.graded_rows, take)
 
@@ -69,6 +69,13 @@ def batch_of(mine: RowFunction, reduction: Function | None, reduction_name: str)
     first = mine.forward(mine.inputs)
     cotangents = mine.cotangents(first.outputs)
     return Batch(mine, mine.backward(mine.inputs, cotangents), cotangents, reduction, reduction_name)
+
+
+def put_rows(t: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """A copy of a tensor with these rows at these places: as integers, since PyTorch does not copy rows of
+    all dtypes."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    return t.view(whole).index_copy(0, places, rows.view(whole)).view(t.dtype)
 
 
 def needs_gpu(batch: Batch) -> None:

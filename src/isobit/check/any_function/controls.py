@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from isobit.check.any_function.batch import Batch
+from isobit.check.any_function.function import Function, Run
 from isobit.spec.compare import OutputCheck, differing, failure, passed
-from isobit.spec.trial import Unsupported
+from isobit.spec.trial import LawBroken, Unsupported
 
 #: Why a check without a control is no proof.
 UNPROVEN = "no other order of the sum was named, so nothing shows that these inputs would reveal one"
@@ -36,7 +37,9 @@ def depends_on_its_rows(batch: Batch) -> list[OutputCheck]:
 def _shows(name: str, before: Tensor, after: Tensor, clean: bool) -> OutputCheck:
     other = (before != after) & ~(before.isnan() & after.isnan())  # zeros of either sign are one value
     if before.numel() and not bool(other.any()):
-        return failure(name, "does not depend on the rows: it is the same with every row moved by one")
+        leave = ". If that is right, leave gradients out" if name.startswith("gradient:") else ""
+        why = "does not depend on the rows: it is the same with every row moved by one"
+        return failure(name, f"{why}{leave}")
     nan = before.isnan().reshape(len(before), -1).any(1).nonzero()[:, 0].tolist()
     if nan and clean:
         rows = f"{len(nan)} of {len(before)} rows, first in row {nan[0]}"
@@ -61,19 +64,21 @@ def _inexact(batch: Batch) -> OutputCheck:
 
 
 def another_order(batch: Batch) -> list[OutputCheck]:
-    """The user's function that adds in another order returns other bits, and nearly the same numbers."""
+    """The user's function that adds in another order returns other bits, and nearly the same numbers. If it
+    has gradients, a sum in the backward may show it too."""
     if batch.reduction is None:
         raise Unsupported(UNPROVEN)
     mine, name = batch.mine, batch.reduction_name
-    theirs = replace(mine, function=batch.reduction, graded=()).forward(mine.inputs).outputs
+    run = _run(batch, batch.reduction)
     changed, rows = 0, torch.zeros(mine.count, dtype=torch.bool, device=mine.device)
-    for output, other in theirs.items():
-        ours = batch.whole.outputs[output]
+    pairs = {f"output {n}": (batch.whole.outputs[n], o) for n, o in run.outputs.items()}
+    pairs |= {f"gradient:{n}": (batch.whole.grads[n], run.grads[n]) for n in mine.graded_rows if run.grads}
+    for what, (ours, other) in pairs.items():
         if ours.shape != other.shape or ours.dtype != other.dtype:
-            what = f"{list(other.shape)} {other.dtype} instead of {list(ours.shape)} {ours.dtype}"
-            return [failure("control", f"{name} returns output {output} as {what}")]
+            form = f"{list(other.shape)} {other.dtype} instead of {list(ours.shape)} {ours.dtype}"
+            return [failure("control", f"{name} returns {what} as {form}")]
         if far := how_far(ours, other):
-            return [failure("control", f"{name} is not the same sum in another order: output {output} {far}")]
+            return [failure("control", f"{name} is not the same sum in another order: {what} {far}")]
         differ = differing(ours, other).reshape(mine.count, -1)
         changed += int(differ.sum())
         rows |= differ.any(1)
@@ -82,6 +87,15 @@ def another_order(batch: Batch) -> list[OutputCheck]:
         return [failure("control", f"{name} changed no bit: {why}")]
     what = f"{changed} elements, in {int(rows.sum())} of {mine.count} rows"
     return [passed("control", f"{name} changes bits, as it must: {what}")]
+
+
+def _run(batch: Batch, reduction: Function) -> Run:
+    """With gradients, unless it has none."""
+    other = replace(batch.mine, function=reduction)
+    try:
+        return other.backward(batch.mine.inputs, batch.cotangents)
+    except LawBroken:
+        return other.forward(batch.mine.inputs)
 
 
 def how_far(ours: Tensor, other: Tensor) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from isobit.check.any_function.function import RowFunction, shape_of, where_raised
 from isobit.check.torch_state import preserved
 from isobit.frame.contract import ContractError
+from isobit.frame.device import triton_is_interpreted
 from isobit.spec.compare import differing
 from isobit.spec.proof import Args
 from isobit.spec.trial import LawBroken, Unsupported, cloned
@@ -115,6 +116,8 @@ def _first_call(mine: RowFunction, gradients: bool) -> tuple[dict[str, Tensor], 
         raise ContractError(f"{mine.name}: {why}") from why
     except (Exception, SystemExit) as error:
         hint = ". If it takes no tensors that require a gradient, check it without" if leaves else ""
+        if "active drivers" in str(error) and not triton_is_interpreted():
+            hint = ". On a CPU Triton's kernels need TRITON_INTERPRET=1 in the environment"
         said = f"{mine.name} raised {type(error).__name__}: {error} ({where_raised(error, mine)}){hint}"
         raise ContractError(said) from error
     _check_outputs(mine, outputs)

@@ -109,6 +109,9 @@ class RowFunction:
             outputs = self.call(args)
         _has_rows(outputs, len(args[self.rows[0]]))
         given = self.cotangents(outputs) if cotangents is None else cotangents
+        for name, output in outputs.items():
+            if output.shape != given[name].shape:
+                raise LawBroken(f"output {name} is {shape_of(output)}, should be {list(given[name].shape)}")
         several, theirs = with_gradient(list(outputs.values()), [given[name] for name in outputs])
         if not several:
             raise LawBroken("no output requires a gradient, though one of all rows does")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.check.any_function.batch import Batch, needs_gpu
+from isobit.check.any_function.batch import Batch, needs_gpu, put_rows
 from isobit.check.any_function.controls import another_order, depends_on_its_rows, how_far
 from isobit.check.any_function.function import Run
 from isobit.check.any_function.traced import captured, compiled
@@ -38,7 +38,8 @@ def repeated(batch: Batch) -> list[OutputCheck]:
     """The same call gives the same bits, with autograd and without, and no two calls return the same
     memory: the later one would overwrite what the earlier one returned."""
     mine = batch.mine
-    again = [mine.backward(mine.inputs, batch.cotangents) for _ in range(2)]
+    # Copies, because a backward may return what it was given.
+    again = [mine.backward(mine.inputs, cloned(dict(batch.cotangents))) for _ in range(2)]
     plain = [mine.forward(mine.inputs) for _ in range(2)]
     runs = [batch.whole, *again, *plain]
     tensors = {f"output {name}": [run.outputs[name] for run in runs] for name in mine.outputs}
@@ -193,7 +194,7 @@ def _with_nan(batch: Batch, args: Args, keep: Tensor) -> Args:
         if t.is_floating_point():
             other = t.new_full(t.shape, NAN)
             other[1::3], other[2::3] = INF, -INF
-            result[name] = other.index_copy(0, keep, t.index_select(0, keep))
+            result[name] = put_rows(other, keep, t.index_select(0, keep))
     return result
 
 
