@@ -285,6 +285,18 @@ def test_a_refusal_of_every_call_is_an_error() -> None:
         check(refuses)
 
 
+def test_a_function_of_one_batch_alone_is_an_error() -> None:
+    def of_twelve(x: Tensor, weight: Tensor) -> Tensor:
+        if len(x) != 12:
+            raise NotImplementedError("twelve rows")
+        return x * weight
+
+    with pytest.raises(
+        ContractError, match=r"no other number of rows of .*was checked: it says: twelve rows"
+    ):
+        check(of_twelve)
+
+
 def test_a_square_output_without_rows_is_a_failure() -> None:
     """The size of its first dimension is the number of rows by chance."""
     square = lambda: {"x": torch.randn(5, 5), "weight": torch.rand(5)}  # noqa: E731

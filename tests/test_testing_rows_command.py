@@ -1,11 +1,13 @@
 """`isobit check --fn`: the command, its reports and its page."""
 
+import atexit
 import doctest
 import json
 import re
 import runpy
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 import row_functions as rows
 from commands import Isobit
 from isobit import testing
-from isobit.check.any_function import laws
+from isobit.check.any_function import laws, runner
+from isobit.spec.trial import NeverEnds
 
 FLAGS = ("--fn", "row_functions:splits_by_rows", "--inputs", "row_functions:make", "--rows", "x")
 
@@ -34,6 +37,29 @@ def test_the_command_writes_reports_and_a_cell_can_be_repeated(isobit: Isobit, t
     (cell,) = json.loads(again.out)["candidates"][0]["cases"]
     assert again.code == 1 and (cell["case"], cell["reason"]) == (failed[0]["case"], failed[0]["reason"])
     assert isobit("report", str(path)).out.startswith(f"{path}: check of rows: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted after 1 of 2"),
+        (NeverEnds("still runs"), 1, "stopped after 2 of 2"),
+    ],
+)
+def test_a_check_that_ends_early_reports_what_was_done(
+    isobit: Isobit, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    def ends(batch: object) -> None:
+        raise error
+
+    kept: list[object] = []
+    first = next(change for change in laws.CHANGES if change.case == "rows permuted")
+    monkeypatch.setattr(runner, "CHANGES", (first, replace(first, case="early", run=ends)))
+    monkeypatch.setattr(atexit, "register", kept.append)
+    done = isobit("check", *FLAGS, "--json", "-")
+    report = json.loads(done.out)
+    assert (done.code, report["ok"], report["passed"]) == (code, 1, False)
+    assert report["interrupted"].startswith(said) and len(kept) == (code == 1)
 
 
 def test_a_function_without_a_name_is_repeated_from_python() -> None:

@@ -282,3 +282,6 @@ def _changes() -> Iterator[tuple[str, str, Any]]:
 
 #: In the order in which they run.
 CHANGES = tuple(Change(*each) for each in _changes())
+
+#: Cases with another number of rows.
+OTHER_BATCHES = ("rows alone", "some rows", "chunks", "NaN rows around")

@@ -14,9 +14,9 @@ from isobit.check.any_function.batch import Batch, batch_of
 from isobit.check.any_function.controls import UNPROVEN
 from isobit.check.any_function.first_call import row_function
 from isobit.check.any_function.function import RowFunction, where_raised
-from isobit.check.any_function.laws import CHANGES, Change
+from isobit.check.any_function.laws import CHANGES, OTHER_BATCHES, Change
 from isobit.check.candidate import OWN_CLASS
-from isobit.check.cell import OK, UNSUPPORTED, Cell
+from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.judge import blame_for, judge
 from isobit.check.runner import Interrupted, NothingRan, Stuck
 from isobit.check.torch_state import compiled_anew, preserved
@@ -144,10 +144,20 @@ def run_rows(
         raise Interrupted(cells) from None
     except NeverEnds as error:
         raise Stuck(cells) from error
-    if all(cell.status == UNSUPPORTED for cell in cells):
-        reasons = "; ".join(dict.fromkeys(cell.reason for cell in cells))
-        raise NothingRan(f"nothing of {mine.name} was checked: {reasons}", cells)
+    _something_ran(cells, mine)
     return cells
+
+
+def _something_ran(cells: list[Cell], mine: RowFunction) -> None:
+    """An error if nothing ran; or, of a function that refuses every other number of rows, nothing that could
+    show whether its rows depend on it."""
+    if any(cell.status == FAIL for cell in cells):
+        return
+    others = [cell for cell in cells if cell.case in OTHER_BATCHES]
+    for what, these in (("nothing", cells), ("no other number of rows", others)):
+        if these and all(cell.status == UNSUPPORTED for cell in these):
+            reasons = "; ".join(dict.fromkeys(cell.reason for cell in these))
+            raise NothingRan(f"{what} of {mine.name} was checked: {reasons}", cells)
 
 
 def rows_report(
