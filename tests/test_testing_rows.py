@@ -163,6 +163,15 @@ def test_known_bad_candidates_of_an_op_fail_without_their_op(function: Any, case
     assert named in fault(function, "repeatable", "invariant", case=case, **given)
 
 
+def test_results_are_kept_from_buffers_that_are_used_again() -> None:
+    """The fault is too rare to be found, but no call is compared with itself because of it."""
+    ours = batch(rows.buffers_in_turn)
+    before = ours.whole.outputs["0"].clone()
+    for _ in range(20):
+        ours.mine.forward(ours.mine.select(ours.mine.everyone().roll(1)))
+    assert torch.equal(ours.whole.outputs["0"], before)
+
+
 def test_a_call_that_fails_is_not_reported_for_every_change() -> None:
     text = fault(rows.writes)
     assert text.count("FAIL rows") == 1 and "its call with all rows failed, so there is nothing" in text

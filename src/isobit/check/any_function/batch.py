@@ -66,9 +66,11 @@ class Batch:
 
 
 def batch_of(mine: RowFunction, reduction: Function | None, reduction_name: str) -> Batch:
-    first = mine.forward(mine.inputs)
-    cotangents = mine.cotangents(first.outputs)
-    return Batch(mine, mine.backward(mine.inputs, cotangents), cotangents, reduction, reduction_name)
+    cotangents = mine.cotangents(mine.forward(mine.inputs).outputs)
+    run = mine.backward(mine.inputs, cotangents)
+    # Copies: a later call may overwrite what this one returned, and would then be compared with itself.
+    whole = Run({n: o.clone() for n, o in run.outputs.items()}, {n: g.clone() for n, g in run.grads.items()})
+    return Batch(mine, whole, cotangents, reduction, reduction_name)
 
 
 def put_rows(t: Tensor, places: Tensor, rows: Tensor) -> Tensor:
