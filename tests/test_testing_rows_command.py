@@ -29,14 +29,20 @@ def test_the_command_writes_reports_and_a_cell_can_be_repeated(isobit: Isobit, t
     report = json.loads(path.read_text())
     assert report["command"] == f"isobit check {shlex.join(flags)}"
     page = html.read_text()
-    assert (
-        "row_functions:splits_by_rows takes x, weight; it is judged by 0." in page and "row n alone" in page
-    )
+    said = "12 rows of x [12, 301] fp32; judged by output 0; gradients were switched off."
+    assert f"row_functions:splits_by_rows: {said}" in page and "row n alone" in page
     failed = [c for c in report["candidates"][0]["cases"] if c["status"] == "FAIL"]
     again = isobit(*shlex.split(failed[0]["command"])[1:], "--json", "-")
     (cell,) = json.loads(again.out)["candidates"][0]["cases"]
     assert again.code == 1 and (cell["case"], cell["reason"]) == (failed[0]["case"], failed[0]["reason"])
     assert isobit("report", str(path)).out.startswith(f"{path}: check of rows: ")
+
+
+def test_a_page_without_a_control_is_no_plain_pass(isobit: Isobit, tmp_path: Path) -> None:
+    flags = ("--fn", "row_functions:norm", *FLAGS[2:], "--case", "rows permuted", "--html")
+    for more, state in ((), "warn"), (("--reduction", "row_functions:backwards"), "ok"):
+        assert isobit("check", *flags, str(tmp_path / "page.html"), *more).code == 0
+        assert f'class="pill {state}">all laws hold' in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

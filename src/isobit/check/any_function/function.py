@@ -144,7 +144,7 @@ class RowFunction:
             "rows": {name: shape_of(self.inputs[name]) for name in self.rows},
             "outputs": list(self.outputs),
             "gradients": list(self.graded),
-            "forward_only": self.forward_only,
+            "in_words": self.in_words,
         }
 
     @property
