@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/fla": "FLA",
         "docs/zero_drift": "Hugging Face, zero drift",
         "docs/check_my_kernel": "A kernel of your own",
+        "docs/check_any_function": "Any function of rows",
     },
     "Ops": {
         "docs/logp": "logp",

@@ -2,12 +2,12 @@
 controls in every run: changes that must alter bits."""
 
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from isobit.spec.proof import Args, Control, Sample
 from isobit.spec.trial import LawBroken, NeverEnds, Trial, Unsupported, cloned
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+Result = TypeVar("Result")
 
 #: Calls that are under way on two streams, seconds that they may take, and bytes that their results may take.
 CALLS, PATIENCE_S, HELD_BYTES = 64, 60.0, 1 << 30
@@ -61,17 +62,26 @@ def _first_of_its_thread(trial: Trial, args: Args) -> list[OutputCheck]:
 
 
 def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
-    """Calls on two streams in turn, without waiting for any. Their kernels compete for the SMs: programs that
-    wait for one another may wait for one that cannot start. And calls must not share memory."""
+    """Calls on two streams at once have the bits of one alone."""
     alone = trial.forward(args)
     if CALLS * sum(o.nbytes for o in alone) > HELD_BYTES:
         return []
-    streams = [torch.cuda.Stream(trial.device) for _ in range(2)]
-    torch.cuda.synchronize(trial.device)
+    runs = calls_on_two_streams(lambda: trial.call(args), trial.device)
+    pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
+    others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]
+    what = f"{len(others)} of {CALLS} calls on two streams against one alone"
+    return _compare_runs(trial, ((others or runs)[-1], {}), (alone, {}), what)
+
+
+def calls_on_two_streams(call: Callable[[], Result], device: torch.device) -> list[Result]:
+    """What calls return on two streams in turn, without waiting for any. Their kernels compete for the SMs:
+    programs that wait for one another may wait for one that cannot start. And calls must not share memory."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize(device)
     runs, ends = [], []
     for i in range(CALLS):
         with torch.cuda.stream(streams[i % 2]):
-            runs.append(trial.call(args))
+            runs.append(call())
     for stream in streams:
         ends.append(torch.cuda.Event())
         ends[-1].record(stream)
@@ -80,10 +90,7 @@ def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
         if time.monotonic() > late:
             raise NeverEnds(f"{CALLS} calls on two streams do not end: after {PATIENCE_S:g} s they still run")
         time.sleep(0.001)
-    pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
-    others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]
-    what = f"{len(others)} of {CALLS} calls on two streams against one alone"
-    return _compare_runs(trial, ((others or runs)[-1], {}), (alone, {}), what)
+    return runs
 
 
 def _apart(trial: Trial, runs: Sequence[Run]) -> None:

@@ -31,7 +31,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     bits, controls = _bits(cases)
     return {
         "title": ", ".join(dict.fromkeys(one["op"] for one in report["candidates"])) or "nothing ran",
-        "state": "ok" if report["passed"] else "fail",
+        "state": ("warn" if report.get("unproven") else "ok") if report["passed"] else "fail",
         "nothing_ran": report.get("nothing_ran"),
         "verdict": verdict(report),
         "counts": [(name, report[key], state) for key, name, state in COUNTS],
@@ -136,6 +136,8 @@ def _serves(one: dict[str, Any]) -> str:
     serves = one.get("serves")
     if serves is None:
         return ""
+    if "in_words" in serves:  # any function of rows
+        return f"{one['candidate']}: {serves['in_words']}."
     takes, outputs = ", ".join(serves["takes"]), ", ".join(serves["outputs"])
     text = f"{one['candidate']} takes {takes}; it is judged by {outputs}."
     changed = serves.get("import_changed")
