@@ -6,12 +6,15 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import isobit
 from hf_models import V, forward_logits, made, prompts
@@ -204,6 +207,23 @@ def test_changes_without_drift_are_taken_as_they_are(monkeypatch: pytest.MonkeyP
     # All modules were looked at once.
     monkeypatch.setattr(guard.Guard, "changes", lambda *args: pytest.fail("looked at again"))
     assert torch.equal(forward_logits(model, IDS[0]), before)
+
+
+def test_a_model_that_is_sharded_afterwards_needs_nothing(tmp_path: Path) -> None:
+    model = made("Llama", tie_word_embeddings=False)
+    on = zero_drift(model)
+    before, report = forward_logits(model, IDS[0]), str(on)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part, mesh=mesh)
+        assert torch.equal(forward_logits(model, IDS[0]), before) and str(on) == report
+        model.lm_head = nn.Linear(64, V, bias=False, dtype=torch.bfloat16)
+        with pytest.raises(HFError, match="lm_head: a Linear that torch computes"):
+            model(IDS)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_model_from_a_file_is_watched() -> None:

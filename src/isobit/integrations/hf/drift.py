@@ -25,6 +25,7 @@ from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import refusal
 from isobit.integrations.hf.swaps import is_on, or_as_before, turn_off, turn_on
 from isobit.integrations.patch import Handle, Patch, Switch
+from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear
 
 #: The result of a trial: the classes of modules that torch computes, and whether they were called.
@@ -71,7 +72,7 @@ def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Re
     rounded = sum(isinstance(m, DetLinear) and m.operand_dtype is not None for m in model.modules())
     changed = {key: names for key, names in changed.items() if names}
     return Report(
-        type(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}
+        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}
     )  # fmt: skip
 
 
