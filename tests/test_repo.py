@@ -225,6 +225,7 @@ RUN_ELSEWHERE = {
     "docs/trl.md": "tests/test_trl.py",
     "docs/verl.md": "tests/test_verl.py",
     "docs/fla.md": "tests/test_fla.py",
+    "docs/lora.md": "tests/test_lora.py",
     "docs/check_my_kernel.md": "tests/test_candidate.py",
     "docs/check_any_function.md": "tests/test_testing_rows_command.py",
     "docs/dev/adding_an_op.md": "tests/test_repo.py",
