@@ -35,6 +35,7 @@ MORE_COLUMNS = {
     "= bits": ("equal_bits", ".5f"),
     "predicted": ("predicted_ms", ".4g"),
     "rel rms": ("rel_rms", ".2e"),
+    "max diff": ("max_diff", ".1e"),
     "tokens": ("tokens", "d"),
     "that differ": ("tokens_differ", "d"),
 }
