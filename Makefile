@@ -5,7 +5,7 @@
 # make docs    build the site of the docs into site/
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
 # make tables  write the tables and charts of the pages from results/
-# make stale   list result files of older kernels, and the commands that refresh them
+# make stale   list result files of older kernels or with missing cases, and the commands that refresh them
 # make shots   take the pictures of the documents again; needs Chromium
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
