@@ -270,9 +270,38 @@ def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.Modu
     assert len(on.passed) == len(cases)  # it was a copy
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_backend_that_can_serve_nothing_says_so_at_once(module: types.ModuleType, backend: str) -> None:
+    said = rf"(?i)backend '{backend}' can serve no call here: .* cpu.*enable\('reference'\) for CPU tensors"
+    with pytest.warns(UserWarning, match=said):
+        fla.enable(backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fla.enable(backend)  # it is on already
+        fla.disable()
+        fla.enable("reference")
+        fla.disable()
+        with pytest.raises(UserWarning, match=said):
+            fla.enable(backend)
+    assert "isobit" not in registry()._backends and fla.SWITCH.patch is None
+
+
+def test_a_gpu_that_is_not_in_use_is_not_started(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(fla, "default_device", lambda: pytest.fail("it was looked at"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fla.enable():
+            pass
+
+
 def test_a_backend_that_cannot_run_says_why(module: types.ModuleType) -> None:
+    with pytest.warns(UserWarning, match="can serve no call here"):
+        on = fla.enable()
     with (
-        fla.enable() as on,
+        on,
         pytest.warns(UserWarning, match=r"need an NVIDIA Hopper GPU \(sm_90\); the tensors are on cpu"),
     ):
         assert by_fla(getattr(module, NAME)(**call()))
