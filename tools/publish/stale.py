@@ -48,7 +48,10 @@ class Result:
 def results_in(folder: Path) -> list[Result]:
     """Every result file under a folder, by name, and for every GPU in it those that are missing."""
     if not folder.is_dir():
-        raise ContractError(f"--results {folder}: no such folder")
+        raise ContractError(
+            f"--results {folder}: no such folder; run this in a checkout of isobit, or name a folder that "
+            "`isobit bench --results` or `isobit check --results` has written"
+        )
     present = [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
     # A CPU has no results that are complete: it has no memcheck, and times there are of no interest.
     gpus = {result.path.parent for result in present if result.path.parent.name != "cpu"}
