@@ -19,10 +19,10 @@ def subject_named(file: str) -> Subject | None:
 def lacking(subject: Subject, report: Mapping[str, Any]) -> dict[str, list[str]]:
     """By series, its declared cases with the directions that have no row. What could not be timed on this
     machine is not lacking: the notes of the file have the reason."""
-    timed = {(row["op"], row["case"], row["direction"]) for row in report["rows"]}
+    timed = {tuple(row.get(key) for key in ("op", "case", "direction")) for row in report["rows"]}
     found: dict[str, list[str]] = {}
     for series in subject.series:
-        about = [note for note in report["notes"] if note.startswith(f"{series.name}: ")]
+        about = [note for note in report.get("notes", ()) if note.startswith(f"{series.name}: ")]
         if about and not any(op == series.name for op, _, _ in timed):
             continue  # a package or a kernel that it needs was not there
         for case in map(case_name, series.cases):

@@ -86,7 +86,7 @@ def examine(path: Path, folder: Path) -> Result:
         old = why_stale(report["stamp"], report.get("rows", ()))
         noted = (note for note in report.get("notes", ()) if note.startswith(UNFINISHED))
         lacks = next((note.removeprefix(UNFINISHED) for note in noted), None)
-        cases = _declared_and_not_timed(path, report)
+        cases = _declared_and_not_timed(path, report) if lacks is None else {}  # first, that run's own cases
         # Whatever part was timed, all of it is wanted.
         again = _declared()[path.name] if cases else _command(path, report)
         command = f"{again} {_into(path, folder, report)}"
