@@ -16,7 +16,7 @@ counted by reason, with a warning for the first of each. That is normal for the 
 
 With an adapter (LoRA) the reference of DPO and KTO is the same model with its adapter switched off, so its
 calls request what the policy needs. TRL reads nothing but log-probabilities of them, so they are served: a
-call without gradients inside of TRL's `use_adapter` is one of a reference.
+call without gradients inside TRL's `use_adapter` is one of a reference.
 """
 
 import inspect
