@@ -7,7 +7,7 @@
 # make tables  write the tables and charts of the pages from results/
 # make release-check  build the sdist and the wheel, check them, and try the wheel in a fresh environment
 # make hub     write the kernels as a repository of the Hugging Face Hub, into build/hub
-# make stale   list result files of older kernels, and the commands that refresh them
+# make stale   list result files of older kernels or with missing cases, and the commands that refresh them
 # make shots   take the pictures of the documents again; needs Chromium
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).

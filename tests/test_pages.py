@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import isobit
+from isobit.bench.report import CPU_WARNING
 from isobit.check.cell import Cell
 from isobit.check.largest_errors import worst_first
 from isobit.check.laws import LAWS
@@ -192,6 +193,16 @@ def test_times_stand_worst_first_beside_the_fastest_rival() -> None:
     assert worst["times"] == min(rivals) / ours and worst["bar"].startswith("left:50%")
 
 
+def test_a_page_of_a_cpu_says_so_and_has_no_empty_columns() -> None:
+    report = read_report(RESULTS[0].with_name("logp.json"))
+    shown = page([report])
+    assert CPU_WARNING not in shown and all(name in shown for name in ("host us", "extra MB", "the host's"))
+    nothing = {"method": "wall", "host_us": None, "peak_mb": None, "extra_mb": None}
+    on_a_cpu = page([report | {"rows": [row | nothing for row in report["rows"]]}])
+    assert on_a_cpu.index(CPU_WARNING) < on_a_cpu.index("<h3>Times</h3>")
+    assert not any(name in on_a_cpu for name in ("host us", "extra MB", "the host's", ">memory"))
+
+
 def test_a_roofline_is_of_operations_or_of_bytes() -> None:
     """An op that is bound by memory has no operations to count; a copy next to a product is no such op."""
     folders = {op.folder for op in public_ops().values()}
@@ -299,7 +310,8 @@ def test_the_command_shows_compares_and_writes(tmp_path: Path) -> None:
     assert run(app, ["report", str(old), "--against", str(old)]).exit_code == 0
     wrong = run(app, ["report", str(old), str(new), "--against", str(old)])
     assert isinstance(wrong.exception, ContractError)
-    assert run(app, ["report", "--html", str(html)]).exit_code == 2  # no files
+    none = run(app, ["report", "--html", str(html)])
+    assert none.exit_code == 2 and "isobit check --json FILE" in none.output  # it says where files come from
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ContractError, match="not a report"):
         read_report(tmp_path / "other.json")

@@ -363,8 +363,8 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path], typer.Argument(help="JSON files of check, memcheck and bench, shown together")
-    ],
+        list[Path] | None, typer.Argument(help="JSON files of check, memcheck and bench, shown together")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[
         Path | None, typer.Option(help="an older file: report what has become worse since")
@@ -374,6 +374,11 @@ def report_on(
     ] = None,
 ) -> None:
     """Show saved reports together, or compare one with an older one (exit code 1 if something is worse)."""
+    if not files:
+        raise typer.BadParameter(
+            "which ones? `isobit check --json FILE` and `isobit bench --op OP --json FILE` write such files",
+            param_hint="FILES",
+        )  # fmt: skip
     raise typer.Exit(int(show_saved(files, html, against, slower)))
 
 
