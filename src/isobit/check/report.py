@@ -165,13 +165,22 @@ def _in_short(count: Counter[str]) -> str:
 
 
 def worst(cells: list[Cell]) -> list[str]:
-    """For each op and backend, the error that is nearest to its bound, and where."""
+    """For each op and backend, the error that uses most of its slack beyond torch's, and where."""
     lines = []
     for op, backend in dict.fromkeys((c.op, c.backend) for c in cells):
         for e in worst_first(vars(c) for c in cells if (c.op, c.backend) == (op, backend))[:1]:
-            share = f"{e.share:.0%}" if e.share < 10 else f"{e.share:.2g} times it"
-            figures = f"worst error {e.ours:.2e}, torch {e.torch:.2e}, bound {e.bound:.2e} ({share})"
+            figures = f"error {e.ours:.2e}, torch {e.torch:.2e}, slack {e.slack:.2e}: {e.in_words}"
             lines += [f"{op} {backend}: {figures}", f"    {e.output} [{e.case}]"]
+    return lines
+
+
+def memory_beyond(cells: list[Cell]) -> list[str]:
+    """What a candidate takes beyond the bound of isobit's kernels, if that is reported and not judged."""
+    lines = []
+    for c in (c for c in cells if c.law == "memory" and c.status == OK):
+        more = [o for o in c.outputs if o["max_abs"] > o["atol"]]
+        lines += [f"{c.op} {c.backend}: memory, not judged without --law memory [{c.case}]"] if more else []
+        lines += [f"    {o['output']}: {o['message']}" for o in more]
     return lines
 
 
