@@ -61,7 +61,7 @@ def formula(
     loss is differentiable."""
     live = live_rows(token_ids, mask, ignore_index)
     reference = (ref_logits, ref_logp) if beta > 0 else (None, None)
-    ratio, kl, _, entropy = ratio_kl.formula(
+    ratio, kl, logp, entropy = ratio_kl.formula(
         policy_logits, reference[0], token_ids, old_logp=old_logp, mask=mask, ignore_index=ignore_index,
         ref_logp=reference[1], temperature=temperature,
     )  # fmt: skip
@@ -70,7 +70,11 @@ def formula(
         (own,) = advantages_formula(rewards, samples_per_prompt, group_boundaries, eps)
         advantages = own[:, None].expand(token_ids.shape)
     A = torch.where(live, advantages.to(ratio.dtype), 0.0)
-    surrogate = -torch.minimum(ratio * A, ratio.clamp(1 - clip_low, 1 + clip_high) * A)
+    # Of an infinite ratio that is multiplied by 0: no gradient goes through its exponential, as 0 * inf.
+    zero = (A == 0) & ratio.isinf()
+    old_logp = logp.detach() if old_logp is None else torch.where(live, old_logp, 0.0)
+    r = torch.where(zero, 0.0, logp - old_logp).exp()
+    surrogate = -torch.minimum(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)
     if rollout_weights is not None:
         surrogate = surrogate * torch.where(live, rollout_weights.to(ratio.dtype), 0.0)
     tokens = live.sum()
