@@ -265,6 +265,12 @@ def alone(function: Function) -> Function:
     return function
 
 
+def test_a_result_that_is_an_argument_is_found() -> None:
+    wrong = around("logp", None, lambda out, given: out if out.requires_grad else given["temperature"])
+    text = fault(alone(wrong), "repeatable", op="logp", dims={"N": 5, "V": 30}, options={"each": True})
+    assert "logp is the memory of its input temperature" in text
+
+
 def test_a_later_call_that_writes_into_an_earlier_result_is_found() -> None:
     """Its storages differ, so that only the numbers show it."""
     kept: list[Tensor] = []

@@ -102,17 +102,29 @@ def _apart(trial: Trial, runs: Sequence[Run]) -> None:
             )
 
 
+def _not_inputs(trial: Trial, args: Args, outputs: Sequence[Tensor]) -> None:
+    """No result is an argument: whoever changes one would change the other."""
+    given = {
+        t.untyped_storage().data_ptr(): n for n, t in args.items() if isinstance(t, Tensor) and t.numel()
+    }
+    for name, output in zip(trial.proof.outputs, outputs, strict=True):
+        place = output.untyped_storage().data_ptr()
+        if output.numel() and place in given:
+            raise LawBroken(f"{name} is the memory of its input {given[place]}")
+
+
 def _of_these_contents(trial: Trial, args: Args) -> None:
     """Called again without gradients, with the same tensors after something else was written into them, it
     must not give what it gave before: results or addresses may have been kept. The formula decides whether
     the results should differ. Nor may it write into what it returned for the first contents, which the caller
-    still holds."""
+    still holds, or return one of its arguments."""
     other = replace(trial, inputs=replace(trial.inputs, seed=trial.inputs.seed + 1)).args()
     if trial.case.heavy or trial.case.gpu_gb or not _alike(args, other) or trial.refusal(other) is not None:
         return
     mine = cloned(args)
     with torch.no_grad():
         held = trial.call(mine)
+        _not_inputs(trial, mine, held)
         before = [o.clone() for o in held]
         for name, value in other.items():
             if isinstance(value, Tensor):
