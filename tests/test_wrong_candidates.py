@@ -344,4 +344,5 @@ def test_the_function_of_the_page_passes_all_laws(
     assert [o["output"] for o in memory] == ["fwd", "fwd_bwd"]
     assert all(o["passed"] and o["max_abs"] > o["atol"] > 0 for o in memory)
     assert accuracy and {o["slack_used"] for o in accuracy} == {0.0}
+    assert "memory, not judged without --law memory" in page.read_text()
     assert "no farther than torch" in page.read_text() and "width:100" not in page.read_text()

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -174,13 +174,14 @@ def worst(cells: list[Cell]) -> list[str]:
     return lines
 
 
-def memory_beyond(cells: list[Cell]) -> list[str]:
-    """What a candidate takes beyond the bound of isobit's kernels, if that is reported and not judged."""
+def memory_beyond(cases: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What a candidate takes beyond the bound of isobit's kernels, if that is reported and not judged. From
+    the JSON form of cells."""
     lines = []
-    for c in (c for c in cells if c.law == "memory" and c.status == OK):
-        more = [o for o in c.outputs if o["max_abs"] > o["atol"]]
-        lines += [f"{c.op} {c.backend}: memory, not judged without --law memory [{c.case}]"] if more else []
-        lines += [f"    {o['output']}: {o['message']}" for o in more]
+    for case in (case for case in cases if case["law"] == "memory" and case["status"] == OK):
+        more = [o for o in case["outputs"] if o["max_abs"] > o["atol"]]
+        head = f"{case['op']} {case['backend']}: memory, not judged without --law memory [{case['case']}]"
+        lines += [head, *(f"    {o['output']}: {o['message']}" for o in more)] if more else []
     return lines
 
 
