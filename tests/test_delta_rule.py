@@ -124,6 +124,7 @@ def test_an_empty_sequence_passes_its_gradient_on() -> None:
     dh, dh0, dv2 = dhu(**args)
     assert dh.shape == (1, 0, 2, 16, 8) and dv2.numel() == 0 and dh0 is not None
     assert torch.equal(dh0, args["dht"])
+    assert dh0.data_ptr() != args["dht"].data_ptr()  # who adds to a result does not change an argument
 
 
 def test_older_argument_names_and_arguments_without_effect() -> None:

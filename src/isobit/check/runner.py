@@ -271,6 +271,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
         targets=request.targets,
         brief=brief, one_target=brief and case.dtype != small_case(proof_of(op)).dtype,
         tolerances=request.tolerances,
+        judges_memory=not isinstance(op, Candidate) or "memory" in request.laws,
     )  # fmt: skip
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()

@@ -140,10 +140,10 @@ def end_now() -> None:
 
 
 def _tell(cells: list[Cell], request: Request, result: dict[str, Any], say: Callable[[str], None]) -> None:
-    """The table, the errors nearest to their bounds, and what failed or did not run."""
+    """The table, the errors that use most of their slack, and what failed or did not run."""
     if cells:
         say("\n" + report.table(cells) + "\n")
-    for line in report.worst(cells):
+    for line in (*report.worst(cells), *report.memory_beyond(map(vars, cells))):
         say(line)
     looser = request.tolerances.looser()
     if request.tolerances.path is not None:

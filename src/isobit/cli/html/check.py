@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from isobit.check.largest_errors import worst_first
-from isobit.check.report import verdict
+from isobit.check.report import memory_beyond, verdict
 from isobit.check.torch_state import in_words
 
 #: Laws that compare bits.
@@ -37,6 +37,7 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
         "counts": [(name, report[key], state) for key, name, state in COUNTS],
         "looser": report.get("tolerances", {}).get("looser", []),
         "serves": " ".join(_serves(one) for one in report["candidates"]),
+        "memory": memory_beyond(cases),
         "several": len(report["candidates"]) > 1,
         "matrix": _matrix(report),
         "failures": [case for case in cases if case["status"] == "FAIL"],
