@@ -67,6 +67,8 @@ _CASES = [
     Case({"B": 5, "T": 6, "V": 50257}, F16, heavy=True, options={"by": "bounds", "mask": torch.bool}),
     Case({"B": 2, "T": 2, "V": 17}, F32, options={"mask": alter.BY_IDS}),
     Case({"B": 4, "T": 1, "V": 17}, F32, options={"by": "samples", "ref": "none", "far": True}),
+    Case({"B": 4, "T": 1, "V": 17}, F32, options={
+        "by": "samples", "ref": "none", "far": True, "clip_high": float("inf")}),
 ]  # fmt: skip
 
 # A fixed divisor, whatever the batch; otherwise the gradient of a row depends on the number of rows.

@@ -2,8 +2,9 @@
 
 Logits, tokens and log-probabilities are those of `ratio_kl`, with its options. In addition: `by` is the
 source of advantages (one per sequence, unless it is `tokens`, `samples` or `bounds`), `weights` adds rollout
-weights, `reduction` and `normalizer` (a number, or `tensor`) are as in the op. beta is 0.1, and 0 without a
-reference. With `far` the first sequence, or group of two, has advantage 0, and ratios that overflow.
+weights, `reduction`, `normalizer` (a number, or `tensor`) and `clip_high` are as in the op. beta is 0.1, and
+0 without a reference. With `far` the first sequence, or group of two, has advantage 0, and ratios that
+overflow.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ LAYOUTS = rows.LAYOUTS
 #: Arguments with one number per token.
 _OF_TOKENS = ("token_ids", "mask", "old_logp", "ref_logp", "advantages", "rollout_weights")
 
-_OWN = ("by", "weights", "reduction", "normalizer", "far")
+_OWN = ("by", "weights", "reduction", "normalizer", "far", "clip_high")
 
 #: A log-probability of the old policy with which any ratio overflows, in fp64 too.
 FAR = -1000.0
@@ -37,7 +38,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     theirs = {name: value for name, value in case.options.items() if name not in _OWN}
     args = rows.make(replace(case, options=theirs), device, options)
     args["beta"] = 0.1 if args.pop("return_kl", True) else 0.0
-    args |= {"clip_low": 0.2, "clip_high": 0.28, "eps": 1e-6}
+    args |= {"clip_low": 0.2, "clip_high": case.options.get("clip_high", 0.28), "eps": 1e-6}
     if args["mask"] is not None and case.data == "edge":
         args["mask"][1:2] = 0
     gen = torch.Generator().manual_seed(options.seed + 1)
