@@ -34,7 +34,6 @@ from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
-from isobit.ops.delta_rule.chunk_indices import chunk_indices
 
 DHU_1 = Numerics(
     "dhu/1",
@@ -177,6 +176,8 @@ def _default_scale(q: Any) -> float | None:
 
 def _chunk_indices(given: dict[str, Any]) -> Tensor | None:
     """[NT, 2]."""
+    from isobit.ops.delta_rule.chunk_indices import chunk_indices  # a call without sequences needs none
+
     cu_seqlens, chunk_size = given["cu_seqlens"], given.get("chunk_size", 64)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
         return None
