@@ -4,7 +4,7 @@ An adapter that is added, an LM head of another size, another attention: each br
 computes. Every forward therefore compares the model with a snapshot of what decides by what it is computed:
 which module is where, the name of the attention, the classes of modules, and whether their forward was
 replaced on the object. These are a few comparisons of lists, in C. Of a large model, classes, forwards and
-the inside of adapters are compared for some modules in each forward, and for all of them in turn. Only if
+the parts of adapters are compared for some modules in each forward, and for all of them in turn. Only if
 something differs is every module looked at. A change that brings back no drift, such as an adapter that was
 merged or a model that was sharded, gives a new snapshot; any other is an error that names what has changed.
 
