@@ -5,7 +5,9 @@
 # make docs    build the site of the docs into site/
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
 # make tables  write the tables and charts of the pages from results/
-# make stale   list result files of older kernels, and the commands that refresh them
+# make release-check  build the sdist and the wheel, check them, and try the wheel in a fresh environment
+# make hub     write the kernels as a repository of the Hugging Face Hub, into build/hub
+# make stale   list result files of older kernels or with missing cases, and the commands that refresh them
 # make shots   take the pictures of the documents again; needs Chromium
 #
 # Each sets up its own environment in .venv from whatever `python3` is (PYTHON=... for another one).
@@ -16,13 +18,14 @@ PUBLISH := PYTHONPATH=tools $(BIN)/python -m publish
 READY := .venv/.ready
 PARITY := .parity/.ready
 DOCS := .venv/.docs
+RELEASE := .venv/.release
 BROWSER := .venv/.browser
 APT := apt-get -qq -o Acquire::http::Timeout=30 -o Acquire::Retries=1
 FLA := 0.6.0 0.5.2
 INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint demo compat parity bench tables stale shots docs clean
+.PHONY: check test lint demo compat parity bench tables stale shots docs release-check hub clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -63,6 +66,13 @@ shots: $(READY) $(BROWSER)
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -W --keep-going -q -c tools/site -d site/.doctrees . site
 
+# TAG=v0.1.0: the tag of the release, which must be that of the version.
+release-check: $(RELEASE)
+	$(BIN)/python tools/release.py
+
+hub: $(READY)
+	$(BIN)/python tools/hub.py build/hub
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton numpy
@@ -73,8 +83,13 @@ $(DOCS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
+$(RELEASE): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	touch $@
+
 # verl needs an older transformers than .venv has. What is not in the list, torch above all, is that of .venv.
-# FLA has a folder for each version: a test takes one of them on its path.
+# FLA has a folder for each version, and the loader of the Hugging Face Hub one of its own: a test takes one of
+# them on its path. Of what the loader needs, the rest is in .venv, or verifies signatures, which no test does.
 $(PARITY): $(READY) tests/parity.txt
 	rm -rf .parity
 	$(BIN)/python -m venv --without-pip .parity
@@ -82,6 +97,7 @@ $(PARITY): $(READY) tests/parity.txt
 	$(INTO_PARITY) -r tests/parity.txt
 	$(INTO_PARITY) --no-deps verl==0.9.1
 	for v in $(FLA); do $(INTO_PARITY) --no-deps --target .parity/fla/$$v fla-core==$$v einops==0.8.2 || exit 1; done
+	$(INTO_PARITY) --no-deps --target .parity/hub kernels==0.17.2 tomlkit==0.15.2
 	touch $@
 
 # Tests look at pages in a real Chromium. Root of a Debian gets one here. Without Chromium
@@ -93,4 +109,4 @@ $(BROWSER): $(READY)
 	touch $@
 
 clean:
-	rm -rf .venv .compat .parity site check.json demo.html
+	rm -rf .venv .compat .parity site build dist check.json demo.html

@@ -38,6 +38,12 @@ def group_calls() -> dict[str, Args]:
     found["every other reward"] = call(rewards(12)[::2], 3)
     found["not scaled"] = call(rewards(8, torch.bfloat16), 4, scale=False)
     found["a large eps"] = call(rewards(8, F32), 4, eps=50.0)
+    sizes = torch.tensor([1.0, 1e300, 1e-160], dtype=F64).repeat_interleave(3)
+    found["squares that overflow"] = call(rewards(9) * sizes, 3)
+    found["sums that overflow"] = call(
+        torch.tensor([1.7e308, -1.7e308, 1.7e308, 1.0, 3.0, 2.0], dtype=F64), 3
+    )
+    found["sums that overflow, not scaled"] = found["sums that overflow"] | {"scale": False}
     return found
 
 
@@ -79,6 +85,10 @@ def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
             "eps": 1e-6,
             "ignore_index": 3,
         }
+        if rest.pop("infinite", False):  # with an advantage of 0, it has no part in the loss
+            A[:, ::3] = 0.0
+            ratio = torch.where(live & (A == 0), float("inf"), ratio)
+            args["advantages"] = torch.where(live, A, NAN)
         args |= {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.0, "reduction": "token_mean"}
         args |= {"normalizer": None, "rollout_weights": None, "return_kept": True} | rest
         kl = torch.where(live, torch.rand(B, T, generator=gen), 0.0) if args["beta"] else None
@@ -93,6 +103,8 @@ def loss_calls() -> dict[str, tuple[tuple[Tensor | None, ...], Args]]:
         "several tiles of sequences": call(130, 1, reduction="sequence_mean"),
         "a sum with weights": call(3, 7, reduction="sum", rollout_weights=True, beta=0.1),
         "a normalizer": call(3, 7, normalizer=12.5),
+        "infinite ratios": call(3, 7, infinite=True),
+        "infinite ratios without a bound": call(3, 7, infinite=True, clip_high=float("inf")),
         "a normalizer on the device": call(3, 7, normalizer=torch.tensor(7), reduction="sequence_mean"),
         "all masked": call(2, 3, dead=True, normalizer=torch.tensor(0)),
         "no sequences": call(0, 3),

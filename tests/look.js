@@ -34,7 +34,7 @@
     for (const r of range.getClientRects()) {
       if (r.width < 1) continue;
       lines.push({ e, r });
-      if (r.right > room + 1 && !e.closest(".wide")) add(`beyond the edge: ${name(e)}`);
+      if (r.right > room + 1) add(`beyond the edge: ${name(e)}`);
     }
   }
   lines.sort((a, b) => a.r.top - b.r.top);
@@ -46,6 +46,11 @@
       // Boxes of lines are a little taller than their letters.
       if (across > 1.5 && down > 0.4 * Math.min(a.height, b.height)) add(`${name(lines[i].e)} lies over ${name(lines[j].e)}`);
     }
+  }
+  // A drawing may have points where it has no text.
+  for (const e of document.querySelectorAll("svg, svg circle")) {
+    const r = e.getBoundingClientRect();
+    if (r.width && r.right > room + 1) add(`beyond the edge: ${e.tagName} at ${Math.round(r.right)}`);
   }
   if (lines.length < 20) add(`there are ${lines.length} lines of text alone`);
   return found;

@@ -42,7 +42,27 @@ def grpo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """From rewards alone, without a KL penalty, the mean over all tokens."""
+    """From rewards alone, without a KL penalty, the mean over all tokens. Tokens without an advantage have no
+    loss, even if their ratio overflows."""
+    assert rewards is not None and samples_per_prompt is not None
+    a = group_advantages(rewards, samples_per_prompt)[:, None]
+    ours = torch.where(a == 0, 0.0, logp(policy_logits, token_ids))
+    old = ours.detach() if old_logp is None else torch.where(a == 0, 0.0, old_logp)
+    ratio = (ours - old).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a).mean()
+
+
+def naive_grpo_loss(
+    policy_logits: Tensor,
+    ref_logits: Tensor | None,
+    token_ids: Tensor,
+    old_logp: Tensor | None = None,
+    rewards: Tensor | None = None,
+    samples_per_prompt: int | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """The same as it is usually written: wrong for an infinite ratio of such a token, as 0 * inf."""
     assert rewards is not None and samples_per_prompt is not None
     ours = logp(policy_logits, token_ids)
     ratio = (ours - (ours.detach() if old_logp is None else old_logp)).exp()

@@ -56,6 +56,17 @@ def test_queries_are_aligned_with_the_last_keys(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["model", "reference"])
+def test_queries_before_the_first_key(backend: str) -> None:
+    """They see no key if attention is causal, and all keys if it is not."""
+    q, k, v = inputs(1, 5, 3)
+    out, lse = isobit.attention(q, k, v, return_lse=True, backend=backend)
+    assert not out[:, :2].any() and (lse[..., :2] == -math.inf).all() and lse[..., 2:].isfinite().all()
+    out, lse = isobit.attention(q, k, v, causal=False, return_lse=True, backend=backend)
+    alone = isobit.attention(q[:, :1], k, v, causal=False, backend=backend)
+    assert lse.isfinite().all() and torch.equal(out[:, :1], alone) and alone.any()
+
+
+@pytest.mark.parametrize("backend", ["model", "reference"])
 def test_a_window_counts_the_query_itself(backend: str) -> None:
     q, k, v = inputs(1, 4, 9)
     out = isobit.attention(q, k, v, window=1, backend=backend)

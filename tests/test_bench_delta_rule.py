@@ -1,21 +1,25 @@
 """The benchmark of delta-rule gradients: what is declared, what the command line can ask for, errors."""
 
 import math
-from dataclasses import astuple
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
 import torch
 
 from isobit.bench.cases import case_name, parse_case, subject_of
+from isobit.bench.report import format_table
 from isobit.bench.runner import planned, run
 from isobit.frame.op import known_op
 from isobit.ops.delta_rule.proof.packings import lengths_of, spread
 from isobit.ops.delta_rule.rivals import PACKED, SERIES
 from isobit.spec.options import parse_options
-from isobit.spec.proof import Case
+from isobit.spec.proof import Args, Case
+from isobit.spec.rival import Rival
 from isobit.spec.series import Pool
 from isobit.spec.truth import Errors
+from publish.tables import _errors_and_difference
 
 OP = known_op("chunk_gated_delta_rule_bwd_dhu")
 SUBJECT = subject_of(OP)
@@ -81,6 +85,33 @@ def test_the_worst_of_all_outputs_is_reported(options: dict[str, Any], output: i
     assert isinstance(worst, Errors) and all(map(math.isnan, astuple(worst)))
 
 
+def test_the_largest_difference_from_fla_is_beside_the_errors() -> None:
+    """Over all that both return and all heads, also those whose truth is not computed; NaN is not hidden."""
+
+    def altered(by: float) -> Callable[[Args], Any]:
+        def call(args: Args) -> Any:
+            dh, dh0, dv2 = (t.clone() for t in SERIES[0].call(args, "reference"))
+            dh0[0, 0, 0, 0] += by  # the first head; the last one is judged
+            return dh, dh0, dv2
+
+        return call
+
+    for by in (0.5, math.nan):
+        rival = Rival("fla", altered(by), directions=("bwd",), jit=False, takes=None)
+        subject = replace(SUBJECT, series=[replace(SERIES[0], rivals={"fla": rival})])
+        case = parse_case("B=1,T=70,H=2,HV=2,K=16,V=8,dtype=fp32", SUBJECT)
+        report = run(
+            subject, [case], device="cpu", repetitions=2, impls=["isobit", "fla"], skip_check=True,
+            options={"mode": "ht"}, say=lambda text: None,
+        )  # fmt: skip
+        ours, theirs = report["rows"]
+        assert "max_diff" not in ours and theirs["max_abs"] < 1e-4
+        assert theirs["max_diff"] == (None if math.isnan(by) else pytest.approx(by))
+        assert "max diff" in format_table(report["rows"]) or math.isnan(by)
+        (sentence, *_) = _errors_and_difference(report, "dhu") or [""]
+        assert sentence.endswith("Largest difference from isobit: fla 5.0e-01.") or math.isnan(by)
+
+
 # Packed sequences
 
 
@@ -89,7 +120,8 @@ def test_lengths_may_be_repeated() -> None:
 
 
 @pytest.mark.parametrize(("case", "count", "least", "most"), [
-    (0, 3, 117, 221), (1, 4, 124, 274), (2, 20, 409, 410), (3, 20, 205, 762), (4, 25, 400, 2200),
+    (0, 3, 117, 221), (1, 4, 124, 274), (2, 20, 409, 410), (3, 20, 296, 571), (4, 25, 197, 558),
+    (5, 20, 205, 762), (6, 20, 1185, 2286), (7, 25, 788, 2233), (8, 25, 400, 2200),
 ])  # fmt: skip
 def test_packed_sequences_have_the_lengths_that_are_declared(
     case: int, count: int, least: int, most: int

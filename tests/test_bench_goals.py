@@ -234,7 +234,7 @@ def test_goals_of_older_files_and_of_nothing_but_unmeasured_ones(tmp_path: Path)
     assert section(older)["verdict"] == "1 of 2 goals met" and "not measured" not in format_report(older)
     assert summary_line(older).endswith("rows, 1 of 2 goals met")
     only = report | {"summary": report["summary"][2:]}
-    assert (section(only)["verdict"], section(only)["shares"]) == ("2 not measured", "")
+    assert (section(only)["verdict"], section(only)["shares"]) == ("2 not measured", [])
     assert summary_line(only).endswith("rows, 2 not measured")
     on_a_cpu = [row | {"method": "wall"} for row in report["rows"]]
     assert summary(on_a_cpu, "native", FOUR) == []

@@ -15,7 +15,7 @@ from isobit.bench.runner import run
 from isobit.check.request import Request, cases_of
 from isobit.frame.op import known_op, public_ops
 from isobit.ops.linear_logp import rivals as linear_rivals
-from isobit.spec.options import fit, known_options, parse_options, varied
+from isobit.spec.options import fit, known_options, parse_options, varied, words
 from isobit.spec.proof import Case
 
 LOGP = known_op("logp")
@@ -34,6 +34,12 @@ def test_values_are_numbers_flags_dtypes_or_words() -> None:
         "temperature": 0.7, "sequences": 4, "each": True, "mask": torch.bool, "out": torch.float32,
         "bias": "own", "layout": "narrow slabs", "workspace_bytes": 1 << 37,
     }  # fmt: skip
+
+
+def test_options_can_be_stored_as_json() -> None:
+    found = words({"clip_high": float("inf"), "mask": torch.bool, "temperature": 0.7, "each": True})
+    text = json.dumps(found, allow_nan=False)
+    assert json.loads(text) == {"clip_high": "inf", "mask": "bool", "temperature": 0.7, "each": True}
 
 
 @pytest.mark.parametrize("text", ["temperature", "temperature=", "=3", ""])

@@ -58,6 +58,25 @@ def test_without_resume_everything_is_timed_again(tmp_path: Path) -> None:
     assert cases(bench(tmp_path, "N=9,V=33")) == ["N=9 V=33 bf16"]
 
 
+def test_a_run_says_at_once_which_file_it_shortens(tmp_path: Path) -> None:
+    """A run with --core replaced files of all cases, and nobody noticed."""
+    said: list[str] = []
+    bench(tmp_path, say=said.append)
+    bench(tmp_path, resume=True, say=said.append)
+    assert not [text for text in said if "does not time" in text]
+    path = tmp_path / "cpu" / "logp.json"
+    bench(tmp_path, "N=9,V=33", resume=True, say=said.append)
+    assert cases(json.loads(path.read_text())) == NAMES
+    said.clear()
+    bench(tmp_path, "N=9,V=33", say=said.append)
+    (told,) = (i for i, text in enumerate(said) if "does not time" in text)
+    assert (
+        said[told].startswith(f"{path} has 2 cases that this run does not time: ")
+        and "--resume" in said[told]
+    )
+    assert told < next(i for i, text in enumerate(said) if text.startswith("[1/1]"))
+
+
 def test_rows_are_in_the_order_of_the_cases(tmp_path: Path) -> None:
     bench(tmp_path, "N=9,V=33")
     assert cases(bench(tmp_path, resume=True)) == NAMES

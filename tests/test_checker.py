@@ -144,6 +144,23 @@ def test_a_gradient_off_by_a_factor_fails_on_gradient_alone() -> None:
     assert cell.status == FAIL and cell.reason.startswith("gradient:logits: ")
 
 
+def test_a_gradient_that_is_read_as_contiguous_fails_on_gradient_alone() -> None:
+    def backward(**args: Any) -> Tensor:
+        g = args["dlogp"]
+        there = g.untyped_storage().nbytes() // g.element_size() - g.storage_offset()
+        read = torch.as_strided(g, (min(there, g.numel()),), (1,), g.storage_offset())
+        believed = torch.nn.functional.pad(read, (0, g.numel() - read.numel()))
+        return reference.logp_bwd(**args | {"dlogp": believed.view(g.shape)})
+
+    with candidate(by_rows, backward):
+        assert only("repeatable", PLAIN).status == OK
+        cell = only("gradient", PLAIN)
+    assert cell.status == FAIL
+    assert cell.reason.startswith("expanded gradient:logits: against a contiguous one: ")
+    failed = [o["output"] for o in cell.outputs if not o["passed"]]
+    assert failed == [f"{layout} gradient:logits" for layout in ("expanded", "transposed", "sliced")]
+
+
 def test_a_wrong_forward_is_named_before_any_gradient() -> None:
     with candidate(zeros):
         cell = only("gradient", MASKED)

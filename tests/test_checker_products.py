@@ -15,6 +15,7 @@ from isobit.frame.backend import Backend
 from isobit.frame.op import OPS
 from isobit.numerics import CHAIN16, SEG16_512, chain, cut, segments
 from isobit.ops.det_gemm import calls, model
+from isobit.spec.proofs import proofs
 
 CPU = torch.device("cpu")
 LINEAR = "M=20 K=104 N=40 bf16 bias=fp32"
@@ -255,3 +256,11 @@ def test_sums_that_depend_on_more_than_the_stream_fail_on_invariant(
         assert only("det_gemm_dw", "accuracy", DW).status == OK
         cell = only("det_gemm_dw", "invariant", case)
     assert cell.status == FAIL and any(reason in o["message"] for o in cell.outputs if not o["passed"])
+
+
+def test_bits_are_tested_at_the_sizes_that_are_compared() -> None:
+    """At M = 4096: projections, both halves of an MLP, and a head. A CPU would take hours."""
+    cases = [case for case in proofs()["det_gemm"].bit_cases if case.dims["M"] == 4096]
+    sizes = [(4096, 4096), (4096, 14336), (14336, 4096), (4096, 12288), (4096, 32000)]
+    assert [(case.dims["K"], case.dims["N"]) for case in cases] == sizes
+    assert all(case.heavy and case.gpu_gb for case in cases)

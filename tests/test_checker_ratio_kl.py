@@ -18,8 +18,8 @@ from isobit.ops.ratio_kl import reference
 
 CPU = torch.device("cpu")
 MASKED = "N=4 V=33 fp32 mask=bool"
-WIDE = "N=10 V=257 bf16 temperature=0.7 ref_dtype=fp32"
-GIVEN = "N=7 V=1025 fp32 offset ref=logp mask=uint8"
+WIDE = "N=10 V=257 bf16 every other temperature=0.7 ref_dtype=fp32"
+GIVEN = "N=7 V=1025 fp32 offset ref=logp mask=int64"
 BITS = "N=16 V=16501 bf16 sharp ref_dtype=fp32 mask=0.025"
 AS_LOGP = "B=2 T=2 V=3001 fp32 sharp shifted each=True"
 

@@ -4,6 +4,7 @@ correct one must pass every law."""
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.frame.backend import Backend
 from isobit.frame.op import OPS
 from isobit.ops.rms_norm import model
+from isobit.spec.proof import Case, NoSum
+from isobit.spec.proofs import proofs
 
 CPU = torch.device("cpu")
 PLAIN = "N=7 D=257 fp32"
@@ -255,3 +258,44 @@ def test_roundings_in_other_places_fail_on_agree(forward: Run) -> None:
     with candidate(forward):
         cell = only("agree", AGREE)
     assert cell.status == FAIL and "in bf16 by its model" in cell.reason, cell.reason
+
+
+# Without a control
+
+
+def declared(monkeypatch: pytest.MonkeyPatch, controls: Any, case: Case, **kernel: Run) -> Cell:
+    """The invariant law with these controls, on this case of a kernel that is correct without changes."""
+    proof = replace(proofs()["rms_norm"], controls=controls, bit_cases=[case])
+    monkeypatch.setitem(proofs(), "rms_norm", proof)
+    with candidate(**kernel):
+        return only("invariant", case.name)
+
+
+SEVERAL = Case({"N": 6, "D": 3}, torch.float32, "random", options={"residual": True})
+ONE = Case({"N": 6, "D": 1}, torch.float32, "random", options={"residual": True})
+
+
+def test_equal_bits_without_a_control_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = declared(monkeypatch, [], SEVERAL)
+    assert cell.status == FAIL and cell.reason.startswith("no control: equal bits prove nothing")
+
+
+def test_that_nothing_is_added_must_be_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for rows of one element, and for no others."""
+    cell = declared(monkeypatch, NoSum("as I believe"), SEVERAL)
+    assert cell.status == FAIL
+    assert re.match(r"declared as NoSum, but out at \[0, \d\] depends on two elements of x", cell.reason)
+    cell = declared(monkeypatch, NoSum("rows of one element"), ONE)
+    assert cell.status == OK, cell.reason
+    (shown,) = (o for o in cell.outputs if o["output"] == "no sum")
+    assert shown["message"].startswith("nothing is added (rows of one element): ")
+
+
+def test_a_sum_in_a_gradient_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(**args: Any) -> Any:
+        dh, dweight = model.rms_norm_bwd(**args)
+        return (None if dh is None else dh + args["dout"].sum(0), dweight)
+
+    cell = declared(monkeypatch, NoSum("rows of one element"), ONE, backward=backward)
+    assert cell.status == FAIL
+    assert "gradient:x at [0, 0] depends on two elements of the gradient of out" in cell.reason

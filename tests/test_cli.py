@@ -1,7 +1,9 @@
 """Guards the `isobit` command: what each bad option answers, exit codes, and the report for machines."""
 
 import io
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from commands import Done, Isobit, report
 from isobit import __version__, explain
 from isobit.check import runner
 from isobit.check.runner import FAIL, LAWS, OK, UNSUPPORTED
 from isobit.check.source_hash import kernel_sha
+from isobit.cli import info
 from isobit.cli import main as cli
 from isobit.frame.op import OPS, public_ops
 
@@ -99,6 +103,22 @@ def test_info_names_versions_and_the_backend_of_every_op(isobit: Isobit) -> None
         for backend in op.backends:
             assert f"\n    {backend.name}" in done.out
     assert "serves this call" in done.out and "select it by name" in done.out
+
+
+def test_info_says_whether_torch_and_triton_were_tested_together(isobit: Isobit) -> None:
+    """The pairs are those of constraints.txt and of the published results."""
+    suite, on_a_gpu = info.TESTED.values()
+    pinned = dict(re.findall(r"^(torch|triton)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    assert suite == (pinned["torch"], pinned["triton"])
+    for path in (ROOT / "results" / "h200").glob("*.json"):
+        stamp = json.loads(path.read_text())["stamp"]
+        assert info.tested(stamp["torch"], stamp["triton"]).endswith("(GPUs)"), path
+    assert on_a_gpu != suite and info.tested("2.13.0+cpu", "3.7.1").startswith("this pair: torch 2.13.0 with")
+    for other in (("2.15.0", "3.9.0"), ("2.13.0", "3.6.0"), ("2.11.0", "3.7.1")):
+        said = info.tested(*other)
+        assert said.startswith("not this pair, but torch 2.13.0 with Triton 3.7.1") and len(said) < 118
+    (line,) = (x for x in isobit("info", "--device", "cpu").out.splitlines() if x.startswith("tested  "))
+    assert line.split(maxsplit=1)[1] == info.tested(torch.__version__, triton.__version__)
 
 
 @pytest.mark.parametrize("command", ["info", "check", "bench"])

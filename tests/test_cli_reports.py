@@ -155,17 +155,19 @@ def test_json_on_standard_output_is_the_only_output(isobit: Isobit) -> None:
     assert {"gpu", "driver", "torch", "triton", "commit", "source_sha", "date"} <= set(found["stamp"])
     (candidate,) = found["candidates"]
     assert (candidate["op"], candidate["candidate"], candidate["numerics"]) == ("logp", "reference", "none")
-    assert candidate["total_outputs"] == candidate["passed_outputs"] == 4
+    assert candidate["total_outputs"] == candidate["passed_outputs"] == 7
     accuracy, gradient = candidate["cases"]
     assert accuracy["case"] == gradient["case"] == "B=2 T=3 V=17 fp32"
     assert {"op", "backend", "law", "case", "status", "reason", "outputs", "seconds", "command"} <= set(
         accuracy
     )
     assert [o["output"] for o in accuracy["outputs"]] == ["0:logp", "1:entropy", "2:lse"]
-    (output,) = gradient["outputs"]
+    output, *others = gradient["outputs"]
+    layouts = ("expanded", "transposed", "sliced")  # of the incoming gradient
+    assert [o["output"] for o in others] == [f"{layout} gradient:logits" for layout in layouts]
     assert set(output) == {
         "output", "shape", "dtype", "truth_dtype", "atol", "rtol", "max_abs", "mean_abs", "max_rel",
-        "worst_index", "passed", "message", "worst_abs", "torch_abs",
+        "worst_index", "passed", "message", "worst_abs", "torch_abs", "slack_used",
     }  # fmt: skip
     assert output["output"] == "gradient:logits" and output["shape"] == [2, 3, 17]
     assert len(output["worst_index"]) == 3 and all(n in output["message"] for n in ("ours", "torch", "truth"))

@@ -11,6 +11,8 @@ from torch import Tensor
 from isobit.frame.contract import MISSING
 from isobit.frame.launch import Recorder
 from isobit.kernels.host.token_stream import Stream
+from isobit.ops.delta_rule import kernels_hopper as delta_rule_hopper
+from isobit.ops.delta_rule import kernels_triton as delta_rule
 from isobit.ops.det_gemm import kernels_triton as products
 from isobit.ops.linear_logp import kernels_triton as linear
 from isobit.ops.linear_logp import kernels_triton_bwd as linear_bwd
@@ -120,6 +122,56 @@ def test_sums_over_rows(K: int) -> None:
         products.token_product(x, dy, tables, None, launch)
 
     assert_one_key(record, ROWS)
+
+
+#: (B, T, lengths of packed sequences): one token, a part of a chunk, whole chunks, a multiple of 16
+#: sequences, as many as fill a GPU, and none of these.
+BATCHES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
+    (1, 1, ()), (1, 63, ()), (1, 64, ()), (3, 1000, ()), (16, 256, ()), (65, 4096, ()), (1, 32768, ()),
+    (1, 1, (1,)), (1, 100, (0, 100)), (1, 320, (64,) * 5), (1, 1024, (64,) * 16),
+    (1, 8192, (409,) * 19 + (421,)), (1, 2080, (5,) * 416),
+)  # fmt: skip
+
+
+def states(launch: Recorder, kernels: Any, mode: str, batch: int, K: int = 128) -> None:
+    """The backward of a delta rule with 4 heads for one of these batches."""
+    (B, T, lengths), V, H, HV = BATCHES[batch], 128, 2, 4
+    state = empty(len(lengths) or B, HV, K, V)
+    given: dict[str, Any] = {name: empty(B, T, H, K, dtype=BF16) for name in ("q", "k")}
+    given |= {"w": empty(B, T, HV, K, dtype=BF16), "do": empty(B, T, HV, V, dtype=BF16)}
+    given |= {"dv": empty(B, T, HV, V, dtype=BF16), "g": empty(B, T, HV) if "g" in mode else None}
+    given |= {"gk": empty(B, T, HV, K) if "k" in mode else None, "h0": state if "h" in mode else None}
+    given |= {"dht": state if "t" in mode else None, "scale": 0.1, "state_v_first": False, "chunk_size": 64}
+    chunks = sum(-(-length // 64) for length in lengths)
+    given["cu_seqlens"] = empty(len(lengths) + 1, dtype=torch.int64) if lengths else None
+    given["chunk_indices"] = empty(chunks, 2, dtype=torch.int64) if lengths else None
+    schedule = {"sms": 132} if kernels is delta_rule_hopper else {}
+    kernels.dhu(launch=launch, **schedule, **given, chunk_offsets=None, use_exp2=True)
+
+
+@pytest.mark.parametrize("mode", ["none", "ght", "kht", "gkt"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_delta_rule(packed: bool, mode: str) -> None:
+    """Numbers of sequences, tokens and chunks, and lengths, are numbers at run time. On Hopper few sequences
+    have a longer ring than many, if it fits: two keys at most, however many batches."""
+    batches = [i for i, (_, _, lengths) in enumerate(BATCHES) if bool(lengths) == packed]
+    assert_one_key(lambda launch, i: states(launch, delta_rule, mode, i), batches)
+    by_ring: dict[int, list[int]] = {}
+    for i in batches:
+        recorder = Recorder()
+        states(recorder, delta_rule_hopper, mode, i)
+        (ring,) = (options["STAGES"] for _, _, options in recorder.launches if "STAGES" in options)
+        by_ring.setdefault(ring, []).append(i)
+    assert len(by_ring) == (1 if mode == "gkt" else 2) and min(map(len, by_ring.values())) > 1, by_ring
+    for same in by_ring.values():
+        assert_one_key(lambda launch, i: states(launch, delta_rule_hopper, mode, i), same)
+
+
+@pytest.mark.parametrize("kernels", [delta_rule, delta_rule_hopper])
+def test_the_control_of_the_delta_rule_has_several_keys(kernels: Any) -> None:
+    """The size of a head is a size of the model."""
+    with pytest.raises(AssertionError):
+        assert_one_key(lambda launch, K: states(launch, kernels, "kht", 3, K), (64, 128))
 
 
 def test_the_control_of_the_above_has_several_keys() -> None:

@@ -124,6 +124,7 @@ def test_an_empty_sequence_passes_its_gradient_on() -> None:
     dh, dh0, dv2 = dhu(**args)
     assert dh.shape == (1, 0, 2, 16, 8) and dv2.numel() == 0 and dh0 is not None
     assert torch.equal(dh0, args["dht"])
+    assert dh0.data_ptr() != args["dht"].data_ptr()  # who adds to a result does not change an argument
 
 
 def test_older_argument_names_and_arguments_without_effect() -> None:
@@ -148,6 +149,9 @@ def test_older_argument_names_and_arguments_without_effect() -> None:
         ({"cu_seqlens": torch.tensor([0, 20]), "chunk_offsets": torch.tensor([0, 2, 3])},
          "chunk_offsets: [3] int64): must have one element a sequence, 1, or one more"),
         ({"chunk_size": 8}, "chunk_size: 8): must be 16, 32 or 64"),
+        ({"scale": float("nan")}, "scale: nan): must be a finite number, -1e38 to 1e38"),
+        ({"scale": float("-inf")}, "scale: -inf): must be a finite number, -1e38 to 1e38"),
+        ({"scale": 1e39}, "scale: 1e+39): must be a finite number, -1e38 to 1e38"),
         ({"w": torch.zeros(1, 20, 0, 16, dtype=F64), "do": torch.zeros(1, 20, 0, 8, dtype=F64),
           "dv": torch.zeros(1, 20, 0, 8, dtype=F64), "g": None}, "fp64): HV must be at least 1"),
         ({"state_v_first": True, "transpose_state_layout": False},

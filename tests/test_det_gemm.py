@@ -377,6 +377,15 @@ def test_opcheck() -> None:
     opcheck("det_linear_bwd", dy=randn(2, 5, 7), **wide, **wanted)
 
 
+def test_gradients_of_fp32_tensors_are_rounded_to_operand_dtype() -> None:
+    """As autocast does. The dtype of the gradient is that of the tensor."""
+    x, weight, bias = (t.detach().float().requires_grad_() for t in operands())
+    y = det_linear(x, weight, bias, operand_dtype=BF16)
+    y.backward(randn(*y.shape).to(BF16))
+    for t in (x, weight, bias):
+        assert t.grad is not None and t.grad.dtype == F32 and torch.equal(t.grad, t.grad.to(BF16).float())
+
+
 def test_one_compiled_graph_serves_every_number_of_rows() -> None:
     torch._dynamo.reset()
 

@@ -1,15 +1,12 @@
-"""isobit inside FLA: its registry, and attention through its own functions.
+"""isobit inside FLA: its registry, on and off, and refusals.
 
 FLA is real, in both versions, from the folders that `make parity` makes. Its kernels need a GPU, so calls end
-in isobit's reference or in a stand-in for FLA's kernel; `fla_on_a_cpu.py` runs these too, in Triton's
+in isobit's reference or in a stand-in for FLA's kernel; `test_fla_attention.py` runs these too, in Triton's
 interpreter.
 """
 
 import inspect
-import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -270,9 +267,38 @@ def test_calls_that_isobit_does_not_serve_go_on_with_a_reason(module: types.Modu
     assert len(on.passed) == len(cases)  # it was a copy
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_a_backend_that_can_serve_nothing_says_so_at_once(module: types.ModuleType, backend: str) -> None:
+    said = rf"(?i)backend '{backend}' can serve no call here: .* cpu.*enable\('reference'\) for CPU tensors"
+    with pytest.warns(UserWarning, match=said):
+        fla.enable(backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fla.enable(backend)  # it is on already
+        fla.disable()
+        fla.enable("reference")
+        fla.disable()
+        with pytest.raises(UserWarning, match=said):
+            fla.enable(backend)
+    assert "isobit" not in registry()._backends and fla.SWITCH.patch is None
+
+
+def test_a_gpu_that_is_not_in_use_is_not_started(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(fla, "default_device", lambda: pytest.fail("it was looked at"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fla.enable():
+            pass
+
+
 def test_a_backend_that_cannot_run_says_why(module: types.ModuleType) -> None:
+    with pytest.warns(UserWarning, match="can serve no call here"):
+        on = fla.enable()
     with (
-        fla.enable() as on,
+        on,
         pytest.warns(UserWarning, match=r"need an NVIDIA Hopper GPU \(sm_90\); the tensors are on cpu"),
     ):
         assert by_fla(getattr(module, NAME)(**call()))
@@ -449,41 +475,3 @@ def test_a_run_of_tests_that_isobit_served_nothing_of_fails(
     assert "FAILED: isobit has served no call" in capsys.readouterr().out
     monkeypatch.setattr(pytest, "main", lambda arguments: 5)
     assert fla_pytest.main([]) == 5
-
-
-# Attention, in Triton's interpreter
-
-
-def on_a_cpu(version: str, *cases: str) -> dict[str, Any]:
-    paths = os.pathsep.join([folder(version), str(Path(isobit.__file__).parent.parent)])
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "tests" / "fla_on_a_cpu.py"), *cases]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-NO_GPU = {"its kernels need an NVIDIA Hopper GPU (sm_90); the tensors are on cpu": 1}
-
-
-def test_attention_of_fla_has_the_same_gradients_with_isobit_inside() -> None:
-    found = on_a_cpu("0.6.0", "gdn", "gdn packed", "kda packed", "gdn broken", "bench")
-    bench, broken = found.pop("bench"), found.pop("gdn broken")
-    assert found["gdn"].pop("hopper") == [0.0, 0, NO_GPU]
-    assert set(found["gdn packed"]) == {"reference", "triton", "off"}
-    for case in found.values():
-        assert case.pop("off") == 0.0
-        for distance, served, passed in case.values():
-            assert distance < 1e-6 and (served, passed) == (1, {})
-    distance, served, _ = broken["reference"]
-    assert distance > 1e-3 and served == 1 and broken["off"] == 0.0
-    for direction, results in (("bwd", 5), ("fwd_bwd", 6)):
-        ours, theirs, count = bench[direction]
-        assert ours < 1e-5 and theirs == 0.0 and count == results
-
-
-def test_the_other_version_has_the_same_gradients_too() -> None:
-    found = on_a_cpu("0.5.2", "gdn packed")["gdn packed"]
-    assert found.pop("off") == 0.0
-    assert all(distance < 1e-6 and served == 1 for distance, served, _ in found.values())

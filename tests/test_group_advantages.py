@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from isobit import ContractError, explain, group_advantages
 from isobit.frame.op import OPS
-from isobit.ops.grpo_loss import groups
+from isobit.ops.grpo_loss import groups, reference
 
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
@@ -90,6 +91,35 @@ def test_nan_stays_within_its_group() -> None:
     assert found[2:6].isnan().all() and torch.equal(found[[0, 1, 6, 7]], torch.tensor([1.0, -1.0, 1.0, -1.0]))
 
 
+def test_rewards_whose_squares_overflow() -> None:
+    """Their standard deviation was inf, and all advantages 0."""
+    rewards = torch.tensor([1e300, -1e300, 1.7e308, -1.7e308, 5.0, 3.0], dtype=F64)
+    assert group_advantages(rewards, samples_per_prompt=2).tolist() == [1, -1, 1, -1, 1, -1]
+    assert torch.equal(
+        group_advantages(rewards, group_boundaries=[0, 2, 4, 6], scale=False),
+        torch.tensor([1e300, -1e300, 1.7e308, -1.7e308, 1.0, -1.0], dtype=F64),
+    )
+    assert torch.equal(reference.advantages_formula(rewards, 2)[0].sign(), rewards.sub(4).sign())
+
+
+def test_rewards_that_are_not_finite_are_reported_where_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for bad in (float("nan"), float("inf")):
+        rewards = torch.tensor([1.0, 0.0, 7.0, 1.0, bad, 1.0])
+        told = rf"^group_advantages\(rewards: \[6\] fp32\): \[4\] is {bad}, so .* group 1, sequences 2 to 5$"
+        with pytest.raises(ContractError, match=told):
+            group_advantages(rewards, group_boundaries=[0, 2, 6], validate=True)
+        with pytest.raises(ContractError, match=r"group 2, sequences 4 to 5$"):
+            group_advantages(rewards, samples_per_prompt=2, validate=True)
+        for validate in (None, False):  # it stays in its group: see above
+            assert group_advantages(rewards, group_boundaries=[0, 2, 6], validate=validate).isnan().sum() == 4
+        with monkeypatch.context() as environment:
+            environment.setenv("ISOBIT_VALIDATE", "1")
+            with pytest.raises(ContractError, match=told):
+                group_advantages(rewards, group_boundaries=[0, 2, 6])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F16, F32, F64])
 def test_result_dtypes_and_empty_rewards(dtype: torch.dtype) -> None:
     wide = F64 if dtype == F64 else F32
@@ -150,6 +180,12 @@ def test_boundaries_on_a_device_are_not_read() -> None:
         ("group_boundaries", {"group_boundaries": {0, 4}}),
         ("group_boundaries", {"group_boundaries": torch.tensor([0.0, 4.0])}),
         ("group_boundaries", {"group_boundaries": torch.tensor([[0, 4]])}),
+        ("group_boundaries", {"group_boundaries": [0, 2**64]}),
+        ("group_boundaries", {"group_boundaries": [0, -(2**70), 4]}),
+        ("group_boundaries", {"group_boundaries": np.array([0.0, 4.0])}),
+        ("group_boundaries", {"group_boundaries": np.array([[0, 4]])}),
+        ("group_boundaries", {"group_boundaries": np.int64(4)}),
+        ("group_boundaries", {"group_boundaries": "04"}),
         ("eps", {"samples_per_prompt": 2, "eps": 0.0}),
         ("eps", {"samples_per_prompt": 2, "eps": float("nan")}),
     ],
@@ -157,6 +193,27 @@ def test_boundaries_on_a_device_are_not_read() -> None:
 def test_a_wrong_call_names_the_argument(arg: str, args: dict[str, Any]) -> None:
     with pytest.raises(ContractError, match=rf"^group_advantages\({arg}: "):
         group_advantages(torch.ones(4), **args)
+
+
+def test_boundaries_may_be_numbers_of_numpy() -> None:
+    """[0, *np.cumsum(lengths)] is the usual way to make them."""
+    rewards = torch.tensor([1.0, 0.0, 7.0, 6.0, 5.0])
+    expected = group_advantages(rewards, group_boundaries=[0, 2, 5])
+    ends = np.cumsum([2, 3])
+    for given in (
+        [0, *ends],
+        (0, *ends),
+        np.array([0, *ends]),
+        np.array([0, *ends], np.uint8),
+        [*torch.tensor([0, 2, 5])],
+    ):
+        assert torch.equal(group_advantages(rewards, group_boundaries=given), expected)
+    with pytest.raises(ContractError, match="must end with the number of sequences, 5, not 4"):
+        group_advantages(rewards, group_boundaries=np.array([0, 4]))
+    with pytest.raises(
+        ContractError, match=r"rewards: array.* must be a tensor, not ndarray; torch.from_numpy"
+    ):
+        group_advantages(rewards.numpy(), samples_per_prompt=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rewards", [torch.ones(4).int(), torch.ones(2, 2), [1.0, 2.0]])

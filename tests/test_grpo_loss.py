@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isobit import ContractError, explain, group_advantages, grpo_loss, logp, losses
 from isobit.frame.op import OPS
+from isobit.ops.grpo_loss import reference
 
 F32, F64, INF, NAN = torch.float32, torch.float64, float("inf"), float("nan")
 REDUCTIONS = ("token_mean", "sequence_mean", "sum")
@@ -287,6 +288,35 @@ def test_a_ratio_that_overflows_is_clipped_with_its_gradient() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(-2 * 2 * 1.2 - 2.0, rel=1e-6) and stats["mean_ratio"] == INF
     assert not z.grad[:2].any() and z.grad[2].isfinite().all() and z.grad[2].any()
+
+
+@pytest.mark.parametrize("formula", [False, True])
+def test_without_an_upper_bound_an_advantage_of_0_still_has_no_term(formula: bool) -> None:
+    """It was 0 * inf. The truth of the laws overflows as well, if the old policy gives probability 0."""
+    z = torch.zeros(2, 2, 4, dtype=F64, requires_grad=True)
+    old = torch.tensor([[-math.inf, -1e4], [-1.0, -1.0]], dtype=F64)
+    options = {"old_logp": old, "clip_high": math.inf, "reduction": "sum"}
+    advantages, ids = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.zeros(2, 2, dtype=torch.int64)
+    if formula:
+        loss, *_ = reference.formula(z, None, ids, advantages=advantages, **options)
+    else:
+        loss, stats = grpo_loss(z, None, ids, advantages=advantages, **options)
+        assert stats["mean_ratio"] == math.inf and stats["policy_loss"] == loss
+    loss.backward()
+    assert loss.item() == pytest.approx(-2 * math.exp(math.log(0.25) + 1))
+    assert z.grad is not None and not z.grad[0].any() and z.grad.isfinite().all() and z.grad[1].any()
+
+
+def test_rewards_that_are_not_finite_are_reported_for_live_sequences() -> None:
+    nan = float("nan")
+    args = {"rewards": torch.tensor([1.0, 0.0, nan, 1.0]), "samples_per_prompt": 2, "validate": True}
+    z, ids = torch.zeros(4, 2, 3), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(
+        ContractError, match=r"^grpo_loss\(rewards: .*\[2\] is nan.* group 1, sequences 2 to 3$"
+    ):
+        grpo_loss(z, None, ids, **args)
+    mask = torch.tensor([1, 1, 0, 0])[:, None].expand(4, 2)
+    assert grpo_loss(z, None, ids, mask=mask, **args)[0] == 0
 
 
 def test_an_unclipped_ratio_that_overflows_is_visible_in_the_loss() -> None:

@@ -57,6 +57,18 @@ def test_losses_have_the_bits_of_the_model(found: dict[str, Any], name: str) -> 
     assert [ours[i].item() for i in (0, 1, 2, 5)] == torch.tensor(expected).tolist()
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("infinite")])
+def test_an_infinite_ratio_with_an_advantage_of_0_has_no_term_and_no_slope(
+    found: dict[str, Any], name: str
+) -> None:
+    """0 * inf was NaN where clip_high=inf leaves the ratio as it is."""
+    (ratio, _, _, _), args = LOSSES[name]
+    assert ratio is not None and ratio.isinf().any() and (ratio.isinf() <= (args["advantages"] == 0)).all()
+    for results in (found["losses"][name], reference.token_loss(*LOSSES[name][0], **args)):
+        loss, slope = results[0], results[-2]
+        assert loss.isfinite() and loss != 0 and slope.isfinite().all() and not slope[ratio.isinf()].any()
+
+
 def test_another_order_changes_the_bits_of_these_losses() -> None:
     """Tokens the other way round are another order of the same sum, and it rounds differently."""
     (ratio, kl, _, _), args = LOSSES["two chunks, huge terms"]

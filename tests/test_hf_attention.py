@@ -13,6 +13,7 @@ import isobit
 from hf_models import made, prompts
 from isobit.integrations.hf import HFError, register_attention
 from isobit.integrations.hf.attention import KeyBounds, MaskInfo, attend, mask
+from isobit.ops.attention import model as attention_model
 
 D = 64
 
@@ -176,6 +177,8 @@ def test_calls_that_cannot_be_served_are_refused() -> None:
     refused("window of 3, and its mask None", sliding_window=3)
     refused("has 3 keys, and its mask is for 4", tensors=(q, k[:, :, 1:], k[:, :, 1:]))
     refused("Layer of layer 3 has heads of 64 elements for queries and 32", tensors=(q, k, k[..., :32]))
+    wide = drawn(1, 1, 4, 264)
+    refused("Layer of layer 3 has heads of 264 elements; isobit.attention takes up to", tensors=(wide,) * 3)
     refused("torch.float32", tensors=(q.float(), k.float(), k.float()))
     refused("Linear is not causal", layer=nn.Linear(1, 1), given=None)
     gone = mask(batch_size=1, q_length=1, kv_length=4, q_offset=5, kv_offset=2, mask_function=CAUSAL)
@@ -187,6 +190,36 @@ def test_without_a_mask_all_keys_are_there() -> None:
     found, _ = attend(Layer(), q, k, v, None, sliding_window=4, softcap=2.0)
     own = [t.transpose(1, 2) for t in (q, k, v)]
     assert torch.equal(found, isobit.attention(*own, window=4, softcap=2.0))
+
+
+@pytest.mark.parametrize("size", [1, 8, 20, 32, 112, 192])
+def test_heads_of_other_sizes_have_the_bits_that_their_own_size_would_have(size: int) -> None:
+    """Zeros behind a row change no sum: the model, which takes any size, has the same bits without them."""
+    shapes = ((2, 4, 9, size), (2, 2, 9, size), (2, 2, 9, size))
+    q, k, v = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes))
+    given = left_padded([9, 5], 9)
+    bounds = mask(batch_size=2, q_length=9, kv_length=9, mask_function=WINDOW, attention_mask=given)
+    found, _ = attend(Layer(), q, k, v, bounds)
+    assert found.shape == (2, 9, 4, size) and found.dtype == torch.bfloat16
+    args: dict[str, Any] = {n: t.transpose(1, 2) for n, t in zip("qkv", (q, k, v), strict=True)}
+    args |= dict.fromkeys(("scale", "softcap", "cu_seqlens_q", "cu_seqlens_k", "block_table"))
+    args |= {"causal": True, "window": 5, "key_start": torch.tensor([0, 4]), "key_end": None}
+    assert torch.equal(found, attention_model.attention(**args, return_lse=False)[0])
+    last = mask(batch_size=2, q_length=1, kv_length=9, q_offset=8, mask_function=WINDOW, attention_mask=given)
+    assert torch.equal(attend(Layer(), q[:, :, 8:], k, v, last)[0][:, 0], found[:, 8])  # decoded
+    seen = given[:, None, None] & (torch.arange(9)[:, None] >= torch.arange(9))
+    seen = seen & (torch.arange(9)[:, None] < torch.arange(9) + 5)
+    rows = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    scores = rows[0] @ rows[1].repeat_interleave(2, 1).mT * size**-0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
+    truth = (weights @ rows[2].repeat_interleave(2, 1)).transpose(1, 2)
+    tokens, dout = given[..., None, None], drawn(2, 9, 4, size, seed=7)
+    torch.testing.assert_close(found.double() * tokens, truth * tokens, rtol=0, atol=0.03)
+    (found * tokens * dout).sum().backward()
+    (truth * tokens * dout.double()).nan_to_num().sum().backward()
+    for ours, theirs in zip((q, k, v), rows, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.any()
+        torch.testing.assert_close(ours.grad.double(), theirs.grad.nan_to_num(), rtol=0, atol=0.1)
 
 
 def test_fp32_is_rounded_under_autocast_as_for_torch() -> None:

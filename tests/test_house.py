@@ -46,8 +46,10 @@ def test_the_wheel_has_the_package_and_nothing_else() -> None:
     targets = re.findall(
         r"^\[tool\.hatch\.build.*?(?=^\[|\Z)", (ROOT / "pyproject.toml").read_text(), re.M | re.S
     )
-    assert [each.split() for each in targets] == [
-        ["[tool.hatch.build.targets.wheel]", "packages", "=", '["src/isobit"]']
+    sdist = 'only-include = ["src/isobit", "README.md", "CHANGELOG.md"]'
+    assert [each.strip().split("\n") for each in targets] == [
+        ["[tool.hatch.build.targets.wheel]", 'packages = ["src/isobit"]'],
+        ["[tool.hatch.build.targets.sdist]", sdist],
     ]
     # What measures and publishes this project is outside, and the package does not know of it.
     folders = {path.relative_to(PACKAGE).parts[0] for path in SOURCES if path.parent != PACKAGE}

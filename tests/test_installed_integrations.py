@@ -64,6 +64,7 @@ def test_where_it_is_on_it_says_so(installed: Path, monkeypatch: pytest.MonkeyPa
         "    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size,\n"
         f"        final_logit_softcapping=None, logit_scale=1.0, outputs={trl.OUTPUTS!r}): ...\n"
         "def maybe_gather_lm_head_ctx(): ...\n"
+        "def use_adapter(): ...\n"
     )
     assert installed_integrations(probe=True)["trl"] == "trl 1.99.0; off, and can be turned on"
     with trl.enable() as on:

@@ -58,7 +58,8 @@ def test_a_gradient_off_by_a_factor_fails(which: int, dtype: torch.dtype, factor
     case = Case({"N": 40, "D": 64, "V": 200}, dtype, options={"bias": "own"})
     assert all(check.passed for check in laws.gradient(trial(case)))
     with replaced(op.backward.backend_named("reference"), scaled(which, factor)):
-        assert [check.passed for check in laws.gradient(trial(case))] == [i != which for i in range(3)]
+        contiguous = laws.gradient(trial(case))[:3]  # those of other incoming gradients follow
+        assert [check.passed for check in contiguous] == [i != which for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -132,7 +133,7 @@ def test_entropy_has_no_gradient_where_probabilities_are_kept() -> None:
 
     with replaced(op.backward.backend_named("reference"), run):
         assert all(check.passed for check in laws.gradient(trial(case)))
-    assert seen == [None]
+    assert seen == [None] * 4  # of incoming gradients with four kinds of strides
 
 
 # The chart

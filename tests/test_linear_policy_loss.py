@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -165,7 +166,13 @@ def test_inputs_are_cut_as_rows_as_sequences_or_not_at_all() -> None:
         assert all(s[name] is inputs[name] for s in seen)
 
 
-@pytest.mark.parametrize("form", [list, tuple, torch.tensor, lambda bounds: torch.tensor(bounds).int()])
+@pytest.mark.parametrize(
+    "form",
+    [
+        list, tuple, torch.tensor, lambda bounds: torch.tensor(bounds).int(), numpy.array,
+        lambda bounds: [*numpy.array(bounds)],
+    ],
+)  # fmt: skip
 def test_packed_sequences_stay_whole(form: Callable[[list[int]], Any]) -> None:
     tensors, seen, bounds = make(30), list[tuple[int, list[int]]](), form([0, 3, 3, 11, 20, 30])
 

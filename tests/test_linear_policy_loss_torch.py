@@ -1,11 +1,13 @@
 """`linear_policy_loss` and PyTorch around it: second derivatives, hooks, compilation, transforms."""
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import isobit
 from isobit import ContractError
@@ -71,6 +73,47 @@ def test_hooks_on_saved_tensors_leave_the_inner_graph_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         loss_of(hidden)
     assert all(t.shape != (5,) for t in seen)
+
+
+class Wrapped(Tensor):
+    """A subclass without a behaviour of its own."""
+
+
+@pytest.mark.parametrize("kind", ["subclass", "negative view", "dispatch mode"])
+@pytest.mark.parametrize("rows", [8, 1 << 20])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_calls_that_the_dispatcher_must_see(kind: str, rows: int, entropy: bool) -> None:
+    """An entropy that nobody requested came back as an empty tensor, which an internal op refused."""
+    hidden, weight, ids = make(4, 5)
+    given = hidden.detach()
+    if kind == "subclass":
+        given = given.as_subclass(Wrapped)
+    elif kind == "negative view":
+        given = torch._neg_view(-given)
+    options = {"loss_fn": entropic_loss if entropy else plain_loss, "entropy": entropy}
+    found = []
+    for states in (given.requires_grad_(), hidden.detach().clone().requires_grad_()):
+        head = weight.detach().clone().requires_grad_()
+        mode = (
+            FlopCounterMode(display=False) if kind == "dispatch mode" and states is given else nullcontext()
+        )
+        with mode:
+            loss, _ = linear_policy_loss(states, head, ids, workspace_bytes=bytes_for(rows), **options)
+        loss.backward()
+        found.append(
+            [torch.as_tensor(t).as_subclass(Tensor) for t in (loss.detach(), states.grad, head.grad)]
+        )
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*found, strict=True))
+
+
+def plain_loss(logp: Tensor, entropy: Tensor | None) -> Tensor:
+    assert entropy is None
+    return logp.sum()
+
+
+def entropic_loss(logp: Tensor, entropy: Tensor | None) -> Tensor:
+    assert entropy is not None
+    return (logp + entropy).sum()
 
 
 def test_explain_knows_it() -> None:

@@ -158,6 +158,13 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
         ({"temperature": torch.ones(20, requires_grad=True)}, "temperature: .*no gradient goes to it"),
         ({"loss_fn": None}, r"loss_fn: None\): is required"),
         ({"inputs": {3: 4}}, "inputs: .*must be a dict"),
+        ({"cu_seqlens": [0, 2**70]}, "cu_seqlens: .*numbers that 64 bits can hold"),
+        ({"cu_seqlens": [0, 20.0]}, "cu_seqlens: .*must be whole numbers"),
+        ({"cu_seqlens": [False, 20]}, "cu_seqlens: .*must be whole numbers"),
+        ({"cu_seqlens": numpy.array([0.0, 20.0])}, "cu_seqlens: .*must be whole numbers"),
+        ({"cu_seqlens": []}, "cu_seqlens: .*must be whole numbers, a list or a tensor"),
+        ({"cu_seqlens": 20}, "cu_seqlens: .*must be whole numbers, a list or a tensor"),
+        ({"cu_seqlens": torch.tensor(20)}, "cu_seqlens: .*must be whole numbers, a list or a tensor"),
         ({"inputs": {"gains": numpy.ones(4)}}, "inputs: .*'gains' is an array; pass a tensor"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from isobit import ContractError, losses
 
 F64 = torch.float64
-NAN = math.nan
+INF, NAN = math.inf, math.nan
 
 TOKEN_LOSSES = [losses.dapo, losses.dr_grpo, losses.dual_clip_ppo, losses.cispo]
 SEQUENCE_LOSSES = [losses.grpo, losses.gspo]
@@ -281,6 +281,14 @@ FLAT = {"logp": THREE, "advantages": THREE}
         (losses.dapo, {"beta": torch.tensor(0.1)}, "beta: [] fp32): must be a number not below 0"),
         (losses.dapo, {"beta": -1.0}, "beta: -1.0): must be a number not below 0"),
         (losses.dapo, {"beta": 1.0, "kl_estimator": "k4"}, "kl_estimator: 'k4'): must be one of k1, k2, k3"),
+        (losses.dapo, {"kl_estimator": "k4"}, "kl_estimator: 'k4'): must be one of k1, k2, k3"),
+        (losses.dapo, {"beta": INF, "ref_logp": ROWS}, "beta: inf): must be finite"),
+        (losses.dapo, {"beta": True, "ref_logp": ROWS}, "beta: True): must be a number not below 0"),
+        (losses.dapo, {"entropy_coef": -INF, "entropy": ROWS}, "entropy_coef: -inf): must be finite"),
+        (losses.dapo, {"entropy_coef": INF, "entropy": ROWS}, "entropy_coef: inf): must be finite"),
+        (losses.dapo, {"normalizer": True}, "normalizer: True): must be a number not below 0"),
+        (losses.dapo, {"normalizer": INF}, "normalizer: inf): must be finite"),
+        (losses.dapo, {"clip_high": True}, "clip_high: True): must be a number not below 0"),
         (losses.dapo, {"entropy_coef": 0.1}, "entropy: None): must be a tensor [2, 3], as the rows are"),
         (losses.dapo, {"entropy_coef": NAN}, "entropy_coef: nan): must be a number"),
         (losses.dapo, {"mask": ROWS}, "mask: [2, 3] fp32): must be a bool or integer tensor [2, 3]"),
@@ -315,6 +323,11 @@ FLAT = {"logp": THREE, "advantages": THREE}
         (losses.gspo, FLAT, "logp: [3] fp32): whole sequences are needed: rows [B, T], or sequence_ids"),
         (losses.grpo, {"logp": THREE.long()}, "logp: [3] int64): must be a floating point tensor [n] or"),
         (losses.grpo, {"logp": torch.tensor(0.0)}, "logp: [] fp32): must be a floating point tensor [n] or"),
+        (
+            losses.grpo,
+            {"logp": torch.zeros(2, 2, 3)},
+            "logp: [2, 2, 3] fp32): must be a floating point",
+        ),
     ],
 )
 def test_wrong_calls(loss: Callable[..., Any], wrong: dict[str, Any], told: str) -> None:
@@ -326,10 +339,44 @@ def test_wrong_calls(loss: Callable[..., Any], wrong: dict[str, Any], told: str)
 def test_wrong_calls_of_the_others() -> None:
     with pytest.raises(ContractError, match=r"entropy_bonus\(entropy: None\): must be a tensor \[2, 3\]"):
         losses.entropy_bonus(ROWS, normalizer=1, coef=0.1)
+    with pytest.raises(ContractError, match=r"entropy_bonus\(coef: inf\): must be finite"):
+        losses.entropy_bonus(ROWS, ROWS, normalizer=1, coef=INF)
+    with pytest.raises(ContractError, match=r"truncated_weights\(old_logp: \[1, 2, 3\] fp32\): must be a fl"):
+        losses.truncated_weights(ROWS[None], ROWS[None])
     with pytest.raises(ContractError, match=r"truncated_weights\(level: 'row'\): must be 'token' or"):
         losses.truncated_weights(ROWS, ROWS, level="row")
     with pytest.raises(ContractError, match=r"truncated_weights\(cap: -1\): must be a number not below 0"):
         losses.truncated_weights(ROWS, ROWS, cap=-1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "old_logp", "advantages", "mask", "ref_logp", "entropy", "rollout_weights", "sequence_ids",
+        "normalizer",
+    ],
+)  # fmt: skip
+def test_an_input_on_another_device_is_named(name: str) -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    given: dict[str, Any] = {"advantages": ROWS, "normalizer": torch.tensor(2.0), "mask": ids, "beta": 0.1}
+    given |= dict.fromkeys(("old_logp", "ref_logp", "entropy", "rollout_weights"), ROWS)
+    given["sequence_ids"] = ids
+    given[name] = given[name].to("meta")
+    with pytest.raises(ContractError, match=rf"^grpo\({name}: .*\): is on meta but logp is on cpu$"):
+        losses.grpo(ROWS, **given)
+
+
+def test_a_normalizer_on_the_cpu_divides_rows_elsewhere() -> None:
+    rows = ROWS.to("meta")
+    assert losses.dapo(rows, advantages=rows, normalizer=torch.tensor(2.0))[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("estimator", [losses.k1, losses.k2, losses.k3], ids=lambda f: f.__name__)
+def test_wrong_calls_of_kl_estimators(estimator: Callable[..., Any]) -> None:
+    with pytest.raises(ContractError, match=r"^k\d\(ref_logp: \[3\] fp32\): is on meta but logp is on cpu$"):
+        estimator(THREE, THREE.to("meta"))
+    with pytest.raises(ContractError, match=r"^k\d\(ref_logp: None\): must be a tensor$"):
+        estimator(THREE, None)
 
 
 @pytest.mark.parametrize("normalizer", [0, torch.tensor(0), torch.tensor(0.0)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import isobit
 from isobit import losses
 
 F32, F64 = torch.float32, torch.float64
@@ -286,6 +287,69 @@ def test_a_clipped_ratio_may_overflow(loss: Callable[..., Any], advantage: float
 
 
 @each_policy_loss
+def test_without_an_upper_bound_an_advantage_of_0_still_has_no_term(loss: Callable[..., Any]) -> None:
+    """It was 0 * inf: equal rewards and one token that overflows made the loss NaN."""
+    logp = torch.tensor([[-10.0, -1.0], [-10.0, -2.0]], requires_grad=True)
+    old_logp = torch.tensor([[-1000.0, -1001.0], [-10.0, -2.0]])  # exp(990), exp(1000); 1, 1
+    given = {"old_logp": old_logp, "advantages": torch.tensor([0.0, 1.0]), "clip_high": INF, "normalizer": 1}
+    value, stats = loss(logp, **given)
+    value.backward()
+    alone, _ = loss(logp[1:], **given | {"old_logp": old_logp[1:], "advantages": torch.ones(1)})
+    assert value.isfinite() and value == alone and stats["policy_loss"] == alone
+    assert logp.grad is not None and not logp.grad[0].any() and (logp.grad[1] < 0).all()
+    nan, _ = loss(torch.full((1, 2), NAN), **given | {"old_logp": old_logp[:1], "advantages": torch.zeros(1)})
+    assert nan.isnan()  # but what is not a number is not hidden
+
+
+@each_policy_loss
+@pytest.mark.parametrize("given", [None, -INF])
+def test_the_ratio_of_a_token_of_probability_0_to_itself_is_1(
+    loss: Callable[..., Any], given: float | None
+) -> None:
+    """Top-k filtering gives such tokens; -inf - -inf is NaN, and was the loss."""
+    logp = torch.tensor([[-INF, -1.0]], requires_grad=True)
+    old_logp = None if given is None else torch.tensor([[given, -1.0]])
+    value, stats = loss(logp, old_logp=old_logp, advantages=torch.ones(1), normalizer=1)
+    value.backward()
+    each = 1 / 2 if loss in SEQUENCE_LOSSES else 1.0
+    assert stats["ratio"] == 2 and logp.grad is not None and logp.grad.tolist() == [[-each, -each]]
+    assert value == (INF if loss is losses.cispo else -2 * each)
+
+
+def test_cispo_has_no_term_where_the_weight_is_0() -> None:
+    logp = torch.tensor([-INF, -INF], requires_grad=True)  # a ratio of 0, and an advantage of 0
+    old_logp, advantages = torch.tensor([-1.0, -INF]), torch.tensor([1.0, 0.0])
+    value, _ = losses.cispo(logp, old_logp=old_logp, advantages=advantages, normalizer=1)
+    value.backward()
+    assert value == 0 and logp.grad is not None and logp.grad.tolist() == [0, 0]
+
+
+def test_equal_probabilities_of_0_have_a_rollout_weight_of_1() -> None:
+    old_logp, rollout_logp = torch.tensor([-INF, -INF, -1.0]), torch.tensor([-INF, -1.0, -INF])
+    assert losses.truncated_weights(old_logp, rollout_logp).tolist() == [1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected", "gradient"),
+    [
+        (losses.k1, [-INF, INF, 0.0], [1, 1, 1]),
+        (losses.k2, [INF, INF, 0.0], [-INF, INF, 0]),
+        (losses.k3, [INF, INF, 0.0], [-INF, 1, 0]),
+    ],
+)
+def test_kl_of_tokens_of_probability_0(
+    estimator: Callable[..., Any], expected: list[float], gradient: list[float]
+) -> None:
+    """0 under the policy, under the reference, and under both. k3 was NaN in the first case."""
+    logp, ref_logp = torch.tensor([-INF, -1.0, -INF]).requires_grad_(), torch.tensor([-1.0, -INF, -INF])
+    kl = estimator(logp, ref_logp)
+    kl.sum().backward()
+    assert kl.tolist() == expected and logp.grad is not None and logp.grad.tolist() == gradient
+    _, ours = isobit.ratio_kl(torch.tensor([[-INF, 0.0]]), torch.zeros(1, 2), torch.tensor([0]))
+    assert estimator is not losses.k3 or ours.item() == expected[0]
+
+
+@each_policy_loss
 @pytest.mark.parametrize("ref_logp", [None, NAN, 1000.0])
 def test_without_beta_there_is_no_kl(loss: Callable[..., Any], ref_logp: float | None) -> None:
     given = batch(dtype=F32)
@@ -297,6 +361,26 @@ def test_without_beta_there_is_no_kl(loss: Callable[..., Any], ref_logp: float |
 
 
 # Torch's machinery
+
+
+def test_ratios_can_be_transformed_and_compiled() -> None:
+    """Where both log-probabilities are -inf, the derivative is by a function of our own."""
+    logp, old_logp = torch.tensor([-INF, -1.0]), torch.tensor([-INF, -1.5])
+
+    def loss(logp: Tensor, old_logp: Tensor) -> Tensor:
+        options = {"advantages": torch.ones(2), "normalizer": 1}
+        return losses.dr_grpo(logp, old_logp=old_logp, clip_high=9.0, **options)[0]
+
+    expected = torch.tensor([-1.0, -math.exp(0.5)])
+    torch.testing.assert_close(torch.func.grad(loss)(logp, old_logp), expected)
+    both = torch.vmap(torch.func.grad(loss))(torch.stack((logp, logp)), torch.stack((old_logp, old_logp)))
+    torch.testing.assert_close(both, torch.stack((expected, expected)))
+    _, tangent = torch.func.jvp(lambda x: loss(x, old_logp), (logp,), (torch.ones(2),))
+    torch.testing.assert_close(tangent.float(), expected.sum())
+    leaf = logp.clone().requires_grad_()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf, old_logp)
+    compiled.backward()
+    torch.testing.assert_close(leaf.grad, expected)
 
 
 @each_policy_loss

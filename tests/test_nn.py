@@ -120,6 +120,25 @@ def test_fp32_parameters_need_autocast() -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
 
 
+def test_operands_are_rounded_to_their_dtype_with_and_without_autocast() -> None:
+    layer = nn.Linear(6, 4)
+    swap = swap_linear(layer, operand_dtype=BF16, out_dtype=torch.float32)
+    assert repr(layer).endswith("operand_dtype=torch.bfloat16, out_dtype=torch.float32)")
+    x = randn(2, 6).float().requires_grad_()
+    expected = isobit.det_linear(x, layer.weight, layer.bias, operand_dtype=BF16, out_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.float16):
+        under_autocast = layer(x)
+    assert torch.equal(layer(x), expected) and torch.equal(under_autocast, expected)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32 and x.grad is not None
+    swap.undo()
+    assert type(layer) is nn.Linear and "operand_dtype" not in vars(layer)
+    made = DetLinear.from_linear(layer, operand_dtype=BF16, out_dtype=torch.float32)
+    assert torch.equal(made(x), expected)
+    with pytest.raises(ContractError, match=r"DetLinear\(operand_dtype: torch.float32\): must be bf16"):
+        DetLinear(6, 4, operand_dtype=torch.float32)
+
+
 def test_it_compiles() -> None:
     torch._dynamo.reset()
     layer = DetLinear(6, 4, dtype=BF16)

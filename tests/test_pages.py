@@ -3,17 +3,20 @@ reports are compared."""
 
 import copy
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import isobit
+from isobit.bench.report import CPU_WARNING
 from isobit.check.cell import Cell
-from isobit.check.largest_errors import worst_first
+from isobit.check.largest_errors import Error, worst_first
 from isobit.check.laws import LAWS
 from isobit.check.report import notes, progress, table
 from isobit.cli.html import page
@@ -24,6 +27,7 @@ from isobit.cli.html.share_chart import COLOURS
 from isobit.cli.main import app
 from isobit.frame.contract import ContractError
 from isobit.frame.op import public_ops
+from isobit.spec.compare import against_truth
 
 RESULTS = sorted((Path(__file__).parent.parent / "results" / "h200").glob("*.json"))
 
@@ -55,7 +59,7 @@ def report_of_a_check(**changes: Any) -> dict[str, Any]:
     output = {
         "output": "0:logp", "shape": [4], "dtype": "fp32", "truth_dtype": "fp64", "atol": 1e-6, "rtol": 1e-7,
         "max_abs": 1e-7, "mean_abs": 1e-8, "max_rel": 1e-6, "worst_index": [0], "passed": True,
-        "message": "worst at [0]", "worst_abs": 5e-7, "torch_abs": 1e-6,
+        "message": "worst at [0]", "worst_abs": 5e-7, "torch_abs": 2.5e-7,
     }  # fmt: skip
     case = {
         "op": "logp", "backend": "mine", "law": "accuracy", "case": "N=4 V=33 fp32", "status": "ok",
@@ -102,13 +106,41 @@ def test_a_page_shows_failures_first_with_the_command_that_repeats_them() -> Non
 def test_errors_stand_beside_their_bounds_the_worst_first() -> None:
     cases = report_of_a_check()["candidates"][0]["cases"]
     first, second = worst_first(cases)
-    assert (first.output, first.bound, first.share) == ("0:logp", 2e-6, 0.25) and second.share == 0
+    assert first.output == "0:logp" and first.bound == pytest.approx(1.25e-6)
+    assert (first.used, second.used) == (0.25, 0)
     failed = copy.deepcopy(cases)
     failed[0]["outputs"][1] |= {"passed": False, "worst_abs": "nan"}
-    assert worst_first(failed)[0].output == "1:entropy" and worst_first(failed)[0].share == float("inf")
+    assert worst_first(failed)[0].output == "1:entropy" and worst_first(failed)[0].used == float("inf")
     overflown = copy.deepcopy(cases)
     overflown[0]["outputs"][0]["torch_abs"] = "inf"  # it excuses nothing
     assert worst_first(overflown)[0].bound == 1e-6
+
+
+def test_an_error_is_set_against_torchs_and_equal_ones_are_no_near_failure() -> None:
+    where = ("logp", "triton", "N=4 V=7 fp32", "0:logp")
+    for ours, torchs, slack, used, words in (
+        (4.62e-46, 4.62e-46, 1e-50, 0.0, "no farther than torch"),
+        (3e-7, 4e-7, 1e-7, 0.0, "no farther than torch"),
+        (5e-7, 4e-7, 2e-7, 0.5, "50% of the slack"),
+        (9e-7, 4e-7, 1e-7, 5.0, "500% of the slack"),
+        (9e-7, math.inf, 1e-6, 0.9, "90% of the slack"),
+        (math.nan, 4e-7, 1e-7, math.inf, "inf times the slack"),
+    ):
+        error = Error(*where, ours, torchs, slack, used <= 1)
+        assert error.used == pytest.approx(used) and error.in_words == words
+
+
+def test_the_worst_element_uses_most_slack_or_has_the_largest_error() -> None:
+    truth, scale = torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 1e-30, 1.0], dtype=torch.float64)
+
+    def worst(ours: list[float], plain: list[float]) -> tuple[list[int], float]:
+        tensors = (torch.tensor(x) for x in (ours, plain))
+        found = against_truth("0:x", *tensors, truth, scale, 1.0, 1e-7)
+        return found.worst_index, found.slack_used
+
+    assert worst([1e-3, 4e-40, 0.0], [1e-3, 4e-40, 0.0]) == ([0], 0.0)
+    assert worst([1e-3, 4e-40, 5e-8], [1e-3, 4e-40, 0.0]) == ([2], pytest.approx(0.5))
+    assert worst([1e-3, math.nan, 5e-8], [1e-3, 4e-40, 0.0]) == ([1], math.inf)
 
 
 def test_an_empty_tensor_is_not_the_worst_error() -> None:
@@ -190,6 +222,16 @@ def test_times_stand_worst_first_beside_the_fastest_rival() -> None:
     ours = next(row["ms"] for row in mine if row["impl"] == "isobit")
     rivals = [row["ms"] for row in mine if not row["impl"].startswith(("isobit", "copy"))]
     assert worst["times"] == min(rivals) / ours and worst["bar"].startswith("left:50%")
+
+
+def test_a_page_of_a_cpu_says_so_and_has_no_empty_columns() -> None:
+    report = read_report(RESULTS[0].with_name("logp.json"))
+    shown = page([report])
+    assert CPU_WARNING not in shown and all(name in shown for name in ("host us", "extra MB", "the host's"))
+    nothing = {"method": "wall", "host_us": None, "peak_mb": None, "extra_mb": None}
+    on_a_cpu = page([report | {"rows": [row | nothing for row in report["rows"]]}])
+    assert on_a_cpu.index(CPU_WARNING) < on_a_cpu.index("<h3>Times</h3>")
+    assert not any(name in on_a_cpu for name in ("host us", "extra MB", "the host's", ">memory"))
 
 
 def test_a_roofline_is_of_operations_or_of_bytes() -> None:
@@ -299,7 +341,8 @@ def test_the_command_shows_compares_and_writes(tmp_path: Path) -> None:
     assert run(app, ["report", str(old), "--against", str(old)]).exit_code == 0
     wrong = run(app, ["report", str(old), str(new), "--against", str(old)])
     assert isinstance(wrong.exception, ContractError)
-    assert run(app, ["report", "--html", str(html)]).exit_code == 2  # no files
+    none = run(app, ["report", "--html", str(html)])
+    assert none.exit_code == 2 and "isobit check --json FILE" in none.output  # it says where files come from
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ContractError, match="not a report"):
         read_report(tmp_path / "other.json")
@@ -312,7 +355,8 @@ def test_check_writes_a_page_and_prints_the_worst_error(tmp_path: Path) -> None:
         ["check", "--op", "logp", "--backend", "reference", "--law", "accuracy", "--html", str(html)],
     )
     assert done.exit_code == 0, done.output
-    assert re.search(r"logp reference: worst error \S+, torch \S+, bound \S+ \(\d+%\)", done.output)
+    said = r"logp reference: error \S+, torch \S+, slack \S+: (\d+% of the slack|no farther than torch)\n"
+    assert re.search(said, done.output)
     assert "all laws hold" in html.read_text()
 
 

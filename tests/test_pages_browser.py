@@ -106,6 +106,19 @@ FAULTS = {
 }
 
 
+def test_a_drawing_that_is_cut_off_on_a_phone_is_detected(
+    browser: Chromium, shown: Path, tmp_path: Path
+) -> None:
+    """A box that scrolls shows no sign of it: the points of the largest sizes were beyond its edge."""
+    path = tmp_path / "page.html"
+    cut = "<style>.roofline { overflow-x: auto; } .roofline svg { min-width: 34rem; }</style>"
+    path.write_text(shown.read_text().replace("<header>", f"{cut}<header>"))
+    tab, wrong = looked_at(browser, path, PHONE, False)
+    assert any("beyond the edge: svg" in each for each in wrong), wrong
+    assert any("beyond the edge: circle" in each for each in wrong), wrong
+    tab.close()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_page_is_detected(browser: Chromium, tmp_path: Path, fault: str) -> None:
     text, said = FAULTS[fault]

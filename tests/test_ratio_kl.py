@@ -12,6 +12,7 @@ from torch import Tensor
 import isobit
 from isobit import ContractError, logp, ratio_kl
 from isobit.kernels.host.k3 import k3
+from isobit.ops.ratio_kl import reference
 
 INF, NAN = float("inf"), float("nan")
 F64 = torch.float64
@@ -116,6 +117,21 @@ def test_a_banned_token_that_is_chosen() -> None:
     assert ratio.tolist() == [0.0] and kl.tolist() == [INF]
     (grad,) = torch.autograd.grad(ratio.sum(), z)
     assert grad.tolist() == [[0.0] * 3]  # a ratio of 0 has no slope
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_banned_token_has_the_ratio_1_to_itself(dtype: torch.dtype) -> None:
+    """-inf - -inf was NaN, in the ratio and in its gradient."""
+    z = torch.tensor([[-INF, 1.0, 2.0], [0.5, 1.0, 2.0]], dtype=dtype, requires_grad=True)
+    ids = torch.tensor([0, 0])
+    for old_logp in (None, logp(z.detach(), ids)):
+        ratio, kl, own, _ = everything(z, z.detach().clone(), ids, old_logp=old_logp)
+        assert own[0] == -INF and ratio.tolist() == [1.0, 1.0] and kl.tolist() == [0.0, 0.0]
+        (grad,) = torch.autograd.grad(ratio.sum() + kl.sum(), z, retain_graph=True)
+        assert torch.equal(grad, torch.autograd.grad(own.sum(), z)[0]) and grad.isfinite().all()
+    exact = reference.formula(z, z.detach(), ids)
+    (truth,) = torch.autograd.grad(exact[0].sum() + exact[1].sum(), z)
+    torch.testing.assert_close(grad, truth)
 
 
 def test_a_token_that_the_reference_bans() -> None:

@@ -214,6 +214,17 @@ def test_rows_are_finished_early_but_for_their_sums(monkeypatch: pytest.MonkeyPa
     assert len(late) == 1 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_a_token_of_probability_0_has_the_ratio_1_to_itself_on_hopper() -> None:
+    args = call(3, 300, old_logp=None)
+    args["policy_logits"][torch.arange(2), args["token_ids"][:2]] = -INF
+    args["ref_logits"][0] = args["policy_logits"][0]
+    args["token_ids"][2] = 300
+    for old_logp in (None, torch.tensor([-INF, -INF, 0.0])):
+        ratio, kl, own, *_, slopes = kernels_hopper.ratio_kl(ptx.execute, **args | {"old_logp": old_logp})
+        assert own[:2].tolist() == [-INF, -INF] and kl[:2].tolist() == [0.0, INF]
+        assert ratio[:2].tolist() == slopes[0, :2].tolist() == [1.0, 1.0] and ratio[2].isnan()
+
+
 def test_masked_rows_on_hopper() -> None:
     mask = torch.tensor([1, 0, 1, 1])
     args = call(4, 300, mask=mask, old_logp=torch.tensor([NAN, NAN, 0.0, NAN]))
@@ -276,7 +287,12 @@ def infinite_rows(backend: str) -> list[Tensor]:
     plain = rows[:1].expand_as(rows)
     z, ref = torch.cat((rows, plain, rows[-1:])).requires_grad_(), torch.cat((plain, rows, rows[-1:]))
     old, ids = torch.full((len(z),), -1.5), torch.ones(len(z), dtype=torch.int64)
-    outputs = ratio_kl(z, ref, ids, old_logp=old, temperature=0.7, backend=backend)
+    options = {"temperature": 0.7, "backend": backend}
+    outputs = ratio_kl(z, ref, ids, old_logp=old, **options)
+    itself = logp(z.detach(), ids, **options)
+    outputs += tuple(
+        ratio_kl(z, None, ids, old_logp=own, return_kl=False, **options) for own in (None, itself)
+    )
     grads = [torch.autograd.grad(o.sum(), z, retain_graph=True)[0] for o in outputs]
     return [*(o.detach() for o in outputs), *grads]
 
@@ -320,8 +336,14 @@ def test_rows_with_infinities_are_those_of_the_reference(found: dict[str, Any]) 
     for ours, theirs in zip(found["infinite"], infinite_rows("reference"), strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-5, atol=1e-6)
     ratio, kl, *_ = found["infinite"]
+    # Two probabilities of 0 are equal: no difference of -inf and -inf is NaN.
+    numbers = torch.tensor([True, False, False, False, True, True])
+    for to_itself, grad in zip(found["infinite"][2:4], found["infinite"][6:8], strict=True):
+        ours = to_itself[: len(STARTS)]
+        assert torch.equal(ours == 1, numbers) and torch.equal(ours.isnan(), ~numbers)
+        assert grad[: len(STARTS)][numbers].isfinite().all() and grad[len(STARTS) - 1].any()
     assert ratio[: len(STARTS)].isfinite().tolist() == [True, False, False, False, True, True]
-    assert kl[[len(STARTS) - 1, 2 * len(STARTS) - 1]].tolist() == [INF, INF] and bool(kl[-1].isnan())
+    assert kl[[len(STARTS) - 1, 2 * len(STARTS) - 1]].tolist() == [INF, INF] and kl[-1] == 0
 
 
 def test_gradients_are_read_in_place_wherever_they_lie(found: dict[str, Any]) -> None:

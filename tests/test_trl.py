@@ -51,6 +51,30 @@ def test_calls_that_need_more_are_passed_on_to_trl(found: dict[str, Any]) -> Non
     assert dpo["served"] == 2 and dpo["passed"] == {"it wants is_top1, mean_logits too": 2}  # the reference
 
 
+def test_the_reference_of_a_policy_with_an_adapter_is_served(found: dict[str, Any]) -> None:
+    """It is the same model without its adapter. Each step, and each evaluation, has a call of the policy,
+    whose metrics need more, and one of the reference; KTO has two of each."""
+    dpo, kto = found["dpo with lora"], found["kto with lora"]
+    assert equal(dpo) and equal(kto) and len(dpo["plain"]) == 4 and len(kto["plain"]) == 2
+    assert dpo["served"] == 4 and dpo["passed"] == {"it wants is_top1, mean_logits too": 4}
+    assert kto["served"] == 4 and kto["passed"] == {"it wants mean_logits too": 4}
+    for *_, accuracy in dpo["isobit"][2:]:  # of the policy without gradients: it is not taken for a reference
+        assert 0 < accuracy < 1
+
+
+def test_trl_has_its_own_adapters_before_and_after(found: dict[str, Any]) -> None:
+    before, *inside, utils, early, late = found["adapters"]
+    assert before and inside == [False] * 3 and (utils, early, late) == (True, True, True)
+
+
+def test_a_warning_says_what_is_normal(found: dict[str, Any]) -> None:
+    (said,) = found["warned"]
+    assert said.startswith(
+        "isobit.integrations.trl: TRL's own function serves log-probabilities here: it wants"
+    )
+    assert said.endswith("That is normal for the policies of SFT, DPO and KTO: nothing is wrong")
+
+
 def test_calls_give_the_results_and_gradients_of_trl(found: dict[str, Any]) -> None:
     calls = found["calls"]
     for name in ("plain", "logp alone", "softcap", "no rows"):
@@ -98,6 +122,11 @@ def test_without_trl_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ModuleNotFoundError, match=r"TRL is not installed: pip install trl==1\.16\.0"):
         trl.enable()
+
+
+def test_python_3_10_is_told_that_it_gets_no_such_trl() -> None:
+    assert trl.install_hint((3, 11)) == "pip install trl==1.16.0"
+    assert trl.install_hint((3, 10)).endswith("which needs Python 3.11 or newer, and this is 3.10")
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:

@@ -142,6 +142,28 @@ def test_a_process_answers_with_what_it_says_and_ends_with_the_one_that_asked() 
     late.cancel()
 
 
+def test_a_process_that_is_done_ends_without_taking_python_apart() -> None:
+    """Triton 3.9 reports every object that outlives it as a leak, in the middle of a check. Handlers of
+    `atexit` are still called: they end children and remove files."""
+    code = (
+        "import atexit, sys\n"
+        "from isobit.check.process import serve\n"
+        "class Leaked:\n"
+        "    def __del__(self, say=sys.stderr.write):\n"
+        "        say('leaked')\n"
+        "kept = Leaked()\n"
+        "atexit.register(sys.stderr.write, 'handled')\n"
+        "serve(lambda request, say: say(request))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert list(ask(process, "one")) == ["one\n"]
+    _, said = process.communicate(timeout=50)
+    assert (process.returncode, said) == (0, "handled")
+
+
 def test_an_interrupted_check_ends_its_processes_and_keeps_its_cells(started: list[Any]) -> None:
     """They are sent more than a minute of work."""
 

@@ -2,38 +2,22 @@
 sequence alone against those in a batch."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import isobit
-from hf_models import FAMILIES, SIZES, forward_logits, made, prompts
+from hf_models import FAMILIES, NEW, SIZES, Drift, Run, forward_logits, made, prompts
 from isobit.integrations.hf import token_logps, zero_drift
 from isobit.integrations.hf.trial import differing
 from isobit.ops.attention import model as attention_model
-
-LENGTHS = (10, 3, 7, 1, 9, 5, 2, 8)
-NEW = 5
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
 ]
-
-
-class Run(NamedTuple):
-    """One way to decode."""
-
-    rows: int
-    sample: bool
-    cache: str
-    chunk: int | None
-    lengths: tuple[int, ...] = LENGTHS
-
-    def __str__(self) -> str:
-        return f"{self.rows}-{'sampled' if self.sample else 'greedy'}-{self.cache}-{self.chunk}"
 
 
 ROWS = [(1, False), (3, True), (8, False), (1, True), (3, False), (8, True)]
@@ -47,41 +31,6 @@ RUNS = {
 SHORT = Run(3, False, "dynamic", None)
 #: A sequence and its cache go beyond a segment while it decodes.
 LONG = Run(2, False, "dynamic", None, (1021, 3))
-
-
-def decoded(model: Any, run: Run) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """(tokens without padding, how many are the prompt, logits [NEW, V] that chose the rest) of each row."""
-    lengths = run.lengths[: run.rows]
-    ids, mask = prompts(list(lengths))
-    torch.manual_seed(7)
-    found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=run.sample,
-        cache_implementation=None if run.cache == "dynamic" else run.cache, prefill_chunk_size=run.chunk,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    logits = torch.stack(found.logits, 1)
-    for row, length in enumerate(lengths):
-        yield found.sequences[row, -NEW - length :], length, logits[row]
-
-
-class Drift:
-    """How many tokens, and logits, of a model's decoding have other bits than in training."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.known: dict[tuple[int, ...], Tensor] = {}
-
-    def of(self, run: Run) -> tuple[int, int]:
-        tokens_differ = logits_differ = 0
-        for tokens, length, logits in decoded(self.model, run):
-            key = tuple(tokens.tolist())
-            if key not in self.known:
-                self.known[key] = forward_logits(self.model, tokens)
-            trained = self.known[key][length - 1 : -1]
-            logp, old_logp = (isobit.logp(x, tokens[length:]) for x in (trained, logits))
-            tokens_differ += differing(logp, old_logp)
-            logits_differ += differing(trained, logits)
-        return tokens_differ, logits_differ
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +55,16 @@ def test_no_token_is_decoded_with_other_bits_beyond_a_segment_of_keys() -> None:
     model = made("Llama", num_hidden_layers=1)
     with zero_drift(model):
         assert Drift(model).of(LONG) == (0, 0)
+
+
+@pytest.mark.parametrize(("family", "size"), [("Llama", 16), ("Gemma2", 20)])
+def test_small_heads_as_test_models_have_them(family: str, size: int) -> None:
+    model = made(family, head_dim=size)
+    theirs = forward_logits(model, prompts([12])[0][0])
+    with zero_drift(model):
+        ours = forward_logits(model, prompts([12])[0][0])
+        assert [Drift(model).of(run) for run in (SHORT, Run(3, True, "static", 4))] == [(0, 0)] * 2
+    assert (ours - theirs).square().mean().sqrt() < 0.03 * theirs.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ It prints JSON: by case, what is logged at each step without and with isobit, an
 """
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -18,6 +19,7 @@ from unittest import mock
 # Before the imports, which read them: no network, no telemetry.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CI="1")
 
+import peft
 import torch
 import trl
 from datasets import Dataset
@@ -78,11 +80,31 @@ def sft(folder: str) -> Any:
     return trl.SFTTrainer(model=model(folder), args=config, processing_class=tokenizer(), train_dataset=data)
 
 
-def dpo(folder: str) -> Any:
-    config = trl.DPOConfig(**common(folder, 2), max_length=16)
+def dpo(folder: str, evaluated: bool = False, **options: Any) -> Any:
+    """With `evaluated`, also after each of its two steps: calls of the policy without gradients."""
+    config = trl.DPOConfig(
+        **common(folder, 2), max_length=16, eval_strategy="steps" if evaluated else "no", eval_steps=1
+    )
     rows = {"prompt": ["ab", "cd"] * 4, "chosen": ["ef", "gh"] * 4, "rejected": ["ij", "klm"] * 4}
     data = Dataset.from_dict(rows)
-    return trl.DPOTrainer(model=model(folder), args=config, processing_class=tokenizer(), train_dataset=data)
+    return trl.DPOTrainer(
+        model=model(folder), args=config, processing_class=tokenizer(), train_dataset=data,
+        eval_dataset=data.select(range(4)) if evaluated else None, **options,
+    )  # fmt: skip
+
+
+def lora() -> Any:
+    """An adapter of the attention, which is not 0 at the start: its model is not its own reference."""
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def kto(folder: str, **options: Any) -> Any:
+    config = trl.KTOConfig(**common(folder, 2), max_length=16)
+    rows = {"prompt": ["ab", "cd"] * 4, "completion": ["ef", "klm"] * 4, "label": [True, False] * 4}
+    return trl.KTOTrainer(
+        model=model(folder), args=config, processing_class=tokenizer(), train_dataset=Dataset.from_dict(rows),
+        **options,
+    )  # fmt: skip
 
 
 def logged(make: Any, **options: Any) -> list[list[float]]:
@@ -91,7 +113,10 @@ def logged(make: Any, **options: Any) -> list[list[float]]:
         trainer = make(folder, **options)
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [[entry["loss"], entry["grad_norm"], entry.get("entropy", 0.0)] for entry in steps]
+    losses = [[entry["loss"], entry["grad_norm"], entry.get("entropy", 0.0)] for entry in steps]
+    judged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    metrics = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+    return [*losses, *([entry[name] for name in metrics] for entry in judged)]
 
 
 def compared(make: Any, **options: Any) -> dict[str, Any]:
@@ -150,6 +175,15 @@ def gathers() -> list[list[list[int]]]:
     return seen
 
 
+def warned() -> list[str]:
+    """What the first call that needs more says, and the second one does not."""
+    with inside.enable(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            call(torch.float32, ("log_probs", "is_top1"))
+    return [str(each.message) for each in said]
+
+
 def unrounded() -> bool:
     """Whether gradients of fp32 weights under autocast have more digits than bf16 has."""
     with inside.enable():
@@ -162,6 +196,19 @@ def importers() -> list[str]:
     root = Path(str(trl.__file__)).parent
     lines = (p for p in root.rglob("*.py") if "import ChunkedLogProbFunction" in p.read_text())
     return sorted(str(p.relative_to(root)) for p in lines)
+
+
+def adapters() -> list[bool]:
+    """Whether the name is TRL's own before, inside and after, in a trainer that is imported inside, too."""
+    utils, early = sys.modules["trl.trainer.utils"], sys.modules["trl.trainer.dpo_trainer"]
+    theirs = utils.use_adapter
+    late = "trl.trainer.rloo_trainer"
+    sys.modules.pop(late, None)
+    seen = [early.use_adapter is theirs]
+    with inside.enable():
+        module = importlib.import_module(late)
+        seen += [each.use_adapter is theirs for each in (utils, early, module)]
+    return [*seen, *(each.use_adapter is theirs for each in (utils, early, module))]
 
 
 def switching() -> dict[str, Any]:
@@ -207,12 +254,16 @@ def main() -> None:
     found: dict[str, Any] = {name: compared(grpo, loss_type=name) for name in LOSSES}
     found["kl and entropy"] = compared(grpo, loss_type="grpo", beta=0.1, entropy_coef=0.05, num_iterations=2)
     found |= {"sft": compared(sft), "dpo": compared(dpo)}
+    found["dpo with lora"] = compared(dpo, evaluated=True, peft_config=lora())
+    found["kto with lora"] = compared(kto, peft_config=lora())
     found |= {
         "calls": calls(),
         "gathers": gathers(),
         "unrounded": unrounded(),
+        "warned": warned(),
         "importers": importers(),
         "switching": switching(),
+        "adapters": adapters(),
     }
     print(json.dumps({"version": trl.__version__, **found}))
 

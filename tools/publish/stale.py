@@ -2,18 +2,21 @@
 
     python -m publish.stale                every result file under results/
     python -m publish.stale --only         those that are out of date
+    python -m publish.stale --every        names every case that a file lacks, not the first few
     python -m publish.stale --strict       exits 1 if one is stale or unfinished
 
 A file is fresh if it was measured with the current kernels. An unfinished benchmark stopped before its last
-case. A file is missing if an op or a suite is declared and nobody has measured it on this GPU.
+case. A file is missing if an op or a suite is declared and nobody has measured it on this GPU, and it is
+incomplete if it lacks cases that are declared: a run of a part, such as `--core`, replaces a whole file.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +26,32 @@ from isobit.check.stamp import why_stale
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, public_ops
 from isobit.spec.proofs import proofs
+from publish.lacking import lacking, subject_named
+
+#: Cases of a series that are named, of those that a file lacks.
+NAMED = 3
 
 
 @dataclass(frozen=True)
 class Result:
-    """One result file: why it is stale, None if it is not; what an unfinished one lacks; and the command that
-    renews, completes or, if it is missing, makes it."""
+    """One result file: why it is stale, None if it is not; what an unfinished one lacks; which declared cases
+    it lacks, by series; and the command that renews, completes or, if it is missing, makes it."""
 
     path: Path
     stale: str | None
     command: str
     missing: bool = False
     lacks: str | None = None
+    cases: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def results_in(folder: Path) -> list[Result]:
     """Every result file under a folder, by name, and for every GPU in it those that are missing."""
     if not folder.is_dir():
-        raise ContractError(f"--results {folder}: no such folder")
+        raise ContractError(
+            f"--results {folder}: no such folder; run this in a checkout of isobit, or name a folder that "
+            "`isobit bench --results` or `isobit check --results` has written"
+        )
     present = [examine(path, folder) for path in sorted(folder.rglob("*.json"))]
     # A CPU has no results that are complete: it has no memcheck, and times there are of no interest.
     gpus = {result.path.parent for result in present if result.path.parent.name != "cpu"}
@@ -75,12 +86,21 @@ def examine(path: Path, folder: Path) -> Result:
         old = why_stale(report["stamp"], report.get("rows", ()))
         noted = (note for note in report.get("notes", ()) if note.startswith(UNFINISHED))
         lacks = next((note.removeprefix(UNFINISHED) for note in noted), None)
-        command = f"{_command(path, report)} {_into(path, folder, report)}"
-        if lacks is not None and old is None:
+        cases = _declared_and_not_timed(path, report) if lacks is None else {}  # first, that run's own cases
+        # Whatever part was timed, all of it is wanted.
+        again = _declared()[path.name] if cases else _command(path, report)
+        command = f"{again} {_into(path, folder, report)}"
+        if (lacks is not None or cases) and old is None:
             command += " --resume"
-        return Result(path, old, command, lacks=lacks)
+        return Result(path, old, command, lacks=lacks, cases=cases)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ContractError(f"{path}: not a result file of isobit ({type(error).__name__})") from None
+
+
+def _declared_and_not_timed(path: Path, report: dict[str, Any]) -> dict[str, list[str]]:
+    """By series, the cases that a benchmark on a GPU lacks. A CPU times small versions of them."""
+    subject = subject_named(path.stem) if "rows" in report and path.parent.name != "cpu" else None
+    return {} if subject is None else lacking(subject, report)
 
 
 def _command(path: Path, report: dict[str, Any]) -> str:
@@ -109,30 +129,56 @@ def _into(path: Path, folder: Path, report: dict[str, Any]) -> str:
     return f"--results {folder}"
 
 
-def lines(results: Sequence[Result], only_stale: bool) -> list[str]:
-    """One line per file, and below one that is not up to date the command that makes it so."""
+def lines(results: Sequence[Result], only_stale: bool, every: bool = False) -> list[str]:
+    """One line per file, and below one that is not up to date the command that makes it so, and the cases
+    that it lacks."""
     listed = []
     for result in results:
-        if result.missing:
-            listed += [f"missing  {result.path}", f"       {result.command}"]
-        elif result.stale is not None:
-            listed += [f"stale  {result.path}: {result.stale}", f"       {result.command}"]
-        elif result.lacks is not None:
-            listed += [f"unfinished  {result.path}: {result.lacks}", f"       {result.command}"]
+        state = _state(result)
+        why = result.stale or result.lacks or _how_many(result)
+        if state != "fresh":
+            listed += [f"{state}  {result.path}{': ' if why else ''}{why}", f"       {result.command}"]
+            listed += [f"       {each}" for each in _cases(result, every)]
         elif not only_stale:
             listed.append(f"fresh  {result.path}")
-    stale = sum(result.stale is not None for result in results)
-    missing = sum(result.missing for result in results)
-    unfinished = sum(result.stale is None and result.lacks is not None for result in results)
-    more = f", {unfinished} unfinished" if unfinished else ""
-    more += f", {missing} more are missing" if missing else ""
-    return [*listed, f"{stale} of {len(results) - missing} result files are stale{more}"]
+    count = Counter(map(_state, results))
+    more = f", {count['unfinished']} unfinished" if count["unfinished"] else ""
+    more += f", {count['incomplete']} incomplete" if count["incomplete"] else ""
+    more += f", {count['missing']} more are missing" if count["missing"] else ""
+    return [*listed, f"{count['stale']} of {len(results) - count['missing']} result files are stale{more}"]
+
+
+def _state(result: Result) -> str:
+    """In a word: what has to be done first."""
+    if result.missing:
+        return "missing"
+    if result.stale is not None:
+        return "stale"
+    if result.lacks is not None:
+        return "unfinished"
+    return "incomplete" if result.cases else "fresh"
+
+
+def _how_many(result: Result) -> str:
+    count = sum(map(len, result.cases.values()))
+    return f"{count} declared cases are not timed" if count else ""
+
+
+def _cases(result: Result, every: bool) -> list[str]:
+    """A line for each series: the first of its cases that the file lacks, or all of them."""
+    listed = []
+    for series, cases in result.cases.items():
+        shown = cases if every else cases[:NAMED]
+        more = f"; {len(cases) - len(shown)} more" if len(shown) < len(cases) else ""
+        listed.append(f"lacks {series}: {'; '.join(shown)}{more}")
+    return listed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m publish.stale", description="Which results are stale.")
     parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
     parser.add_argument("--only", action="store_true", help="list only files that are out of date")
+    parser.add_argument("--every", action="store_true", help="name every case that a file lacks")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if one is stale or unfinished")
     options = parser.parse_args(argv)
     try:
@@ -140,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ContractError as error:
         print(error, file=sys.stderr)
         return 1
-    print("\n".join(lines(results, options.only)))
+    print("\n".join(lines(results, options.only, options.every)))
     return int(options.strict and any(result.stale or result.lacks for result in results))
 
 

@@ -225,7 +225,7 @@ def _grids(report: Report, series: Sequence[str]) -> str:
                 said = [options] * (len(mine) > 1) + _same_in_all(some)
                 what = ", ".join([f"`{op}`", *said, f"share of the speed of {against}"])
                 parts.append(f"{what}\n\n{_grid(some)}")
-            parts += _usual_host(report, op)
+            parts += [*_usual_host(report, op), *_errors_and_difference(report, op)]
         else:
             parts.append(f"`{op}`\n\n{_line_per_case(report, op, against, op in steps)}")
     if any(cell.other_bits for cell in all_cells):
@@ -271,6 +271,25 @@ def _usual_host(report: Report, op: str) -> list[str]:
             times.setdefault(row["impl"], []).append(row["host_us"])
     each = ", ".join(f"{impl} {statistics.median(us):.0f}" for impl, us in times.items())
     return [f"Host time of an eager call in microseconds, median of the cases: {each}."] if each else []
+
+
+def _errors_and_difference(report: Report, op: str) -> list[str]:
+    """A sentence under a grid, where results of rivals were compared with ours: how far all are from fp64,
+    and how far a rival is from ours."""
+    mine = [row for row in report["rows"] if row["op"] == op]
+    apart: dict[str, float] = {}
+    for row in mine:
+        if row.get("max_diff") is not None:
+            apart[row["impl"]] = max(row["max_diff"], apart.get(row["impl"], 0.0))
+    if not apart:
+        return []
+    worst = {
+        impl: max(row["max_abs"] for row in mine if row["impl"] == impl and row["max_abs"] is not None)
+        for impl in ("isobit", *apart)
+    }
+    errors = ", ".join(f"{impl} {error:.1e}" for impl, error in worst.items())
+    differ = ", ".join(f"{impl} {most:.1e}" for impl, most in apart.items())
+    return [f"Largest error against fp64: {errors}. Largest difference from isobit: {differ}."]
 
 
 def _line_per_case(report: Report, op: str, against: str, whole: bool) -> str:

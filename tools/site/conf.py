@@ -31,7 +31,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/own_loop": "Your own loop",
         "docs/fla": "FLA",
         "docs/zero_drift": "Hugging Face, zero drift",
+        "docs/lora": "LoRA",
         "docs/check_my_kernel": "A kernel of your own",
+        "docs/check_any_function": "Any function of rows",
     },
     "Ops": {
         "docs/logp": "logp",
@@ -57,7 +59,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/proven": "Proven where",
         "docs/benchmarks": "Benchmarks",
     },
-    "Contributing": {"CONTRIBUTING": "How to contribute", "docs/dev/adding_an_op": "Adding an op"},
+    "Contributing": {
+        "CONTRIBUTING": "How to contribute",
+        "docs/dev/adding_an_op": "Adding an op",
+        "SECURITY": "Security",
+    },
 }
 FOLDERS = {
     "docs/api": "API reference",

@@ -185,9 +185,13 @@ class Implementations:
             return Verdict(error)
 
         def verdict_on_rival(calls: Sequence[Call], result: Any) -> Verdict:
-            return replace(
-                verdict(calls, result), equal_bits=equal_bits(build(self.function("isobit")), calls)
-            )
+            found = verdict(calls, result)
+            if series.bits:
+                found = replace(found, equal_bits=equal_bits(build(self.function("isobit")), calls))
+            if series.difference:
+                most = largest_difference(build(self.function("isobit"))[0](), result)
+                found = replace(found, more={**found.more, "max_diff": most})
+            return found
 
         for name in names:
             if self.wanted(f"{name}{suffix}"):
@@ -203,8 +207,7 @@ class Implementations:
             if rival.compiled or rival.anew:
                 torch.compiler.reset()  # earlier cases count towards a limit beyond which it runs eagerly
             calls = partial(build, rival.function, rival)
-            judged = verdict_on_rival if series.bits else verdict
-            contenders.append(Contender(name, calls, judged, graph=rival.graph, grad=grad))
+            contenders.append(Contender(name, calls, verdict_on_rival, graph=rival.graph, grad=grad))
         return [replace(each, name=f"{each.name}{suffix}") for each in contenders]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
@@ -312,6 +315,19 @@ def equal_bits(ours: Sequence[Call], theirs: Sequence[Call]) -> float | None:
         if seen >= COMPARED:
             break
     return equal / seen
+
+
+def largest_difference(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float:
+    """Between results that both return; NaN if there is one in them, or if their shapes differ."""
+    most = [torch.zeros((), dtype=torch.float64)]
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine is not None and other is not None:
+            if mine.shape != other.shape:
+                return math.nan
+            # In parts: fp64 takes four times the memory of bf16.
+            parts = zip(mine, other, strict=True)
+            most += [(a.double() - b.double()).abs().max().cpu() for a, b in parts if a.numel()]
+    return float(torch.stack(most).max())
 
 
 # Rows

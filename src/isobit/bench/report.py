@@ -35,6 +35,7 @@ MORE_COLUMNS = {
     "= bits": ("equal_bits", ".5f"),
     "predicted": ("predicted_ms", ".4g"),
     "rel rms": ("rel_rms", ".2e"),
+    "max diff": ("max_diff", ".1e"),
     "tokens": ("tokens", "d"),
     "that differ": ("tokens_differ", "d"),
 }
@@ -124,10 +125,15 @@ def format_summary(entries: Sequence[dict[str, Any]], notes: Sequence[str] = ())
     return lines
 
 
+def on_a_cpu(rows: Sequence[Row]) -> bool:
+    """Whether something was timed by the wall clock, as only calls on a CPU are."""
+    return any(row["method"] == "wall" for row in rows)
+
+
 def _footer(report: Report) -> str:
     notes = report["notes"]
     lines = [*format_summary(report.get("summary", ()), notes), *notes, format_stamp(report["stamp"])]
-    if any(row["method"] == "wall" for row in report["rows"]):
+    if on_a_cpu(report["rows"]):
         lines.append(CPU_WARNING)
     return "\n".join(lines)
 

@@ -35,6 +35,22 @@ def begun(path: Path, stamp: dict[str, Any]) -> Report | None:
     return report
 
 
+def lost(path: Path, cases: Iterable[tuple[str, str]]) -> str | None:
+    """What a run of these cases, which replaces a file, loses of it: in a sentence; None if nothing."""
+    try:
+        rows: list[Row] = json.loads(path.read_text())["rows"]
+        there = dict.fromkeys((row["op"], row["case"]) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError):  # nothing there that could be lost
+        return None
+    left = len(there.keys() - set(cases))
+    if not left:
+        return None
+    return (
+        f"{path} has {left} cases that this run does not time: it replaces the file without them. --resume "
+        "keeps them, if they are of the same kernels"
+    )
+
+
 def untimed(rows: Iterable[Row], kind: str, case: str, directions: Sequence[str]) -> list[str]:
     """The directions of a case without rows."""
     known = {row["direction"] for row in rows if (row["op"], row["case"]) == (kind, case)}

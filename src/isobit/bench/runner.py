@@ -19,7 +19,7 @@ from isobit.bench.goals import summary
 from isobit.bench.implementations import Implementations, implementation_names
 from isobit.bench.precompile import precompile
 from isobit.bench.report import CPU_WARNING, NEW, SCHEMA, Report, Row
-from isobit.bench.resume import UNFINISHED, begun, in_order, untimed
+from isobit.bench.resume import UNFINISHED, begun, in_order, lost, untimed
 from isobit.bench.timing import machine_rates, settled_heap, tidy
 from isobit.check.files import check_writable, write
 from isobit.check.stamp import results_folder, stamp
@@ -77,6 +77,8 @@ def run(
     source = stamp(device, ops=subject.folders) | {"checked": not skip_check}
     known = begun(path, source) if resume and path is not None else None
     if known is None:
+        if path is not None and (less := lost(path, [(one.name, case_name(case)) for one, case, _ in jobs])):
+            say(less)
         copy_rate, product_rate = machine_rates(device, repetitions)
         rates = {"copy_tbps": copy_rate / 1e12, "best_tflops": product_rate / 1e12}
         source |= {name: float(f"{rate:.5g}") for name, rate in rates.items()}

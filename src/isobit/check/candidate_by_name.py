@@ -20,8 +20,8 @@ def load_candidate(
 ) -> Candidate:
     """The function with this name as a candidate for an op, through the adapter with that name."""
     with preserved() as changed:
-        function = _named(target, "--candidate")
-        adapt = None if adapter is None else _named(adapter, "--adapter")
+        function = object_named(target, "--candidate")
+        adapt = None if adapter is None else object_named(adapter, "--adapter")
     if adapt is not None and not callable(adapt):
         raise ContractError(f"--adapter {adapter}: is not a function adapt(fn) -> fn")
     flags = [f"--candidate {shlex.quote(target)}"]
@@ -36,7 +36,7 @@ def load_candidate(
     return candidate
 
 
-def _named(text: str, option: str) -> Any:
+def object_named(text: str, option: str) -> Any:
     """The object that `module:name` names; the current folder is searched for modules too."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):

@@ -1,9 +1,11 @@
-"""Errors with their bounds, the largest share of a bound first: for the console and for pages."""
+"""Errors with their bounds, those that use most of their slack first: for the console and for pages."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from isobit.spec.compare import part_used
 
 #: Laws that compare errors with a bound.
 LAWS = ("accuracy", "gradient")
@@ -11,7 +13,8 @@ LAWS = ("accuracy", "gradient")
 
 @dataclass(frozen=True)
 class Error:
-    """The worst element of one output of one case: our distance from the truth, torch's, and the bound."""
+    """The worst element of one output of one case: our distance from the truth, torch's, and the slack that
+    ours may have beyond that."""
 
     op: str
     backend: str
@@ -19,15 +22,24 @@ class Error:
     output: str
     ours: float
     torch: float
-    bound: float
+    slack: float
     passed: bool
 
     @property
-    def share(self) -> float:
-        """The fraction of the bound that is used: above 1 it fails. NaN is beyond any bound."""
-        if self.ours == 0:
-            return 0.0
-        return self.ours / self.bound if self.bound > 0 and math.isfinite(self.ours) else math.inf
+    def bound(self) -> float:
+        """Where plain torch itself has no number, its error is not added."""
+        return self.slack + (self.torch if math.isfinite(self.torch) else 0.0)
+
+    @property
+    def used(self) -> float:
+        """The part of the slack that is used: above 1 it fails."""
+        return part_used(self.ours, self.torch, self.slack)
+
+    @property
+    def in_words(self) -> str:
+        if self.used == 0:
+            return "no farther than torch"
+        return f"{self.used:.0%} of the slack" if self.used < 10 else f"{self.used:.2g} times the slack"
 
 
 def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
@@ -37,14 +49,13 @@ def worst_first(cases: Iterable[Mapping[str, Any]]) -> list[Error]:
         for case in cases if case["law"] in LAWS
         for output in case["outputs"]
         if output["dtype"] and "worst_abs" in output  # old files have none
+        and (output["rtol"] or output["worst_abs"])  # or it compares bits
         and math.prod(output["shape"])  # an empty tensor has no error
     ]  # fmt: skip
-    return sorted(errors, key=lambda e: (e.passed, -e.share))
+    return sorted(errors, key=lambda e: (e.passed, -round(min(e.used, 1e9), 2), -e.ours))
 
 
 def _error(case: Mapping[str, Any], output: Mapping[str, Any]) -> Error:
     ours, torchs, slack = (float(output[name]) for name in ("worst_abs", "torch_abs", "atol"))
-    # Where plain torch itself has no number, its error is not added to the bound.
-    bound = slack + (torchs if math.isfinite(torchs) else 0.0)
     where = (case["op"], case["backend"], case["case"], output["output"])
-    return Error(*where, ours, torchs, bound, output["passed"])
+    return Error(*where, ours, torchs, slack, output["passed"])

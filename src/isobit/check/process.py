@@ -1,5 +1,6 @@
 """A second Python process: it receives objects, one at a time, and answers each with lines of text."""
 
+import atexit
 import base64
 import os
 import pickle
@@ -50,8 +51,8 @@ def ask(process: "subprocess.Popen[str]", request: object) -> Iterator[str]:
 
 def serve(answer: Callable[[Any, Callable[[str], None]], None]) -> None:
     """In the second process: `answer(request, say)` says the lines of its answer, until standard input is
-    closed. If that happens in the middle of an answer, the process that asked is gone, and this one ends too.
-    What somebody's code prints is no answer, and is not read."""
+    closed, and then ends the process. If that happens in the middle of an answer, the process that asked is
+    gone, and this one ends at once. What somebody's code prints is no answer, and is not read."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     lines: SimpleQueue[str | None] = SimpleQueue()
@@ -78,3 +79,8 @@ def serve(answer: Callable[[Any, Callable[[str], None]], None]) -> None:
     except BaseException:  # the other thread still reads, and Python would wait for it
         traceback.print_exc()
         os._exit(1)
+    # Python is not taken apart: nobody needs its memory back, and Triton 3.9, whose objects outlive that,
+    # reports each of them as a leak. Handlers are called, since they end children and remove files.
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(0)

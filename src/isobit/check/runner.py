@@ -10,9 +10,10 @@ import torch
 
 from isobit.check import workers
 from isobit.check.blame import raised_at
-from isobit.check.candidate import BadOutputs, Candidate
+from isobit.check.candidate import Candidate
 from isobit.check.cell import FAIL, OK, UNSUPPORTED, Cell
 from isobit.check.interpreter import quick_interpreter
+from isobit.check.judge import blame_for, judge
 from isobit.check.laws import LAWS, small_case
 from isobit.check.request import (
     Request,
@@ -24,14 +25,15 @@ from isobit.check.request import (
     ops_of,
     small_args,
 )
-from isobit.check.torch_state import compiled_anew, in_words, preserved
+from isobit.check.torch_state import compiled_anew, preserved
 from isobit.frame.backend import UnsupportedError
 from isobit.frame.contract import ContractError, dtype_name
 from isobit.frame.device import arch_key, triton_is_interpreted
 from isobit.frame.op import Op, known_op
+from isobit.spec.compare import OutputCheck
 from isobit.spec.proof import Case
 from isobit.spec.proofs import proof_of
-from isobit.spec.trial import LawBroken, NeverEnds, Trial, Unsupported
+from isobit.spec.trial import NeverEnds, Trial, Unsupported
 
 
 def run(
@@ -269,6 +271,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
         targets=request.targets,
         brief=brief, one_target=brief and case.dtype != small_case(proof_of(op)).dtype,
         tolerances=request.tolerances,
+        judges_memory=not isinstance(op, Candidate) or "memory" in request.laws,
     )  # fmt: skip
     cell.numerics, cell.inputs = trial.numerics, described(op, case, request, trial.arch)
     start = time.perf_counter()
@@ -276,7 +279,7 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
         with preserved() as changed, compiled_anew():
             error = _judge(cell, trial)
         cell.reason += "" if error is None or isinstance(error, NeverEnds) else _hint(error, op, trial)
-        _blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
+        blame_for(cell, list(dict.fromkeys(op.first_changes() + changed)))
     else:
         error = _judge(cell, trial)
     cell.seconds = time.perf_counter() - start
@@ -285,26 +288,12 @@ def _one(op: Op, backend: str, law: str, case: Case, request: Request) -> tuple[
 
 def _judge(cell: Cell, trial: Trial) -> BaseException | None:
     """Run a cell's law and store its verdict. Returns an unexpected exception, None otherwise."""
-    try:
+
+    def law() -> list[OutputCheck]:
         _fits(trial.op, trial.case, trial.device)
-        checks = LAWS[cell.law].run(trial)
-        bad = [c for c in checks if not c.passed]
-        cell.outputs = [c.to_json() for c in checks]
-        if not checks:
-            cell.status, cell.reason = FAIL, "the law compared nothing"
-        elif bad:
-            cell.status, cell.reason = FAIL, f"{bad[0].output}: {bad[0].message}"
-    except (Unsupported, UnsupportedError) as why:
-        cell.status, cell.reason = UNSUPPORTED, str(why)
-    except (LawBroken, BadOutputs) as broken:
-        cell.status, cell.reason = FAIL, str(broken)
-        return broken if isinstance(broken, NeverEnds) else None
-    except (Exception, SystemExit) as error:
-        # A backend may raise anything; the suite continues, and the row says what and where.
-        where = raised_at(error, trial.op, trial.backend, __file__)
-        cell.status, cell.reason = FAIL, f"{type(error).__name__}: {error} ({where})"
-        return error
-    return None
+        return LAWS[cell.law].run(trial)
+
+    return judge(cell, law, lambda error: raised_at(error, trial.op, trial.backend, __file__))
 
 
 def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:
@@ -315,14 +304,6 @@ def _hint(error: BaseException, op: Candidate, trial: Trial) -> str:
         called = f". It was called with {none}, which {op.name} allows"
         return f"{called}: raise NotImplementedError for what it does not serve"
     return ""
-
-
-def _blame_for(cell: Cell, changed: list[str]) -> None:
-    """A candidate that changes PyTorch's state changes what its caller computes afterwards, and here what it
-    was compared with: whatever else is wrong, this comes first."""
-    if changed:
-        reasons = [in_words(changed), *([cell.reason] if cell.reason else [])]
-        cell.status, cell.reason = FAIL, "; then: ".join(reasons)
 
 
 def _fits(op: Op, case: Case, device: torch.device) -> None:

@@ -56,7 +56,7 @@ class Files:
     def to_stdout(self) -> bool:
         return str(self.json) == "-"
 
-    def check(self, request: Request) -> None:
+    def check_names(self) -> None:
         """A file that cannot be written, or that would overwrite another one, is an error before anything
         runs."""
         if self.json is not None and not self.to_stdout:
@@ -65,6 +65,10 @@ class Files:
             check_file(self.html, "--html")
         if self.json is not None and self.html is not None and self.json.resolve() == self.html.resolve():
             raise ContractError(f"--json and --html are both {self.html}: the page would replace the report")
+
+    def check(self, request: Request) -> None:
+        """The same, also for result files."""
+        self.check_names()
         if self.results is not None:
             for folder in by_folder(ops_of(request)):
                 check_writable(_check_file(self.results, folder, request.device), "--results")
@@ -97,7 +101,7 @@ def check_and_report(request: Request, files: Files) -> int:
     except Stuck as error:
         cells, stuck = error.cells, True
         interrupted = f"stopped after {_done(cells, total)}: {error}"
-        atexit.register(_end_now)
+        atexit.register(end_now)
     whole = nothing is None and interrupted is None
     seen, why = observations(request) if whole else [], None if nothing is None else str(nothing)
     result = report.to_json(cells, request.device, None, seen, request.command(), why, interrupted)
@@ -128,7 +132,7 @@ def _done(cells: list[Cell], total: int) -> str:
     return f"{sum(bool(c.case) for c in cells)} of {total} cells"
 
 
-def _end_now() -> None:
+def end_now() -> None:
     """The end of this process, whatever led to it, without destructors that would wait for the GPU."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,10 +140,10 @@ def _end_now() -> None:
 
 
 def _tell(cells: list[Cell], request: Request, result: dict[str, Any], say: Callable[[str], None]) -> None:
-    """The table, the errors nearest to their bounds, and what failed or did not run."""
+    """The table, the errors that use most of their slack, and what failed or did not run."""
     if cells:
         say("\n" + report.table(cells) + "\n")
-    for line in report.worst(cells):
+    for line in (*report.worst(cells), *report.memory_beyond(map(vars, cells))):
         say(line)
     looser = request.tolerances.looser()
     if request.tolerances.path is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import triton
 
 import isobit
 from isobit.check.laws import small_case
@@ -19,6 +20,20 @@ from isobit.integrations.installed import installed_integrations
 from isobit.spec.proof import InputOptions
 from isobit.spec.proofs import proof_of
 
+#: torch and Triton with which something was tried: `constraints.txt` has the first pair, published results
+#: have the second.
+TESTED = {"tests": ("2.13.0", "3.7.1"), "GPUs": ("2.11.0", "3.6.0")}
+
+
+def tested(torch_version: str, triton_version: str) -> str:
+    """Which of the tested pairs these versions are. A build such as `2.13.0+cpu` is a 2.13.0."""
+    mine = (torch_version.partition("+")[0], triton_version.partition("+")[0])
+    pairs = {what: f"torch {pair[0]} with Triton {pair[1]} ({what})" for what, pair in TESTED.items()}
+    for what, pair in TESTED.items():
+        if pair == mine:
+            return f"this pair: {pairs[what]}"
+    return f"not this pair, but {', '.join(pairs.values())}: run isobit check"
+
 
 def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
     """Yields line by line, because some take a while. `try_them` turns isobit on and off in other
@@ -27,6 +42,7 @@ def info_lines(device: torch.device, try_them: bool) -> Iterator[str]:
         raise ContractError("device 'meta' holds no values, so no backend runs there: choose cpu or cuda")
     known = {"isobit": isobit.__version__, **stamp(device), "arch": arch_key(device)}
     yield from (f"{key:12s}{value}" for key, value in known.items())
+    yield f"{'tested':12s}{tested(torch.__version__, triton.__version__)}"
     names = sorted(public_ops())
     for folder in sorted({OPS[name].folder for name in names}):
         yield f"{'kernels':12s}{kernel_sha(folder)} of {folder}"

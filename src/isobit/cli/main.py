@@ -24,6 +24,7 @@ from isobit.check.laws import LAWS
 from isobit.check.memcheck import memcheck as under_sanitizer
 from isobit.check.request import Request
 from isobit.check.stamp import results_folder
+from isobit.cli.any_function import Flags, check_rows_and_report, row_request
 from isobit.cli.arguments import DATA_HELP, data_of, device_of, dims_of, dtypes_of, known, laws_of
 from isobit.cli.bench import Bench
 from isobit.cli.check import Files, by_folder, check_and_report
@@ -136,6 +137,24 @@ def check(
         str | None,
         typer.Option(help="dtype of its outputs, if it is not the op's", rich_help_panel=CANDIDATE),
     ] = None,
+    fn: Annotated[
+        str | None,
+        typer.Option(
+            help="any function of rows, with --inputs and --rows: my_mod:my_fn", rich_help_panel=CANDIDATE
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="my_mod:make, make() -> its arguments by name", rich_help_panel=CANDIDATE),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="arguments whose first dimension is that of rows: x,y", rich_help_panel=CANDIDATE),
+    ] = None,
+    reduction: Annotated[
+        str | None,
+        typer.Option(help="my_mod:other, the same with another order of its sums", rich_help_panel=CANDIDATE),
+    ] = None,
     json_path: Annotated[
         Path | None,
         typer.Option("--json", help="write the report here, - for standard output", rich_help_panel=FILES),
@@ -150,6 +169,16 @@ def check(
     """Prove every op on this machine: accuracy, gradients, bits, bad input, memory, compilation."""
     laws, targets = laws_of(law or [], list(LAWS), TARGETS)
     filled = data_of(data or [])
+    files = Files(json_path, results, html)
+    unread = {"--op": op, "--backend": backend, "--tolerances": tolerances, "--dtype": dtype, "--dim": dim,
+              "--option": option, "--candidate": candidate, "--adapter": adapter,
+              "--output-dtype": output_dtype, "--results": results, "--law compile": targets}  # fmt: skip
+    with files.stdout_for_json():
+        moved = None if device == "auto" else device_of(device)
+        flags, others = Flags(fn, inputs, rows, reduction), [flag for flag, given in unread.items() if given]
+        of_rows = row_request(flags, laws, case, filled, moved, others)
+        if of_rows is not None:
+            raise typer.Exit(check_rows_and_report(of_rows, files))
     request = Request(
         ops=known("op", op or [], PUBLIC),
         backends=tuple(backend or ()),
@@ -171,7 +200,6 @@ def check(
         raise ContractError("device 'meta' holds no values to check")
     if tolerances is not None and results is not None:
         raise ContractError("--results need isobit's own tolerances: with --tolerances, use --json")
-    files = Files(json_path, results, html)
     with files.stdout_for_json():  # also from what a candidate prints
         if candidate is not None:
             if len(request.ops) != 1 or request.backends or results is not None:
@@ -335,8 +363,8 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path], typer.Argument(help="JSON files of check, memcheck and bench, shown together")
-    ],
+        list[Path] | None, typer.Argument(help="JSON files of check, memcheck and bench, shown together")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[
         Path | None, typer.Option(help="an older file: report what has become worse since")
@@ -346,6 +374,11 @@ def report_on(
     ] = None,
 ) -> None:
     """Show saved reports together, or compare one with an older one (exit code 1 if something is worse)."""
+    if not files:
+        raise typer.BadParameter(
+            "which ones? `isobit check --json FILE` and `isobit bench --op OP --json FILE` write such files",
+            param_hint="FILES",
+        )  # fmt: skip
     raise typer.Exit(int(show_saved(files, html, against, slower)))
 
 

@@ -22,6 +22,10 @@ from isobit.frame.backend import Backend
 if TYPE_CHECKING:
     from isobit.frame.replay import Plan
 
+#: Of the ops of `torch.library`: the name that the package was imported under, so that a copy under another
+#: name, as the Hugging Face Hub loads it, has ops of its own.
+NAMESPACE = __name__.partition(".")[0]
+
 _profiler = torch.autograd.profiler
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
@@ -46,6 +50,11 @@ class _Recurrence:
     def count(self) -> None:
         """A sample has recurred."""
         self._recurred += 1
+
+
+def validates(validate: bool | None) -> bool:
+    """Whether tensor values are to be checked, by what the caller gave: None leaves it to the environment."""
+    return os.environ.get("ISOBIT_VALIDATE") == "1" if validate is None else validate
 
 
 class CallPlan(Body):
@@ -104,9 +113,7 @@ class CallPlan(Body):
 
     def _must_check(self) -> bool:
         """Whether tensor values must be checked."""
-        if self._validate is not None:
-            return self._validate
-        return os.environ.get("ISOBIT_VALIDATE") == "1"
+        return validates(self._validate)
 
     def run_backend(self, tensors: Sequence[Tensor]) -> Any:
         """Check tensor values, tell a profiler the name of the call, and run the backend's function, or
@@ -115,7 +122,7 @@ class CallPlan(Body):
             self._check(self.values(tensors))
         profiled = autocast = _AS_IT_IS
         if _profiler._is_profiler_enabled:
-            profiled = torch.profiler.record_function(f"isobit::{self._name}")  # as the dispatcher would say
+            profiled = torch.profiler.record_function(f"{NAMESPACE}::{self._name}")  # as the dispatcher would
         with profiled:
             if self._recorded is not None and self._recorded.can_run():
                 return self._recorded(tensors)

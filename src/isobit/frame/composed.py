@@ -11,7 +11,6 @@ because a graph cannot contain code that is unknown before it runs. An argument 
 a number may be anything; its rules check it.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isobit.frame.backend import Args, Backend, choose
+from isobit.frame.call_plan import validates
 from isobit.frame.contract import Contract, ContractError
 from isobit.frame.op import CONTROLS, OPS, Op
 from isobit.frame.public_op import F, PublicOp
@@ -93,7 +93,7 @@ class Composed(PublicOp):
         backend = choose(self.contract, self.backends, args, controls, device)
         validate = controls["validate"]
         if validate is None:
-            validate = device.type == "cpu" or os.environ.get("ISOBIT_VALIDATE") == "1"
+            validate = device.type == "cpu" or validates(None)
         if validate:
             self._check_values(values)
         return Served(args, backend.name, validate)

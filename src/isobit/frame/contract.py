@@ -324,7 +324,8 @@ class Contract:
                 raise self.error(p.name, value, rule)
             return value
         if p.scalar is None:
-            raise self.error(p.name, value, f"must be a tensor, not {type(value).__name__}")
+            advice = "; torch.from_numpy makes one of it" if type(value).__name__ == "ndarray" else ""
+            raise self.error(p.name, value, f"must be a tensor, not {type(value).__name__}{advice}")
         try:
             number = _as_scalar(value, p.scalar)
         except TypeError:

@@ -47,7 +47,7 @@ from isobit.frame.backend import (
     whole_path,
 )
 from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
-from isobit.frame.call_plan import CallPlan
+from isobit.frame.call_plan import NAMESPACE, CallPlan
 from isobit.frame.contract import MISSING, Contract, ContractError, Param, params_of
 from isobit.frame.derivative import Derivative, Grads
 from isobit.frame.numerics_class import Numerics
@@ -55,7 +55,7 @@ from isobit.frame.numerics_class import Numerics
 #: Every op by name. Declarations add themselves when they are imported.
 OPS: dict[str, "Op"] = {}
 
-_LIBRARY = torch.library.Library("isobit", "FRAGMENT")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 #: Arguments that every op takes. `prefer`: the backend to try first, before all others of the numerics class.
 CONTROLS = tuple(
@@ -100,10 +100,10 @@ class Op:
         """Make it an op of `torch.library`."""
         _LIBRARY.define(self.contract.schema())
         _LIBRARY.impl(self.name, self._run_for_torch, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"isobit::{self.name}", self._fake_for_torch, lib=_LIBRARY)
-        self.torch_op = getattr(torch.ops.isobit, self.name).default
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", self._fake_for_torch, lib=_LIBRARY)
+        self.torch_op = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         if self.flops is not None:
-            register_flop_formula(getattr(torch.ops.isobit, self.name), get_raw=True)(self._count_flops)
+            register_flop_formula(self.torch_op.overloadpacket, get_raw=True)(self._count_flops)
         self._applied: Applied | None = None  # the autograd function, if the op has a gradient or refuses one
         self._made_true: tuple[int, ...] = ()  # positions of flags that are set where a backward may follow
         OPS[self.name] = self
@@ -271,7 +271,7 @@ class Op:
             return self.torch_op(*self.contract.to_torch(self.bind(given)))
         values = self.contract.in_order(given)
         key = plan = None
-        watched = _watched() or forward_ad._current_level >= 0
+        watched = is_watched() or forward_ad._current_level >= 0
         if not watched:
             key = cache_key_of(values, _grad_enabled())
             plan = self._cached_plan(key)
@@ -348,7 +348,7 @@ class Op:
                 return False
             if torch._C._functorch.is_legacy_batchedtensor(t):
                 return False
-        return not _watched()
+        return not is_watched()
 
     def _run(self, *values: Any) -> Any:
         """The body, below autograd."""
@@ -453,7 +453,7 @@ _dispatch_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
-def _watched() -> bool:
+def is_watched() -> bool:
     """Whether a dispatch mode, a trace or a transform is active, which must see every call."""
     return _dispatch_modes() > 0 or _tracing_state() is not None or _transform() is not None
 

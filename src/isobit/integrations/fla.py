@@ -12,7 +12,8 @@ including those that imported the function earlier.
     print(on.served, on.passed)
 
 Calls that isobit does not serve are passed on to FLA's own kernel. They are counted by reason, with a warning
-for the first of each.
+for the first of each. Where no call can be served, because there is no GPU for the backend, `enable` warns at
+once.
 """
 
 import inspect
@@ -26,7 +27,9 @@ from typing import Any
 import torch
 
 from isobit.frame.backend import Backend, UnsupportedError
+from isobit.frame.caller import warn
 from isobit.frame.contract import dtype_name
+from isobit.frame.device import default_device, hopper_cannot_run, triton_cannot_run
 from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.ops.delta_rule.op import backward as op
 from isobit.ops.delta_rule.op import chunk_gated_delta_rule_bwd_dhu
@@ -221,6 +224,25 @@ class _Patch(Patch):
 
 
 SWITCH = Switch("isobit.integrations.fla")
+
+#: Why the kernels of a backend cannot run on a device; the others run everywhere.
+_CANNOT_RUN = {"hopper": hopper_cannot_run, "triton": triton_cannot_run}
+
+
+def _warn_if_nothing_is_served(backend: str) -> None:
+    """A GPU that is not in use yet is not looked at: that would start CUDA, and a process that is forked
+    later could not use it."""
+    if backend not in _CANNOT_RUN or (torch.accelerator.is_available() and not torch.cuda.is_initialized()):
+        return
+    reason = _CANNOT_RUN[backend](default_device())
+    if reason is not None:
+        warn(
+            f"{SWITCH.name}: backend {backend!r} can serve no call here: {reason}. Calls are passed on to "
+            "FLA's own kernels, which need a GPU. enable('triton') is for GPUs that are not Hopper, and "
+            "enable('reference') for CPU tensors"
+        )
+
+
 _fla: _Fla | None = None  # checked
 
 
@@ -230,7 +252,8 @@ def enable(backend: str = "hopper") -> Enabled:
 
     Args:
         backend: the backend of isobit to use: "hopper", or, without such a GPU, "triton" or "reference".
-            Calls that it cannot serve are passed on to FLA's own kernel.
+            Calls that it cannot serve are passed on to FLA's own kernel. If it can serve none, because there
+            is no such GPU, this warns.
 
     Returns:
         An object with `served`, the number of calls that isobit has computed, and `passed`, the number of
@@ -254,6 +277,7 @@ def enable(backend: str = "hopper") -> Enabled:
         global _fla
         if _fla is None or getattr(sys.modules.get(MODULE), NAME, None) is not _fla.function:
             _fla = _checked()
+        _warn_if_nothing_is_served(backend)
         patch = _Patch(_fla, serving)
         _register(_fla, patch)
         return patch

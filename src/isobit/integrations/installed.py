@@ -1,5 +1,6 @@
 """Which of the supported libraries are installed, and whether isobit is enabled there."""
 
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple
@@ -51,8 +52,11 @@ def _state(name: str, library: _Library, probe: bool) -> str:
     if not probe:
         return f"{version}; off: isobit.integrations.{name}.enable() turns it on"
     try:
-        with library.enable():
-            return f"{version}; off, and can be turned on"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with library.enable():
+                but = "".join(f", but {each.message}" for each in said if f".{name}: " in str(each.message))
+                return f"{version}; off, and can be turned on{but}"
     except Exception as error:  # report whatever a library's import raises
         return f"{version}; cannot be turned on: {type(error).__name__}: {error}"
 

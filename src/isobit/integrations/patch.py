@@ -33,12 +33,13 @@ class Patch:
         with self.lock:
             self.served += 1
 
-    def count_passed(self, reason: str) -> None:
+    def count_passed(self, reason: str, comment: str = "") -> None:
+        """The first call of each reason warns, with a comment if there is one."""
         with self.lock:
             self.passed[reason] += 1
             first = self.passed[reason] == 1
         if first:
-            warn(f"{self.instead}: {reason}")
+            warn(f"{self.instead}: {reason}{comment}")
 
     def undo(self) -> None:
         """Restore what was replaced."""

@@ -12,13 +12,23 @@ weights remain TRL's own.
     print(on.served, on.passed)
 
 Calls that need more than log-probabilities and entropies are passed on to TRL's own function. They are
-counted by reason, with a warning for the first of each.
+counted by reason, with a warning for the first of each. That is normal for the policies of SFT, DPO and KTO.
+
+With an adapter (LoRA) the reference of DPO and KTO is the same model with its adapter switched off, so its
+calls request what the policy needs. TRL reads nothing but log-probabilities of them, so they are served: a
+call without gradients inside TRL's `use_adapter` is one of a reference.
 """
 
 import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.frame.backend import UnsupportedError
@@ -34,7 +44,24 @@ ARGUMENTS = (
     "logit_scale=1.0", "outputs",
 )  # fmt: skip
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-INSTALL = "pip install trl==1.16.0"
+
+
+def install_hint(python: tuple[int, ...]) -> str:
+    """How to get a TRL that is supported; on Python 3.10 there is none."""
+    hint = "pip install trl==1.16.0"
+    if python >= (3, 11):
+        return hint
+    return f"{hint}, which needs Python 3.11 or newer, and this is {python[0]}.{python[1]}"
+
+
+INSTALL = install_hint(sys.version_info[:2])
+
+#: TRL's context manager in which a model with an adapter is its own reference.
+ADAPTER = "use_adapter"
+
+NORMAL = (
+    ", which isobit does not compute. That is normal for the policies of SFT, DPO and KTO: nothing is wrong"
+)
 
 
 class TRLError(UnsupportedError):
@@ -43,17 +70,51 @@ class TRLError(UnsupportedError):
 
 SWITCH = Switch("isobit.integrations.trl")
 
+#: Whether the model is its own reference now, with another adapter or none.
+_of_reference: ContextVar[bool] = ContextVar("of_reference", default=False)
+
+Adapters = Callable[..., AbstractContextManager[Any]]
+
+
+def _marked(theirs: Adapters) -> Adapters:
+    """TRL's `use_adapter`, in which calls are known to be of a reference."""
+
+    @contextmanager
+    def use_adapter(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with theirs(*args, **kwargs) as given:
+            before = _of_reference.set(True)
+            try:
+                yield given
+            finally:
+                _of_reference.reset(before)
+
+    return use_adapter
+
+
+def _replace_in_trl(old: Any, new: Any) -> None:
+    """In all modules of TRL that are loaded: trainers import the name, some before this and some after."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "trl" and vars(module).get(ADAPTER) is old:
+            setattr(module, ADAPTER, new)
+
 
 class _Patch(Patch):
-    """Replaces TRL's function."""
+    """Replaces TRL's function, and marks the calls of references."""
 
     def __init__(self, module: ModuleType, backend: str | None) -> None:
         own = f"{SWITCH.name}: TRL's own function serves log-probabilities here"
         super().__init__(backend=backend, instead=own)
         self.module, self.theirs = module, vars(module)[NAME]
+        self.their_adapters: Adapters = vars(module)[ADAPTER]
+        self.our_adapters = _marked(self.their_adapters)
+
+    def do(self) -> None:
+        setattr(self.module, NAME, self)
+        _replace_in_trl(self.their_adapters, self.our_adapters)
 
     def undo(self) -> None:
         setattr(self.module, NAME, self.theirs)
+        _replace_in_trl(self.our_adapters, self.their_adapters)
 
     def apply(
         self,
@@ -72,9 +133,11 @@ class _Patch(Patch):
         options = {"temperature": temperature, "softcap": final_logit_softcapping, "logit_scale": factor}
         call = Call(options | {"return_entropy": "entropy" in outputs}, self.backend)
         more = sorted(set(outputs) & {"log_sum_sq_probs", "mean_logits", "is_top1"})
+        if _of_reference.get() and not torch.is_grad_enabled():
+            more = []  # TRL reads them of a policy alone
         reason = f"it wants {', '.join(more)} too" if more else call.why_not(hidden, weight, bias)
         if reason is not None:
-            self.count_passed(reason)
+            self.count_passed(reason, NORMAL if more else "")
             return self.theirs.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale,
                 outputs,
@@ -99,11 +162,11 @@ def _installed() -> ModuleType:
             f"isobit.integrations.trl: TRL is not installed: {INSTALL}", name="trl"
         ) from error
     module = import_module(MODULE)
-    function = vars(module).get(NAME)
-    supported = f"isobit supports TRL 1.16: {INSTALL}"
-    if function is None or not hasattr(module, "maybe_gather_lm_head_ctx"):
-        raise TRLError(f"isobit.integrations.trl: TRL {version} has no {NAME} in {MODULE} ({supported})")
-    _, *parameters = inspect.signature(function.forward).parameters.values()  # the first is ctx
+    supported = f"isobit supports TRL 1.15 and 1.16: {INSTALL}"
+    for name in (NAME, "maybe_gather_lm_head_ctx", ADAPTER):
+        if vars(module).get(name) is None:
+            raise TRLError(f"isobit.integrations.trl: TRL {version} has no {name} in {MODULE} ({supported})")
+    _, *parameters = inspect.signature(vars(module)[NAME].forward).parameters.values()  # the first is ctx
     arguments = [str(p.replace(annotation=p.empty)) for p in parameters]
     if arguments[-1:] == [f"outputs={OUTPUTS!r}"]:
         arguments[-1] = "outputs"
@@ -129,7 +192,7 @@ def enable(backend: str | None = None) -> Enabled:
 
     Raises:
         ModuleNotFoundError: TRL is not installed.
-        TRLError: the function of the installed TRL differs in its signature from that of 1.16.
+        TRLError: the function of the installed TRL differs in its signature from that of 1.15 and 1.16.
         ContractError: no such backend, or it is enabled with another one.
 
     Example:
@@ -144,7 +207,7 @@ def enable(backend: str | None = None) -> Enabled:
 
     def apply() -> _Patch:
         patch = _Patch(_installed(), backend)
-        setattr(patch.module, NAME, patch)
+        patch.do()
         return patch
 
     return SWITCH.on(backend, apply)

@@ -16,6 +16,9 @@ from isobit.ops.det_gemm import det_linear
 
 _HALF = (torch.bfloat16, torch.float16)
 
+#: Options of a `DetLinear`, stored on the layer.
+_OPTIONS = ("operand_dtype", "out_dtype", "numerics", "backend")
+
 #: Devices with autocast. On others PyTorch must be asked first: querying the state there is an error.
 _AUTOCAST = ("cuda", "cpu")
 
@@ -28,11 +31,12 @@ class DetLinear(nn.Linear):
     """`nn.Linear` through `isobit.det_linear`: the same parameters and the same state dict.
 
     Parameters are bf16 or fp16. fp32 parameters work under `torch.autocast`, where they are rounded to its
-    dtype as for `nn.Linear`: weight, bias and input.
+    dtype as for `nn.Linear`: weight, bias and input. With `operand_dtype` they are rounded to that, under
+    autocast and without it.
 
     Args:
         in_features, out_features, bias, device, dtype: as for `nn.Linear`.
-        out_dtype, numerics, backend: as for `isobit.det_linear`.
+        operand_dtype, out_dtype, numerics, backend: as for `isobit.det_linear`.
 
     Example:
         >>> import torch, isobit
@@ -44,6 +48,8 @@ class DetLinear(nn.Linear):
         True
     """
 
+    operand_dtype: torch.dtype | None = None  # of layers that were pickled before there was this option
+
     def __init__(
         self,
         in_features: int,
@@ -52,19 +58,22 @@ class DetLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        operand_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> None:
-        _known("DetLinear", numerics, backend)
+        _known("DetLinear", operand_dtype, numerics, backend)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.out_dtype, self.numerics, self.backend = out_dtype, numerics, backend
+        self.operand_dtype, self.out_dtype = operand_dtype, out_dtype
+        self.numerics, self.backend = numerics, backend
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
         *,
+        operand_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         numerics: str | Numerics | None = None,
         backend: str | None = None,
@@ -75,28 +84,29 @@ class DetLinear(nn.Linear):
             raise ContractError(f"DetLinear.from_linear(linear: {type(linear).__name__}): {reason}")
         made = cls(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta",
-            out_dtype=out_dtype, numerics=numerics, backend=backend,
+            operand_dtype=operand_dtype, out_dtype=out_dtype, numerics=numerics, backend=backend,
         )  # fmt: skip
         made.weight, made.bias = linear.weight, linear.bias
         return made.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        kind, weight, operand_dtype = input.device.type, self.weight, None
-        autocast = torch.is_autocast_enabled(kind) if kind in _AUTOCAST else _autocasts(kind)
-        if autocast and torch.float64 not in (input.dtype, weight.dtype):  # autocast leaves fp64 alone
-            operand_dtype = torch.get_autocast_dtype(kind)
-        elif weight.dtype not in _HALF:
-            raise ContractError(
-                f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
-                ".to(torch.bfloat16) on the module, or run it under torch.autocast"
-            )
+        kind, weight, operand_dtype = input.device.type, self.weight, self.operand_dtype
+        if operand_dtype is None:
+            autocast = torch.is_autocast_enabled(kind) if kind in _AUTOCAST else _autocasts(kind)
+            if autocast and torch.float64 not in (input.dtype, weight.dtype):  # autocast leaves fp64 alone
+                operand_dtype = torch.get_autocast_dtype(kind)
+            elif weight.dtype not in _HALF:
+                raise ContractError(
+                    f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
+                    ".to(torch.bfloat16) on the module, or run it under torch.autocast"
+                )
         return det_linear(
             input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
             numerics=self.numerics, backend=self.backend,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        options = {"out_dtype": self.out_dtype, "numerics": self.numerics, "backend": self.backend}
+        options = {name: getattr(self, name) for name in _OPTIONS}
         given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         return ", ".join([super().extra_repr(), *given])
 
@@ -121,8 +131,8 @@ class Swap:
                 )
         for layer in self._layers:
             set_class(layer, nn.Linear)
-            for option in ("out_dtype", "numerics", "backend"):
-                delattr(layer, option)
+            for option in _OPTIONS:
+                vars(layer).pop(option, None)
         self._layers.clear()
 
 
@@ -130,6 +140,7 @@ def swap_linear(
     model: nn.Module,
     where: Callable[[str, nn.Linear], bool] | Iterable[str] | None = None,
     *,
+    operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -147,7 +158,7 @@ def swap_linear(
         model: any module; itself, if it is an `nn.Linear`, under the name "".
         where: names of layers, or a function of (name, layer) that says which; None is all of them. A name
             that cannot be swapped is an error.
-        out_dtype, numerics, backend: as for `isobit.det_linear`, the same for all layers.
+        operand_dtype, out_dtype, numerics, backend: as for `isobit.det_linear`, the same for all layers.
 
     Returns:
         A `Swap`: `swapped`, a list of names; `skipped`, reasons by name; `undo()`.
@@ -164,7 +175,7 @@ def swap_linear(
     """
     if isinstance(where, str):
         raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
-    _known("swap_linear", numerics, backend)
+    _known("swap_linear", operand_dtype, numerics, backend)
     linears = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
     chosen, by_name = _chosen(linears, where)
     reasons = {name: _cannot_swap(layer) or _not_called(model, name) for name, layer in chosen.items()}
@@ -177,14 +188,19 @@ def swap_linear(
     for name, layer in chosen.items():
         if name not in swap.skipped:
             set_class(layer, DetLinear)
-            layer.out_dtype, layer.numerics, layer.backend = out_dtype, numerics, backend  # type: ignore[assignment]
+            options = (operand_dtype, out_dtype, numerics, backend)
+            vars(layer).update(zip(_OPTIONS, options, strict=True))
             swap.swapped.append(name)
             swap._layers.append(layer)
     return swap
 
 
-def _known(what: str, numerics: str | Numerics | None, backend: str | None) -> None:
-    """A class or a backend that does not exist for products is an error now, not at the first forward."""
+def _known(
+    what: str, operand_dtype: torch.dtype | None, numerics: str | Numerics | None, backend: str | None
+) -> None:
+    """An option that does not exist for products is an error now, not at the first forward."""
+    if operand_dtype not in (None, *_HALF):
+        raise ContractError(f"{what}(operand_dtype: {operand_dtype}): must be bf16, fp16 or None")
     if numerics is not None and str(numerics).split("/")[0] not in (str(CHAIN16), str(NO_CLASS)):
         known = f"{CHAIN16} (also with the name of other hardware behind it, {CHAIN16}/sm_80), {NO_CLASS}"
         raise ContractError(f"{what}(numerics: {str(numerics)!r}): no class of products; known: {known}")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from isobit.losses.rows import INF, Rows, Stats
+from isobit.losses.rows import Rows, Stats
 
 
 def entropy_bonus(
@@ -39,5 +39,5 @@ def entropy_bonus(
     """
     rows = Rows("entropy_bonus", logp, mask)
     entropies = rows.differentiable("entropy", entropy)
-    loss = -rows.number("coef", coef, -INF) * rows.normalized(entropies, normalizer)
+    loss = -rows.finite("coef", coef) * rows.normalized(entropies, normalizer)
     return loss, {"entropy": rows.total(entropies), "tokens": rows.active.sum()}

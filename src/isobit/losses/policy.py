@@ -1,10 +1,11 @@
 """Policy losses. Their terms are in `terms.py`; the losses differ in how terms are summed and normalised."""
 
+import torch
 from torch import Tensor
 
 from isobit.losses.kl import Estimator
-from isobit.losses.rows import Rows, Stats
-from isobit.losses.terms import Extras, clipped, summed
+from isobit.losses.rows import INF, Rows, Stats
+from isobit.losses.terms import Extras, clipped, finite_if_unused, summed
 
 
 def grpo(
@@ -364,7 +365,10 @@ def cispo(
     low, high = 1 - rows.number("clip_low", clip_low, 0, 1), 1 + rows.number("clip_high", clip_high, 0)
     log_ratio = rows.log_ratio(old_logp)
     ratio = log_ratio.detach().exp()
-    policy = -ratio.clamp(low, high) * rows.constant("advantages", advantages, per_sequence=True) * rows.logp
+    A = rows.constant("advantages", advantages, per_sequence=True)
+    weight = -finite_if_unused(ratio.clamp(low, high), A) * A
+    # A token of probability 0 that has no weight: 0 * -inf must be 0 here.
+    policy = weight * torch.where((weight == 0) & (rows.logp == -INF), 0.0, rows.logp)
     clips = {"clip_low": rows.total(ratio < low), "clip_high": rows.total(ratio > high)}
     extras = Extras(rollout_weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef)
     return summed(rows, policy, log_ratio, clips, extras, normalizer)

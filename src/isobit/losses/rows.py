@@ -4,6 +4,7 @@ A masked row is replaced by zeros on entry: its log-ratio, advantage, KL and ent
 term. Values there, NaN included, are gone before an exp could turn the gradient into 0 * inf.
 """
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.contract import ContractError, describe
+from isobit.kernels.host.difference import difference
 
 Stats = dict[str, Tensor]
 INF = float("inf")
@@ -20,22 +22,33 @@ class Rows:
     """The rows of one call: their log-probabilities, which of them are live, and the sequence of each."""
 
     def __init__(
-        self, loss: str, logp: Tensor, mask: Tensor | None = None, sequence_ids: Tensor | None = None
+        self,
+        loss: str,
+        logp: Tensor,
+        mask: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+        name: str = "logp",
     ) -> None:
-        self.loss = loss
-        if not isinstance(logp, Tensor) or not logp.is_floating_point() or logp.ndim == 0:
-            raise self.error("logp", logp, "must be a floating point tensor [n] or [B, T]")
-        self.shape = logp.shape
+        """`name` is that of the argument in the function `loss`, for errors."""
+        self.loss, self.name = loss, name
+        if not isinstance(logp, Tensor) or not logp.is_floating_point() or logp.ndim not in (1, 2):
+            raise self.error(name, logp, "must be a floating point tensor [n] or [B, T]")
+        self.shape, self.device = logp.shape, logp.device
         self.dtype = torch.promote_types(logp.dtype, torch.float32)  # losses are fp32, or fp64 for fp64
         self.live = None if mask is None else self._integers("mask", mask, "a bool or integer") != 0
         self.sequence_ids = sequence_ids
         if sequence_ids is not None:
             self._integers("sequence_ids", sequence_ids, "an integer")
-        self.logp = self.differentiable("logp", logp)
+        self.logp = self.differentiable(name, logp)
         self.active = self.zero_masked(torch.ones_like(self.logp.detach()))  # 1 for live rows, else 0
 
     def error(self, name: str, value: Any, rule: str) -> ContractError:
         return ContractError(f"{self.loss}({name}: {describe(value)}): {rule}")
+
+    def _with_rows(self, name: str, value: Tensor) -> Tensor:
+        if value.device != self.device:
+            raise self.error(name, value, f"is on {value.device} but {self.name} is on {self.device}")
+        return value
 
     # Inputs
 
@@ -43,7 +56,7 @@ class Rows:
         """An input in the shape and dtype of the rows, 0 where they are masked; some may be one per
         sequence."""
         if isinstance(value, Tensor):
-            of_rows: Tensor | None = value.to(self.dtype)
+            of_rows: Tensor | None = self._with_rows(name, value).to(self.dtype)
             if value.shape != self.shape:
                 of_rows = self._repeated(value.to(self.dtype)) if per_sequence else None
             if of_rows is not None:
@@ -71,21 +84,28 @@ class Rows:
 
     def log_ratio(self, old_logp: Tensor | None) -> Tensor:
         """logp - old_logp; without old_logp it is 0, with the gradient of logp."""
-        return self.logp - (self.logp.detach() if old_logp is None else self.constant("old_logp", old_logp))
+        old = self.logp.detach() if old_logp is None else self.constant("old_logp", old_logp)
+        return difference(self.logp, old)
 
     def number(self, name: str, value: Any, least: float, most: float = INF) -> float:
         # Not a tensor: it decides whether there is a term at all, and reading a tensor would wait for the
-        # GPU.
-        if not isinstance(value, Real) or not least <= float(value) <= most:
+        # GPU. Not a bool either: True would be taken for 1.
+        if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
             bounds = f" from {least:g} to {most:g}" if most < INF else f" not below {least:g}"
             raise self.error(name, value, f"must be a number{bounds if least > -INF else ''}")
         return float(value)
+
+    def finite(self, name: str, value: Any, least: float = -INF) -> float:
+        """A number that multiplies or divides: an infinite one would make terms of 0 NaN."""
+        if not math.isfinite(number := self.number(name, value, least)):
+            raise self.error(name, value, "must be finite")
+        return number
 
     def _integers(self, name: str, value: Tensor, kind: str) -> Tensor:
         given = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         if not given or value.shape != self.shape:
             raise self.error(name, value, f"must be {kind} tensor {list(self.shape)}")
-        return value
+        return self._with_rows(name, value)
 
     # Rows and sequences
 
@@ -107,7 +127,7 @@ class Rows:
         if self.sequence_ids is None:
             if len(self.shape) == 1:
                 rule = "whole sequences are needed: rows [B, T], or sequence_ids"
-                raise self.error("logp", self.logp, rule)
+                raise self.error(self.name, self.logp, rule)
             return x.sum(-1, keepdim=True).expand(self.shape)
         _, number = self._sequences()
         # There are at most as many sequences as rows, so nothing has to be read back to know their number.
@@ -132,8 +152,10 @@ class Rows:
         if isinstance(normalizer, Tensor):
             if normalizer.ndim != 0:
                 raise self.error("normalizer", normalizer, "must be a number or a tensor without dimensions")
+            if normalizer.device.type != "cpu":  # one on the CPU may divide rows that are elsewhere
+                self._with_rows("normalizer", normalizer)
             divisor = normalizer.detach().to(self.dtype)
-        elif value := self.number("normalizer", normalizer, 0):
+        elif value := self.finite("normalizer", normalizer, 0):
             return total / value
         else:
             divisor = torch.zeros_like(total)

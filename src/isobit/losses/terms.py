@@ -30,13 +30,18 @@ def clipped(
     ratio = log_ratio.detach().exp()
     is_low, is_high = (ratio < low) & (A < 0), (ratio > high) & (A > 0)
     stats = {"clip_low": rows.total(is_low), "clip_high": rows.total(is_high)}
-    is_constant, constant = is_low | is_high | (A == 0), ratio.clamp(low, high)
+    is_constant, constant = is_low | is_high | (A == 0), finite_if_unused(ratio.clamp(low, high), A)
     if dual_clip is not None:
         is_dual = (ratio > rows.number("dual_clip", dual_clip, 1)) & (A < 0)
         is_constant, constant = is_constant | is_dual, torch.where(is_dual, dual_clip, constant)
         stats["clip_dual"] = rows.total(is_dual)
     # Clipped ratios do not go through exp: one that overflows would have the gradient 0 * inf.
     return -A * torch.where(is_constant, constant, torch.where(is_constant, 0.0, log_ratio).exp()), stats
+
+
+def finite_if_unused(ratio: Tensor, A: Tensor) -> Tensor:
+    """The ratio, with 1 in place of an infinite one whose advantage is 0: 0 * inf must be 0 there."""
+    return torch.where((A == 0) & (ratio == INF), 1.0, ratio)
 
 
 class Extras(NamedTuple):
@@ -67,14 +72,14 @@ def summed(
         policy = policy * rows.constant("rollout_weights", weights, per_sequence=True)
     terms, stats = policy, {"policy_loss": rows.normalized(policy.detach() / lengths, normalizer), **clips}
     stats |= {"ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
-    if rows.number("beta", beta, 0) != 0:  # otherwise 0 times a KL that overflows would be NaN
-        if kl_estimator not in ESTIMATORS:
-            raise rows.error("kl_estimator", kl_estimator, f"must be one of {', '.join(ESTIMATORS)}")
+    if kl_estimator not in ESTIMATORS:  # a mistake, even if beta is 0 so far
+        raise rows.error("kl_estimator", kl_estimator, f"must be one of {', '.join(ESTIMATORS)}")
+    if rows.finite("beta", beta, 0) != 0:  # otherwise 0 times a KL that overflows would be NaN
         kl = ESTIMATORS[kl_estimator](rows.logp, rows.constant("ref_logp", ref_logp))
         kl = kl * log_ratio.exp() if unbiased_kl else kl
         terms, stats["kl"] = terms + beta * kl, rows.total(kl)
     if entropy is not None:
         stats["entropy"] = rows.total(rows.differentiable("entropy", entropy))
-    if rows.number("entropy_coef", entropy_coef, -INF) != 0:
+    if rows.finite("entropy_coef", entropy_coef) != 0:
         terms = terms - entropy_coef * rows.differentiable("entropy", entropy)
     return rows.normalized(terms / lengths, normalizer), stats

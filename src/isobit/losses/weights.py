@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from isobit.kernels.host.difference import difference
 from isobit.losses.rows import Rows
 
 
@@ -49,9 +50,9 @@ def truncated_weights(
         >>> losses.truncated_weights(old_logp, rollout_logp, cap=2.0)
         tensor([1.0000, 0.6065, 2.0000])
     """
-    rows = Rows("truncated_weights", old_logp, mask, sequence_ids)
+    rows = Rows("truncated_weights", old_logp, mask, sequence_ids, name="old_logp")
     cap = rows.number("cap", cap, 0.0)
-    log_weight = rows.logp.detach() - rows.constant("rollout_logp", rollout_logp)
+    log_weight = difference(rows.logp.detach(), rows.constant("rollout_logp", rollout_logp))
     if level == "sequence":
         log_weight = rows.sequence_sum(log_weight)
     elif level != "token":

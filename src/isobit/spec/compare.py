@@ -35,15 +35,26 @@ class OutputCheck:
     passed: bool
     message: str
     #: At the worst element: our distance from the truth, and that of plain PyTorch. The bound there is the
-    #: second plus `atol`.
+    #: second plus `atol`, the slack; and the part of the slack that is used, above 1 if it does not suffice.
     worst_abs: float = 0.0
     torch_abs: float = 0.0
+    slack_used: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """NaN and infinities as strings: JSON has no numbers for them."""
         return {
             k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
         }
+
+
+def part_used(ours: float, torchs: float, slack: float) -> float:
+    """The part of the slack that an error uses: what it exceeds torch's error by, over the slack. It is 0 for
+    a result that is as close to the truth as torch's, whatever both errors are. NaN is beyond any slack."""
+    # Where plain torch itself has no number, its error excuses nothing.
+    beyond = ours - (torchs if math.isfinite(torchs) else 0.0)
+    if beyond <= 0:
+        return 0.0
+    return beyond / slack if slack > 0 and math.isfinite(beyond) else math.inf
 
 
 def failure(output: str, message: str) -> OutputCheck:
@@ -90,7 +101,7 @@ def against_truth(
             True,
             "",
         )
-    flat = int((excess / scale.clamp_min(torch.finfo(torch.float64).tiny)).argmax())
+    flat = _worst(error, torch_error, slack * scale)
     worst = [int(i) for i in torch.unravel_index(torch.tensor(flat), ours.shape)]
     at = tuple(worst)
     finite = error[error.isfinite()]
@@ -114,11 +125,21 @@ def against_truth(
         worst_index=worst,
         worst_abs=float(error[at]),
         torch_abs=float(torch_error[at]),
+        slack_used=part_used(float(error[at]), float(torch_error[at]), float(slack * scale[at])),
         passed=held,
         message=message
         if held
         else f"{int((excess > 0).sum())} of {ours.numel()} beyond the bound; {message}",
     )
+
+
+def _worst(error: Tensor, torch_error: Tensor, slack: Tensor) -> int:
+    """The element that uses most of its slack; the largest error, if none uses a hundredth. Otherwise it
+    would be any of those that are as wrong as torch, and often the tiniest."""
+    beyond = error - torch.where(torch_error.isfinite(), torch_error, 0.0)
+    used = beyond / slack.clamp_min(torch.finfo(torch.float64).tiny)
+    used = torch.where(beyond.isnan(), float("inf"), used).nan_to_num(0.0, posinf=float("inf"))
+    return int((used if bool((used > 0.01).any()) else error).argmax())
 
 
 def _distance(x: Tensor, truth: Tensor) -> Tensor:

@@ -77,6 +77,22 @@ def laid_out(t: Tensor, layout: str) -> Tensor:
     return view.copy_(t)
 
 
+def every_other(args: Args, *more: str) -> Args:
+    """Arguments with one number per row, with a stride of 2."""
+    return laid_out_some(args, ("token_ids", "mask", "temperature", *more), "strided")
+
+
+def incoming(gradient: Tensor, layout: str) -> Tensor:
+    """A gradient as autograd may hand it on: transposed (the column of a matrix, if it has one dimension), or
+    sliced out of a larger tensor. What lies between is NaN."""
+    if gradient.ndim == 0:
+        return gradient
+    if gradient.ndim == 1:
+        columns, first = (3, 1) if layout == "transposed" else (2, 0)
+        return gradient.new_full((len(gradient), columns), NAN)[:, first].copy_(gradient)
+    return laid_out(gradient, "transposed" if layout == "transposed" else "offset")
+
+
 def laid_out_some(args: Args, names: Iterable[str], layout: str) -> Args:
     given = (name for name in names if isinstance(args.get(name), Tensor))
     return args | {name: laid_out(args[name], layout) for name in given}
@@ -119,9 +135,21 @@ def mask_of(wanted: torch.dtype | float | str, N: int, ids: Tensor, ignore_index
         return None
     if isinstance(wanted, torch.dtype):
         ids[index % 8 == 6] = ignore_index
-        return (index % 4 != 3).to(wanted)
+        return mask_in(wanted, index % 4 != 3)
     assert not isinstance(wanted, str)
     return random_mask(wanted, N)
+
+
+def mask_in(dtype: torch.dtype, live: Tensor) -> Tensor:
+    """A mask of this dtype. What counts is not 0, but seldom 1: it may be negative, or have a low byte of 0,
+    as far as the dtype has such numbers."""
+    if dtype == torch.bool:
+        return live
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    some = (value for value in (256, 2, -1, 127, 1 << 32) if least <= value <= most)
+    values = torch.tensor(list(some), device=live.device)
+    turn = live.flatten().cumsum(0).view(live.shape) % len(values)
+    return torch.where(live, values[turn], 0).to(dtype)
 
 
 def random_mask(fraction: float, N: int) -> Tensor:

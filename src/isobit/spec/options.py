@@ -3,6 +3,7 @@
 The names and types of values are those of an op's declared cases, so there is no second list of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,5 +103,6 @@ def text_of(value: Any) -> str:
 
 
 def words(options: Options) -> dict[str, Any]:
-    """Options for JSON: dtypes by name, the rest unchanged."""
-    return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in options.items()}
+    """Options for JSON: dtypes by name, infinity too, which JSON does not have, the rest unchanged."""
+    by_name = {k for k, v in options.items() if isinstance(v, torch.dtype) or v in (math.inf, -math.inf)}
+    return {k: text_of(v) if k in by_name else v for k, v in options.items()}

@@ -94,6 +94,15 @@ class Control:
 
 
 @dataclass(frozen=True)
+class NoSum:
+    """In place of controls: nothing is added here, so there is no other order that could change bits. `why`
+    says so in words. The law tests it: an element of an output, or of a gradient that has rows, depends on
+    one element of each floating-point argument and incoming gradient at most."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Stream:
     """For an op that sums over its rows: the names of the arguments that mask rows, where sequences
     begin, and the initial value. Segments of `segment` rows are added one after another."""
@@ -166,8 +175,8 @@ class Proof:
     #: Size of the largest intermediate of every element of every output and gradient, from fp64 inputs,
     #: outputs and cotangents: the unit of the accuracy law's slack.
     scale: Callable[[Args, Sequence[Tensor], Sequence[Tensor]], dict[str, Tensor]]
-    #: Negative controls of the invariant law.
-    controls: Sequence[Control]
+    #: Negative controls of the invariant law, which fails without one; or that there can be none, and why.
+    controls: Sequence[Control] | NoSum
     #: Rows that must change nothing wherever they are: (args, rows) -> row-wise arguments.
     padding: Callable[[Args, int], Args]
     #: Other strides and alignments of the same values.
@@ -219,6 +228,9 @@ class Proof:
     #: An invariant law of its own, for a function whose outputs are sums over the batch and whose rows have
     #: forms that a contract cannot express: (trial) -> checks.
     invariant: Callable[[Any], list[Any]] | None = None
+    #: Parts of a call that must have its bits, other than rows: (trial) -> checks, none if there are no such
+    #: parts. Of the invariant law, and so of candidates too.
+    parts: Callable[[Any], list[Any]] | None = None
     #: Other calls that must have the same bits, specific to the op: (trial) -> checks, none if they do not
     #: apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None

@@ -129,6 +129,8 @@ class Series:
     against: str | None = None
     #: Compare the bits of rivals with ours: they might be equal.
     bits: bool = False
+    #: Report how far the results of rivals are from ours: `max_diff`.
+    difference: bool = False
     #: Time a copy of as many bytes next to it.
     copy: bool = True
 

@@ -53,6 +53,7 @@ class Trial:
     brief: bool = False  # compile one call of each kernel
     one_target: bool = False  # and only for the first target
     tolerances: Tolerances = field(default_factory=Tolerances)
+    judges_memory: bool = True  # against the bound of isobit's kernels; otherwise it is reported alone
 
     @property
     def proof(self) -> Proof:

@@ -2,26 +2,28 @@
 controls in every run: changes that must alter bits."""
 
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from isobit.check.laws.no_sum import SHOWN, nothing_is_added
 from isobit.check.laws.shared import shared_gradients
 from isobit.check.laws.stream import sums_over_rows
 from isobit.check.row_groups import row_groups_of
 from isobit.check.rows import Rows, rows_of
 from isobit.frame.backend import NONE, UnsupportedError
 from isobit.spec.compare import OutputCheck, differing, same_bits, same_values
-from isobit.spec.proof import Args, Control, Sample
+from isobit.spec.proof import Args, Control, NoSum, Sample
 from isobit.spec.trial import LawBroken, NeverEnds, Trial, Unsupported, cloned
 
 Run = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+Result = TypeVar("Result")
 
 #: Calls that are under way on two streams, seconds that they may take, and bytes that their results may take.
 CALLS, PATIENCE_S, HELD_BYTES = 64, 60.0, 1 << 30
@@ -30,9 +32,10 @@ CALLS, PATIENCE_S, HELD_BYTES = 64, 60.0, 1 << 30
 def repeatable(trial: Trial) -> list[OutputCheck]:
     """The same call gives the same bits, forward and backward: also from the third call on, when recorded
     launches may be repeated, and in other memory, since the results of earlier calls are still alive. And a
-    call reads what its tensors hold now: it does not return the results of what they held before. It may also
-    be the first call of its thread, in which no context of the GPU is current yet, or one of many that are
-    under way on two streams."""
+    call reads what its tensors hold now: it does not return the results of what they held before. Without
+    gradients, which may be another path, it also leaves alone what it returned before. It may be the first
+    call of its thread, in which no context of the GPU is current yet, or one of many that are under way on
+    two streams."""
     args = trial.args()
     first, *others = (trial.backward(args) for _ in range(4))
     _of_these_contents(trial, args)
@@ -57,21 +60,31 @@ def _first_of_its_thread(trial: Trial, args: Args) -> list[OutputCheck]:
         1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
     ) as thread:
         there = thread.submit(trial.call, cloned(args)).result()
+    _apart(trial, [(here, {}), (there, {})])
     return _compare_runs(trial, (there, {}), (here, {}), "in a thread of its own against this one")
 
 
 def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
-    """Calls on two streams in turn, without waiting for any. Their kernels compete for the SMs: programs that
-    wait for one another may wait for one that cannot start. And calls must not share memory."""
+    """Calls on two streams at once have the bits of one alone."""
     alone = trial.forward(args)
     if CALLS * sum(o.nbytes for o in alone) > HELD_BYTES:
         return []
-    streams = [torch.cuda.Stream(trial.device) for _ in range(2)]
-    torch.cuda.synchronize(trial.device)
+    runs = calls_on_two_streams(lambda: trial.call(args), trial.device)
+    pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
+    others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]
+    what = f"{len(others)} of {CALLS} calls on two streams against one alone"
+    return _compare_runs(trial, ((others or runs)[-1], {}), (alone, {}), what)
+
+
+def calls_on_two_streams(call: Callable[[], Result], device: torch.device) -> list[Result]:
+    """What calls return on two streams in turn, without waiting for any. Their kernels compete for the SMs:
+    programs that wait for one another may wait for one that cannot start. And calls must not share memory."""
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize(device)
     runs, ends = [], []
     for i in range(CALLS):
         with torch.cuda.stream(streams[i % 2]):
-            runs.append(trial.call(args))
+            runs.append(call())
     for stream in streams:
         ends.append(torch.cuda.Event())
         ends[-1].record(stream)
@@ -80,10 +93,7 @@ def _side_by_side(trial: Trial, args: Args) -> list[OutputCheck]:
         if time.monotonic() > late:
             raise NeverEnds(f"{CALLS} calls on two streams do not end: after {PATIENCE_S:g} s they still run")
         time.sleep(0.001)
-    pairs = ([differing(o, a) for o, a in zip(run, alone, strict=True)] for run in runs)
-    others = [run for run, pair in zip(runs, pairs, strict=True) if any(bool(d.any()) for d in pair)]
-    what = f"{len(others)} of {CALLS} calls on two streams against one alone"
-    return _compare_runs(trial, ((others or runs)[-1], {}), (alone, {}), what)
+    return runs
 
 
 def _apart(trial: Trial, runs: Sequence[Run]) -> None:
@@ -99,21 +109,39 @@ def _apart(trial: Trial, runs: Sequence[Run]) -> None:
             )
 
 
+def _not_inputs(trial: Trial, args: Args, outputs: Sequence[Tensor]) -> None:
+    """No result is an argument: whoever changes one would change the other."""
+    given = {
+        t.untyped_storage().data_ptr(): n for n, t in args.items() if isinstance(t, Tensor) and t.numel()
+    }
+    for name, output in zip(trial.proof.outputs, outputs, strict=True):
+        place = output.untyped_storage().data_ptr()
+        if output.numel() and place in given:
+            raise LawBroken(f"{name} is the memory of its input {given[place]}")
+
+
 def _of_these_contents(trial: Trial, args: Args) -> None:
-    """Called again with the same tensors after something else was written into them, it must not give what
-    it gave before: results or addresses may have been kept. The formula decides whether the
-    results should differ."""
+    """Called again without gradients, with the same tensors after something else was written into them, it
+    must not give what it gave before: results or addresses may have been kept. The formula decides whether
+    the results should differ. Nor may it write into what it returned for the first contents, which the caller
+    still holds, or return one of its arguments."""
     other = replace(trial, inputs=replace(trial.inputs, seed=trial.inputs.seed + 1)).args()
     if trial.case.heavy or trial.case.gpu_gb or not _alike(args, other) or trial.refusal(other) is not None:
         return
     mine = cloned(args)
     with torch.no_grad():
-        before = [o.clone() for o in trial.call(mine)]
+        held = trial.call(mine)
+        _not_inputs(trial, mine, held)
+        before = [o.clone() for o in held]
         for name, value in other.items():
             if isinstance(value, Tensor):
                 mine[name].untyped_storage().copy_(value.untyped_storage())
         after = trial.call(mine)
         plain = zip(trial.proof.formula(args), trial.proof.formula(other), strict=True)
+    _apart(trial, [(held, {}), (after, {})])
+    for name, now, then in zip(trial.proof.outputs, held, before, strict=True):
+        if bool(differing(now, then).any()):
+            raise LawBroken(f"{name} of an earlier call was overwritten by a later one with other values")
     if any(bool(differing(b, a).any()) for b, a in zip(before, after, strict=True)):
         return
     if any(_far(one, two) for one, two in plain):
@@ -184,15 +212,22 @@ def invariant(trial: Trial) -> list[OutputCheck]:
     number or order, padding, chunking, strides, alignment, or on which other outputs are requested; if rows
     act in groups, not on other groups. Masked rows return what the formula says, with a gradient
     of 0. Law W: the bits of a sum over rows do not depend on masked rows, on layout, or on how the
-    rows are split into two calls. Controls: another order of a sum changes bits."""
+    rows are split into two calls. Controls: another order of a sum changes bits; or it is shown that nothing
+    is added."""
     _promises_bits(trial)
     if trial.case.data == "constant":
         raise Unsupported("constant inputs: every order of a sum of equal terms is the same")
     if trial.proof.invariant is not None:
-        return trial.conclusive(trial.proof.invariant(trial))
-    if trial.proof.stream is not None:
-        return trial.conclusive(sums_over_rows(trial, trial.proof.stream))
-    return trial.conclusive(_by_rows(trial))
+        checks = trial.proof.invariant(trial)
+    elif trial.proof.stream is not None:
+        checks = sums_over_rows(trial, trial.proof.stream)
+    else:
+        checks = _by_rows(trial)
+    if trial.proof.parts is not None:
+        checks = trial.proof.parts(trial) + checks
+    if not any(check.output in ("control", SHOWN) for check in checks):
+        raise LawBroken("no control: equal bits prove nothing; declare one, or NoSum with the reason")
+    return trial.conclusive(checks)
 
 
 def _promises_bits(trial: Trial) -> None:
@@ -269,6 +304,8 @@ def _by_rows(trial: Trial) -> list[OutputCheck]:
     for i, output in enumerate(trial.call(cloned(args), alone=True)):
         if isinstance(output, Tensor):
             checks.append(same_bits(f"{i}:{proof.outputs[i]}", output, whole[0][i], "asked for alone"))
+    if isinstance(proof.controls, NoSum):
+        return [*checks, nothing_is_added(trial, args, proof.controls)]
     shown = [control for control in proof.controls if control.cotangents is None or whole[1]]
     return checks + [_control(trial, control, args, whole) for control in shown]
 
@@ -335,7 +372,8 @@ def agree(trial: Trial) -> list[OutputCheck]:
         for name, (where, expected) in _model_bits(trial, args, cotangents).items():
             sample = named[name][where].cpu()
             checks.append(same_bits(name, sample, expected, f"{trial.numerics} by its model"))
-        checks.append(_model_control(trial, args, named))
+        if not isinstance(proof.controls, NoSum):
+            checks.append(_model_control(trial, args, proof.controls[0], named))
     for other in others:
         theirs = replace(trial, backend=other).backward(args)
         checks += _compare_runs(trial, ours, theirs, f"{trial.backend} against {other}")
@@ -352,9 +390,8 @@ def _model_bits(trial: Trial, args: Args, cotangents: Sequence[Tensor]) -> dict[
     return trial.proof.exact(args, cotangents)
 
 
-def _model_control(trial: Trial, args: Args, named: dict[str, Tensor]) -> OutputCheck:
+def _model_control(trial: Trial, args: Args, control: Control, named: dict[str, Tensor]) -> OutputCheck:
     """The model with another order must not agree, or the sample could not detect an order."""
-    control = trial.proof.controls[0]
     samples = _model_bits(trial, control.change(args), ())
     ours = [named[name][where].cpu() for name, (where, _) in samples.items()]
     return trial.control(f"the model of {control.what}", ours, [bits for _, bits in samples.values()])

@@ -302,7 +302,8 @@ def _captures(trial: Trial) -> list[OutputCheck]:
 
 
 def memory(trial: Trial) -> list[OutputCheck]:
-    """Peak memory beyond inputs, outputs and gradients stays under the declared bound."""
+    """Peak memory beyond inputs, outputs and gradients stays under the declared bound. That bound is a
+    promise of isobit's kernels: what another function takes is reported, and judged if this law is named."""
     with _older_heap_aside():
         return _memory(trial)
 
@@ -330,7 +331,8 @@ def _memory(trial: Trial) -> list[OutputCheck]:
         extra = peak_extra_bytes(run, trial.device)
         bound = trial.proof.memory(trial.case, trial.backend, direction)
         check = failure(direction, f"{extra:,} bytes beyond inputs and outputs, bound {bound:,}")
-        check.max_abs, check.atol, check.passed = float(extra), float(bound), extra <= bound
+        check.max_abs, check.atol = float(extra), float(bound)
+        check.passed = extra <= bound or not trial.judges_memory
         checks.append(check)
     return checks
 

@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import Any
 
 from isobit.bench.goals import tally
-from isobit.bench.report import format_summary
+from isobit.bench.report import CPU_WARNING, format_summary, on_a_cpu
 from isobit.cli.html import svg
-from isobit.cli.html.share_chart import chart
+from isobit.cli.html.share_chart import inline_charts
 
 #: The speed ratio at which the bar next to a case is full.
 SCALE = 4
@@ -34,12 +34,16 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
         **_verdict(report, summary),
         "goals": sorted(goals, key=lambda goal: list(_STATES.values()).index(goal["state"])),
         "notes": report["notes"],
+        "warning": CPU_WARNING if on_a_cpu(rows) else "",
+        # A CPU has neither of the two; a column of dashes says nothing.
+        "has_host": any(row["host_us"] is not None for row in rows),
+        "has_memory": any(row["extra_mb"] is not None for row in rows),
         "groups": _groups(_cases(rows)),
         "roofline": _roofline(report),
         "bandwidth": _bandwidth(report),
-        "shares": chart(report, inline=True)
+        "shares": inline_charts(report)
         if report.get("against") and any(entry["cells"] for entry in summary)
-        else "",
+        else [],
     }
 
 

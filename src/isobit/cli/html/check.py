@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from isobit.check.largest_errors import worst_first
-from isobit.check.report import verdict
+from isobit.check.report import memory_beyond, verdict
 from isobit.check.torch_state import in_words
 
 #: Laws that compare bits.
@@ -31,12 +31,13 @@ def section(report: dict[str, Any]) -> dict[str, Any]:
     bits, controls = _bits(cases)
     return {
         "title": ", ".join(dict.fromkeys(one["op"] for one in report["candidates"])) or "nothing ran",
-        "state": "ok" if report["passed"] else "fail",
+        "state": ("warn" if report.get("unproven") else "ok") if report["passed"] else "fail",
         "nothing_ran": report.get("nothing_ran"),
         "verdict": verdict(report),
         "counts": [(name, report[key], state) for key, name, state in COUNTS],
         "looser": report.get("tolerances", {}).get("looser", []),
         "serves": " ".join(_serves(one) for one in report["candidates"]),
+        "memory": memory_beyond(cases),
         "several": len(report["candidates"]) > 1,
         "matrix": _matrix(report),
         "failures": [case for case in cases if case["status"] == "FAIL"],
@@ -136,6 +137,8 @@ def _serves(one: dict[str, Any]) -> str:
     serves = one.get("serves")
     if serves is None:
         return ""
+    if "in_words" in serves:  # any function of rows
+        return f"{one['candidate']}: {serves['in_words']}."
     takes, outputs = ", ".join(serves["takes"]), ", ".join(serves["outputs"])
     text = f"{one['candidate']} takes {takes}; it is judged by {outputs}."
     changed = serves.get("import_changed")

@@ -7,8 +7,9 @@ from html import escape
 
 from isobit.cli.html.share_chart import COLOURS
 
-#: Pixels of the drawing, and around it.
-WIDTH, HEIGHT, LEFT, TOP, BELOW = 620, 300, 60, 16, 44
+#: Pixels of the drawing, and around it, with room for letters that are larger on a phone; and of a line of
+#: the legend.
+WIDTH, HEIGHT, LEFT, TOP, BELOW, LINE = 620, 300, 60, 24, 62, 24
 
 Point = tuple[float, float, str, str]
 
@@ -62,13 +63,13 @@ def _drawing(
     """The points below a roof, and whose they are."""
     names = sorted(dict.fromkeys(p[2] for p in points), key=lambda n: (n != "isobit", n))
     parts = [
-        f'<svg viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + BELOW + 18 * len(names)}" role="img" '
+        f'<svg viewBox="0 0 {LEFT + WIDTH + 20} {TOP + HEIGHT + BELOW + LINE * len(names)}" role="img" '
         f'aria-label="{name}">',
         *(_line_across(axes.y(t), f"{t:g}") for t in _decades(axes.bottom, axes.top)),
         *(_tick(axes.x(t), f"{t:g}") for t in _decades(axes.low, axes.high)),
         f'<path class="roof" d="{roof}"/>',
-        text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, under, "middle"),
-        text(LEFT, TOP - 4, over),
+        text(LEFT + WIDTH / 2, TOP + HEIGHT + 42, under, "middle"),
+        text(LEFT, TOP - 7, over),
     ]
     for px, py, whose, what in sorted(points, key=lambda point: -names.index(point[2])):  # ours on top
         colour = COLOURS[min(names.index(whose), len(COLOURS) - 1)]
@@ -76,9 +77,9 @@ def _drawing(
         place = f'cx="{axes.x(px)}" cy="{axes.y(py)}" r="3.5"'
         parts.append(f'<circle {place} fill="{colour}" fill-opacity="0.85">{label}</circle>')
     for i, whose in enumerate(names):
-        at = TOP + HEIGHT + BELOW + 18 * i
+        at = TOP + HEIGHT + BELOW + LINE * i
         parts.append(f'<circle cx="{LEFT + 6}" cy="{at}" r="4" fill="{COLOURS[min(i, len(COLOURS) - 1)]}"/>')
-        parts.append(text(LEFT + 16, at + 4, whose))
+        parts.append(text(LEFT + 16, at + 5, whose))
     return "\n".join([*parts, "</svg>"])
 
 
@@ -92,7 +93,7 @@ def _line_across(y: float, label: str) -> str:
 
 
 def _tick(x: float, label: str) -> str:
-    return f'<path class="grid" d="M{x} {TOP}V{TOP + HEIGHT}"/>' + text(x, TOP + HEIGHT + 16, label, "middle")
+    return f'<path class="grid" d="M{x} {TOP}V{TOP + HEIGHT}"/>' + text(x, TOP + HEIGHT + 19, label, "middle")
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:

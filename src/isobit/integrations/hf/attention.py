@@ -11,6 +11,10 @@ belong to the row. Causal order and windows need no numbers.
 A sliding-window cache keeps only the last keys, so the first is gone, but the segment boundaries must not
 move. Zeros are put in front of the remaining keys until these have their original positions modulo a segment.
 The window masks the zeros, and masked keys change no bit.
+
+**Heads of a size that `isobit.attention` does not have**, such as 16 or 32 in a tiny model, get zeros behind
+their elements up to the next size that it has. Scores become sums with more zeros, and the elements of the
+result that come from zeros are dropped. That is a copy of the keys in every call.
 """
 
 import inspect
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 
 from isobit.integrations.hf.errors import HFError
 from isobit.ops.attention.model import SEGMENT
-from isobit.ops.attention.op import attention
+from isobit.ops.attention.op import HEAD_SIZES, attention
 
 NAME = "isobit"
 
@@ -207,6 +211,10 @@ def attend(
         sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"
         raise _refusal(f"{_layer(module)} has heads of {sizes}; isobit.attention takes equal ones")
     q, k, v = (t.transpose(1, 2) for t in _in_one_dtype(query, key, value))
+    D = q.shape[-1]
+    if D not in HEAD_SIZES:
+        scaling = D**-0.5 if scaling is None else scaling
+        q, k, v = (nn.functional.pad(t, (0, _wider(module, D) - D)) for t in (q, k, v))
     if attention_mask is None:
         if not more.get("is_causal") and not getattr(module, "is_causal", False):
             raise _refusal(f"{_layer(module)} is not causal")
@@ -228,12 +236,21 @@ def attend(
         assert numbers is not None
         B, T = q.shape[:2]
         q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))
-        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0], None
+        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0, ..., :D], None
     if info.front:
         k, v = (nn.functional.pad(t, (0, 0, 0, 0, info.front, 0)) for t in (k, v))
     options["key_start"] = numbers[0] if numbers and info.starts else None
     options["key_end"] = numbers[1] if numbers and info.ends else None
-    return attention(q, k, v, **options), None
+    return attention(q, k, v, **options)[..., :D], None
+
+
+def _wider(module: nn.Module, D: int) -> int:
+    """The smallest size of heads that `isobit.attention` takes and that has room for D elements."""
+    size = next((size for size in HEAD_SIZES if size >= D), None)
+    if size is None:
+        most = f"isobit.attention takes up to {HEAD_SIZES[-1]}"
+        raise _refusal(f"{_layer(module)} has heads of {D} elements; {most}")
+    return size
 
 
 def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) -> None:

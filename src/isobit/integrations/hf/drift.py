@@ -4,134 +4,93 @@
         print(on)
         model.generate(...)
 
-Everything that sums is computed by isobit: attention, linear layers, the LM head, norms. The rest
-(embeddings, rotary embeddings, activations, other norms) stays torch's, and is tested: see `trial`. A model
-with other modules, or that fails the test, is refused and stays unchanged.
+Everything that sums is computed by isobit: attention, linear layers, the LM head, norms, LoRA adapters. The
+rest (embeddings, rotary embeddings, activations, other norms) stays torch's, and is tested: see `trial`. A
+model with other modules, or that fails the test, is refused and stays unchanged. One that is changed later is
+noticed by the next forward: see `guard`.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from isobit.integrations.hf import trial
+from isobit.integrations.hf import adapters, guard, refusals, trial
 from isobit.integrations.hf.attention import NAME, register_attention
-from isobit.integrations.hf.errors import HFError
+from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.norms import DetRMSNorm
-from isobit.integrations.hf.swaps import COMPILES, is_on, or_as_before, turn_off, turn_on
+from isobit.integrations.hf.refusals import refusal
+from isobit.integrations.hf.swaps import is_on, or_as_before, turn_off, turn_on
 from isobit.integrations.patch import Handle, Patch, Switch
+from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear
-from isobit.ops.attention.op import HEAD_SIZES
 
-#: Kinds of layers that read keys and values.
-_ATTENTION = {"full_attention", "sliding_attention"}
+#: The result of a trial: the classes of modules that torch computes, and whether they were called.
+Tried = dict[trial.ModuleClass, bool]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `zero_drift` did to a model."""
+    """By what a model is computed."""
 
     model: str
     changed: dict[str, list[str]]  # names of modules, by the function of isobit that computes them
     left: dict[str, int]  # how many modules of each class stay torch's; each class was tested
     untried: dict[str, int]  # classes that were not called, so not tested
+    new: dict[str, int]  # classes that were not there when the model was tested
+    rounded: int = 0  # linear layers in fp32, whose operands are rounded
+    since: dict[str, str] = field(default_factory=dict)  # what was changed afterwards and may cause drift
 
     def __str__(self) -> str:
-        width = max(map(len, [*self.changed, *self.left, *self.untried]))
+        width = max(map(len, [*self.changed, *self.left, *self.untried, *self.new]))
         rows = [(name, len(names), "computed by isobit") for name, names in self.changed.items()]
         rows += [(name, count, "left, same bits alone and in a batch") for name, count in self.left.items()]
         rows += [(name, count, "left, never called") for name, count in self.untried.items()]
-        return "\n".join(
-            [self.model, *(f"  {name:{width}s} {count:5d}  {what}" for name, count, what in rows)]
-        )
-
-
-# The modules of a model
-
-
-def _why_not(model: Any) -> str | None:
-    """Why a model as a whole cannot be served, or None."""
-    if not isinstance(model, import_module("transformers").PreTrainedModel):
-        hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
-        return f"it is not a transformers.PreTrainedModel{hint}"
-    config = model.config
-    if config.is_encoder_decoder:
-        return "it has an encoder in addition to its decoder"
-    if config.get_text_config(decoder=True) is not config:
-        return (
-            "it contains more than a language model; make one that has its text_config, its layers and "
-            "its LM head, as in docs/zero_drift.md, and pass that"
-        )
-    if not model.can_generate() or model.get_output_embeddings() is None:
-        return "it is not a causal language model: it has no LM head"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
-    if others:
-        return f"it has layers of {', '.join(others)}"
-    if not model._can_set_attn_implementation():
-        return "its attention does not use transformers' AttentionInterface"
-    if getattr(config, "attention_dropout", 0.0):
-        return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
-    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
-    if sharded is not None:
-        return f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard"
-    return None
-
-
-def _refused(model: nn.Module) -> dict[str, str]:
-    """Modules that cannot be served, and why."""
-    reasons: dict[str, str] = {}
-    for name, module in model.named_modules():
-        moving = _moving_frequencies(module)
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            reasons[name] = f"Dropout(p={module.p}) is random in training"
-        elif moving is not None:
-            reasons[name] = (
-                f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once "
-                "that exceeds a limit of the config"
+        rows += [(name, count, "computed by torch, not tested") for name, count in self.new.items()]
+        lines = [f"  {name:{width}s} {count:5d}  {what}" for name, count, what in rows]
+        if self.rounded:
+            lines.append(
+                f"  {self.rounded} linear layers are fp32 adapters: operands rounded, results in fp32"
             )
-        elif (sizes := _unequal_heads(module)) is not None:
-            reasons[name] = (
-                f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
-                "values; isobit.attention takes equal ones"
-            )
-        elif not isinstance(module, nn.Linear | nn.Embedding):
-            own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
-            if own:
-                reasons[name] = (
-                    f"{type(module).__name__} multiplies by its {', '.join(own)} in a way of its own"
-                )
-        elif isinstance(module, nn.Linear) and module.weight.dtype not in (torch.bfloat16, torch.float16):
-            kind = module.weight.device.type
-            if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-                reasons[name] = (
-                    f"its weight is {module.weight.dtype}; cast the model to bf16, or call zero_drift under "
-                    "torch.autocast, as the model will be called"
-                )
-    return reasons
+        if self.since:
+            lines.append(f"  CHANGED, may depend on the batch: {by_reason(self.since)}")
+        return "\n".join([self.model, *lines])
 
 
-def _moving_frequencies(module: nn.Module) -> str | None:
-    """The type of a rotary embedding whose frequencies are functions of the batch. The trial run cannot
-    detect these: its sequences are too short for the frequencies to change."""
-    given = getattr(module, "rope_type", None)
-    kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
-    return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
+def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Report:
+    """By what a model is computed now."""
+    kinds: dict[str, Any] = {"isobit.det_linear": DetLinear, "isobit.rms_norm": DetRMSNorm}
+    changed = {"isobit.attention": _attention_layers(model)}
+    changed |= {key: [n for n, m in model.named_modules() if isinstance(m, kinds[key])] for key in kinds}
+    left, untried, new = Counter[str](), Counter[str](), Counter[str]()
+    for each, count in Counter(map(trial.class_of_module, _leaves(model))).items():
+        there = new if each not in tried else left if tried[each] else untried
+        there[each[0].__name__] += count
+    rounded = sum(isinstance(m, DetLinear) and m.operand_dtype is not None for m in model.modules())
+    changed = {key: names for key, names in changed.items() if names}
+    return Report(
+        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}
+    )  # fmt: skip
 
 
-def _unequal_heads(module: nn.Module) -> tuple[int, int] | None:
-    """Elements of a query and of a value in multi-head latent attention, if they differ."""
-    sizes = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
-    return sizes if None not in sizes and sizes[0] != sizes[1] else None  # type: ignore[return-value]
+def _attention_layers(model: Any) -> list[str]:
+    """Layers with attention by isobit."""
+    return [
+        name
+        for name, m in model.named_modules()
+        if hasattr(m, "is_causal")
+        and hasattr(m, "layer_idx")
+        and getattr(m, "config", model.config)._attn_implementation == NAME
+    ]
 
 
-def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+def _leaves(model: nn.Module) -> list[nn.Module]:
+    """Modules without children that isobit does not compute, except empty containers."""
+    not_these = (DetLinear, DetRMSNorm, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, not_these)]
 
 
 # On and off
@@ -142,7 +101,9 @@ class _Patch(Patch):
     """It keeps no model alive. What to restore is stored on the model itself."""
 
     model: "weakref.ref[Any]"
-    report: Report
+    tried: Tried
+    report: Report  # of the model when it was last free of drift
+    snapshots: int = 0  # of its guard at that time
     adopted: bool  # the model is a copy of one that was on
 
     def undo(self) -> None:
@@ -150,15 +111,27 @@ class _Patch(Patch):
         if model is not None:
             turn_off(model)
 
+    def look(self) -> Report:
+        """The report on the model as it is now."""
+        model: Any = self.model()
+        watch = None if model is None else guard.of(model)
+        if watch is None or (guard.is_unchanged(model) and self.snapshots == watch.snapshots):
+            return self.report
+        now = _report(model, self.tried, watch.changes(model))
+        if guard.is_unchanged(model):
+            self.report, self.snapshots = now, watch.snapshots
+        return now
+
 
 class ZeroDrift(Handle):
-    """The result of `zero_drift`. `print` it to see what was changed; the end of a with-block, or `disable`,
-    restores the model."""
+    """The result of `zero_drift`. `print` it to see by what the model is computed now; `check` tests it
+    again. The end of a with-block, or `disable`, restores the model."""
 
     @property
     def report(self) -> Report:
+        """By what the model is computed now; after `disable`, what it was until then."""
         assert isinstance(self._patch, _Patch)
-        return self._patch.report
+        return self._patch.look() if self._patch is self._switch.patch else self._patch.report
 
     @property
     def changed(self) -> dict[str, list[str]]:
@@ -170,6 +143,31 @@ class ZeroDrift(Handle):
         """How many modules of each class torch computes as before. All of them were tested."""
         return self.report.left
 
+    def check(self) -> Report:
+        """Test the model again as it is now: that nothing in it has been changed so that its bits may depend
+        on the batch, and that they do not in a trial, as in `zero_drift`. Changes nothing.
+
+        Returns:
+            The report.
+
+        Raises:
+            HFError: the model has changed, fails the trial, or is not enabled.
+        """
+        with self._switch.lock:
+            patch = self._patch
+            assert isinstance(patch, _Patch)
+            model = patch.model()
+            if patch is not self._switch.patch or model is None:
+                raise HFError(f"{self._switch.name}: it is not enabled; call zero_drift again")
+            _check_refusals(model)
+            watch = guard.of(model)
+            assert watch is not None
+            if changes := watch.changes(model):
+                raise guard.changed(model, changes)
+            patch.tried = _tried(model)
+            patch.report, patch.snapshots = _report(model, patch.tried), watch.snapshots
+            return patch.report
+
     def disable(self) -> None:
         """Restore the model. Does nothing the second time. If something else has changed the class of a
         module since, this is an error, and the model stays enabled: undo that first."""
@@ -177,7 +175,9 @@ class ZeroDrift(Handle):
             self._switch.off()
 
     def __repr__(self) -> str:
-        return str(self.report)
+        off = self._patch is not self._switch.patch
+        name, *rows = str(self.report).splitlines()
+        return "\n".join([name + (", restored; until then:" if off else ""), *rows])
 
 
 _switches: "weakref.WeakKeyDictionary[nn.Module, Switch]" = weakref.WeakKeyDictionary()
@@ -195,16 +195,18 @@ def zero_drift(model: Any) -> ZeroDrift:
     Args:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
             Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are covered by isobit's tests; others are tested by
-            this call.
+            this call. It may have LoRA adapters, in its dtype or in fp32, and may be in a `PeftModel`.
 
     Returns:
-        A handle: `print` it, `disable()` it, or use it as a context manager. `changed` and `left` list what
-        was done. If the model is already enabled, or a copy of an enabled one, it stays enabled at the end of
-        a with-block; `disable()` restores it.
+        A handle: `print` it, `check()` or `disable()` it, or use it as a context manager. `changed` and
+        `left` list what was done. If the model is already enabled, or a copy of an enabled one, it stays
+        enabled at the end of a with-block; `disable()` restores it. An enabled model that was changed is
+        served and tested again.
 
     Raises:
         HFError: the model cannot be served. The message names the modules and the reasons; the model is
-            unchanged.
+            unchanged. A forward raises it too, if the model was changed so that its bits may depend on the
+            batch.
 
     Example:
         >>> import torch, transformers, isobit
@@ -218,80 +220,56 @@ def zero_drift(model: Any) -> ZeroDrift:
         >>> len(on.changed["isobit.det_linear"])
         8
     """
+    given, model = model, adapters.base_of(model)
     switch = _switches.get(model) if isinstance(model, nn.Module) else None
     if switch is None:
-        switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__})")
-    patch, new = switch.applied(None, lambda: _apply(model))
+        switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(given).__name__})")
+    with switch.lock:
+        patch, new = switch.applied(None, lambda: _apply(model))
+        assert isinstance(patch, _Patch)
+        if not new and not guard.is_unchanged(model):  # what was added since
+            again = _apply(model)
+            patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
     _switches[model] = switch
-    return ZeroDrift(switch, patch, new and not (isinstance(patch, _Patch) and patch.adopted))
+    return ZeroDrift(switch, patch, new and not patch.adopted)
 
 
 def _apply(model: Any) -> _Patch:
-    reason = _why_not(model)
-    if reason is not None:
-        raise _refusal(model, reason)
-    refused = _refused(model)
-    if refused:
-        raise _refusal(model, _listed(refused))
-    size = _head_size(model.config)
-    if size not in HEAD_SIZES:
-        known = ", ".join(map(str, HEAD_SIZES))
-        raise _refusal(model, f"heads of {size} elements; isobit.attention takes {known} (head_dim)")
-    if not hasattr(model, COMPILES):
-        raise _refusal(model, f"it has no {COMPILES}: this version of transformers is not supported")
+    _check_refusals(model)
     register_attention()
     adopted = is_on(model)
     with or_as_before(model):
-        report = _turned_on(model)
-    return _Patch(backend=None, instead="", model=weakref.ref(model), report=report, adopted=adopted)
-
-
-def _turned_on(model: Any) -> Report:
-    skipped = turn_on(model)
-    if skipped:
-        raise _refusal(model, _listed(skipped))
-    layers = [
-        name for name, m in model.named_modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")
-    ]
-    if not layers or model.config._attn_implementation != NAME:
-        raise _refusal(model, "no module in it uses transformers' AttentionInterface")
-    linears, norms = (
-        [name for name, m in model.named_modules() if isinstance(m, kind)] for kind in (DetLinear, DetRMSNorm)
+        skipped = turn_on(model)
+        if skipped:
+            raise refusal(model, by_reason(skipped))
+        if not _attention_layers(model):
+            raise refusal(model, "no module in it uses transformers' AttentionInterface")
+        tried = _tried(model)
+    guard.put_on(model)
+    report = _report(model, tried)
+    return _Patch(
+        backend=None, instead="", model=weakref.ref(model), tried=tried, report=report, adopted=adopted
     )
-    changed = {"isobit.attention": layers, "isobit.det_linear": linears}
-    changed |= {"isobit.rms_norm": norms} if norms else {}
-    counts = Counter(map(trial.class_of_module, _leaves(model)))
-    tried = _tried(model, counts)
-    left, untried = Counter[str](), Counter[str]()
-    for each, count in counts.items():
-        (left if each in tried else untried)[each[0].__name__] += count
-    return Report(type(model).__name__, changed, dict(left), dict(untried))
 
 
-def _leaves(model: nn.Module) -> list[nn.Module]:
-    """Modules without children that isobit does not compute."""
-    ours = DetLinear | DetRMSNorm
-    return [m for m in model.modules() if not [*m.children()] and not isinstance(m, ours)]
+def _check_refusals(model: Any) -> None:
+    reason = refusals.of_model(model)
+    if reason is not None:
+        raise refusal(model, reason)
+    refused = refusals.of_modules(model)
+    if refused:
+        raise refusal(model, by_reason(refused))
 
 
-def _tried(model: Any, left: Collection[trial.ModuleClass]) -> set[trial.ModuleClass]:
-    """The classes of modules that were called and do not depend on the batch; raises an error if any does, or
-    the model as a whole."""
+def _tried(model: Any) -> Tried:
+    """The classes of modules that torch computes, and whether they were called; raises an error if one
+    depends on the batch, or the model as a whole."""
+    left: Collection[trial.ModuleClass] = set(map(trial.class_of_module, _leaves(model)))
     differing, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
     wrong = {each[0].__name__: reason for each, call in calls.items() if (reason := trial.of_module(call))}
     if wrong:
-        raise _refusal(model, f"these depend on the batch on this machine: {_listed(wrong)}")
+        raise refusal(model, f"these depend on the batch on this machine: {by_reason(wrong)}")
     for what, count in differing.items():
         if count:
-            raise _refusal(model, f"{count} logits have other bits {what}; and no single module explains it")
-    return set(calls)
-
-
-def _listed(reasons: dict[str, str]) -> str:
-    """The first few, and how many more."""
-    shown = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:4])
-    return shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
-
-
-def _refusal(model: Any, reason: str) -> HFError:
-    return HFError(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__}): {reason}")
+            raise refusal(model, f"{count} logits have other bits {what}; and no single module explains it")
+    return {each: each in calls for each in left}

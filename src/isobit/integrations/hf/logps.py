@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.frame.contract import ContractError, describe
+from isobit.integrations.hf.adapters import adds_tokens, base_of
 from isobit.integrations.hf.errors import HFError
 from isobit.layers.fsdp import class_of, in_forward
 from isobit.layers.linear import DetLinear
@@ -62,10 +63,10 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     """Log-probability of every token after the first, given those before it, in fp32.
 
     Args:
-        model: a causal LM of transformers (a `PreTrainedModel`). Tied heads, heads with a bias, and the
-            softcaps and logit factors of its configuration are supported. FSDP2 may shard the model, the head
-            with it or separately. A head that is not a plain `nn.Linear`, such as one with a LoRA adapter,
-            is refused.
+        model: a causal LM of transformers (a `PreTrainedModel`), or a `PeftModel` of one, with LoRA or other
+            adapters of its layers. Tied heads, heads with a bias, and the softcaps and logit factors of its
+            configuration are supported. FSDP2 may shard the model, the head with it or separately. A head
+            that is not a plain `nn.Linear`, such as one with a LoRA adapter, is refused.
         input_ids: [B, T], int64 or int32.
         attention_mask: [B, T], nonzero at tokens; padding may be on either side. With padding on the left
             pass `position_ids` too, as for the model itself.
@@ -94,7 +95,7 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
         torch.Size([1, 3])
         >>> (-logp.mean()).backward()
     """
-    inputs = dict(model_inputs or {})
+    inputs, outer, model = dict(model_inputs or {}), model, base_of(model)
     _check_inputs(model, input_ids, attention_mask, inputs)
     head, forward = _Head(model), model.forward
     mask = None
@@ -118,8 +119,8 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
         return head.run(forward, logps, **given)
 
     # Inside the model's forward: there FSDP2 has gathered the model's parameters, and it puts its backward
-    # hooks on what this returns.
-    result = in_forward(model, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
+    # hooks on what this returns. A `PeftModel` may be what was sharded.
+    result = in_forward(outer, whole, input_ids=input_ids, attention_mask=attention_mask, **inputs)
     if any(x.dtype not in (torch.float32, torch.float64) for x in (result if return_entropy else (result,))):
         raise _refusal(model, "the output_dtype of its mp_policy would round log-probabilities; make it None")
     return result
@@ -127,6 +128,8 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
 
 def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[str, Any]) -> None:
     if not isinstance(model, import_module("transformers").PreTrainedModel):
+        if adds_tokens(model):
+            raise _refusal(model, "its adapter puts tokens or keys in front of a prompt, which would be lost")
         hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
         raise _refusal(model, f"it is not a transformers.PreTrainedModel{hint}")
     if not (isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] >= 2):

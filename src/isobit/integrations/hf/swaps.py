@@ -1,8 +1,8 @@
 """What `zero_drift` changes in a model, and how it is restored.
 
-Modules get another class, the model another attention, and `generate` may not compile. What was there before
-is stored as attributes on the model and its modules, not elsewhere: a copy of a model has them too, and can
-be restored like the original.
+Modules get another class, the model another attention and the hooks of a guard, and `generate` may not
+compile. What was there before is stored as attributes on the model and its modules, not elsewhere: a copy of
+a model has them too, and can be restored like the original.
 """
 
 import warnings
@@ -10,24 +10,23 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
-from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
+from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear, Swap, swap_linear
 
 #: On modules: their class before. On the model: the name of its attention before.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
 
-#: The method of a model by which `generate` decides whether to compile its steps. Replaced on the object:
-#: `generation_config.disable_compile` would be saved with a checkpoint, and lost with another config.
-COMPILES = "_valid_auto_compile_criteria"
-
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    """Replaces the method `COMPILES`: compiled code rounds in other places than eager code."""
+    """Replaces the method `COMPILES` on the object: compiled code rounds in other places than eager code.
+    `generation_config.disable_compile` would be saved with a checkpoint, and lost with another config."""
     return False
 
 
@@ -43,11 +42,9 @@ def marked(model: nn.Module) -> dict[str, nn.Module]:
 
 def turn_on(model: Any) -> dict[str, str]:
     """Change what is not changed yet. Returns the linear layers that cannot be, with reasons."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # an error of the caller
-        swap = swap_linear(model, where=lambda name, layer: not isinstance(layer, DetLinear))
-    for name in swap.swapped:
-        setattr(model.get_submodule(name), CLASS, nn.Linear)
+    narrow, skipped = adapters.operand_dtypes(model), dict[str, str]()
+    for dtype in {None, *narrow.values()}:
+        skipped |= _swap(model, narrow, dtype)
     for module, options in options_of_all(model):
         setattr(module, CLASS, type(module))
         module.__class__ = DetRMSNorm
@@ -56,6 +53,21 @@ def turn_on(model: Any) -> dict[str, str]:
         setattr(model, ATTENTION, model.config._attn_implementation)
     setattr(model, COMPILES, never)
     model.set_attn_implementation(NAME)
+    return skipped
+
+
+def _swap(model: nn.Module, narrow: dict[str, torch.dtype], dtype: torch.dtype | None) -> dict[str, str]:
+    """Swap the layers whose operands are to be rounded to `dtype`."""
+
+    def chosen(name: str, layer: nn.Linear) -> bool:
+        return not isinstance(layer, DetLinear) and narrow.get(name) is dtype
+
+    out_dtype = None if dtype is None else torch.float32  # as the fp32 layer has it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # an error of the caller
+        swap = swap_linear(model, chosen, operand_dtype=dtype, out_dtype=out_dtype)
+    for name in swap.swapped:
+        setattr(model.get_submodule(name), CLASS, nn.Linear)
     return swap.skipped
 
 
@@ -65,11 +77,9 @@ def turn_off(model: Any) -> None:
     modules = marked(model)
     for name, module in modules.items():
         if class_of(module) is not DetLinear and type(module) is not DetRMSNorm:
-            raise HFError(
-                f"isobit.integrations.hf.zero_drift(model: {type(model).__name__}): {name} is now a "
-                f"{type(module).__name__}; undo that change first"
-            )
+            raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
+    guard.take_off(model)
     _restore(modules.values())
     delattr(model, ATTENTION)
     vars(model).pop(COMPILES, None)
@@ -77,9 +87,12 @@ def turn_off(model: Any) -> None:
 
 @contextmanager
 def or_as_before(model: Any) -> Iterator[None]:
-    """Undoes what this block has changed in a model, and nothing else, if the block ends with an error."""
+    """Undoes what this block has changed in a model, and nothing else, if the block ends with an error. There
+    is no guard inside it: the model is to change."""
     known, attention = set(map(id, marked(model).values())), model.config._attn_implementation
     own = {key: vars(model)[key] for key in (ATTENTION, COMPILES) if key in vars(model)}
+    before = guard.of(model)
+    guard.take_off(model)
     try:
         yield
     except BaseException:
@@ -88,6 +101,8 @@ def or_as_before(model: Any) -> Iterator[None]:
         for key in (ATTENTION, COMPILES):
             vars(model).pop(key, None)
         vars(model).update(own)
+        if before is not None:
+            guard.put_on(model, before)
         raise
 
 

@@ -55,6 +55,12 @@ def exp(x):
 
 
 @triton.jit
+def difference(a, b):
+    """a - b of two log-probabilities, and 0 where both are -inf: equal ones have the ratio 1."""
+    return tl.where(a == b, 0.0, a - b)
+
+
+@triton.jit
 def k3_and_expm1(d):
     """(expm1(d) - d, expm1(d))."""
     near = tl.abs(d) < 1.0

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.backend import NONE
+from isobit.frame.call_plan import validates
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.public_op import public_op
@@ -113,7 +114,9 @@ def chunk_gated_delta_rule_bwd_dhu(
             Sequences may be empty. None: every batch element is a sequence.
         chunk_size: 16, 32 or 64.
         chunk_indices: [NT, 2] for packed sequences: the sequence of each chunk and its number there. If it is
-            not given it is computed, which waits for the device once.
+            not given it is computed, which waits for the device once. On a GPU it is then kept for later
+            calls with this tensor cu_seqlens, as long as PyTorch does not change it. Where other code writes
+            into it (a replayed graph, a kernel, `.data`), pass chunk_indices.
         chunk_offsets: [S] or [S + 1], the first chunk of each sequence; computed if it is not given.
         use_graph: accepted and without effect: every call can be captured, and outputs are always new
             tensors.
@@ -163,7 +166,7 @@ def _adapt(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("scale") is None:
         adapted["scale"] = _default_scale(given.get("q"))
     if given.get("cu_seqlens") is not None and given.get("chunk_indices") is None:
-        adapted["chunk_indices"] = _chunk_indices(given["cu_seqlens"], given.get("chunk_size", 64))
+        adapted["chunk_indices"] = _chunk_indices(given)
     return adapted
 
 
@@ -171,17 +174,16 @@ def _default_scale(q: Any) -> float | None:
     return q.shape[-1] ** -0.5 if isinstance(q, Tensor) and q.ndim and q.shape[-1] else None
 
 
-def _chunk_indices(cu_seqlens: Any, chunk_size: Any) -> Tensor | None:
+def _chunk_indices(given: dict[str, Any]) -> Tensor | None:
     """[NT, 2]."""
+    from isobit.ops.delta_rule.chunk_indices import chunk_indices  # a call without sequences needs none
+
+    cu_seqlens, chunk_size = given["cu_seqlens"], given.get("chunk_size", 64)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
         return None
     if not isinstance(chunk_size, int) or chunk_size < 1:
         return None
-    each = (cu_seqlens.diff().clamp(min=0) + chunk_size - 1) // chunk_size
-    ends, sequence = each.cumsum(0), torch.arange(len(each), device=each.device)
-    sequence = sequence.repeat_interleave(each)
-    at = torch.arange(len(sequence), device=each.device) - (ends - each)[sequence]
-    return torch.stack((sequence, at), 1)
+    return chunk_indices(cu_seqlens, chunk_size, anew=validates(given.get("validate")))
 
 
 backward.adapt = _adapt
@@ -193,6 +195,8 @@ backward.adapt = _adapt
 def _options(contract: Contract, args: dict[str, Any]) -> None:
     if args["chunk_size"] not in (16, 32, 64):
         raise contract.error("chunk_size", args["chunk_size"], "must be 16, 32 or 64")
+    if args["scale"] is not None and not -1e38 <= args["scale"] <= 1e38:  # kernels take it in fp32
+        raise contract.error("scale", args["scale"], "must be a finite number, -1e38 to 1e38")
 
 
 def _one_dtype(contract: Contract, args: dict[str, Any]) -> None:

@@ -45,7 +45,8 @@ def recurrence(
     length, each = real.sum(1), torch.arange(S, device=q.device)
     D = torch.zeros(S, HV, K, V, dtype=wide, device=q.device)
     if dht is not None:
-        D = (dht.mT if state_v_first else dht).to(wide)
+        # A copy: without steps it is returned, and a result must not be an argument.
+        D = (dht.mT if state_v_first else dht).to(wide, copy=True)
     dh = torch.empty(NT, S, HV, K, V, dtype=wide, device=q.device)
     dv2 = torch.empty(NT, S, HV, C, V, dtype=wide, device=q.device)
     for c in reversed(range(NT)):

@@ -151,6 +151,7 @@ PACKED = [
     *(_case(1, sum(lengths_of(each)), 64, "kht", lengths=each) for each in TIMED[2:]),
 ]
 OTHER = [
+    *(_case(1, 512, 4, mode) for mode in ("kt", "gt")),
     *(_case(1, 512, 16, mode) for mode in ("none", "g", "gk")),
     *(_case(2, 4096, 16, "gk", HV=16 * group) for group in (2, 4)),
     *(_case(1, 8192, 32, mode, v_first=True) for mode in ("ht", "gk")),
@@ -167,7 +168,8 @@ def _kernels(case: Case) -> Hashable:
 def _series(name: str, cases: list[Case], **rest: Any) -> Series:
     return Series(
         op=backward, name=name, cases=cases, make=_make, call=_call, cost=_cost, judge=_judge, rivals=RIVALS,
-        directions=("bwd",), takes=tuple(known_options(backward)), against="fla", kernels=_kernels, **rest,
+        directions=("bwd",), takes=tuple(known_options(backward)), against="fla", difference=True,
+        kernels=_kernels, **rest,
     )  # fmt: skip
 
 
@@ -179,6 +181,6 @@ def _core(cases: list[Case]) -> list[Case]:
 SERIES = (
     _series("dhu", GRID, core=_core(GRID), about="`chunk_gated_delta_rule_bwd_dhu`, a grid of sizes"),
     _series("dhu_wide", WIDE, core=WIDE[2:3], declared_only=True, about="the same with 64 heads"),
-    _series("dhu_packed", PACKED, core=PACKED[3:4], declared_only=True, about="with packed sequences"),
+    _series("dhu_packed", PACKED, core=PACKED[5:6], declared_only=True, about="with packed sequences"),
     _series("dhu_other", OTHER, core=OTHER[-1:], declared_only=True, about="short, grouped, other layout"),
 )

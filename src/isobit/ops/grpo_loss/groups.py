@@ -5,14 +5,17 @@ into groups of any sizes: group g is the sequences from boundary g up to boundar
 0 and the last one B.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.frame.call_plan import validates
 from isobit.frame.contract import INTS, Contract
-from isobit.kernels.host import bounds
+from isobit.kernels.host import bounds, bounds_of_lists
+from isobit.kernels.host.tokens import live_rows
 
 Boundaries = Sequence[int] | Tensor
 
@@ -50,6 +53,27 @@ def ascend(contract: Contract, args: dict[str, Any]) -> None:
         check(contract, args["group_boundaries"], args["group_boundaries"].tolist(), args["rewards"].shape[0])
 
 
+def rewards_are_finite(contract: Contract, args: dict[str, Any]) -> None:
+    """A reward that is NaN or infinite makes the advantages of its group NaN, and of no other. So it is a
+    mistake only if someone asked: where they are not trained on, it may stand for "no reward". Reads the
+    rewards, and which sequences are live."""
+    rewards = args["rewards"]
+    if rewards is None or not validates(args["validate"]):
+        return
+    finite = rewards.isfinite()
+    if "token_ids" in args:  # of a loss, which masked sequences do not reach
+        finite |= ~live_rows(args["token_ids"], args["mask"], args["ignore_index"]).any(-1)
+    if bool(finite.all()):
+        return
+    at = int((~finite).nonzero()[0])
+    size, given = args["samples_per_prompt"], args["group_boundaries"]
+    starts = list(range(0, len(rewards) + 1, size)) if given is None else given.tolist()
+    group = bisect_right(starts, at) - 1
+    rule = f"[{at}] is {rewards[at].item()}, so all advantages of its group would be NaN"
+    of_group = f"group {group}, sequences {starts[group]} to {starts[group + 1] - 1}"
+    raise contract.error("rewards", rewards, f"{rule}: {of_group}")
+
+
 def check(contract: Contract, given: Boundaries, values: Sequence[int], B: int) -> None:
     bounds.check(contract, "group_boundaries", given, values, B, of="sequences", empty=False)
 
@@ -59,17 +83,17 @@ def adapted(contract: Contract, args: dict[str, Any]) -> dict[str, Any]:
     CPU, can be read without waiting for a device, so it is always checked, if there are rewards to check it
     against. A call without them is a mistake that the contract reports."""
     given, rewards = args.get("group_boundaries"), args.get("rewards")
-    if isinstance(given, list | tuple):
-        if not all(type(b) is int for b in given):
-            raise contract.error("group_boundaries", given, "must be whole numbers")
-        boundaries = torch.tensor(given, dtype=torch.int64, device="cpu")
+    values: list[int] | None = None
+    if bounds_of_lists.is_list(given):
+        values = bounds_of_lists.numbers(contract, "group_boundaries", given)
+        boundaries = torch.tensor(values, dtype=torch.int64, device="cpu")
     elif isinstance(given, Tensor) and given.device.type == "cpu" and given.ndim == 1:
         boundaries = given
     else:
         return args  # None, on a GPU, or a mistake too
     if isinstance(rewards, Tensor) and rewards.ndim == 1:
-        if boundaries is not given:
-            check(contract, given, list(given), rewards.shape[0])
+        if values is not None:
+            check(contract, given, values, rewards.shape[0])
         elif boundaries.dtype in INTS and not torch.compiler.is_compiling():
             # Not while compiling: a graph is checked when it runs.
             check(contract, given, boundaries.tolist(), rewards.shape[0])

@@ -40,6 +40,9 @@ from isobit.kernels.triton.rows import tree_sum
 LOG_LANES, LOG_TOKENS, STEPS = 7, 9, 8
 CHUNK = STEPS << LOG_TOKENS
 
+#: The unit of a group of fp64 rewards whose sums overflow. A power of two, so that only exponents change.
+SMALL_UNIT = tl.constexpr(2.0**-600)
+
 #: Programs that share the groups. Each reads all boundaries, so their number is limited.
 PROGRAMS = 1024
 
@@ -103,32 +106,56 @@ def partition(bounds, bound_s, G, B, LOG_LANES: tl.constexpr):
 
 
 @triton.jit
-def deviation(rewards, reward_s, i, inside, origin):
+def in_units(reward, rewards, unit):
+    """A reward in fp64, times the unit of its group. Only fp64 rewards have another unit than 1."""
+    wide = reward.to(tl.float64)
+    if rewards.dtype.element_ty == tl.float64:
+        wide = wide * unit
+    return wide
+
+
+@triton.jit
+def deviation(rewards, reward_s, i, inside, origin, unit):
     """fp64 rewards relative to the first of their group; 0 outside the group."""
-    own = tl.load(rewards + i * reward_s, mask=inside, other=0.0).to(tl.float64)
+    own = in_units(tl.load(rewards + i * reward_s, mask=inside, other=0.0), rewards, unit)
     return tl.where(inside, own - origin, 0.0)
 
 
 @triton.jit
-def moments(rewards, reward_s, lo, hi, eps, SCALE: tl.constexpr, LOG_LANES: tl.constexpr):
-    """(first reward, mean relative to it, divisor) of the group of sequences lo to hi."""
+def moments_in(unit, rewards, reward_s, lo, hi, eps, SCALE: tl.constexpr, LOG_LANES: tl.constexpr):
+    """(first reward, mean relative to it, divisor) of the group of sequences lo to hi, in this unit."""
     lane = tl.arange(0, 1 << LOG_LANES)
     count = (hi - lo).to(tl.float64)
-    origin = tl.load(rewards + lo * reward_s).to(tl.float64)
+    origin = in_units(tl.load(rewards + lo * reward_s), rewards, unit)
     total = tl.zeros([1 << LOG_LANES], tl.float64)
     for first in range(lo, hi, 1 << LOG_LANES):
         i = first + lane
-        total += deviation(rewards, reward_s, i, i < hi, origin)
+        total += deviation(rewards, reward_s, i, i < hi, origin, unit)
     mean = tree_sum(total, LOG_LANES) / count
-    divisor = tl.full([], 1.0, tl.float64)
+    divisor = unit
     if SCALE:
         total = tl.zeros([1 << LOG_LANES], tl.float64)
         for first in range(lo, hi, 1 << LOG_LANES):
             i = first + lane
-            from_mean = deviation(rewards, reward_s, i, i < hi, origin) - mean
+            from_mean = deviation(rewards, reward_s, i, i < hi, origin, unit) - mean
             total += tl.where(i < hi, from_mean * from_mean, 0.0)
-        divisor = tl.maximum(tl.sqrt(tree_sum(total, LOG_LANES) / count), double(eps))
+        divisor = tl.maximum(tl.sqrt(tree_sum(total, LOG_LANES) / count), double(eps) * unit)
     return origin, mean, divisor
+
+
+@triton.jit
+def moments(rewards, reward_s, lo, hi, eps, SCALE: tl.constexpr, LOG_LANES: tl.constexpr):
+    """(first reward, mean relative to it, divisor, unit) of the group of sequences lo to hi. Where sums of
+    fp64 rewards overflow, all of this is in a unit in which they do not."""
+    unit = tl.full([], 1.0, tl.float64)
+    origin, mean, divisor = moments_in(unit, rewards, reward_s, lo, hi, eps, SCALE, LOG_LANES)
+    if rewards.dtype.element_ty == tl.float64:
+        if (tl.abs(mean) < float("inf")) & (divisor < float("inf")):
+            unit = unit
+        else:
+            unit = tl.full([], SMALL_UNIT, tl.float64)
+            origin, mean, divisor = moments_in(unit, rewards, reward_s, lo, hi, eps, SCALE, LOG_LANES)
+    return origin, mean, divisor, unit
 
 
 @triton.jit(do_not_specialize=FREE)
@@ -152,10 +179,10 @@ def normalize_groups(
         if bounds is not None:
             at = bounds + nth * bound_s
             lo, hi = tl.load(at).to(tl.int64), tl.load(at + bound_s).to(tl.int64)
-        origin, mean, divisor = moments(rewards, reward_s, lo, hi, eps, SCALE, LOG_LANES)
+        origin, mean, divisor, unit = moments(rewards, reward_s, lo, hi, eps, SCALE, LOG_LANES)
         for first in range(lo, hi, 1 << LOG_LANES):
             i = first + lane
-            from_mean = deviation(rewards, reward_s, i, i < hi, origin) - mean
+            from_mean = deviation(rewards, reward_s, i, i < hi, origin, unit) - mean
             tl.store(out + i, (from_mean / divisor).to(out.dtype.element_ty), mask=i < hi)
 
 
@@ -184,8 +211,8 @@ def advantage_of(
             ends = tl.minimum(ends, tl.where(here > b, here, B))
         hi = tl.min(ends, axis=0)
     if valid:
-        origin, mean, divisor = moments(rewards, reward_s, lo, hi, eps, True, LOG_LANES)
-        own = tl.load(rewards + b * reward_s).to(tl.float64)
+        origin, mean, divisor, unit = moments(rewards, reward_s, lo, hi, eps, True, LOG_LANES)
+        own = in_units(tl.load(rewards + b * reward_s), rewards, unit)
         advantage = ((own - origin) - mean) / divisor
         if rewards.dtype.element_ty != tl.float64:
             advantage = advantage.to(tl.float32).to(tl.float64)
@@ -212,7 +239,8 @@ def clipped_term(r, advantage, low, high):
     is_above = (advantage > 0) & (r > high)
     clipped = tl.where(is_above, high, tl.where(is_below, low, r))
     # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
-    term = tl.where((advantage == 0) & (r > high), 0.0, -(clipped * advantage))
+    unused = (advantage == 0) & ((r > high) | (r == float("inf")))
+    term = tl.where(unused, 0.0, -(clipped * advantage))
     return term, is_below, is_above
 
 

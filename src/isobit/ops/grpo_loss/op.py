@@ -104,14 +104,16 @@ def grpo_loss(
             bounds.
         old_logp: [B, T] fp32, log-probabilities under the policy that produced the samples. None: this policy
             produced them, and all ratios are 1.
-        rewards: [B], one per sequence; with exactly one of `samples_per_prompt` and `group_boundaries`.
+        rewards: [B], one per sequence; with exactly one of `samples_per_prompt` and `group_boundaries`. One
+            that is NaN or infinite makes all advantages of its group NaN, and so the loss, unless these
+            sequences are masked.
         advantages: [B] or [B, T] instead of rewards, and then no groups.
         mask: [B, T], bool or integer; tokens where it is 0 are masked. They have no loss and no
             gradient, are in no count, and their values, NaN included, reach no result.
         samples_per_prompt: sequences per group; it must divide B.
-        group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
-            ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
-            is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
+        group_boundaries: where groups begin, and B: a list, a numpy array or an integer tensor [G + 1] from 0
+            to B, strictly ascending. What is not on a GPU is always checked (and copied there). A tensor on a
+            GPU is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
         clip_low, clip_high: ratios are clipped to [1 - clip_low, 1 + clip_high].
         beta: weight of the KL penalty (the estimator k3). With 0 no reference is read.
         reduction: "token_mean", "sequence_mean" (tokens of a sequence first, then sequences) or "sum".
@@ -127,7 +129,8 @@ def grpo_loss(
         ignore_index: tokens with this id are masked, too.
         return_entropy: report the entropy as well.
         validate: check ids, temperatures, boundaries and normalizer on a GPU too (a host sync). None checks
-            on CPU tensors, and everywhere with ISOBIT_VALIDATE=1.
+            on CPU tensors, and everywhere with ISOBIT_VALIDATE=1. True, or that variable, also checks that
+            rewards are finite.
         numerics: the numerics class that the result must have, as in `ratio_kl`; None takes that of the
             backend that serves, which `isobit.explain` reports.
         backend: force one by name; None takes the first that can serve.
@@ -209,14 +212,15 @@ def group_advantages(
     by sqrt((n - 1) / n) in a group of n. To get theirs, use `scale=False` and divide.
 
     Args:
-        rewards: [B], floating point, any stride.
+        rewards: [B], floating point, any stride. One that is NaN or infinite makes the advantages of its
+            group NaN, and no others.
         samples_per_prompt: sequences per group; it must divide B. Give either this or group_boundaries.
-        group_boundaries: where groups begin, and B: a list or an integer tensor [G + 1] from 0 to B, strictly
-            ascending. A list, or a tensor on the CPU, is always checked (and copied to the GPU). One on a GPU
-            is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
+        group_boundaries: where groups begin, and B: a list, a numpy array or an integer tensor [G + 1] from 0
+            to B, strictly ascending. What is not on a GPU is always checked (and copied there). A tensor on a
+            GPU is read there: a wrong one makes all advantages NaN, unless `validate` makes it an error.
         eps: lower bound of the standard deviation.
         scale: False subtracts the mean and does not divide, as in Dr. GRPO.
-        validate: check the boundaries on a GPU too (a host sync).
+        validate: check the boundaries on a GPU too, and that rewards are finite (a host sync).
         numerics: the numerics class that the result must have, "advantages/1"; None takes that of the backend
             that serves.
         backend: force "triton" or "reference"; None takes the first that can serve.
@@ -330,9 +334,9 @@ def _normalizer_is_positive(contract: Contract, args: dict[str, Any]) -> None:
 
 
 forward.rule(_scalars, groups.floor_is_positive, _one_reference, _rewards_or_advantages, _of_ratio_kl)
-forward.value_rule(_values_of_ratio_kl, groups.ascend, _normalizer_is_positive)
+forward.value_rule(_values_of_ratio_kl, groups.ascend, groups.rewards_are_finite, _normalizer_is_positive)
 advantages_of.rule(groups.floor_is_positive, groups.one_spec)
-advantages_of.value_rule(groups.ascend)
+advantages_of.value_rule(groups.ascend, groups.rewards_are_finite)
 
 
 # Backends: those of `ratio_kl`, fastest first, each followed by the token terms

@@ -1,14 +1,21 @@
 """`grpo_loss` and `group_advantages` in plain PyTorch: the formulas that are the truth, and the backends that
 run anywhere. Values per token come from `ratio_kl`."""
 
+import math
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.kernels.host.difference import difference
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.ratio_kl import reference as ratio_kl
+
+#: The unit of a group of fp64 rewards whose sums, or sums of squares, overflow. A power of two, so that only
+#: exponents change.
+SMALL_UNIT = 2.0**-600
+
 
 # Formulas
 
@@ -29,9 +36,10 @@ def advantages_formula(
         bounds = group_boundaries.tolist()
     advantages = [r[:0]]
     for first, end in pairwise(bounds):
-        group = r[first:end] - r[first]
+        unit = 1.0 if r[first:end].abs().max() < 1e100 else SMALL_UNIT
+        group = r[first:end] * unit - r[first] * unit
         from_mean = group - group.mean()
-        divisor = from_mean.square().mean().sqrt().clamp(min=eps) if scale else 1.0
+        divisor = from_mean.square().mean().sqrt().clamp(min=eps * unit) if scale else unit
         advantages.append(from_mean / divisor)
     return (torch.cat(advantages).to(_wide(rewards)),)
 
@@ -61,7 +69,7 @@ def formula(
     loss is differentiable."""
     live = live_rows(token_ids, mask, ignore_index)
     reference = (ref_logits, ref_logp) if beta > 0 else (None, None)
-    ratio, kl, _, entropy = ratio_kl.formula(
+    ratio, kl, logp, entropy = ratio_kl.formula(
         policy_logits, reference[0], token_ids, old_logp=old_logp, mask=mask, ignore_index=ignore_index,
         ref_logp=reference[1], temperature=temperature,
     )  # fmt: skip
@@ -70,7 +78,13 @@ def formula(
         (own,) = advantages_formula(rewards, samples_per_prompt, group_boundaries, eps)
         advantages = own[:, None].expand(token_ids.shape)
     A = torch.where(live, advantages.to(ratio.dtype), 0.0)
-    surrogate = -torch.minimum(ratio * A, ratio.clamp(1 - clip_low, 1 + clip_high) * A)
+    # -min(ratio A, clip(ratio) A). A ratio that is clipped, or multiplied by 0, may be infinite: no gradient
+    # goes through its exponential, where it would be 0 * inf.
+    clipped = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    zero, is_clipped = (A == 0) & (ratio == math.inf), clipped * A < ratio.detach() * A
+    old_logp = logp.detach() if old_logp is None else torch.where(live, old_logp, 0.0)
+    log_ratio = torch.where(zero | is_clipped, 0.0, difference(logp, old_logp))
+    surrogate = -torch.where(zero, 0.0, torch.where(is_clipped, clipped, log_ratio.exp()) * A)
     if rollout_weights is not None:
         surrogate = surrogate * torch.where(live, rollout_weights.to(ratio.dtype), 0.0)
     tokens = live.sum()
@@ -119,11 +133,21 @@ def group_advantages(
     def mean(x: Tensor) -> Tensor:
         return (torch.segment_reduce(x, "sum", offsets=bounds, unsafe=True) / count)[own]
 
-    r = rewards.double()
-    from_first = r - r[bounds[own]]
-    advantages = from_first - mean(from_first)
-    if scale:
-        advantages = advantages / mean(advantages.square()).sqrt().clamp(min=eps)
+    def in_unit(unit: float) -> tuple[Tensor, Tensor]:
+        """Rewards relative to the mean of their group, and the divisors, both in this unit."""
+        r = rewards.double() * unit
+        from_first = r - r[bounds[own]]
+        from_mean = from_first - mean(from_first)
+        divisor = mean(from_mean.square()).sqrt().clamp(min=eps * unit) if scale else None
+        return from_mean, torch.full_like(from_mean, unit) if divisor is None else divisor
+
+    from_mean, divisor = in_unit(1.0)
+    advantages = from_mean / divisor
+    if rewards.dtype == torch.float64:
+        # A group whose sums overflow, in a unit in which they do not.
+        finite = mean(from_mean.isfinite().double()) == 1
+        small, by = in_unit(SMALL_UNIT)
+        advantages = torch.where(finite & (divisor < math.inf), advantages, small / by)
     if good is not None:
         advantages = torch.where(good, advantages, float("nan"))
     return advantages.to(_wide(rewards))
@@ -145,7 +169,7 @@ def token_loss(
     below, above = (A < 0) & (r < low), (A > 0) & (r > high)
     clipped = torch.where(above, high, torch.where(below, low, r))
     # An overflowed ratio of a token with advantage 0: 0 * inf must be 0 here.
-    term = torch.where((A == 0) & (r > high), 0.0, -(clipped * A))
+    term = torch.where((A == 0) & ((r > high) | (r == math.inf)), 0.0, -(clipped * A))
     if args["rollout_weights"] is not None:
         term = term * torch.where(live, args["rollout_weights"].double(), 0.0)
     of_sequence = [term.sum(-1), term.new_zeros(B) if kl is None else kl.double().sum(-1)]

@@ -237,7 +237,9 @@ def differentiate(call: Call, wanted: Mapping[str, bool]) -> Differentiated:
             logp, entropy, stats = chunk_ops.forward(**rows, **place, **options)
         else:
             logp, entropy, stats = _forward(call, chunk, stats=True)
-        share = sums.add(chunk, chunk, logp, entropy if call.args["entropy"] else None)
+        # One that was not requested is an empty tensor if the dispatcher saw the call, as for a subclass.
+        entropy = entropy if call.args["entropy"] else None
+        share = sums.add(chunk, chunk, logp, entropy)
         queued = chunk_ops.backward(
             **rows, **own, stats=stats, entropy=entropy, dlogp=share.dlogp, dentropy=share.dentropy,
             **{f"d{name}": g for name, g in gradients._asdict().items()}, first_row=chunk.first,

@@ -28,7 +28,7 @@ from torch import Tensor
 from isobit.frame.autograd import Refusal
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Float, Int, Mask
-from isobit.kernels.host import bounds
+from isobit.kernels.host import bounds, bounds_of_lists
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
 from isobit.ops.linear_policy_loss.batch import Batch
@@ -96,7 +96,8 @@ def linear_policy_loss(
         entropy: pass the entropies to loss_fn too; otherwise it gets None. If the loss uses their gradient,
             logits are computed twice.
         cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
-            list or a tensor; one on a GPU is read by the host, which waits once. Not needed for rows [B, T].
+            list, a numpy array or a tensor; one on a GPU is read by the host, which waits once. Not needed
+            for rows [B, T].
         workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
             rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
             chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than
@@ -204,11 +205,12 @@ def _rows(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("token_ids", ids, "must be [N], or [B, T] with B sequences of T rows")
     if given is None:
         return
-    if isinstance(given, Tensor):
-        integers = given.ndim == 1 and not given.is_floating_point() and given.dtype != torch.bool
+    if bounds_of_lists.is_list(given):
+        integers = len(bounds_of_lists.numbers(contract, "cu_seqlens", given)) > 0
     else:
-        integers = isinstance(given, Sequence) and all(type(b) is int for b in given)
-    if not integers or len(given) == 0:
+        integers = isinstance(given, Tensor) and given.ndim == 1 and len(given) > 0
+        integers = integers and not given.is_floating_point() and given.dtype != torch.bool
+    if not integers:
         rule = "must be whole numbers, a list or a tensor [S + 1], and begin with 0"
         raise contract.error("cu_seqlens", given, rule)
     if ids.ndim != 1:
@@ -226,7 +228,8 @@ def batch_of(args: dict[str, Any]) -> Batch:
     if given is None:
         lines = None if len(shape) == 1 else [line * shape[1] for line in range(shape[0] + 1)]
         return Batch(tuple(shape), lines)
-    starts = given.tolist() if isinstance(given, Tensor) else list(given)
+    is_list = bounds_of_lists.is_list(given)
+    starts = bounds_of_lists.numbers(declared.contract, "cu_seqlens", given) if is_list else given.tolist()
     bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
     return Batch.packed(starts)
 

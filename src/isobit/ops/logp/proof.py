@@ -51,7 +51,14 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     args |= {"logits": z.to(case.dtype), "token_ids": ids, "mask": mask}
     by_rows = {n: t for n, t in args.items() if isinstance(t, Tensor)}
     args |= {n: t.to(device).reshape(*lead, *t.shape[1:]) for n, t in by_rows.items()}
-    return alter.laid_out_some(args, ("logits",), case.layout)
+    return lay_out(args, case.layout)
+
+
+def lay_out(args: Args, layout: str) -> Args:
+    """The logits in another layout, or what has one number per row."""
+    if layout == "every other":
+        return alter.every_other(args)
+    return alter.laid_out_some(args, ("logits",), layout)
 
 
 def reorder(args: Args) -> Args:
@@ -160,7 +167,7 @@ _SMALL = [
     Case({"B": 2, "S": 2, "T": 5, "V": 33}, F32),
     Case({"N": 3, "V": 50257}, BF16),
     Case({"N": 20, "V": 17000}, F32, options={"mask": torch.bool}),
-    Case({"N": 20, "V": 1030}, BF16, options={"mask": torch.bool, "each": True}),
+    Case({"N": 20, "V": 1030}, BF16, layout="every other", options={"mask": torch.bool, "each": True}),
     Case({"N": 20, "V": 130}, F32, options={"mask": 0.25}),
 ]
 _HEAVY = [
@@ -192,8 +199,8 @@ PROOF = Proof(
     scale=scale,
     controls=[Control("the vocabulary rolled by one column", reorder)],
     padding=padding,
-    layouts=("shifted", "padded", "offset"),
-    lay_out=lambda args, layout: alter.laid_out_some(args, ("logits",), layout),
+    layouts=("shifted", "padded", "offset", "every other"),
+    lay_out=lay_out,
     memory=memory,
     cases=_SMALL + _HEAVY + _IGNORED,
     bit_cases=_BITS,

@@ -18,7 +18,7 @@ from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper import logits as hopper_logits
 from isobit.kernels.hopper.pipeline import triton_kernel
 from isobit.kernels.host.rows import row_strides, walkable
-from isobit.kernels.triton.exp import exp, k3_and_expm1
+from isobit.kernels.triton.exp import difference, exp, k3_and_expm1
 from isobit.kernels.triton.rows import row_offset
 
 BLOCK = 128
@@ -38,12 +38,12 @@ def ratio_kernel(
     old = own
     if OLD:
         old = tl.load(old_logp + row_offset(row, inner, old_so, old_si), mask=live, other=0.0)
-    own_ratio = exp(own - old)
+    own_ratio = exp(difference(own, old))
     tl.store(ratio + row, own_ratio, mask=inside)
     slope = tl.zeros([BLOCK], tl.float32)
     if KL:
         ref = tl.load(ref_logp + row_offset(row, inner, ref_so, ref_si), mask=live, other=0.0)
-        penalty, slope = k3_and_expm1(ref - own)
+        penalty, slope = k3_and_expm1(difference(ref, own))
         tl.store(kl + row, penalty, mask=inside)
     if SLOPES:
         tl.store(slopes + row, own_ratio, mask=inside)  # the derivative of ratio is ratio

@@ -37,7 +37,7 @@ from isobit.kernels.triton.dependent_launch import (
     start_next_launch,
     wait_for_last_launch,
 )
-from isobit.kernels.triton.exp import exp, k3_and_expm1
+from isobit.kernels.triton.exp import difference, exp, k3_and_expm1
 from isobit.kernels.triton.interpreter import INTERPRETED
 from isobit.kernels.triton.logits import BATCH, as_bytes, gradient_of, schedule_of, word_of
 from isobit.kernels.triton.rows import (
@@ -284,11 +284,12 @@ def finish_rows(
                 of_ref, nth_live - 1, live, sums_per_row, plane, scale, False, SEGMENT, LOG_SPLITS
             )
             other, _, _ = logp_of(ref_z, good, ref_m, ref_s, none, inverse)
-        penalty, expm1 = k3_and_expm1(other - own)
+        penalty, expm1 = k3_and_expm1(difference(other, own))
         slope = -expm1
+    m += tl.where(good, 0.0, float("nan"))
     store_rows(
         row, live, N, ratio, kl, logp, entropy, stats, slopes,
-        (exp(own - old), penalty, own, own_entropy, m + tl.where(good, 0.0, float("nan")), s, slope),
+        (exp(difference(own, old)), penalty, own, own_entropy, m, s, slope),
     )  # fmt: skip
 
 

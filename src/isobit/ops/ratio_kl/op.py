@@ -7,8 +7,9 @@ of the policy's and of the reference's logits (or `ref_logp` itself):
     d     = ref_logp - logp
     kl    = expm1(d) - d            the estimator k3 of KL(policy || reference): at least 0
 
-Without `old_logp` the policy itself produced the samples: ratio is 1, and its gradient is that of logp. Only
-the policy's logits get a gradient:
+Without `old_logp` the policy itself produced the samples: ratio is 1, and its gradient is that of logp. Two
+log-probabilities of -inf are equal: the ratio is 1 and d is 0 there, too. Only the policy's logits get a
+gradient:
 
     dlogp = dratio * ratio - dkl * expm1(d)        plus the gradient of logp itself, if it was requested
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from isobit.kernels.host import logits as stored
 from isobit.kernels.host import logprob
+from isobit.kernels.host.difference import difference
 from isobit.kernels.host.k3 import k3
 from isobit.kernels.host.tokens import live_rows
 
@@ -33,12 +34,12 @@ def formula(
     tokens = (token_ids, mask, ignore_index, temperature)
     logp, entropy, _ = stored.formula(policy_logits, *tokens)
     old_logp = logp.detach() if old_logp is None else torch.where(live, old_logp, 0.0)
-    ratio = torch.exp(logp - old_logp)
+    ratio = torch.exp(difference(logp, old_logp))
     if ref_logits is not None:
         ref_logp = stored.formula(ref_logits.detach(), *tokens)[0].to(logp.dtype)
     if ref_logp is None:
         return ratio, None, logp, entropy
-    d = torch.where(live, ref_logp, 0.0) - logp
+    d = difference(torch.where(live, ref_logp, 0.0), logp)
     return ratio, torch.expm1(d) - torch.where(d == math.inf, 0.0, d), logp, entropy
 
 
@@ -50,13 +51,14 @@ def ratio_kl(**args: Any) -> tuple[Tensor | None, ...]:
     logp, entropy, _, m, s = results.reshape(5, *lead)
     live = rows.live.reshape(lead)
     old_logp, ref_logp = args["old_logp"], args["ref_logp"]
-    ratio = torch.exp(logp - (logp if old_logp is None else torch.where(live, old_logp, 0.0).to(logp)))
+    old_logp = logp if old_logp is None else torch.where(live, old_logp, 0.0).to(logp)
+    ratio = torch.exp(difference(logp, old_logp))
     kl = slope = torch.zeros_like(logp)
     if args["return_kl"]:
         if args["ref_logits"] is not None:
             z, rows = _by_rows(args["ref_logits"], args)
             ref_logp = stored.results(z, rows, False, stored.wide(z))[0].reshape(lead)
-        d = torch.where(live, ref_logp, 0.0).to(logp) - logp
+        d = difference(torch.where(live, ref_logp, 0.0).to(logp), logp)
         kl, slope = k3(d), -torch.expm1(d)
     optional = {"kl": kl, "logp": logp.clone(), "entropy": entropy.clone()}
     saved = (torch.stack((m, s)), torch.stack((ratio, slope))) if args["return_stats"] else (None, None)

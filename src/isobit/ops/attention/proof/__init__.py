@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.attention.op import forward
-from isobit.ops.attention.proof.bits import same_elsewhere
+from isobit.ops.attention.proof.bits import same_elsewhere, single_queries
 from isobit.ops.attention.proof.exact import exact
 from isobit.ops.attention.proof.inputs import BY_TOKEN, features_reversed, lay_out, make, padding
 from isobit.ops.attention.proof.truth import formula, scale
@@ -193,6 +193,14 @@ _SMALL = [
     _case(2, 20, 33, 2, 1, 64, F32, bounds="both", window=9),
     _case(1, 20, 33, 2, 1, 80, F64, softcap=3.0),
 ]
+# Decoding; keys of a second segment; a window as wide as a block of keys; queries that see keys behind them.
+# Small, because they run in the interpreter and on the model.
+_FEW_HEADS = [
+    _case(2, 1, 18, 4, 2, 64, BF16),
+    _case(1, 2, 1030, 1, 1, 64, BF16),
+    _case(1, 3, 150, 1, 1, 64, F16, window=64),
+    _case(2, 7, 3, 2, 1, 64, BF16, causal=False),
+]
 _HEAVY = [
     _case(2, 200, 200, 4, 1, 128, BF16, heavy=True),
     _case(1, 60, 1200, 4, 2, 64, F16, heavy=True, layout="heads"),
@@ -204,6 +212,7 @@ _HEAVY = [
 _BITS = [
     _case(3, 5, 40, 2, 1, 64, BF16, bounds="both"),
     _case(2, 3, 12, 2, 1, 80, F16, softcap=4.0, window=7),
+    _case(3, 1, 40, 2, 1, 64, BF16, bounds="room"),
     _case(5, 300, 300, 8, 2, 128, BF16, heavy=True),
     _case(4, 2, 3000, 8, 2, 128, BF16, heavy=True, bounds="room"),
     _case(3, 200, 1400, 4, 2, 64, F16, heavy=True, bounds="left", window=1100),
@@ -232,7 +241,7 @@ PROOF = Proof(
     layouts=("heads", "padded", "offset", "shifted"),
     lay_out=lay_out,
     memory=memory,
-    cases=_SMALL + _HEAVY,
+    cases=_SMALL + _HEAVY + _FEW_HEADS,
     bit_cases=_BITS,
     memory_cases=[
         _case(1, 32, 32, 2, 1, 64, BF16),
@@ -252,6 +261,7 @@ PROOF = Proof(
     slow=("model",),
     positive=("H", "KV", "D"),
     also=same_elsewhere,
+    parts=single_queries,
     without_gradient=("page",),
 )
 

@@ -22,8 +22,7 @@ SEGMENT = 1024
 def same_elsewhere(trial: Trial) -> list[OutputCheck]:
     """All of these laws, on a dense causal case."""
     args = trial.args()
-    bounded = any(args[n] is not None for n in ("key_start", "key_end", "cu_seqlens_q", "block_table"))
-    if bounded or not args["causal"]:
+    if _bounded(args) or not args["causal"]:
         return []
     if args["q"].shape[1] == 1:
         # The order of keys shows best if all of them count, whatever the scale of the case.
@@ -31,6 +30,33 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
         return [*_orders(trial, args), *_rooms(trial, args)]
     law = _Law(trial, args)
     return [*law.cuts(), *law.left_padding(), *law.right_padding(), *law.packing(), *law.heads()]
+
+
+def single_queries(trial: Trial) -> list[OutputCheck]:
+    """The first and the last query of a dense causal case, each alone with the keys that it sees, as in
+    decoding: out, lse and dq."""
+    args = trial.args()
+    (T, S), bounded = (args[n].shape[1] for n in ("q", "k")), _bounded(args)
+    if bounded or not args["causal"] or T < 2 or S < T:
+        return []
+    trial = replace(trial, only=("q",))
+    outputs, grads = trial.backward(args)
+    given, checks = trial.cotangents(outputs), []
+    axes = [1 if name == "out" else 2 for name in trial.proof.outputs]
+    for t in (0, T - 1):
+        cut = args | {n: args[n][:, : S - T + t + 1] for n in ("k", "v")}
+        cut["q"] = args["q"][:, t : t + 1]
+        its = tuple(g.narrow(axis, t, 1) for g, axis in zip(given, axes, strict=True))
+        ours, dq = replace(trial, given=its).backward(cut)
+        what = f"query {t} of {T} alone"
+        for i, (name, axis) in enumerate(zip(trial.proof.outputs, axes, strict=True)):
+            checks.append(same_bits(f"{i}:{name}", ours[i], outputs[i].narrow(axis, t, 1), what))
+        checks += [same_bits(f"gradient:{n}", dq[n], grads[n][:, t : t + 1], what) for n in dq]
+    return checks
+
+
+def _bounded(args: Args) -> bool:
+    return any(args[n] is not None for n in ("key_start", "key_end", "cu_seqlens_q", "block_table"))
 
 
 def cancelling(args: Args, cotangents: Sequence[Tensor]) -> tuple[Args, list[Tensor]]:

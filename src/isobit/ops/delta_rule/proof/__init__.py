@@ -264,7 +264,7 @@ _HEAVY = [
     # More than 65535 programs, and more sequences than the kernel of the offsets takes at once.
     _case(1, 4200, 1, 32, 16, 16, BF16, mode="ght", chunk=16, lengths="2100x2", heavy=True, gpu_gb=8),
     _case(1, 300, 2, 2, 100, 72, F16, mode="ght", chunk=32, heavy=True),
-    *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "kt")),
+    *(_case(1, 320, 2, 2, 128, 128, BF16, mode=mode, heavy=True) for mode in ("g", "k", "gk", "gt", "kt")),
     *(
         _case(1, sum(lengths_of(each)), 1, 1, 64, 64, BF16, mode="kht", lengths=each, heavy=True, gpu_gb=8)
         for each in TIMED

@@ -20,11 +20,15 @@ def spread(count: int, total: int, least: int, most: int) -> str:
     return "+".join(str(end - first) for first, end in pairwise([0, *map(round, ends), total]))
 
 
-#: Those that are timed. They are checked, too.
+#: Those that are timed: two short ones, then of 8192 tokens and of 32768. They are checked, too.
 TIMED = (
     "117+174+221",
     "124+170+200+274",
     spread(20, 8192, 409, 410),
+    spread(20, 8192, 296, 571),
+    spread(25, 8192, 197, 558),
     spread(20, 8192, 205, 762),
+    spread(20, 32768, 1185, 2286),
+    spread(25, 32768, 788, 2233),
     spread(25, 32768, 400, 2200),
 )

@@ -21,6 +21,8 @@ from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Mutant
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOOL, UINT8, INT64 = torch.bool, torch.uint8, torch.int64
 
+_X_AND_DY = ("x", "dy")
+
 
 def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
     """In a masked case every fourth row is masked out and holds NaN."""
@@ -33,7 +35,7 @@ def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
     if case.options.get("mask"):
         live = torch.arange(T, device=device) % 4 != 3
         x, dy = (torch.where(live[:, None], t, float("nan")) for t in (x, dy))
-        args["mask"] = live.to(case.options["mask"]).view(lead)
+        args["mask"] = alter.mask_in(case.options["mask"], live).view(lead)
     if case.options.get("sequences"):
         # Random boundaries, with an empty sequence among them.
         inner = (
@@ -44,7 +46,14 @@ def make_dw(case: Case, device: torch.device, options: InputOptions) -> Args:
     if case.options.get("init"):
         args["init"] = inputs.addends((N, K), case.data, case.dtype, gen).to(device)
     args |= {"x": x.view(*lead, K), "dy": dy.view(*lead, N)}
-    return alter.laid_out_some(args, ("x", "dy"), case.layout)
+    return lay_out_dw(args, case.layout)
+
+
+def lay_out_dw(args: Args, layout: str) -> Args:
+    """x and dy in another layout, or what has one number per row or sequence."""
+    if layout == "every other":
+        return alter.laid_out_some(args, ("mask", "cu_seqlens"), "strided")
+    return alter.laid_out_some(args, _X_AND_DY, layout)
 
 
 def formula_dw(args: Args) -> tuple[Tensor, ...]:
@@ -108,8 +117,6 @@ def other_groups_of_rows(t: Tensor | None) -> Tensor | None:
     return alter.in_other_groups(lines, 0).view(t.shape)
 
 
-_X_AND_DY = ("x", "dy")
-
 DW = Proof(
     op=gemm_dw,
     op_class="token_sum",
@@ -124,8 +131,8 @@ DW = Proof(
         ),
     ],
     padding=lambda args, rows: {n: alter.rows_of_nan(args[n], rows) for n in _X_AND_DY},
-    layouts=inputs.LAYOUTS,
-    lay_out=lambda args, layout: alter.laid_out_some(args, _X_AND_DY, layout),
+    layouts=(*inputs.LAYOUTS, "every other"),
+    lay_out=lay_out_dw,
     memory=memory_dw,
     cases=[
         Case({"T": 40, "K": 32, "N": 24}, BF16),

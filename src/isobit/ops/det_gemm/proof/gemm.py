@@ -101,6 +101,9 @@ def memory_of_model(M: int, K: int, N: int) -> int:
 
 _A_AND_B = ("a", "b")
 
+#: (K, N) of the products that are compared at M = 4096: projections, both halves of an MLP, and a head.
+OF_MODELS = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 12288), (4096, 32000))
+
 GEMM = Proof(
     op=gemm,
     op_class="product",
@@ -152,6 +155,8 @@ GEMM = Proof(
         Case({"M": 4100, "K": 4096, "N": 1000}, BF16, data="random", heavy=True),
         Case({"M": 4100, "K": 4097, "N": 4099}, F16, data="random", heavy=True, options={"out": F32}),
         Case({"M": 304, "K": 14336, "N": 4096}, BF16, data="random", layout="transposed", heavy=True),
+        *(Case({"M": 4096, "K": K, "N": N}, BF16, data="random", heavy=True, gpu_gb=16)
+          for K, N in OF_MODELS),
         # More than 2**31 elements in an operand, first in b, then in a: wrong 32-bit offsets would fail here.
         Case({"M": 70, "K": 4096, "N": 524800}, BF16, data="random", heavy=True, gpu_gb=70),
         Case({"M": 524800, "K": 4096, "N": 72}, BF16, data="random", heavy=True, gpu_gb=70),

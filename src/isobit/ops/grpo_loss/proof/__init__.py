@@ -58,7 +58,7 @@ _CASES = [
     Case({"B": 4, "T": 2, "V": 257}, BF16, options=_GROUPS),
     Case({"B": 3, "T": 2, "V": 130}, F16, options={"by": "bounds", "weights": True, "normalizer": 12.5}),
     Case({"B": 3, "T": 2, "V": 65}, F32, layout="shifted", options={
-        "by": "tokens", "mask": torch.uint8, "ref": "logp", "reduction": "sum", "normalizer": "tensor"}),
+        "by": "tokens", "mask": torch.int64, "ref": "logp", "reduction": "sum", "normalizer": "tensor"}),
     Case({"B": 2, "T": 2, "V": 1030}, F32, options={"ref": "none", "old": "none", "temperature": 0.7}),
     Case({"B": 3, "T": 1, "V": 5}, BF16, options={"mask": 0.0, "each": True}),
     Case({"B": 6, "T": 700, "V": 130}, BF16, heavy=True, options=_GROUPS),
@@ -66,6 +66,9 @@ _CASES = [
         "mask": 0.3, "by": "tokens", "weights": True}),
     Case({"B": 5, "T": 6, "V": 50257}, F16, heavy=True, options={"by": "bounds", "mask": torch.bool}),
     Case({"B": 2, "T": 2, "V": 17}, F32, options={"mask": alter.BY_IDS}),
+    Case({"B": 4, "T": 1, "V": 17}, F32, options={"by": "samples", "ref": "none", "far": True}),
+    Case({"B": 4, "T": 1, "V": 17}, F32, options={
+        "by": "samples", "ref": "none", "far": True, "clip_high": float("inf")}),
 ]  # fmt: skip
 
 # A fixed divisor, whatever the batch; otherwise the gradient of a row depends on the number of rows.

@@ -2,8 +2,9 @@
 
 Logits, tokens and log-probabilities are those of `ratio_kl`, with its options. In addition: `by` is the
 source of advantages (one per sequence, unless it is `tokens`, `samples` or `bounds`), `weights` adds rollout
-weights, `reduction` and `normalizer` (a number, or `tensor`) are as in the op. beta is 0.1, and 0 without a
-reference.
+weights, `reduction`, `normalizer` (a number, or `tensor`) and `clip_high` are as in the op. beta is 0.1, and
+0 without a reference. With `far` the first sequence, or group of two, has advantage 0, and ratios that
+overflow.
 """
 
 from dataclasses import replace
@@ -24,7 +25,10 @@ LAYOUTS = rows.LAYOUTS
 #: Arguments with one number per token.
 _OF_TOKENS = ("token_ids", "mask", "old_logp", "ref_logp", "advantages", "rollout_weights")
 
-_OWN = ("by", "weights", "reduction", "normalizer")
+_OWN = ("by", "weights", "reduction", "normalizer", "far", "clip_high")
+
+#: A log-probability of the old policy with which any ratio overflows, in fp64 too.
+FAR = -1000.0
 
 
 def make(case: Case, device: torch.device, options: InputOptions) -> Args:
@@ -34,7 +38,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     theirs = {name: value for name, value in case.options.items() if name not in _OWN}
     args = rows.make(replace(case, options=theirs), device, options)
     args["beta"] = 0.1 if args.pop("return_kl", True) else 0.0
-    args |= {"clip_low": 0.2, "clip_high": 0.28, "eps": 1e-6}
+    args |= {"clip_low": 0.2, "clip_high": case.options.get("clip_high", 0.28), "eps": 1e-6}
     if args["mask"] is not None and case.data == "edge":
         args["mask"][1:2] = 0
     gen = torch.Generator().manual_seed(options.seed + 1)
@@ -51,6 +55,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     else:
         args["rewards"] = (100 + each).to(device)
         args |= groups_of(by, B, device)
+    if case.options.get("far"):
+        _overflow(args)
     if case.options.get("weights"):
         args["rollout_weights"] = (2 * torch.rand(B, T, generator=gen)).to(device)
     args["reduction"] = case.options.get("reduction", "token_mean")
@@ -63,6 +69,18 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
                 args[name] = t.contiguous() if name == "advantages" else t
                 args[name][dead] = NAN
     return args
+
+
+def _overflow(args: Args) -> None:
+    """In place. A group whose rewards are equal has advantages of 0, and so has a group of one."""
+    first = 2 if args["samples_per_prompt"] == 2 else 1
+    if args["rewards"] is not None:
+        args["rewards"][:first] = args["rewards"][0]
+    else:
+        args["advantages"] = args["advantages"].clone()
+        args["advantages"][:first] = 0.0
+    if args["old_logp"] is not None:
+        args["old_logp"][:first] = FAR
 
 
 def _towards_the_clip(args: Args) -> Tensor:
@@ -91,6 +109,8 @@ def groups_of(by: str, B: int, device: torch.device) -> Args:
 def lay_out(args: Args, layout: str) -> Args:
     """Logits in this layout; in one of the layouts the arguments per token are transposed."""
     laid = rows.lay_out(args, layout)
+    if layout == "every other":
+        return alter.laid_out_some(laid, ("advantages", "rollout_weights", "rewards"), "strided")
     return alter.laid_out_some(laid, _OF_TOKENS if layout == "padded" else (), "transposed")
 
 

@@ -49,12 +49,24 @@ def advantages(args: Args) -> Tensor:
     bounds = list(range(0, len(r) + 1, n)) if n else args["group_boundaries"].tolist()
     result = np.zeros(len(r))
     for first, end in pairwise(bounds):
-        with np.errstate(invalid="ignore"):  # NaN in a group affects that group only
-            group = r[first:end] - r[first]
-            from_mean = group - in_lanes(group, REWARDS) / np.float64(len(group))
-            std = np.sqrt(in_lanes(from_mean * from_mean, REWARDS) / np.float64(len(group)))
-            result[first:end] = from_mean / (max(std, args["eps"]) if args.get("scale", True) else 1.0)
+        for unit in (1.0, 2.0**-600):  # the second one where the first overflows
+            result[first:end], overflows = _group(r[first:end] * unit, args, unit)
+            if not overflows:
+                break
     return torch.from_numpy(result).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def _group(r: np.ndarray, args: Args, unit: float) -> tuple[np.ndarray, bool]:
+    """(advantages of a group of rewards in this unit, whether a sum overflows). NaN affects no other
+    group."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        group = r - r[0]
+        mean = in_lanes(group, REWARDS) / np.float64(len(group))
+        from_mean, divisor = group - mean, np.float64(unit)
+        if args.get("scale", True):
+            std = np.sqrt(in_lanes(from_mean * from_mean, REWARDS) / np.float64(len(group)))
+            divisor = max(std, args["eps"] * unit)
+        return from_mean / divisor, not (np.isfinite(mean) and np.isfinite(divisor))
 
 
 def exact_advantages(args: Args, cotangents: object) -> dict[str, Sample]:
@@ -70,7 +82,9 @@ def losses(args: Args, ratio: Tensor, kl: Tensor | None, A: Tensor, dtype: type 
     r, A64 = ratio.cpu().double().numpy(), A.cpu().double().numpy()
     low, high = 1 - args["clip_low"], 1 + args["clip_high"]
     clipped = np.where((A64 > 0) & (r > high), high, np.where((A64 < 0) & (r < low), low, r))
-    term = -(clipped * A64)
+    with np.errstate(invalid="ignore"):
+        product = -(clipped * A64)
+    term = np.where((A64 == 0) & np.isposinf(r), 0.0, product)  # and not 0 * inf
     if args["rollout_weights"] is not None:
         term = term * args["rollout_weights"].cpu().double().numpy()
     of_kl = np.zeros_like(term) if kl is None else kl.cpu().double().numpy()

@@ -60,7 +60,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     share = torch.where(live, share, 0.0)
     sizes = dict(zip(OUTPUTS, (x.double().abs() for x in outputs), strict=True))
     of_kl = torch.zeros_like(A) if beta == 0 else own["kl"]
-    off_policy = (share * A.abs() * own["ratio"]).sum()
+    off_policy = (share * torch.where(A == 0, 0.0, A.abs() * own["ratio"])).sum()  # 0 * inf is 0 here
     sizes["policy_loss"] = sizes["policy_loss"] + off_policy
     sizes["kl"] = sizes["kl"] + (share * of_kl).sum()
     sizes["loss"] = sizes["policy_loss"] + beta * sizes["kl"]
@@ -75,9 +75,10 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         else:
             slope = _slope(of_tokens, of_ratio_kl[2])
         # Three more roundings: of the slope, of the scale and of their product. As much as a second gradient.
+        ratio = torch.where(A == 0, 1.0, ratio)
         again = dratio * ratio + (dkl * slope if beta else 0.0)
         given = (dratio, dkl, again, torch.zeros_like(again))
-        sizes_there = rows_truth.scale(of_tokens, of_ratio_kl, given)["gradient:policy_logits"]
+        sizes_there = rows_truth.scale(of_tokens, (ratio, *of_ratio_kl[1:]), given)["gradient:policy_logits"]
         # A subnormal result may be flushed to 0, however small its factors are.
         sizes["gradient:policy_logits"] = sizes_there + FP32.tiny / FP32.eps
     return sizes

@@ -148,7 +148,7 @@ _SMALL = [
     Case({"N": 9, "D": 8, "V": 1}, BF16, options={"bias": "own"}),
     Case({"B": 2, "T": 9, "D": 72, "V": 300}, F16, layout="shifted",
          options={"each": True, "ids": torch.int32}),
-    Case({"N": 17, "D": 33, "V": 65}, BF16, layout="offset", options={"mask": torch.uint8, "bias": "own"}),
+    Case({"N": 17, "D": 33, "V": 65}, BF16, layout="offset", options={"mask": torch.int32, "bias": "own"}),
     Case({"N": 32, "D": 16, "V": 272}, BF16, options={"vocab": 259, "bias": "own", "logits_dtype": BF16}),
     Case({"N": 17, "D": 16, "V": 90}, F32, layout="padded", options={"softcap": 3.0, "logit_scale": 1.5}),
     Case({"N": 32, "D": 16, "V": 304}, F16, options={"workspace_bytes": inputs.FULL, "mask": torch.bool}),

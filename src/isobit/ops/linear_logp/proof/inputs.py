@@ -122,7 +122,7 @@ def lay_out(args: Args, layout: str) -> Args:
     if layout == "narrow slabs":  # kept probabilities need no slabs, and their gradients have other bits
         return args if keeps(args) else args | {"workspace_bytes": 1}
     if layout == "every other":  # tensors with one number per row, with a stride of 2
-        return alter.laid_out_some(args, ("token_ids", "mask", "temperature"), "strided")
+        return alter.every_other(args)
     return alter.laid_out_some(args, ("weight",) if layout == "apart" else ("hidden",), layout)
 
 

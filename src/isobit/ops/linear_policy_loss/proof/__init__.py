@@ -110,7 +110,7 @@ _SMALL = [
     Case({"B": 3, "T": 16, "D": 16, "V": 72}, BF16, options={"mask": 0.25, "bias": F32}),
     Case({"N": 1, "D": 8, "V": 1}, BF16, options={"bias": "own"}),
     Case({"N": 17, "D": 33, "V": 65}, BF16, layout="offset",
-         options={"mask": torch.uint8, "bias": "own", "workspace_bytes": 1}),
+         options={"mask": torch.int16, "bias": "own", "workspace_bytes": 1}),
 ]  # fmt: skip
 
 

@@ -74,10 +74,10 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
 _SMALL = [
     Case({"N": 4, "V": 33}, F32, options={"mask": torch.bool}),
     Case({"N": 0, "V": 7}, F32),
-    Case({"N": 10, "V": 257}, BF16, options={"temperature": 0.7, "ref_dtype": F32}),
+    Case({"N": 10, "V": 257}, BF16, layout="every other", options={"temperature": 0.7, "ref_dtype": F32}),
     Case({"B": 2, "T": 3, "V": 1030}, BF16, layout="shifted", options={"each": True, "mask": 0.5}),
     Case({"N": 4, "V": 100}, F16, options={"temperature": 2.5, "ids": torch.int32, "old": "none"}),
-    Case({"N": 7, "V": 1025}, F32, layout="offset", options={"ref": "logp", "mask": torch.uint8}),
+    Case({"N": 7, "V": 1025}, F32, layout="offset", options={"ref": "logp", "mask": torch.int64}),
     Case({"N": 3, "V": 1}, F32, options={"ref": "none"}),
     Case({"N": 2, "V": 17001}, F16, layout="padded"),
 ]

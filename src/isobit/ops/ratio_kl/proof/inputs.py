@@ -20,7 +20,8 @@ IGNORE, NAN = -100, float("nan")
 
 #: The two tensors of logits; laws about layouts give each its own.
 LOGITS = ("policy_logits", "ref_logits")
-LAYOUTS = ("shifted", "padded", "offset")
+OF_LOGITS = ("shifted", "padded", "offset")
+LAYOUTS = (*OF_LOGITS, "every other")
 
 #: Distances between policies, alternating over rows. A small kl is accurate only if it is not computed as a
 #: difference.
@@ -72,6 +73,8 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
             t[dead.to(t.device)] = NAN
     by_rows = {n: t for n, t in args.items() if isinstance(t, Tensor)}
     args |= {n: t.to(device).reshape(*lead, *t.shape[1:]) for n, t in by_rows.items()}
+    if case.layout == "every other":
+        return lay_out(args, case.layout)
     return alter.laid_out_some(args, LOGITS, case.layout)
 
 
@@ -98,8 +101,10 @@ def _log_probs(case: Case, args: Args, apart: Tensor, gen: torch.Generator) -> A
 
 
 def lay_out(args: Args, layout: str) -> Args:
-    """The policy's logits in this layout, the reference's in the next one."""
-    other = LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
+    """The policy's logits in this layout, the reference's in the next one; or what has one number per row."""
+    if layout == "every other":
+        return alter.every_other(args, "old_logp", "ref_logp")
+    other = OF_LOGITS[(OF_LOGITS.index(layout) + 1) % len(OF_LOGITS)]
     laid = alter.laid_out_some(args, LOGITS[:1], layout)
     return alter.laid_out_some(laid, LOGITS[1:], other)
 

@@ -1,0 +1,1 @@
+"""Any function of rows, whether isobit has such an op or not: do the bits of a row depend on the batch?"""

@@ -1,0 +1,130 @@
+"""Which models and modules `zero_drift` cannot serve, and why. Nothing here changes a model or runs it."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from isobit.integrations.hf import adapters
+from isobit.integrations.hf.errors import HFError
+from isobit.ops.attention.op import HEAD_SIZES
+
+#: Kinds of layers that read keys and values.
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+#: The method of a model by which `generate` decides whether to compile its steps.
+COMPILES = "_valid_auto_compile_criteria"
+
+_EAGER = "compiled code rounds in other places than eager code, so run it without torch.compile"
+
+
+def refusal(model: Any, reason: str) -> HFError:
+    return HFError(f"isobit.integrations.hf.zero_drift(model: {type(model).__name__}): {reason}")
+
+
+def of_model(model: Any) -> str | None:
+    """Why a model as a whole cannot be served, or None."""
+    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        return f"it is compiled; pass the model that was given to torch.compile, model._orig_mod: {_EAGER}"
+    if adapters.adds_tokens(model):
+        return "its adapter puts tokens or keys in front of a prompt; of PEFT only LoRA is served"
+    if not isinstance(model, import_module("transformers").PreTrainedModel):
+        hint = "; pass model.get_base_model()" if hasattr(model, "get_base_model") else ""
+        return f"it is not a transformers.PreTrainedModel{hint}"
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it has an encoder in addition to its decoder"
+    if config.get_text_config(decoder=True) is not config:
+        return (
+            "it contains more than a language model; make one that has its text_config, its layers and "
+            "its LM head, as in docs/zero_drift.md, and pass that"
+        )
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        return "it is not a causal language model: it has no LM head"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    if others:
+        return f"it has layers of {', '.join(others)}"
+    if not model._can_set_attn_implementation():
+        return "its attention does not use transformers' AttentionInterface"
+    if getattr(config, "attention_dropout", 0.0):
+        return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
+    if sharded is not None:
+        return f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard"
+    compiled = next((name for name, m in model.named_modules() if is_compiled(m)), None)
+    if compiled is not None:
+        return f"{compiled or 'it'} is compiled: {_EAGER}"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size > max(HEAD_SIZES):
+        return f"heads of {size} elements; isobit.attention takes up to {max(HEAD_SIZES)} (head_dim)"
+    if not hasattr(model, COMPILES):
+        return f"it has no {COMPILES}: this version of transformers is not supported"
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def of_modules(model: nn.Module) -> dict[str, str]:
+    """Modules that cannot be served, and why."""
+    narrow = adapters.operand_dtypes(model)
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        reason = of_module(module)
+        if reason is None and name not in narrow:
+            reason = _of_dtype(module)
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def of_module(module: nn.Module) -> str | None:
+    """Why a module cannot be served, whatever its dtype, or None."""
+    if isinstance(module, nn.Dropout) and module.p > 0:
+        return f"Dropout(p={module.p}) is random in training"
+    if (adapter := adapters.why_not(module)) is not None:
+        return adapter
+    if (moving := _moving_frequencies(module)) is not None:
+        return (
+            f"its rope_type {moving!r} makes frequencies from the longest position in the batch, once "
+            "that exceeds a limit of the config"
+        )
+    if (sizes := _unequal_heads(module)) is not None:
+        return (
+            f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
+            "values; isobit.attention takes equal ones"
+        )
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
+        if own:
+            return f"{type(module).__name__} multiplies by its {', '.join(own)} in a way of its own"
+    return None
+
+
+def _of_dtype(module: nn.Module) -> str | None:
+    """Outside autocast the operands of a product must have 16 bits."""
+    if not isinstance(module, nn.Linear) or module.weight.dtype in (torch.bfloat16, torch.float16):
+        return None
+    kind = module.weight.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return None
+    return (
+        f"its weight is {module.weight.dtype}; cast the model to bf16, or call zero_drift under "
+        "torch.autocast, as the model will be called"
+    )
+
+
+def _moving_frequencies(module: nn.Module) -> str | None:
+    """The type of a rotary embedding whose frequencies are functions of the batch. The trial run cannot
+    detect these: its sequences are too short for the frequencies to change."""
+    given = getattr(module, "rope_type", None)
+    kinds = given.values() if isinstance(given, dict) else (given,)  # Gemma 3 has one per kind of layer
+    return next((k for k in kinds if isinstance(k, str) and ("dynamic" in k or k == "longrope")), None)
+
+
+def _unequal_heads(module: nn.Module) -> tuple[int, int] | None:
+    """Elements of a query and of a value in multi-head latent attention, if they differ."""
+    sizes = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+    return sizes if None not in sizes and sizes[0] != sizes[1] else None  # type: ignore[return-value]
