@@ -168,7 +168,7 @@ def test_results_keep_the_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["logp", "det_gemm", "linear_logp"])
 def test_other_backends_and_rivals_are_declared_at_two_shapes(name: str) -> None:
     for series in series_of(known_op(name)):
-        if series.name.endswith(("_frozen", "_kept", "_layers", "_bias")):
+        if series.name.endswith(("_frozen", "_kept", "_layers", "_bias")) or "_cold" in series.name:
             continue  # variants: the portable backend is timed for the forward and for training
         assert series.also["triton"] and all(case in series.cases for case in series.also["triton"])
         assert len(series.also["triton"]) == 2

@@ -144,8 +144,10 @@ def test_what_cannot_be_timed_here_is_a_note(
 
 
 def test_the_declared_cells() -> None:
-    forward, layers, dx, dw, layer = series_of(GEMM)
+    forward, layers, dx, dw, cold, cold_dx, cold_dw, layer = series_of(GEMM)
     assert [len(s.cases) for s in (forward, layers, dx, dw, layer)] == [81, 210, 27, 27, 2]
+    assert [len(s.cases) for s in (cold, cold_dx, cold_dw)] == [190, 18, 12]
+    assert [s.directions for s in (cold, cold_dx, cold_dw)] == [("fwd",), ("dx",), ("dw",)]
     assert not any(case in forward.cases for case in layers.cases)
     assert {c.dims["M"] for c in layers.core} >= {8, 24, 48, 80, 112, 192, 320, 640, 768, 3000}
     assert min(c.dims["M"] for c in dx.cases) == min(c.dims["M"] for c in dw.cases) == 1024
@@ -156,8 +158,8 @@ def test_the_declared_cells() -> None:
 
 def test_costs_count_every_operand_once() -> None:
     dims = {"M": 2, "K": 3, "N": 5}
-    forward, layers, dx, dw, layer = (s.cost(dims, torch.bfloat16) for s in rivals.SERIES)
-    assert layers == forward
+    forward, layers, dx, dw, *cold, layer = (s.cost(dims, torch.bfloat16) for s in rivals.SERIES)
+    assert layers == forward and cold == [forward, dx, dw]
     assert layer.flops("fwd_bwd") == 3 * forward.flops("fwd") and layer.bytes("fwd") == forward.bytes("fwd")
     assert forward.bytes("fwd") == dx.bytes("dx") == 2 * (6 + 15 + 10)
     assert dw.bytes("dw") == 2 * (6 + 10) + 4 * 15
@@ -320,7 +322,7 @@ def test_the_goals_of_products() -> None:
     def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
         return {e["what"]: e["met"] for e in summary(rows, "torch.mm", GOALS) if e["cells"]}
 
-    many, dw, same, split, expected = (goal.what for goal in GOALS)
+    many, dw, same, split, *cold, expected = (goal.what for goal in GOALS)
     assert met(ROWS) == {many: False, split: False, same: False}
     good = [
         *a_cell("det_gemm", 16, 8, 0.95, 0.9),
@@ -336,6 +338,13 @@ def test_the_goals_of_products() -> None:
     assert met(good)[expected] is True
     good[2] |= {"predicted_ms": good[2]["ms"] / 1.26}  # a wrong model is visible
     assert met(good)[expected] is False
+    # Rollouts: a goal for each range of rows, and for each gradient.
+    rows = [*a_cell("det_gemm_cold", 8, 8, 0.98), *a_cell("det_gemm_cold", 72, 8, 0.93)]
+    rows += [*a_cell("det_gemm_cold", 450, 8, 0.93), *a_cell("det_gemm_cold", 2100, 8, 1.0)]
+    rows += [*a_cell("det_gemm_cold_dx", 450, 8, 0.96), *a_cell("det_gemm_cold_dw", 1300, 8, 0.96, None)]
+    assert met(rows) == dict.fromkeys(cold, True)
+    slow = met([*rows, *a_cell("det_gemm_cold", 144, 8, 0.74), *a_cell("det_gemm_cold", 24, 8, 0.9)])
+    assert [slow[what] for what in cold] == [False, True, False, True, True, True]
 
 
 STAMP = {

@@ -42,33 +42,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from isobit.frame.cache_key import CacheKey, remember
 
 __all__ = [
-    "PRODUCER_REGISTERS",
-    "ROWS",
-    "Matrix",
-    "Pipe",
-    "TensorDescriptor",
-    "accumulator_layout",
-    "after",
-    "aligned_for_tma",
-    "descriptor",
-    "fence_async_shared",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "gl",
-    "gluon",
-    "kernel",
-    "load_tiles",
-    "matrix",
-    "mbarrier",
-    "operand_descriptor",
-    "put_tile",
-    "record",
-    "tma",
-    "tma_load",
-    "tma_store",
-    "triton_kernel",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "PRODUCER_REGISTERS", "ROWS", "Matrix", "Pipe", "TensorDescriptor", "accumulator_layout", "after",
+    "aligned_for_tma", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl", "gluon",
+    "kernel", "load_tiles", "matrix", "mbarrier", "operand_descriptor", "put_tile", "record", "tma",
+    "tma_load", "tma_store", "triton_kernel", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 # Triton 3.9 has other names for the two copies than 3.6 and 3.7.
@@ -185,9 +162,8 @@ class Pipe:
     Programs that start one after the other take tiles that read the same columns of b; BY_COLUMNS: the same
     rows of a.
 
-    OVERLAP: the last tile of a row or column ends where the output ends, and computes again what the tile
-    before it has computed, with the same bits. Otherwise it ends outside, and TMA fills with zeros, which
-    takes longer than to load: on an H200 a row of 128 bytes takes 2 ns."""
+    OVERLAP: the last tile of a row or column ends where the output ends, and computes some of the one before
+    again. Otherwise TMA fills it with zeros, which takes longer: on an H200 2 ns for a row of 128 bytes."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
