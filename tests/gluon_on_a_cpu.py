@@ -143,7 +143,7 @@ class Shared:
         return SimpleNamespace(load=lambda layout: self.value[start : start + length], store=store)
 
     def permute(self, order: Any) -> Any:
-        return SimpleNamespace(read=lambda: self.value.T)
+        return SimpleNamespace(read=lambda: self.value.T, store=lambda x: self.store(np.transpose(x)))
 
     def read(self) -> Any:
         return self.value
