@@ -261,7 +261,10 @@ class Device:
             fma=lambda a, b, c: array(self.do.fma(np.asarray(a), np.asarray(b), np.asarray(c))),
             inline_asm_elementwise=assembly, allocate_shared_memory=allocate,
             warp_specialize=self.specialize, SliceLayout=lambda *rest: None,
-            DotOperandLayout=lambda *rest: None, float32=F32, int32=np.int32, uint32=np.uint32,
+            DotOperandLayout=lambda *rest: None, BlockedLayout=lambda *rest: None,
+            SwizzledSharedLayout=lambda *rest: None,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *rest: None),
+            float32=F32, int32=np.int32, uint32=np.uint32,
             int16=np.int16, int64="int64", bfloat16=torch.bfloat16, float16=torch.float16,
             pointer_type=lambda kind: _WORDS[kind],
         )  # fmt: skip

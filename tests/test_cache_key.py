@@ -19,7 +19,7 @@ from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, rememb
 from isobit.frame.composed import Composed
 from isobit.frame.contract import Param
 from isobit.frame.op import OPS
-from isobit.kernels.hopper import pipeline as hopper_pipe
+from isobit.kernels.hopper import descriptors
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -128,12 +128,12 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_descriptor_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
-    monkeypatch.setattr(hopper_pipe, "_descriptors", {})
+    monkeypatch.setattr(descriptors, "_descriptors", {})
     for rows in (64, 65, 66, 67, 68, 64, 69):
         t = torch.empty(rows, 64, dtype=BF16)
-        made = hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64)
+        made = descriptors.descriptor(descriptors.matrix(t), 64, 64)
         assert list(made.shape) == [rows, 64] and made.base is t
-        assert len(hopper_pipe._descriptors) <= 3
+        assert len(descriptors._descriptors) <= 3
 
 
 # Families

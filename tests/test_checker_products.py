@@ -18,8 +18,8 @@ from isobit.ops.det_gemm import calls, model
 from isobit.spec.proofs import proofs
 
 CPU = torch.device("cpu")
-LINEAR = "M=20 K=104 N=40 bf16 bias=fp32"
-LINEAR_BITS = "M=66 K=530 N=72 fp16 padded out=fp32"
+LINEAR = "M=20 K=192 N=64 bf16 bias=fp32"
+LINEAR_BITS = "M=66 K=530 N=72 bf16 padded out=fp32"
 LINEAR_AGREE = "M=17 K=104 N=23 bf16 bias=fp32 out=fp32"
 DW = "T=700 K=9 N=21 fp16 sequences=5 init=True"
 DW_MASKED = "B=3 T=200 K=24 N=8 bf16 mask=bool"

@@ -201,11 +201,12 @@ def test_operands_are_read_in_place() -> None:
         (lambda: det_linear(randn(2, 3), randn(4, 3), randn(4).double()),
          "det_linear(bias: [4] fp64): dtype must be floating point up to fp32 (bf16, fp16, fp32)"),
         (lambda: det_gemm(randn(2, 3), randn(3, 2), numerics="chain8"),
-         "det_gemm(numerics: 'chain8'): unknown numerics class on cpu; known: chain16, none"),
+         "det_gemm(numerics: 'chain8'): unknown numerics class on cpu; known: chain16, none, tree8"),
         (lambda: det_gemm_dw(randn(2, 3), randn(2, 3), numerics="chain16"),
          "det_gemm_dw(numerics: 'chain16'): unknown numerics class on cpu; known: seg16/512, none"),
         (lambda: det_gemm(randn(2, 3), randn(3, 2), backend="cublas"),
-         "det_gemm(backend='cublas'): unknown backend; known: hopper, triton, model"),
+         "det_gemm(backend='cublas'): unknown backend; known: hopper, triton, model, hopper-tree8, "
+         "triton-tree8, model-tree8"),
     ],
 )  # fmt: skip
 def test_wrong_calls(call: Any, expected: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gluon_on_a_cpu import Device, in_order
-from isobit.kernels.hopper import pipeline, product
+from isobit.kernels.hopper import descriptors, pipeline, product
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.ops.det_gemm import kernels_hopper
 
@@ -80,7 +80,7 @@ def multiplied(
     added = torch.arange(N).remainder(5).to(BF16) if bias else None
     out, device = torch.full((M, N), torch.nan), Emulated(1)
     device.k = K
-    left, right = pipeline.matrix(a), pipeline.matrix(b)
+    left, right = descriptors.matrix(a), descriptors.matrix(b)
     if tile.swapped:
         left, right = right.transposed(), left.transposed()
     kernels_hopper._multiply(out, left, right, added, tile, device)

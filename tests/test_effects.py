@@ -218,7 +218,7 @@ def test_a_memcheck_of_no_kernel_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("op", "law", "case"),
     [
-        ("det_linear", "invariant", "M=66 K=530 N=72 fp16 padded out=fp32"),
+        ("det_linear", "invariant", "M=66 K=530 N=72 bf16 padded out=fp32"),
         ("rms_norm", "agree", "N=20 D=1100 fp32 random"),
     ],
 )

@@ -13,6 +13,7 @@ import triton.language as tl
 from gluon_on_a_cpu import in_order
 from hopper_device import Device
 from isobit.frame import launch
+from isobit.kernels.hopper import descriptors
 from isobit.kernels.hopper import logits as hopper_logits
 from isobit.kernels.hopper import lse as hopper_lse
 from isobit.kernels.hopper import pipeline as hopper_pipe
@@ -48,9 +49,9 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
     rows: int, columns: int, stride: int, dtype: torch.dtype
 ) -> None:
-    hopper_pipe._descriptors.clear()
+    descriptors._descriptors.clear()
     one, other = (torch.zeros(rows, stride, dtype=dtype)[:, :columns] for _ in range(2))
-    first, second = (hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64) for t in (one, other))
+    first, second = (descriptors.descriptor(descriptors.matrix(t), 64, 64) for t in (one, other))
     assert type(second) is type(first) and first.base is one and second.base is other
     # By Triton's own constructor, which the first went through.
     built = hopper_pipe.TensorDescriptor(
@@ -61,24 +62,24 @@ def test_a_descriptor_like_an_earlier_one_holds_what_triton_would(
 
 
 def test_a_descriptor_of_another_matrix_is_another() -> None:
-    hopper_pipe._descriptors.clear()
+    descriptors._descriptors.clear()
     t = torch.zeros(64, 128, dtype=BF16)
-    made = [hopper_pipe.descriptor(hopper_pipe.matrix(u), 64, box)
+    made = [descriptors.descriptor(descriptors.matrix(u), 64, box)
             for u, box in ((t, 64), (t, 32), (t[:32], 64), (t[:, :64], 64), (t.half(), 64))]  # fmt: skip
-    assert len(hopper_pipe._descriptors) == len(made) == 5
+    assert len(descriptors._descriptors) == len(made) == 5
     assert [d.shape for d in made] == [[64, 128], [64, 128], [32, 128], [64, 64], [64, 128]]
 
 
 def test_a_descriptor_keeps_no_memory_and_checks_every_address() -> None:
-    hopper_pipe._descriptors.clear()
+    descriptors._descriptors.clear()
     t = torch.zeros(64, 128, dtype=BF16)
-    hopper_pipe.descriptor(hopper_pipe.matrix(t), 64, 64)
+    descriptors.descriptor(descriptors.matrix(t), 64, 64)
     assert not any(
-        isinstance(v, torch.Tensor) for known in hopper_pipe._descriptors.values() for v in known.values()
+        isinstance(v, torch.Tensor) for known in descriptors._descriptors.values() for v in known.values()
     )
     inside = torch.zeros(64 * 128 + 1, dtype=BF16)[1:].view(64, 128)
     with pytest.raises(AssertionError, match="16 bytes"):
-        hopper_pipe.descriptor(hopper_pipe.matrix(inside), 64, 64)
+        descriptors.descriptor(descriptors.matrix(inside), 64, 64)
 
 
 # Which program takes which tiles
@@ -271,11 +272,11 @@ def test_splits_are_a_function_of_the_vocabulary() -> None:
     ],
 )
 def test_what_tma_can_read(tensor: torch.Tensor, readable: bool) -> None:
-    assert hopper_pipe.aligned_for_tma(hopper_pipe.matrix(tensor)) is readable
+    assert descriptors.aligned_for_tma(descriptors.matrix(tensor)) is readable
 
 
 def test_a_single_row_gets_a_valid_tma_stride() -> None:
-    desc, by_k = hopper_pipe.operand_descriptor(hopper_pipe.matrix(empty(3, 70)[:1]), 64, 64)
+    desc, by_k = descriptors.operand_descriptor(descriptors.matrix(empty(3, 70)[:1]), 64, 64)
     assert by_k and desc.strides[0] * 2 % 16 == 0 and desc.strides[0] >= 70
 
 
@@ -449,7 +450,7 @@ def test_a_sum_over_tokens_is_rounded_once_by_its_store(dtype: torch.dtype, coun
 
 def test_a_descriptor_does_not_guess_the_stride_of_several_rows() -> None:
     with pytest.raises(AssertionError, match="12 elements apart"):
-        hopper_pipe.descriptor(hopper_pipe.matrix(empty(128, 12)), 64, 64)
+        descriptors.descriptor(descriptors.matrix(empty(128, 12)), 64, 64)
 
 
 def test_sizes_do_not_make_another_kernel_but_dtypes_boxes_and_constants_do() -> None:

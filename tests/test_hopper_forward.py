@@ -143,10 +143,12 @@ def test_the_producer_takes_the_rows_that_are_listed(listed: list[int] | None, c
         steps=2, COLUMNS=256, STEP=64, STAGES=4, CONSUMERS=consumers, A_BY_K=True, B_BY_K=True,
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
-        rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0, OVERLAP=False,
+        rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0, OVERLAP=False, BY_LEAF=False,
     )  # fmt: skip
+    numbers["_load"] = FunctionType(hopper_pipe._load.fn.__code__, numbers)
     for name in ("row", "column", "rows", "load"):
-        setattr(pipe, name, partial(FunctionType(getattr(hopper_pipe.Pipe, name).fn.__code__, numbers), pipe))
+        fn = getattr(hopper_pipe.Pipe, name).fn
+        setattr(pipe, name, partial(FunctionType(fn.__code__, numbers, name, fn.__defaults__), pipe))
     producer = FunctionType(hopper_pipe.load_tiles.fn.__code__, numbers)
     producer(pipe, Pointer(listed or []), listed is not None)
     assert [where for name, where in loads if name == "a"] == [

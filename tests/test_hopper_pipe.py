@@ -109,11 +109,11 @@ def kernel_language(out: dict[tuple[int, int], Terms], programs: int) -> dict[st
             expect=lambda bar, nbytes: bar.update(1, nbytes), init=lambda bar, count: bar.init(count),
         ),
     }  # fmt: skip
-    for name in ("after", "_item", "_last_start", "put_tile"):
+    for name in ("after", "_item", "_last_start", "_load", "put_tile"):
         scope[name] = function_in(scope, getattr(hopper_pipe, name))
     for name in ("_initial", "_store_sums", "_steps"):
         scope[name] = function_in(scope, getattr(hopper_product, name))
-    scope["_finish"] = function_in(scope, kernels_hopper._finish)
+    scope["finish"] = function_in(scope, kernels_hopper.finish)
     return scope
 
 
@@ -159,6 +159,7 @@ def run(
         ready=ring(stages, Barrier), empty=ring(stages, Barrier), tiles_m=tiles[0], tiles_n=tiles[1],
         spans=tiles[1], steps=steps, SPANS=0, A_BY_K=True, B_BY_K=True, CONSUMERS=consumers,
         COLUMNS=128, STEP=64, STAGES=stages, GROUP=8, BY_COLUMNS=swapped, OVERLAP=rest > 0,
+        BY_LEAF=False,
         M=tiles[0] * 64 * consumers - short[0], N=tiles[1] * 128 - short[1],
     )  # fmt: skip
     outputs = [

@@ -94,8 +94,9 @@ def test_explain_says_who_serves_and_why_not_the_others() -> None:
     found = scale.explain(x=torch.ones(3, 5))
     asked = "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
     assert (found.op, found.backend, found.numerics) == ("test_op_scale", "exact", "toy/1")
+    other_class = "can serve, in numerics class 'toy/2', if that is requested"
     assert found.reasons == {
-        "kernel": asked, "fast": "V=5 is odd", "exact": None, "plain": None, "lonely": None,
+        "kernel": asked, "fast": "V=5 is odd", "exact": None, "plain": None, "lonely": other_class,
     }  # fmt: skip
     assert str(found) == (
         "test_op_scale: exact (numerics toy/1)\n"
@@ -103,7 +104,7 @@ def test_explain_says_who_serves_and_why_not_the_others() -> None:
         "  fast       V=5 is odd\n"
         "  exact      serves this call\n"
         "  plain      can serve; a faster one does\n"
-        "  lonely     can serve; a faster one does"
+        f"  lonely     {other_class}"
     )
     assert ran() == []
 

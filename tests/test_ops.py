@@ -35,7 +35,7 @@ def expected_unsupported() -> dict[tuple[str, str, str], str]:
             }
             if numerics == NONE:
                 reasons |= dict.fromkeys(("invariant", "agree"), "it promises accuracy, not bits")
-            if backend.name == "hopper" and arch_key(DEVICE) != "sm_90":
+            if backend.name.startswith("hopper") and arch_key(DEVICE) != "sm_90":
                 reasons = dict.fromkeys(whole_check.HERE, "need an NVIDIA Hopper GPU")
             found |= {(proof.op.name, backend.name, law): why for law, why in reasons.items() if why}
     return found
@@ -60,11 +60,12 @@ def test_a_public_function_passes_every_argument_on(name: str) -> None:
     assert "locals" not in code.co_names
 
 
+@pytest.mark.parametrize("tree", ["", "_tree"])
 @pytest.mark.parametrize("module", ["kernels_hopper", "kernels_triton", "model"])
-def test_every_module_of_products_has_their_functions(module: str) -> None:
+def test_every_module_of_products_has_their_functions(module: str, tree: str) -> None:
     """They are named one by one when they are called, not in the declaration."""
     for function in ("product", "token_product", "ones", "why_not_product", "why_not_token_product"):
-        assert callable(resolve(f"isobit.ops.det_gemm.{module}:{function}"))
+        assert callable(resolve(f"isobit.ops.det_gemm.{module}{tree}:{function}"))
 
 
 EXPECTED_UNSUPPORTED = expected_unsupported()
@@ -74,6 +75,11 @@ EXPECTED_CASES = {(op, "hopper"): "TMA cannot read" for op in PRODUCTS}
 EXPECTED_CASES |= {
     (op, "hopper"): f"{op}(backend='hopper'): "
     for op in ("logp", "ratio_kl", "grpo_loss", "linear_logp", "linear_policy_loss")
+}
+EXPECTED_CASES |= {
+    (op, f"{backend}-tree8"): "cuts k into 8 equal leaves"
+    for op in PRODUCTS[:2]
+    for backend in ("triton", "model")
 }
 EXPECTED_CASES |= {("attention", backend): "inputs are fp" for backend in ("triton", "model")}
 EXPECTED_CASES |= {("rms_norm", backend): "x is fp64" for backend in ("triton", "model")}

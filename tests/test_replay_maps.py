@@ -11,7 +11,7 @@ from isobit.frame.entry import Maps
 
 
 class Descriptor:
-    """With the list that all of its form share, as `hopper_pipe.descriptor` makes them."""
+    """With the list that all of its form share, as `descriptors.descriptor` makes them."""
 
     def __init__(self, rows: int) -> None:
         self.base, self.shape = object(), [rows, 64]

@@ -138,8 +138,8 @@ SMALL = {
     "attention": "B=2 T=5 S=18 H=4 KV=2 D=64 bf16",
     "ratio_kl": "N=4 V=33 fp32 mask=bool",
     "linear_logp": "N=32 D=48 V=272 bf16",
-    "det_gemm": "M=20 K=104 N=40 bf16",
-    "det_linear": "M=20 K=104 N=40 bf16 bias=fp32",
+    "det_gemm": "M=20 K=192 N=64 bf16",
+    "det_linear": "M=20 K=192 N=64 bf16 bias=fp32",
 }
 
 

@@ -118,9 +118,10 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.backend or 'no backend'} (numerics {self.numerics})"]
+        width = max(10, *map(len, self.reasons))
         for name, reason in self.reasons.items():
             mark = "serves this call" if name == self.backend else (reason or "can serve; a faster one does")
-            lines.append(f"  {name:10s} {mark}")
+            lines.append(f"  {name:{width}s} {mark}")
         return "\n".join(lines)
 
 
@@ -172,10 +173,14 @@ def explain(
     if not forced and None not in reasons.values():
         return Explanation(contract.name, None, None, reasons)
     chosen = choose(contract, backends, args, controls, device)
+    own = chosen.numerics_on(device)
+    for other in backends:
+        if reasons[other.name] is None and (theirs := other.numerics_on(device)) not in (own, NONE):
+            reasons[other.name] = f"can serve, in numerics class {theirs!r}, if that is requested"
     if forced:
         asked = f"can serve; backend={forced!r} was selected"
         reasons = {name: reason or asked for name, reason in reasons.items()} | {chosen.name: None}
-    return Explanation(contract.name, chosen.name, chosen.numerics_on(device), reasons)
+    return Explanation(contract.name, chosen.name, own, reasons)
 
 
 def _knows_class(

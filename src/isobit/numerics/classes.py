@@ -25,6 +25,19 @@ SEG16_512 = Numerics(
     "NVIDIA Hopper (sm_90); any CPU through the model",
 )
 
+#: Parts of k that are chains of their own in `tree8`.
+LEAVES = 8
+
+TREE8 = Numerics(
+    "tree8",
+    "A matrix product of bf16 or fp16 operands in eight leaves: k, a multiple of 8, is cut into eight equal"
+    " parts, each a chain of its own from +0, its last group filled up with zeros; their fp32 sums are added"
+    " as ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7)) by fp32 additions that round to nearest even; a"
+    " bias is added to the fp32 sum; one rounding to the output's dtype at the end. Gradients that are sums"
+    " over tokens are of seg16/512.",
+    "NVIDIA Hopper (sm_90); any CPU through the model",
+)
+
 LSE_TRITON_1 = Numerics(
     "lse/triton-1",
     "A log-sum-exp over a row: 256 lanes, steps with one rescaling each, splits whose size is a function of"

@@ -1,4 +1,4 @@
-"""Error bounds of sums of products in the classes chain16 and seg16/512.
+"""Error bounds of sums of products in the classes chain16, tree8 and seg16/512.
 
 One step of chain16 takes 16 products and the running sum P. Each of the 17 terms is truncated to 25 bits
 below the largest exponent among them, which loses less than 2^-25 of the largest term, and the sum is
@@ -9,8 +9,7 @@ products, the error of a step is below
 
 and that of a chain is the sum over its steps: `chain_error`, in units of 2^-23. It is a bound of the class,
 not a tolerance: it follows the partial sums of each output, it grows with K because truncation does, and
-nothing in it was fitted. A sum in segments adds the errors of its segments and half a unit of every partial
-sum.
+nothing in it was fitted. A sum of several chains adds their errors and half a unit of every sum of them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.host.token_stream import SEGMENT
-from isobit.numerics import cut
+from isobit.numerics import LEAVES, cut
 
 __all__ = [
     "SEGMENT",
@@ -30,6 +29,7 @@ __all__ = [
     "rounded",
     "rounded_factor",
     "segment_error",
+    "tree_error",
 ]
 
 GROUP = 16
@@ -53,6 +53,21 @@ def chain_error(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         total += a_k @ b_k
         error += total.abs()
     return SECOND_ORDER * error, total
+
+
+def tree_error(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for a b in tree8."""
+    leaf = a.shape[-1] // LEAVES
+    if leaf == 0:
+        return chain_error(a, b)
+    nodes = [chain_error(*leaves) for leaves in zip(a.split(leaf, -1), b.split(leaf, -2), strict=True)]
+    while len(nodes) > 1:
+        pairs = zip(nodes[::2], nodes[1::2], strict=True)
+        nodes = [
+            (one + other + SECOND_ORDER / 2 * (left + right).abs(), left + right)
+            for (one, left), (other, right) in pairs
+        ]
+    return nodes[0]
 
 
 def segment_error(a: Tensor, b: Tensor, bounds: Sequence[tuple[int, int]], init: Tensor | None) -> Tensor:

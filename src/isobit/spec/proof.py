@@ -1,7 +1,7 @@
 """What an op declares for `isobit check` and `isobit bench`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -234,3 +234,9 @@ class Proof:
     #: Other calls that must have the same bits, specific to the op: (trial) -> checks, none if they do not
     #: apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None
+    #: Fields that are different for some backends, by their names: for those of another numerics class.
+    differs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of(self, backend: str) -> "Proof":
+        """The proof for one backend."""
+        return replace(self, **self.differs[backend]) if backend in self.differs else self

@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def proof(self) -> Proof:
-        return proof_of(self.op)
+        return proof_of(self.op).of(self.backend)
 
     @property
     def numerics(self) -> str:

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.frame.cache_key import CacheKey, remember
-from isobit.kernels.hopper.pipeline import TensorDescriptor, gl, gluon, tma_load
-
-# Triton 3.9 has another name for it than 3.6 and 3.7.
-_Shared = gl.shared_memory_descriptor
-reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
+from isobit.kernels.hopper.pipeline import TensorDescriptor, gl, gluon, reinterpreted, tma_load
 
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

@@ -20,12 +20,10 @@ All Gluon names that the library uses are imported here; kernels take them from 
 
 import inspect
 from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
-import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,18 +37,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isobit.frame.cache_key import CacheKey, remember
-
 __all__ = [
-    "PRODUCER_REGISTERS", "ROWS", "Matrix", "Pipe", "TensorDescriptor", "accumulator_layout", "after",
-    "aligned_for_tma", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl", "gluon",
-    "kernel", "load_tiles", "matrix", "mbarrier", "operand_descriptor", "put_tile", "record", "tma",
-    "tma_load", "tma_store", "triton_kernel", "warpgroup_mma", "warpgroup_mma_wait",
+    "PRODUCER_REGISTERS", "ROWS", "Pipe", "TensorDescriptor", "accumulator_layout", "after",
+    "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl", "gluon", "kernel", "load_tiles",
+    "mbarrier", "put_tile", "record", "reinterpreted", "tma", "tma_load", "tma_store", "triton_kernel",
+    "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
-# Triton 3.9 has other names for the two copies than 3.6 and 3.7.
+# Triton 3.9 has other names for these than 3.6 and 3.7.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_Shared = gl.shared_memory_descriptor
+reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 #: Rows of the output that one consumer owns: the M of a `wgmma`.
 ROWS = gl.constexpr(64)
@@ -150,6 +148,29 @@ def _last_start(size, LENGTH: gl.constexpr, BY_K: gl.constexpr):
     return start
 
 
+@gluon.jit
+def _ring(desc, STAGES: gl.constexpr, BY_LEAF: gl.constexpr):
+    """Buffers for boxes of a descriptor, without the dimension of its leaves."""
+    box: gl.constexpr = desc.block_type.shape[1:] if BY_LEAF else desc.block_type.shape
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box, desc.dtype) if BY_LEAF else desc.layout
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + box, layout)
+
+
+@gluon.jit
+def _load(desc, leaf, first, k, bar, buffer, BY_K: gl.constexpr, BY_LEAF: gl.constexpr):
+    """Load an operand's part of a step: from row or column `first` on, and from k on."""
+    if BY_LEAF:
+        buffer = reinterpreted(buffer, desc.dtype, desc.block_type.shape, desc.layout)
+        if BY_K:
+            tma_load(desc, [leaf, first, k], bar, buffer)
+        else:
+            tma_load(desc, [leaf, k, first], bar, buffer)
+    elif BY_K:
+        tma_load(desc, [first, k], bar, buffer)
+    else:
+        tma_load(desc, [k, first], bar, buffer)
+
+
 @record
 class Pipe:
     """The ring, and its tiles: tiles_m x tiles_n of them, each with `steps` steps of k. Every row of tiles is
@@ -163,7 +184,10 @@ class Pipe:
     rows of a.
 
     OVERLAP: the last tile of a row or column ends where the output ends, and computes some of the one before
-    again. Otherwise TMA fills it with zeros, which takes longer: on an H200 2 ns for a row of 128 bytes."""
+    again. Otherwise TMA fills it with zeros, which takes longer: on an H200 2 ns for a row of 128 bytes.
+
+    BY_LEAF: k is cut into leaves, the first dimension of the descriptors, and `steps` are those of a leaf.
+    TMA then fills with zeros beyond the end of a leaf too, wherever in a step that is."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
@@ -190,23 +214,21 @@ class Pipe:
     REST: gl.constexpr
     BY_COLUMNS: gl.constexpr
     OVERLAP: gl.constexpr
+    BY_LEAF: gl.constexpr
 
     @gluon.jit
     def create(
         a_desc, b_desc, M, N, steps, SPANS: gl.constexpr,
         A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
         STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, rest_desc=None, REST: gl.constexpr = 0,
-        BY_COLUMNS: gl.constexpr = False, OVERLAP: gl.constexpr = False,
+        BY_COLUMNS: gl.constexpr = False, OVERLAP: gl.constexpr = False, BY_LEAF: gl.constexpr = False,
     ):  # fmt: skip
         """The ring of an M x N output, all stages empty. COLUMNS include the REST."""
-        a_shape: gl.constexpr = [STAGES * CONSUMERS] + a_desc.block_type.shape
-        b_shape: gl.constexpr = [STAGES] + b_desc.block_type.shape
-        a_ring = gl.allocate_shared_memory(a_desc.dtype, a_shape, a_desc.layout)
-        b_ring = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+        a_ring = _ring(a_desc, STAGES * CONSUMERS, BY_LEAF)
+        b_ring = _ring(b_desc, STAGES, BY_LEAF)
         rest_ring = b_ring  # unused without REST
         if REST:
-            rest_shape: gl.constexpr = [STAGES] + rest_desc.block_type.shape
-            rest_ring = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
+            rest_ring = _ring(rest_desc, STAGES, BY_LEAF)
         else:
             rest_desc = b_desc
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -223,7 +245,7 @@ class Pipe:
             a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
             M, N, gl.cdiv(M, CONSUMERS * ROWS), tiles_n, spans, steps,
             SPANS, A_BY_K, B_BY_K, CONSUMERS, COLUMNS, STEP, STAGES, GROUP, REST,
-            BY_COLUMNS, OVERLAP,
+            BY_COLUMNS, OVERLAP, BY_LEAF,
         )  # fmt: skip
 
     @gluon.jit
@@ -349,7 +371,7 @@ class Pipe:
         return first_rows
 
     @gluon.jit
-    def load(self, rows, n, step, stage, phase):
+    def load(self, rows, n, step, stage, phase, leaf=0):
         """Load one step of k of a tile as soon as a stage is empty; returns (stage, phase) of the next."""
         k = step * self.STEP
         column = self.column(n)
@@ -363,20 +385,12 @@ class Pipe:
         mbarrier.expect(bar, bytes_per_stage)
         for w in gl.static_range(self.CONSUMERS):
             a = self.a_ring.index(stage * self.CONSUMERS + w)
-            if self.A_BY_K:
-                tma_load(self.a_desc, [rows[w], k], bar, a)
-            else:
-                tma_load(self.a_desc, [k, rows[w]], bar, a)
-        if self.B_BY_K:
-            tma_load(self.b_desc, [column, k], bar, self.b_ring.index(stage))
-        else:
-            tma_load(self.b_desc, [k, column], bar, self.b_ring.index(stage))
+            _load(self.a_desc, leaf, rows[w], k, bar, a, self.A_BY_K, self.BY_LEAF)
+        _load(self.b_desc, leaf, column, k, bar, self.b_ring.index(stage), self.B_BY_K, self.BY_LEAF)
         if self.REST:
             column += self.COLUMNS - self.REST
-            if self.B_BY_K:
-                tma_load(self.rest_desc, [column, k], bar, self.rest_ring.index(stage))
-            else:
-                tma_load(self.rest_desc, [k, column], bar, self.rest_ring.index(stage))
+            rest = self.rest_ring.index(stage)
+            _load(self.rest_desc, leaf, column, k, bar, rest, self.B_BY_K, self.BY_LEAF)
         return after(stage, phase, self.STAGES)
 
 
@@ -397,104 +411,8 @@ def load_tiles(pipe, listed=None, LISTED: gl.constexpr = False):
 # Host side. Each layout is made once: Triton uses layouts as keys of compiled kernels, and finds one by
 # identity much faster.
 
-_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-@cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
-
 
 @cache
 def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
     """Register layout of one consumer's 64 x columns sums."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-class Matrix(NamedTuple):
-    """Rows x columns in the memory of a tensor, from its first element on. Launchers need several of these
-    per call, and a view of a tensor takes microseconds to make."""
-
-    base: Tensor
-    rows: int
-    columns: int
-    row_stride: int  # elements from a row to the next
-    column_stride: int
-
-    def transposed(self) -> "Matrix":
-        return Matrix(self.base, self.columns, self.rows, self.column_stride, self.row_stride)
-
-    def is_row_major(self) -> bool:
-        """Whether rows are contiguous and begin at multiples of 16 bytes (a single row may begin
-        anywhere)."""
-        return (self.columns == 1 or self.column_stride == 1) and (self.rows == 1 or self.rows_aligned())
-
-    def rows_aligned(self) -> bool:
-        return self.row_stride > 0 and self.row_stride * self.base.element_size() % 16 == 0
-
-
-def matrix(t: Tensor) -> Matrix:
-    """The matrix in the last two dimensions of a tensor; the first one if there are several."""
-    *_, rows, columns = t.shape
-    *_, row_stride, column_stride = t.stride()
-    return Matrix(t, rows, columns, row_stride, column_stride)
-
-
-def aligned_for_tma(m: Matrix) -> bool:
-    """Whether TMA can read this matrix in place, row-major or column-major."""
-    return m.base.data_ptr() % 16 == 0 and (m.is_row_major() or m.transposed().is_row_major())
-
-
-#: Fields of descriptors other than the tensor, by matrix form and box.
-_descriptors: dict[CacheKey, dict[str, Any]] = {}
-
-
-def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
-    """The TMA descriptor for rows x columns boxes of a row-major matrix."""
-    base, size, width, stride, _ = m
-    key = (size, width, stride, base.dtype, rows, columns)
-    known = _descriptors.get(key)
-    if known is None:
-        known = _form(m, rows, columns)
-        remember(_descriptors, key, known)
-    # Triton validates every descriptor when it is made, which takes longer than all the rest. It has already
-    # validated one of this form; only the address differs.
-    assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(known, base=base)
-    return made
-
-
-def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
-    """Fields that descriptors of such a matrix have in common, and a list for tensor maps: see
-    `entry.Entry`."""
-    stride, size = m.row_stride, m.base.element_size()
-    if not m.rows_aligned():  # a single row: its stride is unused, but TMA needs a valid one
-        assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
-        stride = 16 * (m.columns * size // 16 + 1) // size
-    known = _checked(m.base.dtype, m.columns, stride, rows, columns)
-    return {**known, "shape": [m.rows, m.columns], "maps": []}
-
-
-@lru_cache(maxsize=4096)
-def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
-    """The fields of a descriptor for a matrix with one row: Triton does not check the number of rows."""
-    layout = _shared_layout(rows, columns, dtype)
-    made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
-    return vars(made) | {"base": None}
-
-
-class _Nowhere(NamedTuple):
-    """The parts of a tensor that Triton checks."""
-
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-
-def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
-    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether k is contiguous."""
-    if m.is_row_major():
-        return descriptor(m, side, step), True
-    return descriptor(m.transposed(), step, side), False

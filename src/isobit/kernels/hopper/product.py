@@ -8,21 +8,19 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.descriptors import descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
     accumulator_layout,
-    descriptor,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
     kernel,
-    matrix,
     mbarrier,
-    operand_descriptor,
     put_tile,
     record,
     tma,

@@ -125,9 +125,12 @@ def tiles_of(tiles: tuple[Tile, ...], M: Sequence[int], N: int) -> tuple[np.ndar
 
 
 def microseconds(
-    tiles: tuple[Tile, ...], M: Sequence[int], N: int, K: int, sms: int, itemsize: int
-) -> np.ndarray:
-    """Modelled times of M x N outputs over K: a row for each M, a column for each tile."""
+    tiles: tuple[Tile, ...], M: Sequence[int], N: int, K: int, sms: int, itemsize: int,
+    parts: np.ndarray | int = 1, steps: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Modelled times of M x N outputs over K: a row for each M, a column for each tile. `parts`: how many
+    programs share the k of a tile; `steps`: how many steps of 64 each of them has, if that is not all of k.
+    """
     height, width, swapped, group, squares, latency = _columns(tiles)
     m = np.array(M, dtype=np.float64)[:, None]
     rows, columns = np.where(swapped, N, m), np.where(swapped, m, N)
@@ -144,8 +147,9 @@ def microseconds(
         step = (STEP_CYCLES + STEP_CYCLES_PER_SM * busy) * latency
         return np.sqrt(squares + l2**2 + step**2) + outside
 
-    rounds, late = np.divmod(tiles_m * tiles_n, sms)
-    sm_us = -(-K // 64) * (rounds * cycles(sms) + (late > 0) * cycles(late)) / CYCLES_PER_US
+    rounds, late = np.divmod(tiles_m * tiles_n * parts, sms)
+    each = -(-K // 64) if steps is None else steps
+    sm_us = each * (rounds * cycles(sms) + (late > 0) * cycles(late)) / CYCLES_PER_US
     hbm_us = (2 * K * (m + N) + itemsize * m * N) / HBM_BYTES_PER_US
     power_us = 2 * m * N * K / FLOPS_PER_US
     return FIXED_US + (sm_us**4 + hbm_us**4 + power_us**4) ** 0.25

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run
-from isobit.kernels.hopper.heads import descriptor, load_box, reinterpreted, tile_layout, why_not_tma
+from isobit.kernels.hopper.heads import descriptor, load_box, tile_layout, why_not_tma
 from isobit.kernels.hopper.pipeline import (
     ROWS,
     accumulator_layout,
@@ -53,6 +53,7 @@ from isobit.kernels.hopper.pipeline import (
     kernel,
     mbarrier,
     record,
+    reinterpreted,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,

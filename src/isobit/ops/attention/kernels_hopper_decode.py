@@ -29,7 +29,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
-from isobit.kernels.hopper.heads import DTYPES, descriptor, reinterpreted, tile_layout
+from isobit.kernels.hopper.heads import DTYPES, descriptor, tile_layout
 from isobit.kernels.hopper.pipeline import (
     fence_async_shared,
     gl,
@@ -37,6 +37,7 @@ from isobit.kernels.hopper.pipeline import (
     kernel,
     mbarrier,
     record,
+    reinterpreted,
     tma,
     tma_load,
     warpgroup_mma,

@@ -32,16 +32,15 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.descriptors import descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     accumulator_layout,
     after,
-    descriptor,
     fence_async_shared,
     gl,
     gluon,
     kernel,
-    matrix,
     mbarrier,
     record,
     warpgroup_mma,

@@ -9,14 +9,11 @@ from isobit.kernels.hopper.pipeline import (
     gluon,
     mbarrier,
     record,
+    reinterpreted,
     tma,
     tma_load,
     tma_store,
 )
-
-# Triton 3.9 has another name for this than 3.6 and 3.7.
-_Shared = gl.shared_memory_descriptor
-reinterpreted = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 
 #: Tokens per chunk, and columns of the state per program.
 CHUNK, COLUMNS = gl.constexpr(64), gl.constexpr(64)

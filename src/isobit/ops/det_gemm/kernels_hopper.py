@@ -17,21 +17,17 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.kernels.hopper.descriptors import Matrix, aligned_for_tma, descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
-    Matrix,
     Pipe,
     TensorDescriptor,
     accumulator_layout,
-    aligned_for_tma,
-    descriptor,
     gdc_wait,
     gl,
     gluon,
     kernel,
     load_tiles,
-    matrix,
-    operand_descriptor,
     tma,
 )
 from isobit.kernels.hopper.product import Output, pack, sum_into
@@ -67,7 +63,7 @@ def product_tiles(itemsize: int) -> tuple[Tile, ...]:
 
 #: Up to this many rows the tiles of a layer are chosen together: a batch that changes with every step meets
 #: a choice that was made before.
-_TABLE_ROWS = 4096
+TABLE_ROWS = 4096
 
 
 def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Tile, float]:
@@ -75,14 +71,14 @@ def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Ti
     10 ns, the tile that needs fewer programs to cover the output. All tiles have multiples of 8 rows and
     columns, so M is rounded up to one first."""
     eights = max(-(-M // 8), 1)
-    if eights <= _TABLE_ROWS // 8:
+    if eights <= TABLE_ROWS // 8:
         return _table(N, K, sms, itemsize)[eights - 1]
     return _chosen((8 * eights,), N, K, sms, itemsize)[0]
 
 
 @lru_cache(maxsize=256)  # each has 512 entries, some 40 KB
 def _table(N: int, K: int, sms: int, itemsize: int) -> list[tuple[Tile, float]]:
-    return _chosen(range(8, _TABLE_ROWS + 1, 8), N, K, sms, itemsize)
+    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize)
 
 
 def _chosen(M: Sequence[int], N: int, K: int, sms: int, itemsize: int) -> list[tuple[Tile, float]]:
@@ -107,7 +103,7 @@ def _wider(tile: Tile, itemsize: int) -> Tile:
 
 
 @gluon.jit
-def _finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
+def finish(output, acc, pipe, m, n, WHICH: gl.constexpr):
     """Add the bias in fp32 and store."""
     if output.HAS_EXTRA:
         i, j = output.place(pipe, m, n, WHICH)
@@ -128,9 +124,9 @@ def _chains(WHICH: gl.constexpr, pipe, output, output_rest):
     for t in range(gl.program_id(0), pipe.items(), gl.num_programs(0)):
         m, n, _, _ = pipe.item(t)
         acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
-        _finish(output, acc, pipe, m, n, WHICH)
+        finish(output, acc, pipe, m, n, WHICH)
         if pipe.REST:
-            _finish(output_rest, rest, pipe, m, n, WHICH)
+            finish(output_rest, rest, pipe, m, n, WHICH)
     if output.STAGED:
         tma.store_wait(0)
 
@@ -186,7 +182,7 @@ def product_kernel(
 # Launchers
 
 
-def _why_not_tma(**operands: Tensor) -> str | None:
+def why_not_tma(**operands: Tensor) -> str | None:
     for name, t in operands.items():
         unaligned_batch = t.ndim == 3 and len(t) > 1 and t.stride(0) * t.element_size() % 16
         if not aligned_for_tma(matrix(t)) or unaligned_batch:
@@ -199,11 +195,11 @@ def _why_not_tma(**operands: Tensor) -> str | None:
 
 
 def why_not_product(a: Tensor, b: Tensor) -> str | None:
-    return _why_not_tma(a=a, b=b)
+    return why_not_tma(a=a, b=b)
 
 
 def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
-    return _why_not_tma(x=x, dy=dy)
+    return why_not_tma(x=x, dy=dy)
 
 
 def product(

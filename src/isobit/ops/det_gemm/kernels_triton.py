@@ -5,6 +5,8 @@ One program computes one tile of the output. It loops over k (or the token strea
 elsewhere a class of that hardware. Every edge is masked and loads beyond it give zero. This fills up the last
 group of k and affects no other sum. Operands are read through their strides, whatever these are.
 
+In class tree8 every eighth of k is such a chain, and the same program adds the eight sums as a tree.
+
 The tile is chosen from sizes. It decides which program computes an output and how many k are loaded at once,
 but not which k share a step nor the order of steps. So all tiles give the same bits.
 """
@@ -19,9 +21,13 @@ from isobit.kernels.host import token_stream
 from isobit.kernels.host.token_stream import Stream
 from isobit.kernels.triton.interpreter import narrow
 from isobit.kernels.triton.tiles import SEGMENT, Tile, compile_options, ones_kernel, place, steps
+from isobit.numerics import classes
 
 #: Rows of the stream that are loaded at once: a block of its tables.
 BLOCK_T = tl.constexpr(token_stream.BLOCK)
+
+#: Parts of k in class tree8.
+LEAVES = tl.constexpr(classes.LEAVES)
 
 #: Decode, a few rows or columns, and everything else. The last is the largest that fits an A100's shared
 #: memory three times. Untuned: on Hopper another backend is the fast one.
@@ -33,13 +39,14 @@ TILES = {
 }
 
 
-def tile_for(rows: int, cols: int) -> Tile:
-    """Depends on the size of the output only, at run time."""
+def tile_for(rows: int, cols: int, sums: int = 1) -> Tile:
+    """Depends on the size of the output only, at run time. `sums`: accumulators of a tile; several leave no
+    registers for the largest."""
     if rows <= 16:
         return TILES["narrow"]
     if cols <= 16:
         return TILES["slim"]
-    return TILES["small" if rows <= 64 or cols <= 64 else "large"]
+    return TILES["small" if rows <= 64 or cols <= 64 or sums > 1 else "large"]
 
 
 @triton.jit
@@ -81,6 +88,45 @@ def product_tile(
         acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     at = out + (z * M + row)[:, None] * N + col[None, :]
     tl.store(at, narrow(acc, out), mask=(row < M)[:, None] & (col < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["blocks", "M"])
+def tree_tile(
+    a, b, bias, out, M, N, leaf, blocks, a_sz, a_sm, a_sk, b_sz, b_sk, b_sn,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same in class tree8: K is eight times `leaf`, which has `blocks` blocks of k."""
+    z, row0, col0 = corner(M, N, ROWS, COLS)
+    row = row0 + tl.arange(0, ROWS).to(tl.int64)
+    col = col0 + tl.arange(0, COLS).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_at = a + z * a_sz + row[:, None] * a_sm + k[None, :] * a_sk
+    b_at = b + z * b_sz + k[:, None] * b_sk + col[None, :] * b_sn
+    # Sums that wait: of one leaf, of a pair, of four leaves.
+    one = tl.zeros([ROWS, COLS], tl.float32)
+    two, four = one, one
+    total = one
+    for i in range(LEAVES):
+        start = tl.full([], i, tl.int64) * leaf
+        acc = tl.zeros([ROWS, COLS], tl.float32)
+        for j in range(blocks):
+            inside = k < leaf - j * BLOCK_K
+            at = start + j * BLOCK_K
+            left = tl.load(a_at + at * a_sk, mask=(row < M)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(b_at + at * b_sk, mask=inside[:, None] & (col < N)[None, :], other=0.0)
+            acc = steps(left, right, acc)
+        if i % 2 == 0:
+            one = acc
+        elif i % 4 == 1:
+            two = one + acc
+        elif i == 3:
+            four = two + (one + acc)
+        else:
+            total = four + (two + (one + acc))
+    if bias is not None:
+        total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    at = out + (z * M + row)[:, None] * N + col[None, :]
+    tl.store(at, narrow(total, out), mask=(row < M)[:, None] & (col < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])  # as above: T = 1 would make every loop run once
@@ -140,6 +186,22 @@ def product(
     tile = tile_for(M, N)
     launch(
         product_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, K, triton.cdiv(K, tile.k),
+        *_strides(a), *_strides(b), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
+    )  # fmt: skip
+    return out
+
+
+def tree_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
+) -> Tensor:
+    """The same in class tree8."""
+    (*lead, M, K), N = a.shape, b.shape[-1]
+    Z = lead[0] if lead else 1
+    out = torch.empty(*lead, M, N, dtype=out_dtype, device=a.device)
+    tile = tile_for(M, N, sums=4)
+    leaf = K // classes.LEAVES
+    launch(
+        tree_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, leaf, triton.cdiv(leaf, tile.k),
         *_strides(a), *_strides(b), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
     )  # fmt: skip
     return out

@@ -4,6 +4,7 @@ This is the backend for CPU tensors, and the kernels are compared with it. It is
 tensors only if it is requested by name; they are copied to the CPU and the result is copied back.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,10 +21,18 @@ def why_not_product(a: Tensor, b: Tensor) -> str | None:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a [Z, M, K] times b [Z, K, N], plus bias [N], in chain16; or without a Z."""
+    return product_by(chain, a, b, bias, out_dtype)
+
+
+def product_by(
+    of_two: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The same by a function that multiplies two matrices."""
     _warn_that_it_is_slow()
     out = torch.empty(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device="cpu")
     for own, left, right in zip(*map(_several, (out, a.cpu(), b.cpu())), strict=True):
-        total = chain(left, right)
+        total = of_two(left, right)
         if bias is not None:
             total = canonical(total + bias.cpu().float())
         own.copy_(total)  # rounds to nearest even

@@ -5,13 +5,14 @@
     det_gemm_dw  dW = dy^T x, summed over the token stream
 
 A product is one chain of tensor-core steps over ascending k, 16 at a time, with one rounding to the output's
-dtype at the end (class chain16). A bias is added to the fp32 sum before that rounding. A sum over tokens
+dtype at the end (class chain16); or eight such chains, one for each eighth of k, added as a tree (class
+tree8, if it is requested). A bias is added to the fp32 sum before that rounding. A sum over tokens
 starts a fresh chain every 512 rows of the stream and folds them in ascending order in fp32 (class seg16/512).
 Tiles, instructions and schedules are free: no sum depends on them.
 
 Gradients are these two kinds of products on transposed views. With dy in the operands' dtype,
 
-    dx = dy W,  da = dc b^T         chain16
+    dx = dy W,  da = dc b^T         chain16 or tree8
     dW = dy^T x,  db = a^T dc       seg16/512, rounded once to the operand's dtype
     dbias = dy^T 1                  seg16/512
 """
@@ -29,7 +30,7 @@ from isobit.frame.contract import F32, Contract, Float, Half, Int, Mask, Single,
 from isobit.frame.device import arch_key, hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import Op, op
 from isobit.frame.public_op import public_op
-from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, Numerics
+from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, TREE8, Numerics
 from isobit.ops.det_gemm import calls
 
 
@@ -61,15 +62,17 @@ def det_gemm(
         b: [*, K, N], of the same dtype and leading shape. Sizes are free, 0 included.
         out_dtype: bf16, fp16 or fp32; None is the dtype of the inputs. The fp32 sum is rounded to it once.
         validate: as in every op; this op has no values to check.
-        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
-            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+        numerics: the numerics class that the result must have, "chain16" or "tree8"; None takes that of the
+            backend that serves, which `isobit.explain` reports and is never tree8. It is an error if no
+            backend can keep it. tree8 is for a long K and few outputs; K must be a multiple of 8.
+        backend: force "hopper", "triton" or "model", or one of class tree8: "hopper-tree8", "triton-tree8",
+            "model-tree8"; None takes the first that can serve.
 
-    Returns: [*, M, N]. In class chain16 the bits of a row depend on that row of `a` and on `b`, and not on M,
-        other rows, strides or the schedule.
+    Returns: [*, M, N]. In the classes chain16 and tree8 the bits of a row depend on that row of `a` and on
+        `b`, and not on M, other rows, strides or the schedule.
 
-    Gradients: da = dc b^T in chain16 and db = a^T dc in seg16/512, each rounded once to the dtype of a and b.
-    If out_dtype is another one, dc is rounded to the dtype of a and b first.
+    Gradients: da = dc b^T in the class of the result and db = a^T dc in seg16/512, each rounded once to the
+    dtype of a and b. If out_dtype is another one, dc is rounded to the dtype of a and b first.
 
     Example:
         >>> import torch, isobit
@@ -129,16 +132,20 @@ def det_linear(
             does the same around `F.linear`; here it is part of the op, where a compiler cannot remove it.
         out_dtype: bf16, fp16 or fp32; None is operand_dtype, or else the dtype of x.
         validate: as in every op; this op has no values to check.
-        numerics: the numerics class that the result must have, "chain16"; None takes that of the backend that
-            serves, which `isobit.explain` reports. It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "model"; None takes the first that can serve.
+        numerics: the numerics class that the result must have, "chain16" or "tree8"; None takes that of the
+            backend that serves, which `isobit.explain` reports and is never tree8. It is an error if no
+            backend can keep it. tree8 is for a long K and few outputs; K must be a multiple of 8, and for
+            the gradient of x N too.
+        backend: force "hopper", "triton" or "model", or one of class tree8: "hopper-tree8", "triton-tree8",
+            "model-tree8"; None takes the first that can serve.
 
     Returns:
-        [*, N]. In class chain16 the bits of a row depend on that row of x, on weight and on bias only.
+        [*, N]. In the classes chain16 and tree8 the bits of a row depend on that row of x, on weight and on
+        bias only.
 
-    Gradients: dx = dy weight in chain16; dweight and dbias are sums over the rows of x in seg16/512. Each is
-    rounded once, to the dtype of its parameter. If out_dtype is not the dtype of x, dy is rounded to the
-    dtype of x first. Gradients that are not needed cost nothing: with a frozen weight x is not saved.
+    Gradients: dx = dy weight in the class of y; dweight and dbias are sums over the rows of x in seg16/512.
+    Each is rounded once, to the dtype of its parameter. If out_dtype is not the dtype of x, dy is rounded to
+    the dtype of x first. Gradients that are not needed cost nothing: with a frozen weight x is not saved.
 
     Example:
         >>> import torch, isobit
@@ -335,16 +342,17 @@ def _add_backend(
     name: str,
     module: str,
     cannot_run: Callable[[torch.device], str | None],
-    chain16: Callable[[torch.device], str],
+    of_products: Callable[[torch.device], str],
+    of_sums: Callable[[torch.device], str] | None,
     **options: Any,
 ) -> None:
-    """Registers one module as a backend of all ops here. It is imported at the first call that needs it."""
+    """Registers one module as a backend of all ops here, or of products alone if `of_sums` is None. It is
+    imported at the first call that needs it. A backward does both, and reports the class of its product."""
     kernels = f"{__package__}.{module}"
-
-    def seg16(device: torch.device) -> str:
-        return _segments_of(chain16(device))
-
     for target, over_tokens, questions, run in _OPS:
+        numerics = of_sums if over_tokens else of_products
+        if numerics is None:
+            continue
 
         def when(args: dict[str, Any], questions: Any = questions) -> str | None:
             reason = None
@@ -354,25 +362,27 @@ def _add_backend(
             return reason
 
         target.backend(
-            name, run=partial(run, kernels), numerics=seg16 if over_tokens else chain16,
+            name, run=partial(run, kernels), numerics=numerics,
             cannot_run=cannot_run, when=when, **options,
         )  # fmt: skip
 
 
-def _segments_of(chain16: str) -> str:
-    """The class of a sum over tokens on hardware with this class of products. A backward does both, and
-    reports the class of the product."""
-    return chain16.replace(str(CHAIN16), str(SEG16_512))
+def _always(numerics: Numerics) -> Callable[[torch.device], str]:
+    return lambda device: str(numerics)
 
 
-def _of_this_hardware(device: torch.device) -> str:
-    """The class of a `tl.dot` chain. On Hopper it is the class itself. On other GPUs a step is whatever the
-    hardware does, so the class carries its name. The interpreter multiplies with numpy and promises no bits.
-    """
-    if device.type in ("cpu", "meta"):
-        return str(NO_CLASS)
-    arch = arch_key(device)
-    return str(CHAIN16) if arch == "sm_90" else f"{CHAIN16}/{arch}"
+def _of_this_hardware(numerics: Numerics) -> Callable[[torch.device], str]:
+    """The class of `tl.dot` chains in the order of this class. On Hopper it is the class itself. On other
+    GPUs a step is whatever the hardware does, so the class carries its name. The interpreter multiplies with
+    numpy and promises no bits."""
+
+    def name(device: torch.device) -> str:
+        if device.type in ("cpu", "meta"):
+            return str(NO_CLASS)
+        arch = arch_key(device)
+        return str(numerics) if arch == "sm_90" else f"{numerics}/{arch}"
+
+    return name
 
 
 def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
@@ -381,12 +391,26 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: select it by name to compare bits"
 
 
-_add_backend("hopper", "kernels_hopper", hopper_cannot_run, lambda device: str(CHAIN16), launches=True)
 _add_backend(
-    "triton", "kernels_triton", triton_cannot_run, _of_this_hardware, interpreted=True, launches=True
+    "hopper", "kernels_hopper", hopper_cannot_run, _always(CHAIN16), _always(SEG16_512), launches=True
 )
 _add_backend(
-    "model", "model", lambda device: None, lambda device: str(CHAIN16), not_by_default=_not_on_the_cpu
+    "triton", "kernels_triton", triton_cannot_run, _of_this_hardware(CHAIN16), _of_this_hardware(SEG16_512),
+    interpreted=True, launches=True,
+)  # fmt: skip
+_add_backend(
+    "model", "model", lambda device: None, _always(CHAIN16), _always(SEG16_512),
+    not_by_default=_not_on_the_cpu,
+)  # fmt: skip
+
+# Those of class tree8 come last: a call that names no class never gets another than chain16.
+_add_backend("hopper-tree8", "kernels_hopper_tree", hopper_cannot_run, _always(TREE8), None, launches=True)
+_add_backend(
+    "triton-tree8", "kernels_triton_tree", triton_cannot_run, _of_this_hardware(TREE8), None,
+    interpreted=True, launches=True,
+)  # fmt: skip
+_add_backend(
+    "model-tree8", "model_tree", lambda device: None, _always(TREE8), None, not_by_default=_not_on_the_cpu
 )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.bias import in_words, multiply_add
+from isobit.kernels.hopper.descriptors import aligned_for_tma, descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.lse import (
     COLUMNS,
     LANES,
@@ -43,14 +44,10 @@ from isobit.kernels.hopper.pipeline import (
     ROWS,
     Pipe,
     accumulator_layout,
-    aligned_for_tma,
-    descriptor,
     gl,
     gluon,
     kernel,
     load_tiles,
-    matrix,
-    operand_descriptor,
     put_tile,
     record,
     tma,

@@ -24,19 +24,17 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.kernels.hopper.bias import in_words, multiply_add
+from isobit.kernels.hopper.descriptors import descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.lse import COLUMNS, Slots
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
     accumulator_layout,
-    descriptor,
     gl,
     gluon,
     kernel,
     load_tiles,
-    matrix,
-    operand_descriptor,
     put_tile,
     record,
     tma,

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isobit.numerics import chain
 from isobit.ops.det_gemm.op import linear
 from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES
-from isobit.ops.det_gemm.proof.gemm import memory_product, record_product
+from isobit.ops.det_gemm.proof.gemm import Error, in_trees, memory_product, record_product
 from isobit.spec import error_bounds as errors
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
@@ -55,12 +56,14 @@ def formula_linear(args: Args) -> tuple[Tensor, ...]:
     return (truth.product(x, weight.mT, bias, args["out_dtype"] or args["operand_dtype"]),)
 
 
-def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+def scale_linear(
+    args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], error: Error = errors.chain_error
+) -> dict[str, Tensor]:
     (x, weight, bias), out, operand = operands(args), args["out_dtype"], args["operand_dtype"]
-    error, _ = errors.chain_error(x, weight.mT)
+    of_sum, _ = error(x, weight.mT)
     if bias is not None:
-        error = error + outputs[0].abs()
-    sizes = {"y": errors.rounded(error, out)}
+        of_sum = of_sum + outputs[0].abs()
+    sizes = {"y": errors.rounded(of_sum, out)}
     if not cotangents:
         return sizes
     rows, dy = x.flatten(0, -2), cotangents[0].flatten(0, -2)
@@ -68,7 +71,7 @@ def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Ten
     ones = dy.new_ones(len(rows), 1)
     # By name: the two factors, and the error of their product.
     products = {
-        "x": (dy, weight, errors.chain_error(dy, weight)[0]),
+        "x": (dy, weight, error(dy, weight)[0]),
         "weight": (dy.mT, rows, errors.segment_error(dy.mT, rows, bounds, None)),
         "bias": (dy.mT, ones, errors.segment_error(dy.mT, ones, bounds, None)),
     }
@@ -84,15 +87,15 @@ def scale_linear(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Ten
     return sizes
 
 
-def exact_linear(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
+def exact_linear(args: Args, cotangents: Sequence[Tensor], model: truth.Product = chain) -> dict[str, Sample]:
     own = args["operand_dtype"] or args["x"].dtype
     x, weight = (args[name].to(own) for name in ("x", "weight"))
     bias = args["bias"] if args["operand_dtype"] is None or args["bias"] is None else args["bias"].to(own)
     lead, rows = x.shape[:-1], x.flatten(0, -2)
-    result = {"y": truth.chain_sample(lead, rows, weight.mT, bias, args["out_dtype"] or own)}
+    result = {"y": truth.product_sample(model, lead, rows, weight.mT, bias, args["out_dtype"] or own)}
     if cotangents:
         dy = cotangents[0].flatten(0, -2).to(own)
-        result["gradient:x"] = truth.chain_sample(lead, dy, weight, None, own)
+        result["gradient:x"] = truth.product_sample(model, lead, dy, weight, None, own)
         result["gradient:weight"] = truth.segment_sample(dy.mT, rows, [len(rows)], None, own)
         if bias is not None:
             ones = dy.new_ones(len(rows), 1)
@@ -140,7 +143,7 @@ LINEAR = Proof(
     lay_out=lay_out_linear,
     memory=memory_product,
     cases=[
-        Case({"M": 20, "K": 104, "N": 40}, BF16, options={"bias": F32}),
+        Case({"M": 20, "K": 192, "N": 64}, BF16, options={"bias": F32}),
         Case({"M": 0, "K": 8, "N": 5}, BF16, options={"bias": "own"}),
         Case({"M": 3, "K": 0, "N": 5}, BF16, options={"bias": F32}),
         Case({"M": 17, "K": 1, "N": 1}, F16, options={"bias": "own"}),
@@ -152,14 +155,15 @@ LINEAR = Proof(
         Case({"M": 600, "K": 24, "N": 33}, BF16, layout="apart", options={"bias": "own"}),
         Case({"M": 20, "K": 104, "N": 40}, F32, options={"bias": "own", "operand": BF16}),
         Case({"M": 17, "K": 40, "N": 9}, F32, layout="padded", options={"operand": F16, "out": F32}),
+        Case({"M": 20, "K": 104, "N": 40}, BF16, options={"bias": F32}),
         Case({"M": 16, "K": 4097, "N": 1000}, BF16, heavy=True, options=_WIDE),
         Case({"M": 1000, "K": 4096, "N": 1003}, F16, heavy=True, options={"bias": "own"}),
         Case({"B": 4, "T": 520, "K": 14336, "N": 512}, BF16, data="random", heavy=True,
              options={"bias": "own"}),
     ],
     bit_cases=[
-        Case({"M": 130, "K": 200, "N": 104}, BF16, options={"bias": "own", "out": F32}),
-        Case({"M": 66, "K": 530, "N": 72}, F16, layout="padded", options={"out": F32}),
+        Case({"M": 130, "K": 200, "N": 104}, F16, options={"bias": "own", "out": F32}),
+        Case({"M": 66, "K": 530, "N": 72}, BF16, layout="padded", options={"out": F32}),
         Case({"M": 4100, "K": 4096, "N": 4096}, BF16, data="random", heavy=True, options={"bias": F32}),
         Case({"M": 4100, "K": 4096, "N": 14336}, BF16, data="random", heavy=True),
         Case({"M": 300, "K": 14336, "N": 4096}, F16, data="random", heavy=True, options={"out": F32}),
@@ -192,7 +196,7 @@ LINEAR = Proof(
     agree_cases=[
         Case({"M": 17, "K": 104, "N": 23}, BF16, options=_WIDE),
         Case({"M": 17, "K": 104, "N": 24}, F32, options={"bias": "own", "operand": BF16, "out": F32}),
-        *(Case({"M": 17, "K": 104, "N": 24}, BF16, data=kind, options={"bias": "own", "out": F32})
+        *(Case({"M": 17, "K": 192, "N": 64}, BF16, data=kind, options={"bias": "own", "out": F32})
           for kind in inputs.ADVERSARIAL),
         *(Case({"M": 70, "K": 72, "N": 24}, F16, data=kind, options=_WIDE)
           for kind in inputs.ADVERSARIAL),
@@ -205,5 +209,6 @@ LINEAR = Proof(
         Case({"M": 8, "K": 4096, "N": 4099}, BF16, data="random", heavy=True, options={"out": F32}),
         Case({"M": 256, "K": 14336, "N": 4096}, F16, data="random", heavy=True, options={"out": F32}),
     ],
-    slow=("model",),
+    slow=("model", "model-tree8"),
+    differs=in_trees(scale_linear, exact_linear),
 )  # fmt: skip

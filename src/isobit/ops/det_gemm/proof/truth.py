@@ -1,14 +1,17 @@
 """The truth of products: the formula, and the exact bits of the class on a sample of outputs. Bounds on the
 difference of the two are in `isobit.spec.error_bounds`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from isobit.kernels.host.token_stream import SEGMENT
-from isobit.numerics import canonical, chain, cut, segments
+from isobit.numerics import canonical, cut, segments
 from isobit.spec.proof import Sample
+
+#: A product of two matrices in fp32, as a class defines it.
+Product = Callable[[Tensor, Tensor], Tensor]
 
 #: Rows and columns in a sample.
 SAMPLED = 32
@@ -54,12 +57,13 @@ def at(lead: Sequence[int], rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]
     return (*(i[:, None] for i in torch.unravel_index(rows, tuple(lead))), columns[None, :])
 
 
-def chain_sample(
-    lead: Sequence[int], a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+def product_sample(
+    of_two: Product, lead: Sequence[int], a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Sample:
-    """Some outputs of a [R, K] b [K, N] + bias by the model; the rows have the leading shape `lead`."""
+    """Some outputs of a [R, K] b [K, N] + bias by the model of a class, `chain` or `tree`; the rows have the
+    leading shape `lead`."""
     rows, columns = places(a.shape[0]), places(b.shape[1])
-    result = chain(_of(a, 0, rows), _of(b, 1, columns))
+    result = of_two(_of(a, 0, rows), _of(b, 1, columns))
     if bias is not None:
         result = canonical(result + _of(bias, 0, columns).float())
     return at(lead, rows, columns), _rounded(result, out_dtype)

@@ -1,0 +1,133 @@
+"""What TMA reads and writes, seen from the host: matrices in the memory of tensors, and their descriptors.
+
+Each layout is made once: Triton uses layouts as keys of compiled kernels, and finds one by identity much
+faster.
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.frame.cache_key import CacheKey, remember
+from isobit.kernels.hopper.pipeline import TensorDescriptor, gl
+
+_GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _GLUON_TYPES[dtype])
+
+
+class Matrix(NamedTuple):
+    """Rows x columns in the memory of a tensor, from its first element on. Launchers need several of these
+    per call, and a view of a tensor takes microseconds to make."""
+
+    base: Tensor
+    rows: int
+    columns: int
+    row_stride: int  # elements from a row to the next
+    column_stride: int
+
+    def transposed(self) -> "Matrix":
+        return Matrix(self.base, self.columns, self.rows, self.column_stride, self.row_stride)
+
+    def is_row_major(self) -> bool:
+        """Whether rows are contiguous and begin at multiples of 16 bytes (a single row may begin
+        anywhere)."""
+        return (self.columns == 1 or self.column_stride == 1) and (self.rows == 1 or self.rows_aligned())
+
+    def rows_aligned(self) -> bool:
+        return self.row_stride > 0 and self.row_stride * self.base.element_size() % 16 == 0
+
+
+def matrix(t: Tensor) -> Matrix:
+    """The matrix in the last two dimensions of a tensor; the first one if there are several."""
+    *_, rows, columns = t.shape
+    *_, row_stride, column_stride = t.stride()
+    return Matrix(t, rows, columns, row_stride, column_stride)
+
+
+def aligned_for_tma(m: Matrix) -> bool:
+    """Whether TMA can read this matrix in place, row-major or column-major."""
+    return m.base.data_ptr() % 16 == 0 and (m.is_row_major() or m.transposed().is_row_major())
+
+
+#: Fields of descriptors other than the tensor, by matrix form and box.
+_descriptors: dict[CacheKey, dict[str, Any]] = {}
+
+
+def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
+    """The TMA descriptor for rows x columns boxes of a row-major matrix."""
+    base, size, width, stride, _ = m
+    key = (size, width, stride, base.dtype, rows, columns)
+    known = _descriptors.get(key)
+    if known is None:
+        known = _form(m, rows, columns)
+        remember(_descriptors, key, known)
+    # Triton validates every descriptor when it is made, which takes longer than all the rest. It has already
+    # validated one of this form; only the address differs.
+    assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=base)
+    return made
+
+
+def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
+    """Fields that descriptors of such a matrix have in common, and a list for tensor maps: see
+    `entry.Entry`."""
+    stride, size = m.row_stride, m.base.element_size()
+    if not m.rows_aligned():  # a single row: its stride is unused, but TMA needs a valid one
+        assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
+        stride = 16 * (m.columns * size // 16 + 1) // size
+    known = _checked(m.base.dtype, m.columns, stride, rows, columns)
+    return {**known, "shape": [m.rows, m.columns], "maps": []}
+
+
+@lru_cache(maxsize=4096)
+def _checked(dtype: torch.dtype, width: int, stride: int, rows: int, columns: int) -> dict[str, Any]:
+    """The fields of a descriptor for a matrix with one row: Triton does not check the number of rows."""
+    layout = _shared_layout(rows, columns, dtype)
+    made = TensorDescriptor(_Nowhere(dtype), [1, width], [stride, 1], [rows, columns], layout)
+    return vars(made) | {"base": None}
+
+
+class _Nowhere(NamedTuple):
+    """The parts of a tensor that Triton checks."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def operand_descriptor(m: Matrix, side: int, step: int) -> tuple[TensorDescriptor, bool]:
+    """Descriptor of an operand [side, k], in tiles of `side` by `step`, and whether k is contiguous."""
+    if m.is_row_major():
+        return descriptor(m, side, step), True
+    return descriptor(m.transposed(), step, side), False
+
+
+def leaf_descriptor(m: Matrix, side: int, step: int, leaves: int) -> tuple[TensorDescriptor, bool]:
+    """The same for k in equal leaves, which are the first dimension: TMA fills with zeros beyond the end of
+    each. If k is contiguous, leaves must begin at multiples of 16 bytes."""
+    by_k = m.is_row_major()
+    base, rows, columns, stride, _ = m if by_k else m.transposed()
+    key = (rows, columns, stride, base.dtype, side, step, leaves, by_k)
+    known = _descriptors.get(key)
+    if known is None:
+        flat = _form(m if by_k else m.transposed(), 8, 8)
+        stride = flat["strides"][0]
+        shape = [leaves, rows, columns // leaves] if by_k else [leaves, rows // leaves, columns]
+        strides = [shape[2] if by_k else shape[1] * stride, stride, 1]
+        box = (1, side, step) if by_k else (1, step, side)
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), _GLUON_TYPES[base.dtype])
+        made = TensorDescriptor(_Nowhere(base.dtype), shape, strides, list(box), layout)
+        known = vars(made) | {"base": None, "maps": []}
+        remember(_descriptors, key, known)
+    assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=base)
+    return made, by_k
