@@ -16,7 +16,6 @@ from torch import Tensor
 
 from isobit.frame.launch import run
 from isobit.kernels.hopper import tiles
-from isobit.kernels.hopper.pipeline import matrix
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.ops.det_gemm import kernels_hopper as products
 
@@ -84,7 +83,7 @@ def _every_tile() -> Iterator[Tile]:
 
 
 def _multiply(tile: Tile, out: Tensor, x: Tensor, w: Tensor) -> None:
-    left, right = matrix(x), matrix(w)
+    left, right = products.matrix(x), products.matrix(w)
     if tile.swapped:
         left, right = right.transposed(), left.transposed()
     products._multiply(out, left, right, None, tile, run)
