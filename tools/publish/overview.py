@@ -35,6 +35,7 @@ row. Averages include small, latency-bound sizes. The baselines:
 - `copy`: a copy of as many bytes as the call must move. `floor`: the time of its bytes or of its operations,
   whichever is longer, at the speed of a large copy and of a large product.
 - `fla`: flash-linear-attention's kernel. `plain`, `sdpa`: a step of a Hugging Face model without isobit.
+  `native`: the same products by PyTorch.
 
 The calls:
 """

@@ -208,9 +208,10 @@ def _figures(group: dict[str, Row], rivals: Sequence[str], limit: str) -> list[s
 
 def _grids(report: Report, series: Sequence[str]) -> str:
     """A grid for each kind of call: rows by one size, columns by the others. If most of a grid would be
-    empty, and for whole steps, a line per case."""
+    empty, and for whole steps, a line per case. What has no size but its batch is a step too."""
     against, all_cells = report["against"], cells(report["rows"], report["against"])
     steps = {row["op"] for row in report["rows"] if row["method"] == "sync"}
+    steps |= {cell.op for cell in all_cells if len(cell.sizes) == 1}
     parts = []
     known = dict.fromkeys(cell.op for cell in all_cells)
     every = dict.fromkeys(row["op"] for row in report["rows"])

@@ -1,0 +1,110 @@
+"""The rules whose time models can be fitted: candidates, how to call one, how to model one.
+
+A model is the code that chooses at run time. Its constants are set for a moment while it is fitted, so there
+is no second formula that could differ from it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from isobit.frame.launch import run
+from isobit.kernels.hopper import tiles
+from isobit.kernels.hopper.tiles import Tile, fitted
+from isobit.ops.det_gemm import kernels_hopper as products
+
+#: Bytes per element of the outputs that are timed.
+ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One rule. A candidate is whatever it chooses: a tile, or a tile and a number of programs.
+
+    `chosen` are the candidates of the rule by name. `others` are timed too: they show what the rule lacks.
+    `call(candidate, out, x, w)` computes out = x w, with the same bits for all candidates. `model(candidates,
+    M, N, K, sms)` returns the expected microseconds of M x N outputs over K, a row for each M and a column
+    for each candidate, with the constants that `module` has at the moment; `forget` drops what it caches of
+    them. `constants` are their names.
+    """
+
+    chosen: Mapping[str, Any]
+    others: Mapping[str, Any]
+    call: Callable[[Any, Tensor, Tensor, Tensor], None]
+    model: Callable[[Sequence[Any], Sequence[int], int, int, int], np.ndarray]
+    constants: tuple[str, ...]
+    module: ModuleType
+    forget: Callable[[], None] = lambda: None
+
+    def today(self) -> dict[str, float]:
+        return {name: getattr(self.module, name) for name in self.constants}
+
+    @contextmanager
+    def having(self, constants: Mapping[str, float]) -> Iterator[None]:
+        """The model has these constants inside."""
+        before = self.today()
+        try:
+            self.set(constants)
+            yield
+        finally:
+            self.set(before)
+
+    def set(self, constants: Mapping[str, float]) -> None:
+        for name, value in constants.items():
+            setattr(self.module, name, value)
+        self.forget()
+
+
+# The products of class chain16
+
+
+def _name(tile: Tile) -> str:
+    return f"{tile.rows}x{tile.columns}{' swapped' if tile.swapped else ''}"
+
+
+def _every_tile() -> Iterator[Tile]:
+    """Tiles of one accumulator per consumer, or two, that fit an SM. Accumulators of 8 columns only if they
+    are swapped: where k is not contiguous in a weight, they cannot be swizzled."""
+    for swapped, least in ((True, 8), (False, 16)):
+        sizes = [least << i for i in range(6) if least << i <= 256]
+        pairs = {a + b for a in sizes for b in sizes if a != b and a + b <= 256}
+        for consumers in (1, 2, 3):
+            for columns in sorted({*sizes, *pairs}):
+                tile = fitted(consumers, columns, swapped, ITEMSIZE)
+                at_launch, own = tile.registers
+                if tile.stages >= 3 and columns // 2 + 40 <= (own or at_launch):
+                    yield tile
+
+
+def _multiply(tile: Tile, out: Tensor, x: Tensor, w: Tensor) -> None:
+    left, right = products.matrix(x), products.matrix(w)
+    if tile.swapped:
+        left, right = right.transposed(), left.transposed()
+    products._multiply(out, left, right, None, tile, run)
+
+
+def _microseconds(candidates: Sequence[Tile], M: Sequence[int], N: int, K: int, sms: int) -> np.ndarray:
+    """The rule rounds M up to a multiple of 8."""
+    return tiles.microseconds(tuple(candidates), [-(-m // 8) * 8 for m in M], N, K, sms, ITEMSIZE)
+
+
+@cache
+def chain16() -> Problem:
+    chosen = {_name(tile): tile for tile in products.product_tiles(ITEMSIZE)}
+    others = {_name(tile): tile for tile in _every_tile() if _name(tile) not in chosen}
+    return Problem(
+        chosen, others, _multiply, _microseconds, (
+            "FIXED_US", "HBM_BYTES_PER_US", "FLOPS_PER_US", "CYCLES_PER_US", "SHARED_CYCLES",
+            "L2_LINES_PER_CYCLE", "SHARING", "STEP_CYCLES", "STEP_CYCLES_PER_SM", "LONG_STEP",
+            "OUTSIDE_CYCLES",
+        ), tiles, tiles._columns.cache_clear,
+    )  # fmt: skip
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {"chain16": chain16}
