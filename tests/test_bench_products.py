@@ -322,7 +322,8 @@ def test_the_goals_of_products() -> None:
     def met(rows: list[dict[str, Any]]) -> dict[str, bool]:
         return {e["what"]: e["met"] for e in summary(rows, "torch.mm", GOALS) if e["cells"]}
 
-    many, dw, same, split, *cold, expected = (goal.what for goal in GOALS)
+    many, dw, same, split, *rollouts, expected = (goal.what for goal in GOALS)
+    cold, trees = rollouts[:6], rollouts[6:]
     assert met(ROWS) == {many: False, split: False, same: False}
     good = [
         *a_cell("det_gemm", 16, 8, 0.95, 0.9),
@@ -345,6 +346,20 @@ def test_the_goals_of_products() -> None:
     assert met(rows) == dict.fromkeys(cold, True)
     slow = met([*rows, *a_cell("det_gemm_cold", 144, 8, 0.74), *a_cell("det_gemm_cold", 24, 8, 0.9)])
     assert [slow[what] for what in cold] == [False, True, False, True, True, True]
+    # Class tree8: few rows of a narrow layer; many rows, by the length of k.
+    sizes = ((72, 1024, 6144), (2100, 4096, 4096), (2100, 9728, 2560))
+
+    def in_trees(*shares: float) -> list[dict[str, Any]]:
+        return [
+            row | {"case": f"M={M} K={K} N={N} bf16", "impl": row["impl"].replace("isobit", "isobit:tree8")}
+            for (M, N, K), share in zip(sizes, shares, strict=True)
+            for row in a_cell("det_gemm_cold", M, N, share)
+        ]
+
+    assert met(in_trees(1.0, 0.9, 0.8)) == dict.fromkeys(trees, True)
+    assert met(in_trees(0.99, 0.89, 0.79)) == dict.fromkeys(trees, False)
+    wide = [row | {"case": "M=72 K=2560 N=9728 bf16"} for row in in_trees(0.5, 1.0, 1.0)[:2]]
+    assert met(wide) == {}
 
 
 STAMP = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import tiles
-from isobit.ops.det_gemm import kernels_hopper
+from isobit.ops.det_gemm import kernels_hopper, kernels_hopper_tree
 from tile_model import fit as fitting
 from tile_model import measure
 from tile_model import problem as problems
@@ -117,6 +117,22 @@ def test_constants_are_those_of_the_rule_and_come_back() -> None:
     assert CHAIN16.today() == today and np.array_equal(CHAIN16.model(shape, *sizes), expected)
     floats = {name for name, value in vars(tiles).items() if name.isupper() and name != "SHARED_BYTES"}
     assert set(CHAIN16.constants) == floats
+
+
+def test_the_problem_of_tree8_is_its_rule() -> None:
+    problem = PROBLEMS["tree8"]()
+    plans, sizes = tuple(problem.chosen.values()), ([72], 1024, 6144, 132)
+    expected = problem.model(plans, *sizes)
+    plan, us = kernels_hopper_tree.choose_plan(72, 1024, 6144, 132)
+    assert expected.min() == pytest.approx(us, abs=0.01) and plans[expected.argmin()] == plan
+    for name, value in problem.today().items():
+        with problem.having({name: 2 * value}):
+            assert not np.array_equal(problem.model(plans, *sizes), expected), name
+    device = Recorder()
+    x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((72, 6144), (6144, 1024)))
+    trees = problems.trees
+    trees._multiply(x.new_empty(72, 1024), problems.matrix(x), problems.matrix(w), None, plan, device)
+    assert [kernel.fn.__name__ for kernel, *_ in device.launches] == ["tree_kernel", "fold_kernel"]
 
 
 def test_a_choice_that_was_not_timed_is_none() -> None:

@@ -21,6 +21,20 @@ def _rows(least: int, most: int) -> Callable[[Cell], bool]:
     return lambda cell: cell.op == "det_gemm_cold" and least <= cell.sizes["M"] <= most
 
 
+def _in_tree(
+    least_m: int, most_m: int, *, N: int = 10**6, least_k: int = 0, most_k: int = 10**6
+) -> Callable[[Cell], bool]:
+    """Layers with up to N outputs and a k in these bounds."""
+
+    def chooses(cell: Cell) -> bool:
+        size = cell.sizes
+        return _rows(least_m, most_m)(cell) and size["N"] <= N and least_k <= size["K"] <= most_k
+
+    return chooses
+
+
+TREE = "isobit:tree8"
+
 GOALS = (
     Goal("forward and dX, M > 768", _many, mean=0.98, least=0.90),
     Goal("dW, M >= 1024", _is("det_gemm_dw"), mean=0.95),
@@ -34,6 +48,11 @@ GOALS = (
     Goal("rollouts, M > 1300", _rows(1301, 10**6), mean=0.99),
     Goal("rollouts, dX", _is("det_gemm_cold_dx"), mean=0.95),
     Goal("rollouts, dW", _is("det_gemm_cold_dw"), mean=0.95),
+    Goal("rollouts in class tree8, M <= 512, N <= 5120", _in_tree(1, 512, N=5120), mean=1.0, impl=TREE),
+    Goal("rollouts in class tree8, M > 1300, K >= 4096", _in_tree(1301, 10**6, least_k=4096), mean=0.90,
+         impl=TREE),
+    Goal("rollouts in class tree8, M > 1300, K 1536 to 4095",
+         _in_tree(1301, 10**6, least_k=1536, most_k=4095), mean=0.80, impl=TREE),
     Goal("time, by what the rule for tiles expects", lambda cell: cell.op != "det_linear", most=1.25,
          against=prediction()),
 )  # fmt: skip

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isobit.bench.goals import Goal
-from isobit.numerics import NUMERICS
 from isobit.ops.det_gemm.op import det_linear
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
@@ -170,14 +169,11 @@ def cost(model: Model, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     return Cost(elements * dtype.itemsize, fwd_flops=sum(2 * B * N * K for _, N, K in model.products))
 
 
-def _mixed(model: Model) -> dict[str, Callable[[Args], tuple[Tensor, ...]]]:
-    return {"mixed": partial(isobit, model.classes)} if set(model.classes.values()) <= set(NUMERICS) else {}
-
-
 def _series(name: str, model: Model) -> Series:
     return Series(
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name, model),
-        call=partial(isobit, {}), variants=_mixed(model), cost=partial(cost, model),
+        call=partial(isobit, {}), variants={"mixed": partial(isobit, model.classes)},
+        cost=partial(cost, model),
         judge=lambda args: Judge(args["parameters"]),
         rivals={"native": Rival("native", native, directions=None, jit=False)}, directions=("fwd",),
         needs=("det_linear",), about="all products of a decoding step: B tokens, separate layers, logits",

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from isobit.frame.launch import run
 from isobit.kernels.hopper import tiles
+from isobit.kernels.hopper.descriptors import matrix
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.ops.det_gemm import kernels_hopper as products
+from isobit.ops.det_gemm import kernels_hopper_tree as trees
 
 #: Bytes per element of the outputs that are timed.
 ITEMSIZE = 2
@@ -83,7 +85,7 @@ def _every_tile() -> Iterator[Tile]:
 
 
 def _multiply(tile: Tile, out: Tensor, x: Tensor, w: Tensor) -> None:
-    left, right = products.matrix(x), products.matrix(w)
+    left, right = matrix(x), matrix(w)
     if tile.swapped:
         left, right = right.transposed(), left.transposed()
     products._multiply(out, left, right, None, tile, run)
@@ -107,4 +109,26 @@ def chain16() -> Problem:
     )  # fmt: skip
 
 
-PROBLEMS: dict[str, Callable[[], Problem]] = {"chain16": chain16}
+# The products of class tree8
+
+
+def _multiply_as(plan: trees.Plan, out: Tensor, x: Tensor, w: Tensor) -> None:
+    trees._multiply(out, matrix(x), matrix(w), None, plan, run)
+
+
+def _plan_microseconds(
+    candidates: Sequence[trees.Plan], M: Sequence[int], N: int, K: int, sms: int
+) -> np.ndarray:
+    rows = [-(-m // 8) * 8 for m in M]
+    return trees.plan_microseconds(tuple(candidates), rows, N, K, sms, ITEMSIZE)
+
+
+@cache
+def tree8() -> Problem:
+    """Its constants are what the parts and leaves of a tile cost more; the others are those of chain16."""
+    chosen = {f"{_name(plan.tile)} in {plan.parts}": plan for plan in trees.tree_plans(ITEMSIZE)}
+    constants = ("FOLD_US", "FOLD_BYTES_PER_US", "LEAF_US")
+    return Problem(chosen, {}, _multiply_as, _plan_microseconds, constants, trees)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {"chain16": chain16, "tree8": tree8}

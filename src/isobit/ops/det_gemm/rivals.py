@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isobit.frame.device import sm_count
+from isobit.numerics import TREE8
 from isobit.ops.det_gemm.op import det_gemm, det_gemm_dw, gemm, gemm_dw
 from isobit.ops.det_gemm.proof.cublas import BASELINE, mm, needs_cublas, unsplit
 from isobit.spec.proof import Args, Case, Cost
@@ -178,6 +179,10 @@ def _call_product(args: Args, backend: str | None) -> Tensor:
     return det_gemm(**args, backend=backend)
 
 
+def _call_tree(args: Args) -> Tensor:
+    return det_gemm(**args, numerics=TREE8)
+
+
 def _call_dw(args: Args, backend: str | None) -> Tensor:
     return det_gemm_dw(args["x"], args["dy"], backend=backend)
 
@@ -272,9 +277,13 @@ DW = _series(
 )  # fmt: skip
 
 
-def _cold(series: Series, name: str, about: str, tokens: Sequence[int], shapes: Any, core: Any) -> Series:
+def _cold(
+    series: Series, name: str, about: str, tokens: Sequence[int], shapes: Any, core: Any, **rest: Any
+) -> Series:
     cases = [_case(M, K, N) for K, N in shapes for M in tokens]
-    return replace(series, name=name, about=about, cases=cases, core=core, declared_only=True, also={})
+    return replace(
+        series, name=name, about=about, cases=cases, core=core, declared_only=True, also={}, **rest
+    )
 
 
 SERIES: Sequence[Series] = (
@@ -289,11 +298,11 @@ SERIES: Sequence[Series] = (
     DW,
     _cold(
         FORWARD, "det_gemm_cold", "rollouts: batches of any size", COLD_TOKENS, COLD_SHAPES,
-        [_case(*sizes) for sizes in COLD_CORE],
+        [_case(*sizes) for sizes in COLD_CORE], variants={"tree8": _call_tree},
     ),
     _cold(
         DX, "det_gemm_cold_dx", "dx = dy W with the rows of a rollout", (450, 1300, 2100), COLD_SHAPES[:6],
-        [_case(1300, *COLD_SHAPES[0]), _case(450, *COLD_SHAPES[1])],
+        [_case(1300, *COLD_SHAPES[0]), _case(450, *COLD_SHAPES[1])], variants={"tree8": _call_tree},
     ),
     _cold(
         DW, "det_gemm_cold_dw", "dW = dy^T x with the rows of a rollout", (1300, 4500), COLD_SHAPES[:6],
