@@ -4,7 +4,7 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from isobit import losses, nn
+from isobit import losses
 from isobit.frame.backend import Explanation, UnsupportedError
 from isobit.frame.contract import ContractError
 from isobit.frame.op import OPS, known_op
@@ -19,7 +19,7 @@ from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from isobit import integrations
+    from isobit import integrations, nn
 
 __version__ = "0.1.0"
 
@@ -42,10 +42,11 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.integrations` is imported when it is first used: most programs use one of it, or none."""
-    if name == "integrations":
-        return import_module("isobit.integrations")
-    raise AttributeError(f"module 'isobit' has no attribute {name!r}")
+    """`isobit.integrations` and `isobit.nn` are imported when they are first used: many programs use
+    neither."""
+    if name in __all__:  # everything else in it is here already
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
