@@ -1,26 +1,33 @@
 """Layers: `DetLinear`, an `nn.Linear` whose bits do not depend on the batch.
 
 `swap_linear` replaces linear layers of a model with it, and can undo that. `zero_drift` replaces all that
-decides the bits of a model of transformers. `in_forward` runs a function while the parameters of a module
-that FSDP2 has sharded are gathered.
+decides the bits of a model of transformers. `propose_classes` proposes a numerics class for each layer, and
+`merged_class` says which one layers have that are merged. `in_forward` runs a function while the parameters
+of a module that FSDP2 has sharded are gathered.
 """
 
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from isobit.layers.classes import Classes, merged_class
 from isobit.layers.fsdp import class_of, in_forward
 from isobit.layers.linear import DetLinear, Swap, swap_linear
+from isobit.layers.propose import propose_classes
 
 if TYPE_CHECKING:
     from isobit.integrations.hf import ZeroDrift
 
-__all__ = ["DetLinear", "Swap", "class_of", "in_forward", "swap_linear", "zero_drift"]
+__all__ = [
+    "DetLinear", "Swap", "class_of", "in_forward", "merged_class", "propose_classes", "swap_linear",
+    "zero_drift",
+]  # fmt: skip
 
 
-def zero_drift(model: nn.Module) -> "ZeroDrift":
+def zero_drift(model: nn.Module, *, numerics: Classes = None) -> "ZeroDrift":
     """`isobit.integrations.hf.zero_drift` under a shorter name: a causal LM of transformers gives every token
-    the same bits in training, prefill and decoding, alone or in any batch. It needs transformers.
+    the same bits in training, prefill and decoding, alone or in any batch. It needs transformers. `numerics`
+    is the numerics class of its linear layers, or a map {name: class}.
 
     Example:
         >>> import torch, transformers, isobit
@@ -34,4 +41,4 @@ def zero_drift(model: nn.Module) -> "ZeroDrift":
     """
     from isobit.integrations import hf
 
-    return hf.zero_drift(model)
+    return hf.zero_drift(model, numerics=numerics)

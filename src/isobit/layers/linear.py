@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from isobit.frame.contract import ContractError, describe
+from isobit.frame.device import arch_key
 from isobit.frame.op import known_op
+from isobit.layers.classes import Classes, check_class, check_k, check_keys, classes_given
 from isobit.layers.fsdp import class_of, set_class
-from isobit.numerics import CHAIN16, NO_CLASS, Numerics
+from isobit.numerics import CHAIN16, Numerics
 from isobit.ops.det_gemm import det_linear
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -63,7 +65,9 @@ class DetLinear(nn.Linear):
         numerics: str | Numerics | None = None,
         backend: str | None = None,
     ) -> None:
-        _known("DetLinear", operand_dtype, numerics, backend)
+        _known("DetLinear", operand_dtype, backend)
+        check_class("DetLinear", numerics)
+        check_k(f"DetLinear(numerics: {str(numerics)!r})", numerics, in_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.operand_dtype, self.out_dtype = operand_dtype, out_dtype
         self.numerics, self.backend = numerics, backend
@@ -114,11 +118,17 @@ class DetLinear(nn.Linear):
 @dataclass
 class Swap:
     """The result of `swap_linear`: the names of the layers that it swapped, and of those it skipped, with the
-    reason."""
+    reason; and the numerics class of each."""
 
     swapped: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     _layers: list[nn.Linear] = field(default_factory=list, repr=False)
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """The numerics class of each swapped layer, by name; none after `undo`. It can be written as JSON,
+        and given to `swap_linear` as `numerics`: the model then has the same bits."""
+        return {name: class_here(layer) for name, layer in zip(self.swapped, self._layers, strict=False)}
 
     def undo(self) -> None:
         """Make them `nn.Linear` again, sharded or not. Does nothing the second time. If something else has
@@ -142,7 +152,7 @@ def swap_linear(
     *,
     operand_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    numerics: str | Numerics | None = None,
+    numerics: Classes = None,
     backend: str | None = None,
 ) -> Swap:
     """Turn the `nn.Linear` layers of a model into `DetLinear`, in place.
@@ -158,10 +168,14 @@ def swap_linear(
         model: any module; itself, if it is an `nn.Linear`, under the name "".
         where: names of layers, or a function of (name, layer) that says which; None is all of them. A name
             that cannot be swapped is an error.
-        operand_dtype, out_dtype, numerics, backend: as for `isobit.det_linear`, the same for all layers.
+        operand_dtype, out_dtype, backend: as for `isobit.det_linear`, the same for all layers.
+        numerics: a class, as for `isobit.det_linear`, the same for all layers; or a map {name: class}, whose
+            names may be glob patterns such as "*.down_proj". A name comes before patterns. Layers that are
+            not in the map are chain16. A key that matches no linear layer of the model is an error.
 
     Returns:
-        A `Swap`: `swapped`, a list of names; `skipped`, reasons by name; `undo()`.
+        A `Swap`: `swapped`, a list of names; `skipped`, reasons by name; `classes`, the numerics class of
+        each layer, which can be saved and given as `numerics` again; `undo()`.
 
     Example:
         >>> import torch, isobit
@@ -175,8 +189,9 @@ def swap_linear(
     """
     if isinstance(where, str):
         raise ContractError(f"swap_linear(where: {where!r}): must be a list of names; write [{where!r}]")
-    _known("swap_linear", operand_dtype, numerics, backend)
-    linears = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    _known("swap_linear", operand_dtype, backend)
+    linears = linear_layers(model)
+    check_keys("swap_linear", numerics, linears)
     chosen, by_name = _chosen(linears, where)
     reasons = {name: _cannot_swap(layer) or _not_called(model, name) for name, layer in chosen.items()}
     swap = Swap(skipped={name: reason for name, reason in reasons.items() if reason is not None})
@@ -185,25 +200,44 @@ def swap_linear(
         if by_name:
             raise ContractError(f"swap_linear(where: {list(chosen)}): cannot swap {text}")
         warnings.warn(f"isobit.nn.swap_linear: left as they are: {text}", stacklevel=2)
+    chosen = {name: layer for name, layer in chosen.items() if name not in swap.skipped}
+    classes = classes_given("swap_linear", numerics, chosen)
     for name, layer in chosen.items():
-        if name not in swap.skipped:
-            set_class(layer, DetLinear)
-            options = (operand_dtype, out_dtype, numerics, backend)
-            vars(layer).update(zip(_OPTIONS, options, strict=True))
-            swap.swapped.append(name)
-            swap._layers.append(layer)
+        set_class(layer, DetLinear)
+        options = (operand_dtype, out_dtype, classes[name], backend)
+        vars(layer).update(zip(_OPTIONS, options, strict=True))
+        swap.swapped.append(name)
+        swap._layers.append(layer)
     return swap
 
 
-def _known(
-    what: str, operand_dtype: torch.dtype | None, numerics: str | Numerics | None, backend: str | None
-) -> None:
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Those that a user would expect to be swapped, by name."""
+    return {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+
+
+def class_here(layer: nn.Linear) -> str:
+    """The numerics class of a `DetLinear`, where its weight is now. By default that is chain16, which has the
+    hardware's name behind it on GPUs other than Hopper."""
+    assert isinstance(layer, DetLinear)
+    device = layer.weight.device
+    if layer.numerics is not None:
+        return str(layer.numerics)
+    if layer.backend is not None:
+        return known_op("det_linear").backend_named(layer.backend).numerics_on(device)
+    return default_class(device)
+
+
+def default_class(device: torch.device) -> str:
+    """The class of products for which none was given."""
+    arch = arch_key(device)
+    return str(CHAIN16) if arch in ("cpu", "meta", "sm_90") else f"{CHAIN16}/{arch}"
+
+
+def _known(what: str, operand_dtype: torch.dtype | None, backend: str | None) -> None:
     """An option that does not exist for products is an error now, not at the first forward."""
     if operand_dtype not in (None, *_HALF):
         raise ContractError(f"{what}(operand_dtype: {operand_dtype}): must be bf16, fp16 or None")
-    if numerics is not None and str(numerics).split("/")[0] not in (str(CHAIN16), str(NO_CLASS)):
-        known = f"{CHAIN16} (also with the name of other hardware behind it, {CHAIN16}/sm_80), {NO_CLASS}"
-        raise ContractError(f"{what}(numerics: {str(numerics)!r}): no class of products; known: {known}")
     if backend is not None:
         try:
             known_op("det_linear").backend_named(backend)
