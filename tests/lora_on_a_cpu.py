@@ -24,7 +24,7 @@ import transformers
 
 import isobit
 from hf_models import Drift, Run, forward_logits, made, prompts
-from isobit.integrations.hf import HFError, token_logps, zero_drift
+from isobit.integrations.hf import token_logps, zero_drift
 
 #: Sampled, so that rows differ; with and without a cache that is read in chunks.
 RUN = Run(3, True, "dynamic", 4)
@@ -42,7 +42,7 @@ def message(function: Any, *args: Any, **options: Any) -> str:
     """Of the error that this call must raise."""
     try:
         function(*args, **options)
-    except HFError as error:
+    except isobit.ContractError as error:
         return str(error)
     return "no error"
 
@@ -67,6 +67,22 @@ def first(fp32: bool) -> dict[str, Any]:
     }  # fmt: skip
     on.disable()
     return found | {"restored": torch.equal(forward_logits(model, IDS[0]), plain)}
+
+
+def of_classes() -> dict[str, Any]:
+    """A map of the model, for the model with adapters: no drift, and adapters are no part of it."""
+    model = made("Llama", num_hidden_layers=1)
+    with zero_drift(model, numerics={"*.o_proj": "tree8", "*.mlp.*": "tree8"}) as on:
+        plain = on.classes
+    policy = lora(model)
+    on = zero_drift(policy, numerics=plain)
+    adapted, drift = on.classes, Drift(policy).of(RUN)
+    zero_drift(policy.merge_and_unload())
+    kinds = {name: m.numerics for name, m in model.named_modules() if isinstance(m, isobit.nn.DetLinear)}
+    return {
+        "drift": drift, "plain": plain, "adapted": adapted, "merged": on.classes, "numerics": kinds,
+        "unknown": message(zero_drift, lora(made("Llama")), numerics={"*.lora_A.*": "tree8"}),
+    }  # fmt: skip
 
 
 def gradients() -> dict[str, Any]:
@@ -243,7 +259,7 @@ def page() -> list[list[str]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     print(json.dumps({
-        "fp32": first(True), "bf16": first(False), "gradients": gradients(), "afterwards": afterwards(),
-        "switching": switching(), "refusals": refusals(), "logps": log_probabilities(), "trl": in_trl(),
-        "page": page(), "version": peft.__version__,
+        "fp32": first(True), "bf16": first(False), "classes": of_classes(), "gradients": gradients(),
+        "afterwards": afterwards(), "switching": switching(), "refusals": refusals(),
+        "logps": log_probabilities(), "trl": in_trl(), "page": page(), "version": peft.__version__,
     }))  # fmt: skip

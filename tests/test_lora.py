@@ -39,6 +39,13 @@ def test_adapters_and_then_zero_drift(found: dict[str, Any], dtype: str) -> None
     assert ("28 linear layers are fp32 adapters" in run["text"]) == (dtype == "fp32")
 
 
+def test_a_map_of_classes_is_that_of_the_model_with_and_without_adapters(found: dict[str, Any]) -> None:
+    run = found["classes"]
+    assert run["drift"] == [0, 0] and list(run["plain"].values()).count("tree8") == 4
+    assert run["plain"] == run["adapted"] == run["merged"] == run["numerics"]
+    assert "zero_drift(numerics: '*.lora_A.*'): no linear layer has this name" in run["unknown"]
+
+
 def test_adapters_get_gradients(found: dict[str, Any]) -> None:
     run = found["gradients"]
     assert run["count"] == 28 and run["all"] and run["dtype"] == "torch.float32"

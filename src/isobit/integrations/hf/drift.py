@@ -23,10 +23,12 @@ from isobit.integrations.hf.attention import NAME, register_attention
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import refusal
-from isobit.integrations.hf.swaps import is_on, or_as_before, turn_off, turn_on
+from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
 from isobit.integrations.patch import Handle, Patch, Switch
+from isobit.layers.classes import Classes
 from isobit.layers.fsdp import class_of
-from isobit.layers.linear import DetLinear
+from isobit.layers.linear import DetLinear, class_here
+from isobit.numerics import CHAIN16
 
 #: The result of a trial: the classes of modules that torch computes, and whether they were called.
 Tried = dict[trial.ModuleClass, bool]
@@ -43,6 +45,7 @@ class Report:
     new: dict[str, int]  # classes that were not there when the model was tested
     rounded: int = 0  # linear layers in fp32, whose operands are rounded
     since: dict[str, str] = field(default_factory=dict)  # what was changed afterwards and may cause drift
+    classes: dict[str, str] = field(default_factory=dict)  # numerics classes of linear layers
 
     def __str__(self) -> str:
         width = max(map(len, [*self.changed, *self.left, *self.untried, *self.new]))
@@ -55,6 +58,10 @@ class Report:
             lines.append(
                 f"  {self.rounded} linear layers are fp32 adapters: operands rounded, results in fp32"
             )
+        classes = Counter(self.classes.values())
+        if classes.keys() - {str(CHAIN16)}:
+            counts = ", ".join(f"{count} {name}" for name, count in sorted(classes.items()))
+            lines.append(f"  linear layers by numerics class: {counts}")
         if self.since:
             lines.append(f"  CHANGED, may depend on the batch: {by_reason(self.since)}")
         return "\n".join([self.model, *lines])
@@ -71,8 +78,9 @@ def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Re
         there[each[0].__name__] += count
     rounded = sum(isinstance(m, DetLinear) and m.operand_dtype is not None for m in model.modules())
     changed = {key: names for key, names in changed.items() if names}
+    classes = {n: class_here(m) for n, m in own_layers(model).items() if isinstance(m, DetLinear)}
     return Report(
-        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}
+        class_of(model).__name__, changed, dict(left), dict(untried), dict(new), rounded, since or {}, classes
     )  # fmt: skip
 
 
@@ -143,6 +151,13 @@ class ZeroDrift(Handle):
         """How many modules of each class torch computes as before. All of them were tested."""
         return self.report.left
 
+    @property
+    def classes(self) -> dict[str, str]:
+        """The numerics class of each linear layer that isobit computes, by name; without those that adapters
+        have added. It can be written as JSON, and given to `zero_drift` as `numerics`: the model then has the
+        same bits."""
+        return dict(self.report.classes)
+
     def check(self) -> Report:
         """Test the model again as it is now: that nothing in it has been changed so that its bits may depend
         on the batch, and that they do not in a trial, as in `zero_drift`. Changes nothing.
@@ -183,7 +198,7 @@ class ZeroDrift(Handle):
 _switches: "weakref.WeakKeyDictionary[nn.Module, Switch]" = weakref.WeakKeyDictionary()
 
 
-def zero_drift(model: Any) -> ZeroDrift:
+def zero_drift(model: Any, *, numerics: Classes = None) -> ZeroDrift:
     """Make a causal LM of transformers give every token the same bits: in training, in prefill at once or in
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
@@ -196,12 +211,17 @@ def zero_drift(model: Any) -> ZeroDrift:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
             Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are covered by isobit's tests; others are tested by
             this call. It may have LoRA adapters, in its dtype or in fp32, and may be in a `PeftModel`.
+        numerics: the numerics class of linear layers, "chain16" or "tree8"; or a map {name: class}, as for
+            `isobit.nn.swap_linear`: names may be glob patterns such as "*.down_proj", and layers that are not
+            in the map are chain16, like all layers without a map. Adapters are always chain16. None keeps
+            the classes of a model that is enabled already.
 
     Returns:
         A handle: `print` it, `check()` or `disable()` it, or use it as a context manager. `changed` and
-        `left` list what was done. If the model is already enabled, or a copy of an enabled one, it stays
-        enabled at the end of a with-block; `disable()` restores it. An enabled model that was changed is
-        served and tested again.
+        `left` list what was done; `classes` is the numerics class of each linear layer: save it with the
+        model, and give it as `numerics` again. If the model is already enabled, or a copy of an enabled one,
+        it stays enabled at the end of a with-block; `disable()` restores it. An enabled model that was
+        changed is served and tested again.
 
     Raises:
         HFError: the model cannot be served. The message names the modules and the reasons; the model is
@@ -225,21 +245,24 @@ def zero_drift(model: Any) -> ZeroDrift:
     if switch is None:
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(given).__name__})")
     with switch.lock:
-        patch, new = switch.applied(None, lambda: _apply(model))
+        patch, new = switch.applied(None, lambda: _apply(model, numerics))
         assert isinstance(patch, _Patch)
+        if not new:
+            check_numerics(model, numerics)
         if not new and not guard.is_unchanged(model):  # what was added since
-            again = _apply(model)
+            again = _apply(model, numerics)
             patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
     _switches[model] = switch
     return ZeroDrift(switch, patch, new and not patch.adopted)
 
 
-def _apply(model: Any) -> _Patch:
+def _apply(model: Any, numerics: Classes) -> _Patch:
     _check_refusals(model)
+    check_numerics(model, numerics)
     register_attention()
     adopted = is_on(model)
     with or_as_before(model):
-        skipped = turn_on(model)
+        skipped = turn_on(model, numerics)
         if skipped:
             raise refusal(model, by_reason(skipped))
         if not _attention_layers(model):

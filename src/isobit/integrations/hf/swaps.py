@@ -17,11 +17,22 @@ from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
+from isobit.layers.classes import (
+    Classes,
+    as_map,
+    check_keys,
+    class_given,
+    classes_given,
+    layers_of_adapters,
+    plain_name,
+)
 from isobit.layers.fsdp import class_of
-from isobit.layers.linear import DetLinear, Swap, swap_linear
+from isobit.layers.linear import DetLinear, Swap, class_here, default_class, linear_layers, swap_linear
 
-#: On modules: their class before. On the model: the name of its attention before.
+#: On modules: their class before. On the model: the name of its attention before, and the numerics classes
+#: that its layers were to have.
 CLASS, ATTENTION = "class_before_zero_drift", "attention_before_zero_drift"
+NUMERICS = "numerics_of_zero_drift"
 
 
 def never(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
@@ -40,8 +51,32 @@ def marked(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if CLASS in vars(module)}
 
 
-def turn_on(model: Any) -> dict[str, str]:
+def own_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by the names that they have without adapters, and none of these."""
+    added = layers_of_adapters(model)
+    return {plain_name(name): each for name, each in linear_layers(model).items() if name not in added}
+
+
+def check_numerics(model: nn.Module, numerics: Classes) -> None:
+    """An error if these classes are not for this model, or if a layer that is computed by isobit already has
+    another one."""
+    if numerics is None:
+        return
+    layers = own_layers(model)
+    check_keys("zero_drift", numerics, layers)
+    for name, given in classes_given("zero_drift", numerics, layers).items():
+        layer = layers[name]
+        if isinstance(layer, DetLinear):
+            wanted, there = given or default_class(layer.weight.device), class_here(layer)
+            if wanted != there:
+                reason = f"{name} is of numerics class {there} already, not {wanted}"
+                raise refusal(model, f"{reason}; call disable(), or undo() of swap_linear, first")
+
+
+def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
     """Change what is not changed yet. Returns the linear layers that cannot be, with reasons."""
+    if numerics is not None:
+        setattr(model, NUMERICS, as_map(numerics))
     narrow, skipped = adapters.operand_dtypes(model), dict[str, str]()
     for dtype in {None, *narrow.values()}:
         skipped |= _swap(model, narrow, dtype)
@@ -62,10 +97,12 @@ def _swap(model: nn.Module, narrow: dict[str, torch.dtype], dtype: torch.dtype |
     def chosen(name: str, layer: nn.Linear) -> bool:
         return not isinstance(layer, DetLinear) and narrow.get(name) is dtype
 
+    given = getattr(model, NUMERICS, None)
+    classes = {name: each for name in own_layers(model) if (each := class_given(given, name)) is not None}
     out_dtype = None if dtype is None else torch.float32  # as the fp32 layer has it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="isobit.nn.swap_linear: left")  # an error of the caller
-        swap = swap_linear(model, chosen, operand_dtype=dtype, out_dtype=out_dtype)
+        swap = swap_linear(model, chosen, operand_dtype=dtype, out_dtype=out_dtype, numerics=classes)
     for name in swap.swapped:
         setattr(model.get_submodule(name), CLASS, nn.Linear)
     return swap.skipped
@@ -82,7 +119,8 @@ def turn_off(model: Any) -> None:
     guard.take_off(model)
     _restore(modules.values())
     delattr(model, ATTENTION)
-    vars(model).pop(COMPILES, None)
+    for key in (COMPILES, NUMERICS):
+        vars(model).pop(key, None)
 
 
 @contextmanager
@@ -90,7 +128,8 @@ def or_as_before(model: Any) -> Iterator[None]:
     """Undoes what this block has changed in a model, and nothing else, if the block ends with an error. There
     is no guard inside it: the model is to change."""
     known, attention = set(map(id, marked(model).values())), model.config._attn_implementation
-    own = {key: vars(model)[key] for key in (ATTENTION, COMPILES) if key in vars(model)}
+    keys = (ATTENTION, COMPILES, NUMERICS)
+    own = {key: vars(model)[key] for key in keys if key in vars(model)}
     before = guard.of(model)
     guard.take_off(model)
     try:
@@ -98,7 +137,7 @@ def or_as_before(model: Any) -> Iterator[None]:
     except BaseException:
         _restore([module for module in marked(model).values() if id(module) not in known])
         model.set_attn_implementation(attention)
-        for key in (ATTENTION, COMPILES):
+        for key in keys:
             vars(model).pop(key, None)
         vars(model).update(own)
         if before is not None:
