@@ -195,6 +195,26 @@ def test_a_split_that_depends_on_the_batch_fails_on_invariant() -> None:
     assert cell.status == FAIL and "0:y: 1 of 66 rows alone: " in cell.reason
 
 
+def split_for_few_columns(**args: Any) -> Tensor:
+    """Another order where the weight is narrow: a layer has other bits alone than merged with others."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        half = a.shape[1] // 2
+        return chain(a, b) if b.shape[1] > 16 else chain(a[:, :half], b[:half]) + chain(a[:, half:], b[half:])
+
+    return linear(**args, product=product)
+
+
+def test_a_split_that_depends_on_the_columns_fails_on_invariant() -> None:
+    with linear_candidate(split_for_few_columns):
+        assert only("det_linear", "accuracy", LINEAR).status == OK
+        assert only("det_linear", "agree", LINEAR_AGREE).status == OK
+        cell = only("det_linear", "invariant", LINEAR_BITS)
+    failed = [o["message"] for o in cell.outputs if not o["passed"]]
+    assert cell.status == FAIL and "columns [63, 71) of 72 as a layer of their own" in cell.reason
+    assert len(failed) == 2 and all("as a layer of their own" in message for message in failed)
+
+
 def descending(**args: Any) -> Tensor:
     """Always one order, and never that of its class."""
     groups = torch.arange(args["x"].shape[-1]).split(16)

@@ -10,6 +10,7 @@ from isobit.ops.det_gemm.op import linear
 from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES
 from isobit.ops.det_gemm.proof.gemm import Error, in_trees, memory_product, record_product
+from isobit.ops.det_gemm.proof.merged import merged_layers
 from isobit.spec import error_bounds as errors
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
@@ -211,4 +212,5 @@ LINEAR = Proof(
     ],
     slow=("model", "model-tree8"),
     differs=in_trees(scale_linear, exact_linear),
+    parts=merged_layers,
 )  # fmt: skip
