@@ -269,6 +269,12 @@ def test_layers_that_the_kernels_cannot_cut_or_that_are_not_siblings_are_left_al
     assert propose_classes(nn.Linear(4096, 64)) == {"": "tree8"}
 
 
+def test_the_docstring_has_the_limits_of_the_rule() -> None:
+    said = " ".join((propose_classes.__doc__ or "").split())
+    rule = f"K is at least {propose.LEAST_K} and at least {propose.LEAST_K_PER_COLUMN} times its N"
+    assert f"{rule}, and N at most {propose.MOST_COLUMNS}." in said
+
+
 def test_the_rule_is_near_what_the_models_of_time_say() -> None:
     """For what is computed at once in each of these models: it costs little where it is wrong, and gains
     where it proposes tree8."""
