@@ -11,9 +11,9 @@ from isobit.numerics import CHAIN16, TREE8
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
 
 #: Where tree8 is faster: a k of this length, and of this many times the columns, and at most so many columns.
-#: With a short k one chain is over soon; with many columns its tiles keep all SMs busy. Estimates: over 440
-#: sizes (K 512 to 28672, N 128 to 151936) these separate those where the models of both classes' times on an
-#: H200, at 8, 40, 72 and 144 rows, predict tree8 to be faster in geometric mean. Not fitted to timings yet.
+#: With a short k one chain is over soon; with many columns its tiles keep all SMs busy. Estimates: the models
+#: of both classes' times on an H200, in geometric mean at 8, 40, 72 and 144 rows, say otherwise for 9 of 440
+#: sizes (K 512 to 28672, N 128 to 151936), by at most 3 %. Not fitted to timings yet.
 LEAST_K, LEAST_K_PER_COLUMN, MOST_COLUMNS = 2560, 4, 3072
 
 #: TMA reads leaves that begin at multiples of 16 bytes: of 8 elements, and there are 8 leaves; of K, and in
