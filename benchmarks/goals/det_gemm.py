@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from isobit.bench.goals import Cell, Goal, prediction
+from isobit.layers.propose import proposed_class
+from isobit.numerics import CHAIN16, TREE8, Numerics
 
 
 def _is(*names: str) -> Callable[[Cell], bool]:
@@ -33,6 +35,15 @@ def _in_tree(
     return chooses
 
 
+def _proposed(numerics: Numerics) -> Callable[[Cell], bool]:
+    """Layers for which this class is proposed, decoding."""
+
+    def chooses(cell: Cell) -> bool:
+        return _rows(1, 512)(cell) and proposed_class(cell.sizes["K"], cell.sizes["N"]) == numerics
+
+    return chooses
+
+
 TREE = "isobit:tree8"
 
 GOALS = (
@@ -53,6 +64,10 @@ GOALS = (
          impl=TREE),
     Goal("rollouts in class tree8, M > 1300, K 1536 to 4095",
          _in_tree(1301, 10**6, least_k=1536, most_k=4095), mean=0.80, impl=TREE),
+    Goal("rollouts, M <= 512, layers for which chain16 is proposed", _proposed(CHAIN16), mean=0.97,
+         least=0.88),
+    Goal("rollouts, M <= 512, layers for which tree8 is proposed", _proposed(TREE8), mean=0.97, least=0.88,
+         impl=TREE),
     Goal("time, by what the rule for tiles expects", lambda cell: cell.op != "det_linear", most=1.25,
          against=prediction()),
 )  # fmt: skip
