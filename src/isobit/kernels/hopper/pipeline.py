@@ -298,25 +298,36 @@ class Pipe:
         return acc, stage, phase
 
     @gluon.jit
-    def begin_chain(self, acc, stage, phase, WHICH: gl.constexpr):
-        """The first step of a chain, in the registers of `acc`. It is still in flight on return: see
-        `finish_chain`."""
+    def begin_chain(self, acc, rest, stage, phase, WHICH: gl.constexpr):
+        """The first step of a chain, in the registers of `acc` and `rest`. It is still in flight on return:
+        see `finish_chain`."""
         acc = self.issue(acc, False, stage, phase, WHICH)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        if self.REST:
+            rest = self.issue(rest, False, stage, phase, WHICH, True)
+            acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
         stage, phase = after(stage, phase, self.STAGES)
-        return acc, stage, phase
+        return acc, rest, stage, phase
 
     @gluon.jit
-    def finish_chain(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+    def finish_chain(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
         """The other steps of a chain; on return it is complete."""
         for _ in range(steps):
             acc = self.issue(acc, True, stage, phase, WHICH)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if self.REST:
+                rest = self.issue(rest, True, stage, phase, WHICH, True)
+                acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(self.empty.index(self.before(stage)))
             stage, phase = after(stage, phase, self.STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if self.REST:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(self.empty.index(self.before(stage)))
-        return acc, stage, phase
+        return acc, rest, stage, phase
 
     @gluon.jit
     def multiply_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):

@@ -233,7 +233,7 @@ def _segments(
     acc = output.zeros()
     total = output.zeros()
     for t in range(first, end, gl.num_programs(0)):
-        acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
+        acc, _, stage, phase = pipe.begin_chain(acc, acc, stage, phase, WHICH)
         if t > first:
             _store_sums(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
@@ -241,7 +241,7 @@ def _segments(
         if start.STAGED:
             start.release_buffer(WHICH)
         steps = _steps(pipe, blocks, 0, HAS_BLOCKS)
-        acc, stage, phase = pipe.finish_chain(acc, steps - 1, stage, phase, WHICH)
+        acc, _, stage, phase = pipe.finish_chain(acc, acc, steps - 1, stage, phase, WHICH)
         if start.STAGED:
             total = start.wait_for(turn, output.LAYOUT, WHICH)
         total += acc

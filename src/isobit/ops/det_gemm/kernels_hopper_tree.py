@@ -204,8 +204,49 @@ def _put_part(output, total, pipe, m, n, part, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def _trees(WHICH: gl.constexpr, pipe, output, output_rest, waiting):
+    """A consumer warpgroup that computes all leaves of its tiles. A tile is stored while the first step of
+    the next one is in flight, so that the tensor cores have work meanwhile."""
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    acc = output.zeros()
+    two = output.zeros()
+    rest = output_rest.zeros()
+    two_rest = output_rest.zeros()
+    first = gl.program_id(0)
+    m, n, _, _ = pipe.item(first)
+    for t in range(first, pipe.items(), gl.num_programs(0)):
+        for pair in range(4):
+            # Zeros, although the first step overwrites them: so nothing keeps these registers between pairs,
+            # where sums are added.
+            one, one_rest, stage, phase = pipe.begin_chain(
+                output.zeros(), output_rest.zeros(), stage, phase, WHICH
+            )
+            if pair == 0:
+                if t > first:
+                    finish(output, acc, pipe, m, n, WHICH)
+                    if pipe.REST:
+                        finish(output_rest, rest, pipe, m, n, WHICH)
+                m, n, _, _ = pipe.item(t)
+            one, one_rest, stage, phase = pipe.finish_chain(
+                one, one_rest, pipe.steps - 1, stage, phase, WHICH
+            )
+            acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
+            acc, two = _fold(one + acc, two, pair, waiting.buffers.index(WHICH), output.LAYOUT, 8)
+            if pipe.REST:
+                buffer = waiting.rest.index(WHICH)
+                rest, two_rest = _fold(one_rest + rest, two_rest, pair, buffer, output_rest.LAYOUT, 8)
+    if first < pipe.items():
+        finish(output, acc, pipe, m, n, WHICH)
+        if pipe.REST:
+            finish(output_rest, rest, pipe, m, n, WHICH)
+    if output.STAGED:
+        tma.store_wait(0)
+
+
+@gluon.jit
 def _subtrees(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl.constexpr):
-    """A consumer warpgroup: the leaves of one part of each tile."""
+    """A consumer warpgroup that computes one part of each of its tiles."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     acc = output.zeros()
@@ -218,8 +259,6 @@ def _subtrees(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl
             acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
         else:
             for pair in range(waiting.LEAVES // 2):
-                # Zeros, although the first step overwrites them: so nothing keeps these registers between
-                # pairs, where sums are added.
                 one, one_rest, stage, phase = pipe.multiply_both(
                     output.zeros(), output_rest.zeros(), pipe.steps, stage, phase, WHICH
                 )
@@ -227,20 +266,20 @@ def _subtrees(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl
                 buffer = waiting.buffers.index(WHICH)
                 acc, two = _fold(one + acc, two, pair, buffer, output.LAYOUT, waiting.LEAVES)
                 if pipe.REST:
-                    buffer = waiting.rest.index(WHICH)
                     rest, two_rest = _fold(
                         one_rest + rest, two_rest, pair, buffer, output_rest.LAYOUT, waiting.LEAVES
                     )
-        if PARTS == 1:
-            finish(output, acc, pipe, m, n, WHICH)
-            if pipe.REST:
-                finish(output_rest, rest, pipe, m, n, WHICH)
-        else:
-            _put_part(output, acc, pipe, m, n, t // pipe.items(), WHICH)
-            if pipe.REST:
-                _put_part(output_rest, rest, pipe, m, n, t // pipe.items(), WHICH)
-    if output.STAGED:
-        tma.store_wait(0)
+        _put_part(output, acc, pipe, m, n, t // pipe.items(), WHICH)
+        if pipe.REST:
+            _put_part(output_rest, rest, pipe, m, n, t // pipe.items(), WHICH)
+
+
+@gluon.jit
+def _consume(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl.constexpr):
+    if PARTS == 1:
+        _trees(WHICH, pipe, output, output_rest, waiting)
+    else:
+        _subtrees(WHICH, pipe, output, output_rest, waiting, PARTS)
 
 
 @gluon.jit
@@ -288,14 +327,14 @@ def tree_kernel(
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_subtrees, (0, pipe, output, output_rest, waiting, PARTS)),
+            [(_consume, (0, pipe, output, output_rest, waiting, PARTS)),
              (_load_leaves, (pipe, PARTS, LEAVES))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_subtrees, (0, pipe, output, output_rest, waiting, PARTS)),
-             (_subtrees, (1, pipe, output, output_rest, waiting, PARTS)),
+            [(_consume, (0, pipe, output, output_rest, waiting, PARTS)),
+             (_consume, (1, pipe, output, output_rest, waiting, PARTS)),
              (_load_leaves, (pipe, PARTS, LEAVES))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
