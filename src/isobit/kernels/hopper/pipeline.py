@@ -39,7 +39,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isobit.frame.cache_key import CacheKey, remember
+from isobit.frame.cache_key import CacheKey
+from isobit.frame.traced import recalled
 
 __all__ = [
     "PRODUCER_REGISTERS", "ROWS", "Matrix", "Pipe", "TensorDescriptor", "accumulator_layout", "after",
@@ -453,10 +454,7 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """The TMA descriptor for rows x columns boxes of a row-major matrix."""
     base, size, width, stride, _ = m
     key = (size, width, stride, base.dtype, rows, columns)
-    known = _descriptors.get(key)
-    if known is None:
-        known = _form(m, rows, columns)
-        remember(_descriptors, key, known)
+    known = recalled(_descriptors, key, _form, m, rows, columns)
     # Triton validates every descriptor when it is made, which takes longer than all the rest. It has already
     # validated one of this form; only the address differs.
     assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
