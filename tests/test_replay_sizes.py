@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import isobit
@@ -126,7 +127,9 @@ def encoded_by(own_code: bool) -> tuple[list[dict[str, Any]], bool]:
 
 
 def test_tensor_maps_of_new_sizes_have_a_short_way_and_do_without_it() -> None:
-    assert run(encoded_by, False) == ([{}] * 2, True)
+    different, directly = run(encoded_by, False)
+    assert different == [{}] * 2
+    assert directly or not triton.__version__.startswith("3.7.")  # others may have another way
     assert run(encoded_by, True) == ([{}] * 2, False)
 
 
