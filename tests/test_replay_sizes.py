@@ -232,6 +232,21 @@ def test_nothing_compiles_where_programs_exceed_the_sms(B: int) -> None:
     assert all_ == first
 
 
+def kernels_of_a_first_call(T: int, S: int) -> int:
+    q, k, v = (torch.empty(2, n, h, 64, dtype=BF16) for n, h in ((T, 4), (S, 2), (S, 2)))
+    launch._compiled.clear()
+    with on_hopper(), like_a_gpu():
+        isobit.attention(q, k, v, validate=False)
+    return len(launch._compiled)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "kernels"), [(1, 90, 4), (1, 2000, 3), (2, 90, 1), (2, 2000, 2), (9, 9, 1)]
+)
+def test_only_a_step_of_decoding_compiles_for_longer_caches(T: int, S: int, kernels: int) -> None:
+    assert run(kernels_of_a_first_call, T, S) == kernels
+
+
 def grown(layout: str, lengths: list[int]) -> list[dict[str, Any]]:
     """Differences of a decode loop's calls to ordinary ones."""
     found = []

@@ -10,9 +10,10 @@ from isobit.ops.attention.op import forward
 
 def lengths_ahead(args: dict[str, Any]) -> list[int]:
     """Lengths from which on a cache that grows needs other kernels than now: where its keys are split over
-    programs, and where these are more than the SMs (`kernels_hopper_decode`)."""
+    programs, and where these are more than the SMs (`kernels_hopper_decode`). A call with one query per
+    sequence is a step of a decode loop. Others may have any queries, and compile what they need."""
     call = call_of(args)
-    if call.T * call.group > FEW_ROWS or 0 in (call.B, call.KV):
+    if call.T != 1 or call.group > FEW_ROWS or 0 in (call.B, call.KV):
         return []
     full = sm_count(args["q"].device) // (call.B * call.KV) * SEGMENT
     return [length for length in (SEGMENT + 1, full + 1) if length > call.S]
