@@ -232,6 +232,11 @@ CALLS = {
     "linear, out in fp32": _linear(1100, 1024, 64, out_dtype=F32),
     "linear, sequences": _linear(33).but(x=shape(3, 11, 256)),
     "linear, triton": _linear(33).on("triton"),
+    "linear, tree": _linear(1100, 1024, 512).on("hopper-tree8"),
+    "linear, tree in parts": _linear(33, 512, 4096, bias=shape(512)).on("hopper-tree8"),
+    "linear, tree, triton": _linear(33).on("triton-tree8"),
+    "linear backward, tree": _linear_bwd().on("hopper-tree8"),
+    "linear backward, tree, triton": _linear_bwd().on("triton-tree8"),
     "linear backward": _linear_bwd(),
     "linear backward, rounded sums": _linear_bwd(operand_dtype=BF16, bias_dtype=None),
     "linear backward, frozen": _linear_bwd(x=None, want_weight=False, want_bias=False, bias_dtype=None),
@@ -241,6 +246,17 @@ CALLS = {
     "gemm backward": Call("det_gemm_bwd", "hopper", {
         "dc": shape(3, 40, 48), "a": shape(3, 40, 64), "b": shape(3, 64, 48), "want_a": True, "want_b": True,
     }),
+    **{
+        f"gemm, {tree}": Call("det_gemm", tree, {"a": shape(3, 40, 64), "b": shape(3, 64, 64)})
+        for tree in ("hopper-tree8", "triton-tree8")
+    },
+    **{
+        f"gemm backward, {tree}": Call("det_gemm_bwd", tree, {
+            "dc": shape(3, 40, 64), "a": shape(3, 40, 64), "b": shape(3, 64, 64), "want_a": True,
+            "want_b": True,
+        })
+        for tree in ("hopper-tree8", "triton-tree8")
+    },
     "gemm_dw": Call("det_gemm_dw", "hopper", {"x": shape(700, 64), "dy": shape(700, 48)}),
     "gemm_dw, on from a start": Call("det_gemm_dw", "hopper", {
         "x": shape(700, 64), "dy": shape(700, 48), "init": shape(48, 64, dtype=F32),

@@ -42,11 +42,13 @@ def test_no_suite_has_the_name_of_a_results_file_of_an_op() -> None:
 
 def test_launch_times_six_ops_beside_pytorch(tmp_path: Path) -> None:
     launch = suite_of("launch")
-    assert all(len(series.cases) == 4 for series in launch.series)
+    *ops, loop = launch.series
+    assert all(len(series.cases) == 4 for series in ops) and loop.name == "growing_cache"
     report = timed(launch, out_dir=tmp_path)
     path = tmp_path / "cpu" / "launch.json"
     assert json.loads(path.read_text()) == report
-    assert {(r["op"], r["direction"], r["impl"]) for r in report["rows"]} == {
+    of_ops = [row for row in report["rows"] if row["op"] != "growing_cache"]
+    assert {(r["op"], r["direction"], r["impl"]) for r in of_ops} == {
         (op, direction, impl)
         for op in ("det_linear", "det_gemm", "logp", "linear_logp", "rms_norm", "attention")
         for direction in ("fwd", "fwd_bwd")
@@ -54,17 +56,21 @@ def test_launch_times_six_ops_beside_pytorch(tmp_path: Path) -> None:
         if (op, direction) != ("det_gemm", "fwd_bwd")
     }
     assert report["figure"] == "host_us" and report["summary"] == [] and "against" not in report
-    assert all(tuple(row) == ROW for row in report["rows"])
-    unjudged = {(row["op"], row["direction"]) for row in report["rows"] if row["max_abs"] is None}
+    assert all(tuple(row) == ROW for row in of_ops)
+    unjudged = {(row["op"], row["direction"]) for row in of_ops if row["max_abs"] is None}
     assert unjudged == {("attention", "fwd_bwd")}
-    assert all(row["max_abs"] < 0.5 for row in report["rows"] if row["max_abs"] is not None)
+    assert all(row["max_abs"] < 0.5 for row in of_ops if row["max_abs"] is not None)
+    ours, theirs = (row for row in report["rows"] if row not in of_ops)
+    assert (ours["impl"], theirs["impl"], ours["direction"]) == ("isobit", "native", "decode")
+    assert ours["length_us"] > 0 and theirs["length_us"] > 0
+    assert ours["compiled"] == 0 and "compiled" not in theirs
     shown = tables.render_op(path)
     assert all(f"`{op}`\n\n| case |" in shown for op in ("det_linear", "logp", "linear_logp"))
     only = tables.render_op(path, ["logp"])
     assert "`logp`" in only and "det_linear" not in only
     with pytest.raises(
         ValueError,
-        match="no 'margin' was timed; known: det_linear, det_gemm, logp, linear_logp, rms_norm, attention",
+        match=r"no 'margin' was timed; known: .*, linear_logp, rms_norm, attention, growing_cache",
     ):
         tables.render_op(path, ["margin"])
 
@@ -126,7 +132,9 @@ def test_the_goals_of_launch() -> None:
         *launched("rms_norm", "N=1 D=1024 bf16", "fwd", isobit=14.0, native=10.0),
         *launched("rms_norm", "N=1 D=1024 bf16", "fwd_bwd", isobit=151.0, native=100.0),
         *launched("attention", "B=1 T=16 S=16 H=4 KV=2 D=64 bf16", "fwd", isobit=31.0, native=20.0),
+        *launched("growing_cache", "B=1 T=1 S=1000 H=32 KV=8 D=128 bf16", "decode", isobit=30.0),
     ]
+    rows[-1] |= {"length_us": 61.0, "compiled": 1}
     found = {entry["what"]: entry for entry in summary(rows, None, goals) if entry["cells"]}
     assert {what: entry["met"] for what, entry in found.items()} == {
         "det_linear, forward": False,
@@ -138,7 +146,11 @@ def test_the_goals_of_launch() -> None:
         "rms_norm, forward": True,
         "rms_norm, forward and backward": False,
         "attention, forward": False,
+        "growing_cache, median of 1400 new lengths": False,
+        "growing_cache, kernels compiled after the first step": False,
     }
+    rows[-1] |= {"length_us": 60.0, "compiled": 0}
+    assert [entry["met"] for entry in summary(rows, None, goals)[-2:]] == [True, True]
     forward = found["det_linear, forward"]
     assert (forward["cells"], forward["against"], forward["figure"]) == (2, "native", "host_us")
     assert found["linear_logp, forward"]["against"] == "60 us"
@@ -183,6 +195,21 @@ def test_the_table_of_a_missing_file_says_how_to_measure_it(tmp_path: Path) -> N
 # New sizes
 
 
+def test_a_loop_meets_every_length_and_counts_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the first step compiles three kernels and a later one, wrongly, two."""
+    from benchmarks.suites import launch
+
+    met: list[int] = []
+    counts = {0: 5, launch.FIRST_LENGTH: 8, 1025: 10}
+    monkeypatch.setattr(launch, "_STEPS", (lambda args, S: met.append(S), launch._native_decode))
+    monkeypatch.setattr(launch, "_decode", launch._STEPS[0])
+    monkeypatch.setattr(launch, "compiled_count", lambda: max(n for S, n in counts.items() if met[-1] >= S))
+    loop = launch.Loop({"first": launch.FIRST_LENGTH, "lengths": launch.LENGTHS})
+    verdict = loop.error("decode", (torch.zeros(1), launch._MARKS[0]))
+    assert met == list(range(200, 1600)) and verdict.more["compiled"] == 2
+    assert 0 < verdict.more["length_us"] < 1e6
+
+
 @pytest.mark.parametrize("name", ["logp", "det_gemm"])
 def test_calls_with_new_rows_are_timed_beside_the_others(name: str) -> None:
     launch = suite_of("launch")
@@ -201,7 +228,7 @@ def test_calls_with_new_rows_are_timed_beside_the_others(name: str) -> None:
 
 def test_no_new_size_occurs_twice() -> None:
     """Not in two directions either, nor is it that of the case itself; and there are enough for the timer."""
-    for series in suite_of("launch").series:
+    for series in suite_of("launch").series[:-1]:
         case, pool = series.cases[-1], Pool(CPU)
         small = dataclasses.replace(case, dims=dict.fromkeys(case.dims, 8) | {next(iter(case.dims)): 768})
         new = series.new(small, pool)

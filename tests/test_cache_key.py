@@ -15,13 +15,18 @@ from torch import Tensor
 from isobit import ContractError
 from isobit.frame import cache_key
 from isobit.frame.backend import UnsupportedError
-from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
+from isobit.frame.cache_key import CacheKey, cache_key_of, remember, split_key
 from isobit.frame.composed import Composed
 from isobit.frame.contract import Param
 from isobit.frame.op import OPS
 from isobit.kernels.hopper import descriptors
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def family_key_of(key: CacheKey, rows_at: Any) -> CacheKey | None:
+    split = split_key(key, rows_at)
+    return None if split is None else split[0]
 
 
 def at(offset: int, *shape: int) -> Tensor:

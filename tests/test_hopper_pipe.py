@@ -152,7 +152,8 @@ def run(
     a, b, start = (SimpleNamespace(name=name, block_type=box) for name in ("a", "b", "start"))
     pipe = methods(
         hopper_pipe.Pipe, scope,
-        "items", "item", "issue", "before", "begin_chain", "finish_chain", "multiply", "multiply_both",
+        "items", "item", "issue", "before", "begin_chain", "finish_chain", "begin_both", "finish_both",
+        "multiply", "multiply_both",
         "row", "column", "rows", "load",
         a_desc=a, b_desc=b, a_ring=ring(stages * consumers, Buffer), b_ring=ring(stages, Buffer),
         rest_desc=b, rest_ring=ring(stages, Buffer), REST=rest,

@@ -410,7 +410,7 @@ def test_the_call_cache_is_bounded(asked: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cache_key, "MOST_KEYS", 3)
     for n in range(1, 9):
         call(torch.ones(n, 4))
-    assert len(scale._families) <= 3 and len(scale._plans) <= 3
+    assert len(scale._plans.families) <= 3 and len(scale._plans) <= 3
 
 
 def test_another_number_of_rows_is_not_validated_again(asked: list[str]) -> None:

@@ -5,16 +5,20 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from isobit.frame import entry
 from isobit.frame.entry import Maps
+
+LAYOUT = object()
 
 
 class Descriptor:
     """With the list that all of its form share, as `descriptors.descriptor` makes them."""
 
     def __init__(self, rows: int) -> None:
-        self.base, self.shape = object(), [rows, 64]
+        self.base, self.shape, self.strides = torch.empty(0), [rows, 64], [64, 1]
+        self.block_shape, self.layout = [64, 64], LAYOUT
         self.maps: list[Maps] = []
         self.maps.append(Maps(self, None))
 
@@ -29,6 +33,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return object()
 
     monkeypatch.setattr(entry, "_encode", lambda: encode)
+    monkeypatch.setattr(entry, "_filling", lambda descriptor, meta: None)
     monkeypatch.setattr(Maps, "_made", 0)
     return found
 
@@ -63,3 +68,22 @@ def test_an_unused_form_is_freed_without_the_garbage_collector(encoded: list[tup
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_matrix_of_another_size_has_the_maps_of_its_own_form(encoded: list[tuple[int, int]]) -> None:
+    """Whether a plan was recorded for that size or made from another, a tensor that both read has one map."""
+    three, five = Maps.of(Descriptor(3), None), Maps.of(Descriptor(5), None)
+    assert Maps.of(Descriptor(3), None) is three and three.resized([5, 64], [64, 1]) is five
+    four = three.resized([4, 64], [64, 1])
+    assert Maps.of(Descriptor(4), None) is four
+    assert four[16] is four[16] and four.resized([3, 64], [64, 1]) is three
+    three[16]
+    assert encoded == [(4, 16), (3, 16)]
+
+
+def test_forms_that_are_gone_are_dropped(encoded: list[tuple[int, int]]) -> None:
+    first = Maps.of(Descriptor(1), None)
+    for rows in range(2, 5000):
+        first.resized([rows, 64], [64, 1])
+    assert len(Maps._forms) < 4000
+    assert Maps.of(Descriptor(1), None) is first

@@ -5,11 +5,18 @@ time. Host time is contract checks, the choice of a backend and the launch. None
 sizes, and several sizes are timed to show that. At the largest, `isobit:new` and `native:new` are calls with
 another number of rows each time, as in packed micro-batches: cached information about sizes does not help
 there.
+
+`growing_cache` is attention in a decode loop: one query for each sequence, and one key more at every step.
+`host_us` is that of the same step again and again. `length_us` is the median over the steps of a loop, each
+of which has a length that did not occur before, and `compiled` is how many kernels were compiled after its
+first step: the loop passes the length from which on other kernels serve.
 """
 
 import random
+import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +26,8 @@ from torch.nn import functional as F
 
 from isobit.bench.goals import Base, Cell, Goal, limit
 from isobit.bench.timing import ONCE_CALLS
+from isobit.frame.launch import compiled_count
+from isobit.ops.attention import attention
 from isobit.ops.attention import rivals as attentions
 from isobit.ops.det_gemm import rivals as products
 from isobit.ops.linear_logp import rivals as heads
@@ -27,6 +36,7 @@ from isobit.ops.rms_norm import rivals as norms
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
 from isobit.spec.series import Pool, Series, by_rows
+from isobit.spec.truth import Verdict
 
 DIRECTIONS = ("fwd", "fwd_bwd")
 
@@ -89,7 +99,7 @@ def _attention(args: Args) -> Tensor:
     return out.transpose(1, 2)
 
 
-SERIES: Sequence[Series] = (
+OPS: Sequence[Series] = (
     _series(
         "det_linear", "M", {"K": 1024, "N": 1024}, products.layer_cost, products.LAYER_RIVALS["native"],
         ("x",), ("x", "weight"),
@@ -117,6 +127,84 @@ SERIES: Sequence[Series] = (
 )  # fmt: skip
 
 
+# A decode loop
+
+#: Lengths of the cache in a loop: the first, and how many follow each other.
+FIRST_LENGTH, LENGTHS = 200, 1400
+
+Step = Callable[[Args, int], Tensor]
+
+
+def _decode(args: Args, S: int) -> Tensor:
+    return attention(args["q"], args["k"][:, :S], args["v"][:, :S])
+
+
+def _native_decode(args: Args, S: int) -> Tensor:
+    q, k, v = (args[name].transpose(1, 2) for name in "qkv")
+    out = F.scaled_dot_product_attention(q, k[:, :, :S], v[:, :, :S], enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+#: Results have one of these, so that the judge sees whose they are.
+_STEPS: tuple[Step, ...] = (_decode, _native_decode)
+_MARKS = torch.arange(len(_STEPS)).unbind()
+
+
+def _decoded(which: int, args: Args, backend: str | None = None) -> tuple[Tensor, ...]:
+    assert backend is None
+    with torch.no_grad():
+        return _STEPS[which](args, args["S"]), _MARKS[which]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The judge of a step: it makes the whole loop."""
+
+    args: Args
+
+    def error(self, direction: str, result: tuple[Tensor, ...]) -> Verdict:
+        (step,) = (step for step, mark in zip(_STEPS, _MARKS, strict=True) if mark is result[1])
+        us, compiled = [], 0
+        with torch.no_grad():
+            for S in range(self.args["first"], self.args["first"] + self.args["lengths"]):
+                begin = time.perf_counter()
+                step(self.args, S)
+                us.append((time.perf_counter() - begin) * 1e6)
+                compiled = compiled or compiled_count()  # those of the first step, and from before
+        more = {"length_us": statistics.median(us), "compiled": compiled_count() - compiled}
+        return Verdict(more=more if step is _decode else {"length_us": more["length_us"]})
+
+
+def _growing(case: Case, pool: Pool) -> list[Args]:
+    B, T, S, H, KV, D = (case.dims[name] for name in ("B", "T", "S", "H", "KV", "D"))
+    first, lengths = (FIRST_LENGTH, LENGTHS) if pool.device.type != "cpu" else (S, 2)
+    room = max(S, first + lengths)
+
+    def drawn(name: str, *shape: int) -> Tensor:
+        matrix = pool.normal(name, shape[0], torch.Size(shape[1:]).numel(), dtype=case.dtype)
+        return matrix.view(shape)
+
+    return [{
+        "q": drawn("q", B, T, H, D), "k": drawn("k", B, room, KV, D), "v": drawn("v", B, room, KV, D),
+        "S": S, "first": first, "lengths": lengths,
+    }]  # fmt: skip
+
+
+def _cache(B: int, S: int, H: int, KV: int, D: int) -> Case:
+    return Case({"B": B, "T": 1, "S": S, "H": H, "KV": KV, "D": D}, torch.bfloat16, data="random")
+
+
+GROWING = Series(
+    op=None, name="growing_cache", cases=(_cache(1, 1000, 32, 8, 128), _cache(32, 1000, 16, 8, 128)),
+    small=(_cache(1, 4, 1, 1, 64),), make=_growing, call=partial(_decoded, 0),
+    cost=partial(attentions.cost, None), judge=Loop, declared_only=True,
+    rivals={"native": Rival("native", partial(_decoded, 1), directions=None, jit=False)},
+    directions=("decode",), needs=("attention",), step=True, copy=False, figure="host_us",
+    about="attention of one query, with a cache that grows",
+)  # fmt: skip
+SERIES: Sequence[Series] = (*OPS, GROWING)
+
+
 # Goals
 
 
@@ -136,7 +224,7 @@ _USUAL = {
     "logp": [_goal("logp", "fwd", 2.0)],
     "linear_logp": [
         _goal("linear_logp", "fwd", 1.0, limit(60, "us")),
-        _goal("linear_logp", "fwd_bwd", 1.2),
+        _goal("linear_logp", "fwd_bwd", 1.1),
     ],
     "rms_norm": [_goal("rms_norm", "fwd", 1.5), _goal("rms_norm", "fwd_bwd", 1.5)],
     "attention": [_goal("attention", "fwd", 1.5), _goal("attention", "fwd_bwd", 1.5)],
@@ -149,4 +237,14 @@ def _new_goals(series: Series) -> list[Goal]:
     return [replace(goal, what=f"{goal.what}, new rows", impl="isobit:new") for goal in goals]
 
 
-GOALS = tuple(goal for series in SERIES for goal in (*_USUAL[series.name], *_new_goals(series)))
+def _of_loop(what: str, figure: str, most: float, against: Base) -> Goal:
+    return Goal(
+        f"growing_cache, {what}", _cells("growing_cache", "decode"), most=most, figure=figure, against=against
+    )
+
+
+_LOOP = (
+    _of_loop(f"median of {LENGTHS} new lengths", "length_us", 1.0, limit(60, "us")),
+    _of_loop("kernels compiled after the first step", "compiled", 0, limit(1, "kernel")),
+)
+GOALS = (*(goal for series in OPS for goal in (*_USUAL[series.name], *_new_goals(series))), *_LOOP)

@@ -43,7 +43,7 @@ def after_device(cannot_run: Callable[[torch.device], str | None], reason: Reaso
     """A reason not to serve a call, asked for only if there is none that the device gives."""
 
     def reason_of(args: Args) -> str | None:
-        device = next(v.device for v in args.values() if isinstance(v, torch.Tensor))
+        device = next(v.device for v in args.values() if hasattr(v, "device"))
         if (no := cannot_run(device)) is not None:
             return no
         ask: Reason = resolve(reason) if isinstance(reason, str) else reason

@@ -8,6 +8,7 @@ step, and neither contracts nor rules nor backends depend on it.
 """
 
 from collections.abc import Sequence
+from math import prod
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 CacheKey = tuple[Any, ...]
+Sizes = tuple[int, ...]
 
 #: Maximum number of cached keys: batches have many sizes.
 MOST_KEYS = 4096
@@ -61,6 +63,10 @@ class _Form(NamedTuple):
 _forms: dict[tuple[type, ...], _Form] = {}
 
 
+def form_of(types: tuple[type, ...]) -> _Form:
+    return _forms.get(types) or _form(types)
+
+
 def _form(types: tuple[type, ...]) -> _Form:
     tensors = tuple(i for i, t in enumerate(types) if t in _TENSORS)
     scalars = tuple(i for i, t in enumerate(types) if t in _SCALARS)
@@ -70,22 +76,23 @@ def _form(types: tuple[type, ...]) -> _Form:
     return form
 
 
-def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> CacheKey | None:
-    """The key of all calls that differ in the number of rows only, for two rows or more. Rows are the
-    dimensions of a tensor between those that `rows_at` counts before and after them.
+def split_key(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> tuple[CacheKey, Sizes] | None:
+    """The key of all calls that differ in the number of rows only, for two rows or more; and the sizes of the
+    rows. Rows are the dimensions of a tensor between those that
+    `rows_at` counts before and after them.
 
     None if rows are not contiguous, because then their number may affect strides; and if tensors disagree on
     the number of rows."""
     grad, types, scalars, *tensors = key
-    form = _forms.get(types) or _form(types)
     family: list[Any] = [grad, types, scalars]
+    odd: list[int] = []  # strides of dimensions of one, if they are not those of a contiguous tensor
     lead = None
-    for i, item in zip(form.tensors, tensors, strict=True):
+    for i, item in zip(form_of(types).tensors, tensors, strict=True):
         around = rows_at[i]
         if around is None:
             family.append(item)
             continue
-        shape, strides = item[0], item[1]
+        shape, strides = tuple(item[0]), item[1]
         before, end = around[0], len(shape) - around[1]
         rows = shape[before:end]
         if lead is None:
@@ -93,12 +100,17 @@ def family_key_of(key: CacheKey, rows_at: Sequence[tuple[int, int] | None]) -> C
         elif rows != lead:
             return None
         size = 1
-        for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-            if stride != size and n != 1:
-                return None
+        for d in range(len(shape) - 1, -1, -1):
+            n = shape[d]
+            if strides[d] != size:
+                if n != 1:
+                    return None
+                odd += (i, strides[d])
             size *= n
         family += (shape[:before], shape[end:], item[2:])
-    return None if lead is None or lead.numel() < 2 else (*family, len(lead))
+    if lead is None or prod(lead) < 2:
+        return None
+    return (*family, len(lead), *odd), lead
 
 
 def remember(answers: dict[CacheKey, Any], key: CacheKey | None, answer: Any) -> None:

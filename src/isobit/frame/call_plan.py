@@ -1,9 +1,10 @@
 """Call plans: how calls with one cache key run. A plan is made by the first of them, and cached.
 
 The first call runs the backend's launcher. The second is recorded (`isobit.frame.replay`), and from the
-third on the recorded launches are repeated, without the launcher. So a number of rows that occurs only once
-costs no recording. If most numbers of rows recur, as in the layers of a model, the first call is recorded
-already.
+third on the recorded launches are repeated, without the launcher. For calls that differ in the number of rows
+these are one series: the plan of a new number follows from a recorded one (`isobit.frame.family`). Where it
+does not, a number of rows that occurs only once costs no recording; if most numbers of rows recur, as in the
+layers of a model, the first call is recorded already.
 
 Every call goes through here, tens of thousands of times a second, so the code is written for few steps.
 """
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from isobit.frame.autograd import Applied, Body, Saved
 from isobit.frame.backend import Backend
+from isobit.frame.cache_key import Sizes
 
 if TYPE_CHECKING:
+    from isobit.frame.family import Family, Varying
     from isobit.frame.replay import Plan
 
 #: Of the ops of `torch.library`: the name that the package was imported under, so that a copy under another
@@ -28,28 +31,6 @@ NAMESPACE = __name__.partition(".")[0]
 
 _profiler = torch.autograd.profiler
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
-
-
-class _Recurrence:
-    """How often numbers of rows recur in the calls of a family, from samples of them."""
-
-    __slots__ = ("_new", "_recurred", "_samples")
-
-    def __init__(self) -> None:
-        self._new = self._samples = self._recurred = 0
-
-    def expected(self) -> bool:
-        """Whether a new number of rows is likely to recur. False for at least every eighth, which is a
-        sample: its second call, if there is one, counts as a recurrence."""
-        self._new += 1
-        if 2 * self._recurred > self._samples and self._new % 8:
-            return True
-        self._samples += 1
-        return False
-
-    def count(self) -> None:
-        """A sample has recurred."""
-        self._recurred += 1
 
 
 def validates(validate: bool | None) -> bool:
@@ -62,8 +43,8 @@ class CallPlan(Body):
     autograd, and autograd calls `run`."""
 
     __slots__ = (
-        "_backend", "_check", "_expected", "_name", "_names", "_recorded", "_recurrence", "_seen", "_tried",
-        "_validate", "applied",
+        "_backend", "_check", "_expected", "_name", "_names", "_recorded", "_seen", "_tried", "_validate",
+        "applied", "family", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -82,19 +63,32 @@ class CallPlan(Body):
         self._name, self._names, self._backend = name, names, backend
         self._check, self._validate, self.applied = check, validate, applied
         self._recorded: Plan | None = None
-        self._seen = self._tried = False
-        self._recurrence, self._expected = _Recurrence(), False
+        self._seen = self._tried = self._expected = False
+        self.family: Family | None = None  # only of calls that launch kernels
+        self.sizes: Sizes = ()
 
-    def for_other_rows(self) -> "CallPlan":
-        """The same for calls with another number of rows: only their launches differ."""
+    def of_family(self, sizes: Sizes, varying: "Varying") -> None:
+        """It is the first plan of a family."""
+        self.sizes, self.family = sizes, varying.family()
+        self._expected = self.family.expected()
+
+    def for_other_sizes(self, sizes: Sizes) -> "CallPlan":
+        """The same for calls of the family with other sizes: only their launches differ."""
         made = object.__new__(CallPlan)
         made.positions, made.template = self.positions, self.template
         made.common, made.saved = self.common, self.saved
         made._name, made._names, made._backend = self._name, self._names, self._backend
         made._check, made._validate, made.applied = self._check, self._validate, self.applied
-        made._recorded, made._seen, made._tried = None, False, False
-        made._recurrence, made._expected = self._recurrence, self._recurrence.expected()
+        family = made.family = self.family
+        made.sizes, made._seen = sizes, False
+        made._recorded = None if family is None else family.plan(sizes)
+        made._tried = made._recorded is not None
+        made._expected = not made._tried and family is not None and family.expected()
         return made
+
+    def launches_on(self, t: Tensor) -> bool:
+        """Whether it launches kernels on the device of this tensor."""
+        return self._backend.launches and t.is_cuda
 
     def cache_saved(self, saved: Saved) -> None:
         self.saved = saved
@@ -138,10 +132,20 @@ class CallPlan(Body):
                     from isobit.frame import replay
 
                     if replay.recordable(tensors):
-                        if not self._expected:
-                            self._recurrence.count()
-                        outputs, self._recorded = replay.record(self._backend.run, args, tensors)
-                        self._tried = True  # not if it was interrupted
-                        return outputs
+                        return self._record(args, tensors)
                 self._seen = True
                 return self._backend.run(**args)
+
+    def _record(self, args: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """The outputs of a call that is recorded, and traced for other sizes if these are new."""
+        from isobit.frame import replay
+
+        family = self.family
+        shape = None if family is None or family.plan(self.sizes) is not None else family.traces()
+        if family is not None and not self._expected:
+            family.count()
+        outputs, self._recorded = replay.record(self._backend.run, args, tensors, self.sizes, shape)
+        self._tried = True  # not if it was interrupted
+        if family is not None and shape is not None:
+            family.learn(self._recorded)
+        return outputs

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from torch import Tensor
 from triton import knobs
@@ -49,30 +49,77 @@ def stream_function() -> Callable[[int | None], int]:
 class Maps(dict[int, Any]):
     """Tensor maps of one form (sizes, strides, box, swizzle), by base address."""
 
-    _all: ClassVar[WeakValueDictionary[int, "Maps"]] = WeakValueDictionary()  # by id: a dict has no hash
-    _made: ClassVar[int] = 0  # since the cache was last cleared
+    __slots__ = ("__weakref__", "_fill", "_key", "_kind", "_meta", "_rest", "_shape", "_strides")
 
-    def __init__(self, descriptor: Any, meta: Any) -> None:
+    #: All forms in use. Plain references: a `WeakValueDictionary` takes longer than to encode a map.
+    _forms: ClassVar[dict[Any, ref["Maps"]]] = {}
+    _swept: ClassVar[int] = 0  # forms that were in use when the others were dropped
+    _made: ClassVar[int] = 0  # maps since all were cleared
+
+    def __init__(self, descriptor: Any, meta: Any, key: Any = None) -> None:
         super().__init__()
         self._kind, self._meta = type(descriptor), meta
+        self._fill: Any = None  # a `Fill`; False if there is none
+        self._shape, self._strides = list(descriptor.shape), list(descriptor.strides)
         # Without references to the tensor and to the list that holds this: they would be kept alive.
         self._rest = {**descriptor.__dict__, "base": None, "maps": None}
-        Maps._all[id(self)] = self
+        self._keep(id(self) if key is None else key)
+
+    @classmethod
+    def of(cls, descriptor: Any, meta: Any) -> "Maps":
+        """Those of a descriptor's form. Plans for other sizes have them too (`resized`), so that a tensor
+        that several calls read has one map."""
+        box = (descriptor.base.dtype, id(descriptor.layout), *descriptor.block_shape)
+        key = (box, *descriptor.shape, *descriptor.strides)
+        known = cls._forms.get(key)
+        found = None if known is None else known()
+        return cls(descriptor, meta, key) if found is None else found
+
+    def resized(self, shape: list[int], strides: list[int]) -> "Maps":
+        """Those of the same boxes in a matrix of another size."""
+        key = (self._key[0], *shape, *strides)
+        known = Maps._forms.get(key)
+        found = None if known is None else known()
+        if found is None:
+            found = Maps.__new__(Maps)
+            found._kind, found._meta, found._rest = self._kind, self._meta, self._rest
+            found._fill, found._shape, found._strides = self._filling(), shape, strides
+            found._keep(key)
+        return found
+
+    def _keep(self, key: Any) -> None:
+        self._key = key
+        forms = Maps._forms
+        if len(forms) > 2 * Maps._swept + 1024:
+            Maps._forms = forms = {k: each for k, each in list(forms.items()) if each() is not None}
+            Maps._swept = len(forms)
+        forms[key] = ref(self)
 
     def __missing__(self, address: int) -> Any:
         """Encoded by Triton's own code, from a descriptor whose tensor is replaced by an address."""
-        made = object.__new__(self._kind)
-        made.__dict__.update(self._rest, base=_At(address))
         if Maps._made >= MAPS:
             Maps._made = 0
-            for each in Maps._all.valuerefs():
+            for each in list(Maps._forms.values()):
                 form = each()
                 if form is not None:
                     form.clear()
         Maps._made += 1
         attach()
+        if self._fill:
+            self[address] = encoded = self._fill(address, self._shape, self._strides)
+            return encoded
+        made = object.__new__(self._kind)
+        made.__dict__.update(self._rest, base=_At(address), shape=self._shape, strides=self._strides)
         self[address] = encoded = _encode()(made, self._meta)
         return encoded
+
+    def _filling(self) -> Any:
+        """A shorter way to maps of other sizes, or False if there is none."""
+        if self._fill is None:
+            made = object.__new__(self._kind)
+            made.__dict__.update(self._rest, shape=self._shape, strides=self._strides)
+            self._fill = _filling(made, self._meta) or False
+        return self._fill
 
 
 class _At:
@@ -90,10 +137,44 @@ def _encode() -> Callable[[Any, Any], Any]:
     """A function from a descriptor and its compiler metadata to a tensor map."""
     from triton.backends.nvidia import driver as nvidia
 
-    make: Any = nvidia.make_tensordesc_arg
+    return _encode_by(nvidia.make_tensordesc_arg)
+
+
+def _encode_by(make: Any) -> Callable[[Any, Any], Any]:
     if make.__code__.co_argcount == 3:  # from Triton 3.9 on; the third is not read
         return lambda descriptor, meta: make(descriptor, meta, None)[0]
     return lambda descriptor, meta: make(descriptor, meta)[0]
+
+
+#: From an address, a shape and strides to a tensor map.
+Fill = Callable[[int, list[int], list[int]], Any]
+
+
+def _filling(descriptor: Any, meta: Any) -> Fill | None:
+    """The C function that Triton's code calls to encode a map, with its other arguments; found by observing
+    one call, as in `entry_of`. None if that call is not understood."""
+    from triton.backends.nvidia import driver as nvidia
+
+    make, utils = nvidia.make_tensordesc_arg, driver.active.utils
+    names = [name for name in make.__code__.co_names if callable(getattr(utils, name, None))]
+    if len(names) != 1:
+        return None
+    seen: list[tuple[Any, ...]] = []
+    observed: Any = types.SimpleNamespace(**{names[0]: lambda *args: seen.append(args)})
+    for name in ("utils", "active", "driver", "runtime"):  # as the code finds it from `triton` on
+        observed = types.SimpleNamespace(**{name: observed})
+    address, shape, strides = 1 << 20, list(descriptor.shape), list(descriptor.strides)
+    descriptor.base, descriptor.shape, descriptor.strides = _At(address), shape, strides
+    try:
+        _encode_by(types.FunctionType(make.__code__, {**make.__globals__, "triton": observed}))(
+            descriptor, meta
+        )
+    except (AttributeError, LookupError, TypeError):  # another version of Triton
+        return None
+    if len(seen) != 1 or seen[0][0] != address or seen[0][-3] is not shape or seen[0][-2] is not strides:
+        return None
+    fill, given, last = getattr(utils, names[0]), seen[0][1:-3], seen[0][-1]
+    return lambda address, shape, strides: fill(address, *given, shape, strides, last)
 
 
 class Entry:
@@ -136,7 +217,7 @@ class Entry:
         descriptors of a form share one list of them."""
         maps: list[Maps] = descriptor.maps
         if not maps:
-            maps.append(Maps(descriptor, self._meta[which]))
+            maps.append(Maps.of(descriptor, self._meta[which]))
         return maps[0]
 
 

@@ -48,16 +48,25 @@ class Launched(NamedTuple):
 _compiled: dict[tuple[Any, ...], tuple[Any, Entry | None]] = {}
 
 
+def compiled_count() -> int:
+    """How many kernels have been compiled since the process began, each for its constants and dtypes."""
+    return len(_compiled)
+
+
 def launched(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Launched | None:
     """Launch on the device of the first argument, and return what was launched; None if there is no record of
     it."""
     device = args[0].device
-    if device.index is None or device.index == torch.accelerator.current_device_index():
+    if _is_current(device):
         return _launched(kernel, grid, args, options)
     with torch.get_device_module(device.type).device(device):
         return _launched(kernel, grid, args, options)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.index is None or device.index == torch.accelerator.current_device_index()
 
 
 def _launched(
@@ -69,23 +78,13 @@ def _launched(
     descriptors that takes longer than many products. A compiled kernel depends on its constants, dtypes and
     boxes, and on the divisibility of numbers and addresses: these are the cache key here.
     """
-    roles = _roles_of.get(id(kernel)) or _learn(kernel)
-    index, constants, bound = args[0].device.index, roles.constants, args
-    if len(args) < roles.all:
-        bound = (*args, *map(options.__getitem__, kernel.arg_names[len(args) :]))
+    roles = roles_of(kernel)
+    index, bound = args[0].device.index, roles.bound(args, options)
     if not roles.known:
         kernel[grid](*args, **options)
         return None
-    key = (
-        id(kernel),
-        index,
-        # Constants that are given by keyword are in `bound`: a layout takes microseconds to hash, once.
-        *(value for name, value in options.items() if name not in roles.names),
-        *bound[constants:],
-        *_identities(bound[:constants], roles.free),
-    )
-    x, y, z, *_ = (*grid, 1, 1)
-    whole = (x, y, z)
+    key = _key(roles, index, bound, options)
+    whole = whole_grid(grid)
     known = _compiled.get(key)
     if known is None:
         attach()
@@ -99,6 +98,39 @@ def _launched(
     return Launched(*known, whole, bound)
 
 
+def prepare(kernel: Any, *args: Any, **options: Any) -> None:
+    """Compile what a launch with these arguments would need, and launch nothing."""
+    if not _is_current(device := args[0].device):
+        with torch.get_device_module(device.type).device(device):
+            return prepare(kernel, *args, **options)
+    grid = (1, 1, 1)
+    roles = roles_of(kernel)
+    bound = roles.bound(args, options)
+    key = _key(roles, args[0].device.index, bound, options) if roles.known else None
+    if key in _compiled:
+        return
+    attach()
+    compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+    if key is not None:
+        _compiled[key] = compiled, entry_of(compiled, grid, bound)
+
+
+def whole_grid(grid: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    x, y, z, *_ = (*grid, 1, 1)
+    return x, y, z
+
+
+def _key(roles: "Roles", index: int | None, bound: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return (
+        id(roles.kernel),
+        index,
+        # Constants that are given by keyword are in `bound`: a layout takes microseconds to hash, once.
+        *(value for name, value in options.items() if name not in roles.names),
+        *bound[roles.constants :],
+        *_identities(bound[: roles.constants], roles.free),
+    )
+
+
 class Roles(NamedTuple):
     """The parameters of a kernel. Those that are part of the cache key as they are (constants) come last."""
 
@@ -109,8 +141,18 @@ class Roles(NamedTuple):
     known: bool  # whether its specialisation rules are known; other hardware has others
     names: frozenset[str]
 
+    def bound(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments of a launch in the kernel's order, those given by keyword too."""
+        if len(args) == self.all:
+            return args
+        return (*args, *map(options.__getitem__, self.kernel.arg_names[len(args) :]))
+
 
 _roles_of: dict[int, Roles] = {}
+
+
+def roles_of(kernel: Any) -> Roles:
+    return _roles_of.get(id(kernel)) or _learn(kernel)
 
 
 def _learn(kernel: Any) -> Roles:

@@ -27,6 +27,7 @@ the device, and a compiled graph must not freeze these.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -46,11 +47,12 @@ from isobit.frame.backend import (
     explain,
     whole_path,
 )
-from isobit.frame.cache_key import CacheKey, cache_key_of, family_key_of, remember
+from isobit.frame.cache_key import CacheKey, cache_key_of
 from isobit.frame.call_plan import NAMESPACE, CallPlan
 from isobit.frame.contract import MISSING, Contract, ContractError, Param, params_of
 from isobit.frame.derivative import Derivative, Grads
 from isobit.frame.numerics_class import Numerics
+from isobit.frame.plans import Plans
 
 #: Every op by name. Declarations add themselves when they are imported.
 OPS: dict[str, "Op"] = {}
@@ -80,7 +82,8 @@ class Op:
     value_rules: list[Callable[[Contract, Args], None]] = field(default_factory=list)
     function: Callable[..., Any] | None = None  # the public function, for ops that have one
     differentiable: tuple[str, ...] = ()  # arguments that get a gradient
-    #: Converts what the public function accepts into what the contract takes, if that is more: a list, say.
+    grows: str | None = None  # path of what calls of a family differ in, if not in rows: `family.Varying`
+    #: Converts what the public function accepts into what the contract takes: a list, say.
     adapt: Callable[[Args], Args] = lambda args: args
 
     @property
@@ -109,9 +112,8 @@ class Op:
         OPS[self.name] = self
 
     def forget(self) -> None:
-        """Drop every cached call. New dictionaries, because another thread may hold the old ones."""
-        self._plans: dict[CacheKey, CallPlan] = {}
-        self._families: dict[CacheKey, CallPlan] = {}  # for calls with any number of rows
+        """Drop every cached call. A new dictionary, because another thread may hold the old ones."""
+        self._plans = Plans(self.contract)
         self._planned_for = list(self.backends)  # the backends that cached plans were made for
 
     # Declaring
@@ -289,22 +291,7 @@ class Op:
         return plan.run(*tensors) if plan.applied is None else plan.applied.eager(plan, *tensors)
 
     def _cached_plan(self, key: CacheKey | None) -> CallPlan | None:
-        """The plan of calls with this key, or with its family's key."""
-        if key is None or self._planned_for != self.backends:
-            return None
-        plan = self._plans.get(key)
-        if plan is None:
-            family = family_key_of(key, self.contract.rows_at)
-            plan = None if family is None else self._families.get(family)
-            if plan is not None:
-                plan = plan.for_other_rows()
-                remember(self._plans, key, plan)
-        return plan
-
-    def _cache_plan(self, key: CacheKey | None, plan: CallPlan) -> None:
-        if key is not None:
-            remember(self._plans, key, plan)
-            remember(self._families, family_key_of(key, self.contract.rows_at), plan)
+        return None if key is None or self._planned_for != self.backends else self._plans.find(key)
 
     def _planned(self, values: tuple[Any, ...], key: CacheKey | None) -> tuple[CallPlan, tuple[Any, ...]]:
         """A new plan, and the values that it runs with: those of a call that a backward may follow have some
@@ -313,8 +300,20 @@ class Op:
         if self._applied is not None and self._needs_grad(values):
             values, applied = self._followed(values), self._applied
         plan = self._plan(values, applied)
-        self._cache_plan(key, plan)
+        self._keep(key, plan, values)
         return plan, values
+
+    def _keep(self, key: CacheKey | None, plan: CallPlan, values: Sequence[Any]) -> None:
+        """Cache a plan. The first one of a family that launches kernels may compile those of others too."""
+        if self._plans.varying is None and plan.launches_on(values[0]):
+            from isobit.frame import family
+
+            self._plans.varying = family.varying(self.contract, self.grows)
+        if self._plans.keep(key, plan) and self._plans.varying is not None:
+            args = dict(zip(self.contract.names, values, strict=True))
+            controls, device = _pop_controls(args), values[0].device
+            serves = partial(choose, self.contract, self.backends, controls=controls, device=device)
+            self._plans.varying.compile_ahead(serves, args)
 
     def _without_plan(self, values: tuple[Any, ...]) -> Any:
         """A call that the dispatcher must see, or on the meta device: shapes without values."""
@@ -358,7 +357,7 @@ class Op:
         plan = self._cached_plan(key)
         if plan is None:
             plan = self._plan(values)
-            self._cache_plan(key, plan)
+            self._keep(key, plan, values)
         return plan.run(*[values[i] for i in plan.positions])
 
     def _run_for_torch(self, *given: Any) -> Any:

@@ -18,14 +18,16 @@ graph.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from isobit.frame.entry import Maps, stream_function, unhooked
-from isobit.frame.launch import Launched, launched
+from isobit.frame.entry import Entry, Maps, stream_function, unhooked
+from isobit.frame.launch import Launched, launched, roles_of, whole_grid
+from isobit.frame.traced import Allocations, Made, Memory, ShapeOf, Size, Trace, Traced, UntraceableError
 
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 
@@ -99,16 +101,11 @@ def _are_views(results: Any, args: Sequence[Any]) -> bool:
 class _Output(NamedTuple):
     """A tensor with its own storage, as it is to be allocated."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
+    shape: Sequence[int]
+    stride: Sequence[int]
     dtype: torch.dtype
     offset: int
     size: int  # elements of the storage, or 0 if the tensor covers all of it
-
-
-def _output(t: Tensor) -> _Output:
-    size = t.untyped_storage().nbytes() // t.element_size()
-    return _Output(t.shape, t.stride(), t.dtype, int(t.storage_offset()), 0 if size == t.numel() else size)
 
 
 class _Launch(NamedTuple):
@@ -116,8 +113,9 @@ class _Launch(NamedTuple):
 
     c: Callable[..., None]
     flat: bool
-    head: tuple[Any, ...]  # before the kernel's arguments; the stream goes to index _STREAM
-    args: list[Any]  # of the kernel; after the head if they are flat
+    grid: tuple[int, int, int]
+    fixed: tuple[Any, ...]  # after the grid and the stream, before the kernel's arguments
+    args: list[Any]  # of the kernel; all of them, with the stream at index _STREAM, if they are flat
     pointers: list[tuple[int, int]]  # (position, index of the address)
     maps: list[tuple[int, int, Maps]]
 
@@ -125,57 +123,111 @@ class _Launch(NamedTuple):
 _STREAM = 3
 
 
-def _launch(made: Launched, place: Callable[[Tensor], int]) -> _Launch:
-    entry = made.entry
-    assert entry is not None
-    head = (*made.grid, None, *entry.fixed)
-    launch = _Launch(entry.c, entry.flat, head, list(head) if entry.flat else [], [], [])
-    for i, value in enumerate(made.args):
-        at = len(launch.args)
-        if i in entry.maps:
-            form = entry.form(entry.maps.index(i), value)
-            launch.maps.append((at, place(value.base), form))
-            launch.args.extend((None, *value.shape, *value.strides))
-        elif i in entry.pointers:
-            launch.pointers.append((at, place(value)))
-            launch.args.append(None)
-        else:
-            launch.args.append(value)
-    return launch
+class Parts(NamedTuple):
+    """A recorded call: its allocations, how its addresses are computed, and its launches."""
+
+    outputs: list[_Output | None]
+    bytes: int  # of the workspace
+    places: list[tuple[int, int]]  # of every address: (what it is relative to, byte offset)
+    launches: list[_Launch]
+
+
+def _with_places(parts: Parts) -> list[Any]:
+    """All of it, with addresses in place of their indices."""
+    outputs, total, places, launches = parts
+    found: list[Any] = [outputs, total]
+    for *rest, pointers, maps in launches:
+        found.append((*rest, [(i, places[k]) for i, k in pointers]))
+        found.append([(i, places[k], id(form)) for i, k, form in maps])
+    return found
+
+
+class Where(NamedTuple):
+    """How to find out about tensors, which are those of a call or without memory (`isobit.frame.traced`)."""
+
+    memory: Callable[[Any], int]  # an identification of the memory that a tensor is in
+    offset: Callable[[Any], Any]  # bytes from its beginning
+    size: Callable[[Any], Any]  # all of its bytes
+    form: Callable[[Entry, int, Any, Any], Any]  # (entry, which descriptor, the descriptor, that of the tape)
+
+
+_REAL = Where(
+    lambda t: t.untyped_storage().data_ptr(),
+    lambda t: t.data_ptr() - t.untyped_storage().data_ptr(),
+    lambda t: t.untyped_storage().nbytes(),
+    lambda entry, which, descriptor, _: entry.form(which, descriptor),
+)
+
+
+def parts_of(
+    made: Sequence[Launched], launches: Sequence[tuple[Any, Any]], new: dict[int, Any],
+    inputs: Sequence[Any], results: Sequence[Any], where: Where = _REAL,
+) -> Parts:  # fmt: skip
+    """The parts of a call with these (grid, arguments) of its launches, which were `made` so; `new` is the
+    number of bytes of every allocation, by memory."""
+    # Addresses are relative to an input, to the storage of an output, or to the workspace.
+    begin: dict[int, Any] = {where.memory(t): where.offset(t) for t in inputs}
+    begin |= {where.memory(t): 0 for t in results if t is not None}
+    which = {memory: k for k, memory in enumerate(begin)}
+    total: Any = 0
+    starts: dict[int, Any] = {}
+    for memory, nbytes in new.items():
+        if memory not in begin:
+            starts[memory] = total
+            total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    places: dict[tuple[int, str], tuple[int, Any]] = {}
+
+    def place(t: Any) -> int:
+        """The index of an address."""
+        memory, offset = where.memory(t), where.offset(t)
+        at = (
+            (len(begin), starts[memory] + offset)
+            if memory in starts
+            else (which[memory], offset - begin[memory])
+        )
+        key = at[0], str(at[1])
+        places.setdefault(key, at)
+        return list(places).index(key)
+
+    def launch(tape: Launched, grid: Any, args: Sequence[Any]) -> _Launch:
+        entry = tape.entry
+        assert entry is not None
+        first = [*grid, None, *entry.fixed] if entry.flat else []
+        launch = _Launch(entry.c, entry.flat, grid, entry.fixed, first, [], [])
+        for i, value in enumerate(args):
+            at = len(launch.args)
+            if i in entry.maps:
+                form = where.form(entry, entry.maps.index(i), value, tape.args[i])
+                launch.maps.append((at, place(value.base), form))
+                launch.args.extend((None, *value.shape, *value.strides))
+            elif i in entry.pointers:
+                launch.pointers.append((at, place(value)))
+                launch.args.append(None)
+            else:
+                launch.args.append(value)
+        return launch
+
+    def output(t: Any) -> _Output:
+        each = t.element_size()
+        size, offset = where.size(t) // each, where.offset(t) // each
+        return _Output(tuple(t.shape), tuple(t.stride()), t.dtype, offset, 0 if size == t.numel() else size)
+
+    outputs = [None if t is None else output(t) for t in results]
+    done = [launch(tape, *each) for tape, each in zip(made, launches, strict=True)]
+    return Parts(outputs, total, list(places.values()), done)
 
 
 class Plan:
-    """A recorded call: its allocations, how its addresses are computed, and its launches."""
+    """A recorded call, to be made again."""
 
-    def __init__(self, tape: Tape, inputs: Sequence[Tensor], outputs: Any) -> None:
-        self._device = inputs[0].device
-        self._several = isinstance(outputs, tuple)
-        results = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._outputs = [None if t is None else _output(t) for t in results]
-        # Addresses are relative to an input, to the storage of an output, or to the workspace.
-        begin = {_base(t): t.data_ptr() for t in inputs}
-        begin |= {_base(t): _base(t) for t in results if t is not None}
-        which = {base: k for k, base in enumerate(begin)}
-        self._bytes = 0
-        starts: dict[int, int] = {}
-        for base, storage in tape.new.items():
-            if base not in begin:
-                starts[base] = self._bytes
-                self._bytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        places: dict[tuple[int, int], int] = {}
-
-        def place(t: Tensor) -> int:
-            """The index of an address, which is stored as (base, byte offset)."""
-            address, base = t.data_ptr(), _base(t)
-            if base in starts:
-                at = len(begin), starts[base] + address - base
-            else:
-                at = which[base], address - begin[base]
-            return places.setdefault(at, len(places))
-
-        self._launches = [_launch(made, place) for made in tape.made]
-        self._places = list(places)
-        self._stream_of = stream_function()
+    def __init__(
+        self, device: torch.device, several: bool, stream_of: Callable[[int | None], int], parts: Parts
+    ) -> None:
+        self._device, self._several, self._stream_of, self.parts = device, several, stream_of, parts
+        self._outputs, self._bytes, self._places, self._launches = parts
+        #: From the sizes of another call to its plan, or to None if that has other launches.
+        self.resized: Callable[..., Plan | None] | None = None
+        self.untraceable = ""  # the reason, if a trace was tried and there is no such function
 
     #: Not while launch hooks are set: they need Triton's own path.
     can_run = staticmethod(unhooked)
@@ -206,7 +258,7 @@ class Plan:
             begin.append(workspace.data_ptr())
         at = [begin[k] + offset for k, offset in self._places]
         stream = self._stream_of(device.index)
-        for c, flat, head, args, pointers, maps in self._launches:
+        for c, flat, grid, fixed, args, pointers, maps in self._launches:
             final = args.copy()
             for i, k in pointers:
                 final[i] = at[k]
@@ -216,7 +268,7 @@ class Plan:
                 final[_STREAM] = stream
                 c(*final)
             else:
-                c(*head[:_STREAM], stream, *head[_STREAM + 1 :], final)
+                c(*grid, stream, *fixed, final)
         return tuple(outputs) if self._several else outputs[0]
 
 
@@ -227,10 +279,15 @@ def recordable(inputs: Sequence[Tensor]) -> bool:
 
 
 def record(
-    run: Callable[..., Any], args: dict[str, Any], inputs: Sequence[Tensor]
+    run: Callable[..., Any],
+    args: dict[str, Any],
+    inputs: Sequence[Tensor],
+    sizes: Sequence[int] = (),
+    shape_of: ShapeOf | None = None,
 ) -> tuple[Any, Plan | None]:
     """(what a backend's run returns, a plan for calls like it, or None if there can be none). `inputs` are
-    the tensors among `args`."""
+    the tensors among `args`. If other calls have other `sizes`, `shape_of` gives the shape and the strides of
+    an argument by them, and the plan can be made for other sizes, unless the run cannot be traced."""
     with Tape() as tape:
         outputs = run(**args, launch=tape)
     results = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
@@ -239,7 +296,98 @@ def record(
         tape.reason = "results lie in inputs, in each other, or nowhere"
     if tape.reason is None and not {_base(t) for made in tape.made for t in _tensors(made)} <= known:
         tape.reason = "a kernel reads or writes what is neither given nor allocated"
-    return outputs, Plan(tape, inputs, outputs) if tape.reason is None else None
+    if tape.reason is not None:
+        return outputs, None
+    several = isinstance(outputs, tuple)
+    new = {base: storage.nbytes() for base, storage in tape.new.items()}
+    launches = [(made.grid, made.args) for made in tape.made]
+    all_results = outputs if several else (outputs,)
+    parts = parts_of(tape.made, launches, new, inputs, all_results)
+    plan = Plan(inputs[0].device, several, stream_function(), parts)
+    if shape_of is not None:
+        try:
+            plan.resized = _traced(plan, tape, run, args, sizes, shape_of)
+        except Exception as error:  # anything that a launcher may do, and a trace cannot
+            plan.untraceable = str(error)
+    return outputs, plan
+
+
+# Plans for other sizes
+
+
+class _Launches:
+    """Collects the launches of a trace, and the conditions under which they need the same compiled kernel."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, Any]] = []
+
+    def __call__(self, kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> None:
+        if 0 in grid:
+            return
+        roles = roles_of(kernel)
+        bound = roles.bound(args, options)
+        if any(isinstance(value, Size) for value in (*bound[roles.constants :], *options.values())):
+            raise UntraceableError("a constant of the kernel depends on a size")
+        for value, loose in zip(bound[: roles.constants], roles.free, strict=True):
+            if isinstance(value, Size):
+                _ = (value >= -(2**31), value < 2**31)
+                if not loose:
+                    _ = (value == 1, value % 16 == 0)
+            elif isinstance(value, Traced) and not loose:
+                _ = (value.data_ptr() % 16 == 0, True)
+        self.made.append((whole_grid(grid), bound))
+
+
+def _form(entry: Entry, which: int, descriptor: Any, recorded: Any) -> Any:
+    """Tensor maps of a traced descriptor: of the recorded one, or of the same boxes in another matrix."""
+    known = entry.form(which, recorded)
+    if not any(isinstance(n, Size) for n in (*descriptor.shape, *descriptor.strides)):
+        return known
+    return Made(known.resized, list(descriptor.shape), list(descriptor.strides))
+
+
+_TRACED = Where(lambda t: id(t.memory), lambda t: t.offset, lambda t: t.memory.nbytes, _form)
+
+
+def traced_args(
+    args: dict[str, Any], sizes: Sequence[Any], shape_of: ShapeOf
+) -> tuple[dict[str, Any], list[Traced]]:
+    """(arguments of a call with these sizes, whose tensors have no memory; these tensors)."""
+    given, inputs = dict(args), []
+    for name, t in args.items():
+        if isinstance(t, Tensor):
+            shape, stride = shape_of(name, t, sizes)
+            memory = Memory(0, t.data_ptr() % 16)
+            given[name] = Traced(shape, stride, t.dtype, t.device, memory, [])
+            inputs.append(given[name])
+    for t in inputs:
+        t.made = inputs[0].made
+    return given, inputs
+
+
+def _traced(
+    plan: Plan,
+    tape: Tape,
+    run: Callable[..., Any],
+    args: dict[str, Any],
+    sizes: Sequence[int],
+    shape_of: ShapeOf,
+) -> Callable[..., Plan | None]:
+    """The function from sizes to plans, of a launcher that can be traced. For the recorded sizes it must give
+    the recorded plan."""
+    trace, launch = Trace(sizes), _Launches()
+    given, inputs = traced_args(args, trace.sizes, shape_of)
+    with Allocations(inputs[0].made, trace):
+        outputs = run(**given, launch=launch)
+    several = isinstance(outputs, tuple)
+    new = {id(memory): memory.nbytes for memory in inputs[0].made}
+    results = outputs if several else (outputs,)
+    parts = parts_of(tape.made, launch.made, new, inputs, results, _TRACED)
+    function = trace.function(Made(partial(Plan, plan._device, several, plan._stream_of), parts))
+    same = function(*sizes)
+    if same is None or _with_places(same.parts) != _with_places(plan.parts):
+        raise UntraceableError("a trace gives other launches than were made")
+    return function
 
 
 def _tensors(made: Launched) -> list[Tensor]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isobit.frame.cache_key import CacheKey, remember
+from isobit.frame.cache_key import CacheKey
+from isobit.frame.traced import recalled
 from isobit.kernels.hopper.pipeline import TensorDescriptor, gl
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -63,10 +64,7 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """The TMA descriptor for rows x columns boxes of a row-major matrix."""
     base, size, width, stride, _ = m
     key = (size, width, stride, base.dtype, rows, columns)
-    known = _descriptors.get(key)
-    if known is None:
-        known = _form(m, rows, columns)
-        remember(_descriptors, key, known)
+    known = recalled(_descriptors, key, _form, m, rows, columns)
     # Triton validates every descriptor when it is made, which takes longer than all the rest. It has already
     # validated one of this form; only the address differs.
     assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
@@ -78,12 +76,17 @@ def descriptor(m: Matrix, rows: int, columns: int) -> TensorDescriptor:
 def _form(m: Matrix, rows: int, columns: int) -> dict[str, Any]:
     """Fields that descriptors of such a matrix have in common, and a list for tensor maps: see
     `entry.Entry`."""
+    known = _checked(m.base.dtype, m.columns, _valid_stride(m), rows, columns)
+    return {**known, "shape": [m.rows, m.columns], "maps": []}
+
+
+def _valid_stride(m: Matrix) -> int:
+    """From a row to the next; that of a single row is unused, but TMA needs a valid one."""
     stride, size = m.row_stride, m.base.element_size()
-    if not m.rows_aligned():  # a single row: its stride is unused, but TMA needs a valid one
+    if not m.rows_aligned():
         assert m.rows == 1, f"TMA cannot read rows that are {stride} elements apart"
         stride = 16 * (m.columns * size // 16 + 1) // size
-    known = _checked(m.base.dtype, m.columns, stride, rows, columns)
-    return {**known, "shape": [m.rows, m.columns], "maps": []}
+    return stride
 
 
 @lru_cache(maxsize=4096)
@@ -114,20 +117,34 @@ def leaf_descriptor(m: Matrix, side: int, step: int, leaves: int) -> tuple[Tenso
     """The same for k in equal leaves, which are the first dimension: TMA fills with zeros beyond the end of
     each. If k is contiguous, leaves must begin at multiples of 16 bytes."""
     by_k = m.is_row_major()
-    base, rows, columns, stride, _ = m if by_k else m.transposed()
+    flat = m if by_k else m.transposed()
+    base, rows, columns, stride, _ = flat
     key = (rows, columns, stride, base.dtype, side, step, leaves, by_k)
-    known = _descriptors.get(key)
-    if known is None:
-        flat = _form(m if by_k else m.transposed(), 8, 8)
-        stride = flat["strides"][0]
-        shape = [leaves, rows, columns // leaves] if by_k else [leaves, rows // leaves, columns]
-        strides = [shape[2] if by_k else shape[1] * stride, stride, 1]
-        box = (1, side, step) if by_k else (1, step, side)
-        layout = gl.NVMMASharedLayout.get_default_for(list(box), _GLUON_TYPES[base.dtype])
-        made = TensorDescriptor(_Nowhere(base.dtype), shape, strides, list(box), layout)
-        known = vars(made) | {"base": None, "maps": []}
-        remember(_descriptors, key, known)
+    known = recalled(_descriptors, key, _leaf_form, flat, by_k, side, step, leaves)
     assert base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
     made = object.__new__(TensorDescriptor)
     made.__dict__.update(known, base=base)
     return made, by_k
+
+
+def _leaf_form(m: Matrix, by_k: bool, side: int, step: int, leaves: int) -> dict[str, Any]:
+    """As `_form`, of a row-major matrix whose columns, or rows, are k."""
+    stride = _valid_stride(m)
+    if by_k:
+        leaf = m.columns // leaves
+        shape, box, between = [leaves, m.rows, leaf], (1, side, step), leaf
+    else:
+        leaf = m.rows // leaves
+        shape, box, between = [leaves, leaf, m.columns], (1, step, side), leaf * stride
+    known = _checked_leaves(m.base.dtype, shape[2], between, stride, box)
+    return {**known, "shape": shape, "maps": []}
+
+
+@lru_cache(maxsize=4096)
+def _checked_leaves(
+    dtype: torch.dtype, width: int, between: int, stride: int, box: tuple[int, ...]
+) -> dict[str, Any]:
+    """The fields of a descriptor with one leaf and one row: Triton does not check their numbers."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), _GLUON_TYPES[dtype])
+    made = TensorDescriptor(_Nowhere(dtype), [1, 1, width], [between, stride, 1], list(box), layout)
+    return vars(made) | {"base": None}

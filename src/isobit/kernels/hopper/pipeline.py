@@ -298,9 +298,22 @@ class Pipe:
         return acc, stage, phase
 
     @gluon.jit
-    def begin_chain(self, acc, rest, stage, phase, WHICH: gl.constexpr):
-        """The first step of a chain, in the registers of `acc` and `rest`. It is still in flight on return:
-        see `finish_chain`."""
+    def begin_chain(self, acc, stage, phase, WHICH: gl.constexpr):
+        """The first step of a chain, in the registers of `acc`. It is still in flight on return: see
+        `finish_chain`."""
+        acc, _, stage, phase = self.begin_both(acc, acc, stage, phase, WHICH)
+        return acc, stage, phase
+
+    @gluon.jit
+    def finish_chain(self, acc, steps, stage, phase, WHICH: gl.constexpr):
+        """The other steps of a chain; on return it is complete."""
+        acc, _, stage, phase = self.finish_both(acc, acc, steps, stage, phase, WHICH)
+        return acc, stage, phase
+
+    @gluon.jit
+    def begin_both(self, acc, rest, stage, phase, WHICH: gl.constexpr):
+        """As `begin_chain`, for all columns of a tile, with the REST columns, if any, in the registers of
+        `rest`."""
         acc = self.issue(acc, False, stage, phase, WHICH)
         if self.REST:
             rest = self.issue(rest, False, stage, phase, WHICH, True)
@@ -311,8 +324,8 @@ class Pipe:
         return acc, rest, stage, phase
 
     @gluon.jit
-    def finish_chain(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
-        """The other steps of a chain; on return it is complete."""
+    def finish_both(self, acc, rest, steps, stage, phase, WHICH: gl.constexpr):
+        """As `finish_chain`, for all columns of a tile."""
         for _ in range(steps):
             acc = self.issue(acc, True, stage, phase, WHICH)
             if self.REST:

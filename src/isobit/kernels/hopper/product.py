@@ -8,6 +8,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.descriptors import descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
@@ -44,6 +45,11 @@ def choose_sum_tile(M: int, N: int, K: int, sms: int, itemsize: int = 4) -> tupl
     (times,) = microseconds(_SUMS, (M,), N, K, sms, itemsize)
     best = int(times.argmin())
     return _SUMS[best], float(times[best])
+
+
+@decides
+def _sum_tile(M: int, N: int, K: int, sms: int, itemsize: int) -> Tile:
+    return choose_sum_tile(M, N, K, sms, itemsize)[0]
 
 
 # Kernels
@@ -233,7 +239,7 @@ def _segments(
     acc = output.zeros()
     total = output.zeros()
     for t in range(first, end, gl.num_programs(0)):
-        acc, _, stage, phase = pipe.begin_chain(acc, acc, stage, phase, WHICH)
+        acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
         if t > first:
             _store_sums(pipe, output, total, times, m, n, WHICH, SCALED)
         m, n, _, _ = pipe.item(t)
@@ -241,7 +247,7 @@ def _segments(
         if start.STAGED:
             start.release_buffer(WHICH)
         steps = _steps(pipe, blocks, 0, HAS_BLOCKS)
-        acc, _, stage, phase = pipe.finish_chain(acc, acc, steps - 1, stage, phase, WHICH)
+        acc, stage, phase = pipe.finish_chain(acc, steps - 1, stage, phase, WHICH)
         if start.STAGED:
             total = start.wait_for(turn, output.LAYOUT, WHICH)
         total += acc
@@ -357,12 +363,12 @@ def pack_kernel(
 def pack(t: Tensor, rows: Tensor, launch: Launch = run, out: Tensor | None = None) -> Tensor:
     """The rows of t in the slots given by `rows`, a multiple of 64 slots; zeros where it is -1. The row
     stride of the result is a multiple of 16 bytes, so TMA can read it whatever t was."""
-    slots, columns = len(rows), t.shape[1]
+    slots, columns = rows.shape[0], t.shape[1]
     word = 16 // t.element_size()
     if out is None:
         out = t.new_empty(slots, -(-columns // word) * word)[:, :columns]
     whole = columns % word == 0
-    row_stride = t.stride(0) if len(t) > 1 else 0  # the stride of a single row is unused
+    row_stride = t.stride(0) if t.shape[0] > 1 else 0  # the stride of a single row is unused
     row_major = t.stride(1) == 1 and row_stride % word == 0 and t.data_ptr() % 16 == 0
     launch(
         pack_kernel, (slots // BLOCK, -(-columns // 256)),
@@ -390,7 +396,7 @@ def sum_into(
     a, b = matrix(dy).transposed(), matrix(x)
     M, N, K = a.rows, b.columns, b.rows
     sms = sm_count(out.device)
-    tile, _ = choose_sum_tile(M, N, K, sms, out.element_size())
+    tile = _sum_tile(M, N, K, sms, out.element_size())
     a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
     b_desc, b_by_k = operand_descriptor(b.transposed(), tile.columns, tile.step)
     staged = N * out.element_size() % 16 == 0

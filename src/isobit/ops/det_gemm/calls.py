@@ -151,7 +151,7 @@ def run_linear_bwd(
         assert x is not None
         dweight = sum_over_tokens(rows(x.to(narrow)), weight.dtype)
     if want_bias:
-        ones = dy.new_empty(len(dy), 1) if 0 in dy.shape else resolve(f"{kernels}:ones")(dy, **launch)
+        ones = dy.new_empty(dy.shape[0], 1) if 0 in dy.shape else resolve(f"{kernels}:ones")(dy, **launch)
         dbias = sum_over_tokens(ones, bias_dtype or weight.dtype)[:, 0]
     return dx, dweight, dbias
 
@@ -166,7 +166,7 @@ def run_dw(
     **launch: Any,
 ) -> Tensor:
     x, dy, stream = rows(x), rows(dy), None
-    T = len(x)
+    T = x.shape[0]
     if T and (mask is not None or cu_seqlens is not None):
         stream = token_stream.build(T, None if mask is None else mask.reshape(T), cu_seqlens, x.device)
     start = None if init is None else init.contiguous()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.descriptors import Matrix, aligned_for_tma, descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
@@ -74,6 +75,11 @@ def choose_tile(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Ti
     if eights <= TABLE_ROWS // 8:
         return _table(N, K, sms, itemsize)[eights - 1]
     return _chosen((8 * eights,), N, K, sms, itemsize)[0]
+
+
+@decides
+def _tile(M: int, N: int, K: int, sms: int, itemsize: int) -> Tile:
+    return choose_tile(M, N, K, sms, itemsize)[0]
 
 
 @lru_cache(maxsize=256)  # each has 512 entries, some 40 KB
@@ -208,7 +214,7 @@ def product(
     """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
     (*lead, M, _), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    tile, _ = choose_tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
+    tile = _tile(M, N, a.shape[-1], sm_count(a.device), out_dtype.itemsize)
     if 8 in tile.parts and not matrix(a).is_row_major():
         tile = _wider(tile, out_dtype.itemsize)
     for z in range(lead[0] if lead else 1):
@@ -292,7 +298,7 @@ def _sum(
 
 def ones(dy: Tensor, launch: Launch = run) -> Tensor:
     """A column of ones in memory, 16 bytes apart: TMA cannot read with a stride of 0."""
-    rows, word = len(dy), 16 // dy.element_size()
+    rows, word = dy.shape[0], 16 // dy.element_size()
     out = dy.new_empty(rows, word)
     launch(ones_kernel, (-(-rows // 1024),), out, rows, STEP=word, BLOCK=1024, enable_fp_fusion=False)
     return out[:, :1]

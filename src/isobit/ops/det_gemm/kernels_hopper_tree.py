@@ -24,6 +24,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.descriptors import Matrix, descriptor, leaf_descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
@@ -118,6 +119,11 @@ def choose_plan(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Pl
     if eights <= TABLE_ROWS // 8:
         return _table(N, K, sms, itemsize)[eights - 1]
     return _chosen((8 * eights,), N, K, sms, itemsize)[0]
+
+
+@decides
+def _plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
+    return choose_plan(M, N, K, sms, itemsize)[0]
 
 
 @lru_cache(maxsize=256)
@@ -219,7 +225,7 @@ def _trees(WHICH: gl.constexpr, pipe, output, output_rest, waiting):
         for pair in range(4):
             # Zeros, although the first step overwrites them: so nothing keeps these registers between pairs,
             # where sums are added.
-            one, one_rest, stage, phase = pipe.begin_chain(
+            one, one_rest, stage, phase = pipe.begin_both(
                 output.zeros(), output_rest.zeros(), stage, phase, WHICH
             )
             if pair == 0:
@@ -228,9 +234,7 @@ def _trees(WHICH: gl.constexpr, pipe, output, output_rest, waiting):
                     if pipe.REST:
                         finish(output_rest, rest, pipe, m, n, WHICH)
                 m, n, _, _ = pipe.item(t)
-            one, one_rest, stage, phase = pipe.finish_chain(
-                one, one_rest, pipe.steps - 1, stage, phase, WHICH
-            )
+            one, one_rest, stage, phase = pipe.finish_both(one, one_rest, pipe.steps - 1, stage, phase, WHICH)
             acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
             acc, two = _fold(one + acc, two, pair, waiting.buffers.index(WHICH), output.LAYOUT, 8)
             if pipe.REST:
@@ -397,7 +401,7 @@ def product(
     """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
     (*lead, M, K), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    plan, _ = choose_plan(M, N, K, sm_count(a.device), out_dtype.itemsize)
+    plan = _plan(M, N, K, sm_count(a.device), out_dtype.itemsize)
     if 8 in plan.tile.parts and not matrix(a).is_row_major():
         wider = _planned(
             plan.tile.consumers, plan.tile.columns + 8, plan.tile.swapped, out_dtype.itemsize, plan.parts

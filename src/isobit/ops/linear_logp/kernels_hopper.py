@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.bias import in_words, multiply_add
 from isobit.kernels.hopper.descriptors import aligned_for_tma, descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.lse import (
@@ -361,6 +362,7 @@ def whole_splits(N: int, V: int, sms: int) -> Schedule:
     return few if _TILE_FEW_ROWS.rows >= N or 2 * many.items(N, V) <= sms else many
 
 
+@decides
 @lru_cache(maxsize=4096)
 def schedule_for(N: int, D: int, V: int, sms: int) -> Schedule:
     """Pieces, if the model predicts that they save at least MIN_SAVING of the time: for each split as many as

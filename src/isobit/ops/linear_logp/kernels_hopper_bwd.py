@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
+from isobit.frame.traced import decides
 from isobit.kernels.hopper.bias import in_words, multiply_add
 from isobit.kernels.hopper.descriptors import descriptor, matrix, operand_descriptor
 from isobit.kernels.hopper.lse import COLUMNS, Slots
@@ -311,7 +312,7 @@ def linear_logp_bwd(
     if probs is not None:  # they take a part of the workspace
         slab_bytes -= probs.nbytes + probs_base.nbytes
     lent = rows.new_empty(0, 0) if dweight is None else dweight.view(rows.dtype)
-    plan = slabs(V, height, D, slab_bytes, *lent.shape, sm_count(rows.device))
+    plan = decides(slabs)(V, height, D, slab_bytes, *lent.shape, sm_count(rows.device))
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row is at its own index or before it. So, going from the last block to the first, a block's
     # rows of dhidden overwrite no row that is still to be read.
@@ -320,7 +321,7 @@ def linear_logp_bwd(
             columns = slice(slab.first, slab.end)
             memory = lent.view(-1) if slab.lent else own
             dz = memory[-height * slab.stride :].view(height, slab.stride)
-            dz = dz[: len(block.rows), : slab.end - slab.first]
+            dz = dz[: block.rows.shape[0], : slab.end - slab.first]
             if probs is None:
                 recompute(dz, block, weight[columns], args, slab.first, launch)
             else:
@@ -364,12 +365,14 @@ def _blocks(
     probs_base: Tensor | None, height: int,
 ) -> list[Block]:  # fmt: skip
     """All slots, `height` at a time."""
-    made = []
-    for i, start in enumerate(range(0, slots.capacity, height)):
-        own = slice(start, start + height)
+    made: list[Block] = []
+    start = 0
+    while start < slots.capacity:
+        i, own = len(made), slice(start, start + height)
         of_slots = (slots.rows[own], slots.ids[own], slots.scales[own])
         both = (None if t is None else t[own] for t in (probs, probs_base))
         made.append(Block(hidden[own], *of_slots, weights[:, own], counts[i : i + 1], *both))
+        start += height
     return made
 
 
@@ -410,7 +413,7 @@ def from_probs(out: Tensor, block: Block, first: int, launch: Launch, queued: Te
     assert block.probs is not None
     tiles = -(-out.shape[1] // COLUMNS)
     launch(
-        from_probs_kernel, (len(block.rows), -(-tiles // 8)),
+        from_probs_kernel, (block.rows.shape[0], -(-tiles // 8)),
         out, block.probs, block.probs_base, block.ids, block.scales, block.weights, block.count,
         unused(block.count) if queued is None else queued,
         block.weights.stride(0), first // COLUMNS, block.probs.shape[1] // COLUMNS, tiles,
@@ -431,7 +434,7 @@ def recompute(
     a_desc, _ = operand_descriptor(matrix(block.hidden), 64, tile.step)
     b_desc, _ = operand_descriptor(matrix(weight), tile.columns, tile.step)
     at_launch, registers = tile.registers
-    tiles = len(block.rows) // tile.rows * -(-V // COLUMNS)
+    tiles = block.rows.shape[0] // tile.rows * -(-V // COLUMNS)
     launch(
         slab_kernel, (min(tiles, sm_count(out.device)),),
         block.ids, block.scales, block.weights,
@@ -471,7 +474,7 @@ def unpack(
     out: Tensor, source: Tensor, rows: Tensor, ids: Tensor, count: Tensor, V: int, launch: Launch
 ) -> None:
     """Writes the first `count` slots of source to their rows of out."""
-    slots, D = min(len(source), len(rows)), source.shape[1]
+    slots, D = min(source.shape[0], rows.shape[0]), source.shape[1]
     launch(
         unpack_kernel, (slots // 64, -(-D // 256)),
         out, source, rows, ids, count, V, D // 8,
