@@ -99,8 +99,8 @@ class NoSum:
     says so in words. The law tests it: an element of an output, or of a gradient that has rows, depends on
     one element of each floating-point argument and incoming gradient at most.
 
-    Or on two, if `pairs` says on which: (args, the name of an argument or an output, a tensor of its shape) ->
-    a number for every element, the same for the two of a pair. A sum of two terms has one order only."""
+    Or on two, if `pairs` says on which: (args, the name of an argument or an output, a tensor of its shape)
+    -> a number for every element, the same for the two of a pair. A sum of two terms has one order only."""
 
     why: str
     pairs: Callable[[Args, str, Tensor], Tensor] | None = None

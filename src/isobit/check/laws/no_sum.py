@@ -10,8 +10,8 @@ and then all others. A result that depends on one element changes in one of the 
 depends on two changes in both, for any bit in which their numbers differ; and there is such a bit. So the
 number of calls grows as the logarithm of the size.
 
-The two terms of one addition may share a number, if the claim says so: a + b has no other order. A number that
-three elements share is refused, because a sum of three has several.
+The two terms of one addition may share a number, if the claim says so: a + b has no other order. A number
+that three elements share is refused, because a sum of three has several.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, in one launch.
 
-A head is rotated in its first R columns, as two halves x1 and x2; what is behind them passes through. With the
-halves c1, c2 of cos and s1, s2 of sin:
+A head is rotated in its first R columns, as two halves x1 and x2; what is behind them passes through. With
+the halves c1, c2 of cos and s1, s2 of sin:
 
     out1 = x1 c1 - x2 s1
     out2 = x2 c2 + x1 s2
@@ -60,9 +60,9 @@ def rope(
             leading shape and strides, the last dimension contiguous: where a model has [B, H, T, D], give
             `q.transpose(1, 2)`, and nothing is copied.
         k: [*, G, D], of the dtype of q. G may be another number of heads, also 0.
-        cos: [*, R], of the dtype of q, R even and no more than D: as the rotary modules of Hugging Face return
-            it, both halves of R. Columns from R on pass through. A leading shape that can be expanded to that
-            of q will do: [T, R] or [1, T, R] for a q of [B, T, H, D]. There is no gradient for it.
+        cos: [*, R], of the dtype of q, R even and no more than D: as the rotary modules of Hugging Face
+            return it, both halves of R. Columns from R on pass through. A leading shape that can be expanded
+            to that of q will do: [T, R] or [1, T, R] for a q of [B, T, H, D]. There is no gradient for it.
         sin: the same.
         rounding: "hf" rounds both products and their sum, as Hugging Face's models do. "vllm" rounds once, as
             vLLM's own kernel does. In fp32 they are the same.

@@ -20,14 +20,14 @@ def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rounding: str = "hf"
     cos, sin = cos[..., None, :], sin[..., None, :]
 
     def rotated(x: Tensor) -> Tensor:
-        turned = x if R == x.shape[-1] else x[..., :R]
+        turned = x if x.shape[-1] == R else x[..., :R]
         if rounding == "hf":
             turned = turned * cos + rotate_half(turned) * sin
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
             z = turned.to(wide)
             turned = (z * cos.to(wide) + rotate_half(z) * sin.to(wide)).to(x.dtype)
-        return turned if R == x.shape[-1] else torch.cat((turned, x[..., R:]), -1)
+        return turned if x.shape[-1] == R else torch.cat((turned, x[..., R:]), -1)
 
     return rotated(q), rotated(k)
 

@@ -1,7 +1,7 @@
 """`swiglu` in plain PyTorch: the formula that is the truth, and the backend that runs anywhere.
 
-`formula` is the text of Hugging Face's models: autograd gives its gradients, in fp64 for fp64 inputs. `swiglu`
-and `swiglu_bwd` are the backend: the same roundings, with an explicit gradient.
+`formula` is the text of Hugging Face's models: autograd gives its gradients, in fp64 for fp64 inputs.
+`swiglu` and `swiglu_bwd` are the backend: the same roundings, with an explicit gradient.
 """
 
 import torch
