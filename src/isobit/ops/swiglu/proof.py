@@ -74,14 +74,14 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     # exp 2 units, the sum, the quotient, and as much for the other computation's
     low, high = ((act + side * 4 * eps * act.abs()).to(dtype).double() for side in (-1, 1))
 
-    def apart(ends: Sequence[Tensor], off: Tensor) -> Tensor:
+    def between(ends: Sequence[Tensor], off: Tensor) -> Tensor:
         both = torch.stack(tuple(ends))
         least, most = both.amin(0) - off, both.amax(0) + off
         return (most.to(dtype).double() - least.to(dtype).double()) / eps
 
     def times_act(y: Tensor) -> Tensor:
         ends = (low * y, high * y)
-        return apart(ends, eps * torch.maximum(ends[0].abs(), ends[1].abs()))
+        return between(ends, eps * torch.maximum(ends[0].abs(), ends[1].abs()))
 
     sizes = {"out": times_act(up)}
     if cotangents:
@@ -90,7 +90,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         dact = (g * up).to(dtype).double()
         dgate = dact * s * (1 + x * (1 - s))
         # The two terms may cancel: 1 + x (1 - s) is 0 near x = -1.28.
-        sizes["gradient:gate"] = apart((dgate,), 8 * eps * dact.abs() * s * (1 + x.abs() * (1 - s)))
+        sizes["gradient:gate"] = between((dgate,), 8 * eps * dact.abs() * s * (1 + x.abs() * (1 - s)))
     return sizes
 
 
