@@ -150,6 +150,15 @@ def _written_calls() -> dict[str, Call]:
             residual=randn(2, 3, 40, dtype=BF16), offset=1.0, cast="after",
         ),
         "rms_norm of nothing": Call("rms_norm", "x", "weight", x=randn(0, 9), weight=randn(9)),
+        "rope": Call(
+            "rope", "q", "k", q=randn(2, 3, 4, 8, dtype=BF16), k=randn(2, 3, 2, 8, dtype=BF16),
+            cos=randn(3, 8, dtype=BF16), sin=randn(1, 3, 8, dtype=BF16), rounding="vllm",
+        ),
+        "rope of nothing": Call(
+            "rope", "q", "k", q=randn(0, 2, 8), k=randn(0, 1, 8), cos=randn(0, 4), sin=randn(0, 4)
+        ),
+        "swiglu": Call("swiglu", "gate", "up", gate=randn(2, 9, dtype=BF16), up=randn(2, 9, dtype=BF16)),
+        "swiglu of nothing": Call("swiglu", "gate", "up", gate=randn(0, 9), up=randn(0, 9)),
         "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
         "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
         "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),

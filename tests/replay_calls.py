@@ -171,6 +171,21 @@ def _norm_bwd(N: int, D: int, **more: Any) -> Call:
     return Call("rms_norm_bwd", "triton", {**given, **more})
 
 
+def _rope(N: int, **more: Any) -> Call:
+    given = {"q": shape(N, 4, 64), "k": shape(N, 2, 64), "cos": shape(N, 64), "sin": shape(N, 64)}
+    return Call("rope", "triton", {**given, "rounding": "hf", **more})
+
+
+def _rope_bwd(N: int) -> Call:
+    given = {"dq_out": shape(N, 4, 64), "dk_out": shape(N, 2, 64), "cos": shape(N, 64), "sin": shape(N, 64)}
+    return Call("rope_bwd", "triton", {**given, "rounding": "vllm"})
+
+
+def _swiglu(N: int, D: int, **more: Any) -> Call:
+    given = {"gate": shape(N, D), "up": shape(N, D)}
+    return Call("swiglu_bwd" if more else "swiglu", "triton", {**given, **more})
+
+
 def _loss(B: int, T: int, V: int, backend: str = "triton", **more: Any) -> Call:
     given = {
         "policy_logits": shape(B, T, V),
@@ -308,6 +323,10 @@ CALLS = {
     "rms_norm, residual": _norm(5, 2100, residual=shape(5, 2100), return_rstd=False, offset=1.0),
     "rms_norm backward": _norm_bwd(33, 256, dsummed=shape(33, 256)),
     "rms_norm backward, long rows": _norm_bwd(5, 8200),
+    "rope": _rope(33),
+    "rope backward": _rope_bwd(33),
+    "swiglu": _swiglu(33, 1100),
+    "swiglu backward": _swiglu(33, 1100, dout=shape(33, 1100), want_gate=True, want_up=True),
     "grpo_loss": _loss(4, 3, 1000),
     "grpo_loss, many rows": _loss(16, 132, 1100, normalizer=shape(dtype=INT64), reduction="sequence_mean"),
     "grpo_loss, boundaries": _loss(

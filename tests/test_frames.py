@@ -25,6 +25,8 @@ CALLS = {
     "grpo_loss": lambda: isobit.grpo_loss(logits[None], None, ids[None], **loss),
     "linear_logp": lambda: isobit.linear_logp(x.requires_grad_(), half(8, 16), ids, backend="triton"),
     "rms_norm": lambda: isobit.rms_norm(x, half(16), backend="triton"),
+    "rope": lambda: isobit.rope(q, q, half(3, 64), half(3, 64), backend="triton"),
+    "swiglu": lambda: isobit.swiglu(x, x, backend="triton"),
     "det_linear": lambda: isobit.det_linear(x, half(4, 16).requires_grad_(), backend="triton"),
     "det_gemm_dw": lambda: isobit.det_gemm_dw(x.detach(), half(2, 4), backend="triton"),
     "attention": lambda: isobit.attention(q.requires_grad_(), q, q, backend="triton"),
@@ -52,7 +54,7 @@ print(json.dumps(stacks))
 
 def test_a_launch_is_at_most_eight_frames_from_the_call() -> None:
     stacks = json.loads(in_interpreter(PROGRAM))
-    assert len(stacks) == 9
+    assert len(stacks) == 11
     for call, frames in stacks.items():
         assert len(frames) <= MOST, (call, frames)
         assert frames[0] == call.partition(",")[0] and frames[-1] == "run"

@@ -17,6 +17,8 @@ from isobit.ops.linear_policy_loss import linear_policy_loss
 from isobit.ops.logp import logp
 from isobit.ops.ratio_kl import ratio_kl
 from isobit.ops.rms_norm import rms_norm
+from isobit.ops.rope import rope
+from isobit.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
     from isobit import integrations, nn
@@ -70,4 +72,6 @@ __all__ = [
     "nn",
     "ratio_kl",
     "rms_norm",
+    "rope",
+    "swiglu",
 ]

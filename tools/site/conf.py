@@ -44,6 +44,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/det_gemm": "Matrix products",
         "docs/attention": "Attention",
         "docs/rms_norm": "RMSNorm",
+        "docs/rope": "Rotary embedding",
+        "docs/swiglu": "SwiGLU",
         "docs/delta_rule": "Delta rule",
         "docs/losses": "Losses",
     },

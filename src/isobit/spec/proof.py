@@ -97,9 +97,13 @@ class Control:
 class NoSum:
     """In place of controls: nothing is added here, so there is no other order that could change bits. `why`
     says so in words. The law tests it: an element of an output, or of a gradient that has rows, depends on
-    one element of each floating-point argument and incoming gradient at most."""
+    one element of each floating-point argument and incoming gradient at most.
+
+    Or on two, if `pairs` says on which: (args, the name of an argument or an output, a tensor of its shape)
+    -> a number for every element, the same for the two of a pair. A sum of two terms has one order only."""
 
     why: str
+    pairs: Callable[[Args, str, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ Elements are told apart by the bits of their numbers. For each bit, the elements
 and then all others. A result that depends on one element changes in one of the two calls alone. One that
 depends on two changes in both, for any bit in which their numbers differ; and there is such a bit. So the
 number of calls grows as the logarithm of the size.
+
+The two terms of one addition may share a number, if the claim says so: a + b has no other order. A number
+that three elements share is refused, because a sum of three has several.
 """
 
 from collections.abc import Callable
@@ -47,21 +50,33 @@ def nothing_is_added(trial: Trial, args: Args, claim: NoSum) -> OutputCheck:
     whole, calls = results(args, given), 0
     for name, value in args.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            changed = other[name].reshape(value.shape)
-            calls += _one_element_each(name, value, changed, whole, partial(of_argument, name))
+            changed, number = other[name].reshape(value.shape), _numbers(claim, args, name, value)
+            calls += _one_element_each(name, value, changed, number, whole, partial(of_argument, name))
     for i, name in enumerate(trial.proof.outputs) if trial.leaves(args) else ():
         if given[i].is_floating_point():
             what, changed = f"the gradient of {name}", given[i] / 2 + 3
-            calls += _one_element_each(what, given[i], changed, whole, partial(of_gradient, i))
-    return passed(SHOWN, f"nothing is added ({claim.why}): {calls} calls show dependence on one element each")
+            number = _numbers(claim, args, name, given[i])
+            calls += _one_element_each(what, given[i], changed, number, whole, partial(of_gradient, i))
+    each = "one element each" if claim.pairs is None else "one element or one pair each"
+    return passed(SHOWN, f"nothing is added ({claim.why}): {calls} calls show dependence on {each}")
+
+
+def _numbers(claim: NoSum, args: Args, name: str, value: Tensor) -> Tensor:
+    """A number for every element, the same for the two of a pair."""
+    if claim.pairs is None or not value.numel():
+        return torch.arange(value.numel(), device=value.device).view(value.shape)
+    number = claim.pairs(args, name, value)
+    if int(number.flatten().bincount().max()) > 2:
+        raise LawBroken(f"declared as NoSum, but a pair of {name} has more than two elements")
+    return number
 
 
 def _one_element_each(
-    what: str, value: Tensor, changed: Tensor, whole: Results, results: Callable[[Tensor], Results]
-) -> int:
+    what: str, value: Tensor, changed: Tensor, number: Tensor, whole: Results,
+    results: Callable[[Tensor], Results],
+) -> int:  # fmt: skip
     """Raises LawBroken if an element of a result depends on two elements of this input. Returns the number of
     calls."""
-    number = torch.arange(value.numel(), device=value.device).view(value.shape)
     bits = max(value.numel() - 1, 0).bit_length()
     for bit in range(bits):
         has = (number >> bit) % 2 == 1

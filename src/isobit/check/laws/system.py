@@ -3,8 +3,9 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -257,6 +258,8 @@ def _second_derivative(trial: Trial) -> list[OutputCheck]:
     leaves = [args[name].requires_grad_() for name in names]
     outputs = trial.call(args)
     (grad, *_) = torch.autograd.grad(outputs[0].sum(), leaves, create_graph=True)
+    if not grad.requires_grad:
+        return _constant_gradient(trial, grad, names)
     try:
         torch.autograd.grad(grad.float().sum(), leaves, allow_unused=True)
     except RuntimeError as error:
@@ -264,6 +267,15 @@ def _second_derivative(trial: Trial) -> list[OutputCheck]:
             return [passed("second derivative", str(error))]
         return [failure("second derivative", f"unclear error: {error}")]
     return [failure("second derivative", "was computed without an error")]
+
+
+def _constant_gradient(trial: Trial, grad: Tensor, names: Sequence[str]) -> list[OutputCheck]:
+    """A gradient without a graph is that of a linear op, or a second derivative would be missing silently."""
+    other = replace(trial, inputs=replace(trial.inputs, seed=trial.inputs.seed + 1)).args()
+    args = cloned(trial.args() | {name: other[name] for name in names})
+    outputs = trial.call(args | {name: args[name].requires_grad_() for name in names})
+    (again, *_) = torch.autograd.grad(outputs[0].sum(), [args[name] for name in names])
+    return [same_bits("second derivative", again, grad, "the gradient at other inputs: it has no graph")]
 
 
 def _captures(trial: Trial) -> list[OutputCheck]:

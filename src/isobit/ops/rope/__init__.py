@@ -1,0 +1,3 @@
+from isobit.ops.rope.op import rope
+
+__all__ = ["rope"]

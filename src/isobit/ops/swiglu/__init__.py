@@ -1,0 +1,3 @@
+from isobit.ops.swiglu.op import swiglu
+
+__all__ = ["swiglu"]
