@@ -34,4 +34,6 @@ def __getattr__(name: str) -> Any:
     """The arithmetic is loaded at its first use: most importers of isobit never need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"isobit.numerics.{'trees' if name == 'tree' else 'mma'}"), name)
+    if name == "tree":
+        return import_module("isobit.numerics.trees").tree
+    return getattr(import_module("isobit.numerics.mma"), name)
