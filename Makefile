@@ -22,7 +22,11 @@ RELEASE := .venv/.release
 BROWSER := .venv/.browser
 APT := apt-get -qq -o Acquire::http::Timeout=30 -o Acquire::Retries=1
 FLA := 0.6.0 0.5.2
-INTO_PARITY := $(BIN)/python -m pip --python .parity/bin/python install --quiet --disable-pip-version-check --no-compile
+# --no-compile: Python compiles a module when it is first imported, and most of the 12,000 never are.
+PIP := $(BIN)/python -m pip
+INSTALL := install --quiet --disable-pip-version-check --no-compile
+INTO_VENV := $(PIP) $(INSTALL) -c constraints.txt
+INTO_PARITY := $(PIP) --python .parity/bin/python $(INSTALL)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: check test lint demo compat parity bench tables stale shots docs release-check hub clean
@@ -75,16 +79,16 @@ hub: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INTO_VENV) torch triton numpy
+	$(INTO_VENV) -e '.[dev]'
 	touch $@
 
 $(DOCS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(INTO_VENV) -e '.[docs]'
 	touch $@
 
 $(RELEASE): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(INTO_VENV) -e '.[release]'
 	touch $@
 
 # verl needs an older transformers than .venv has. What is not in the list, torch above all, is that of .venv.

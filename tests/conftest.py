@@ -4,12 +4,16 @@ import gc
 import os
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
 import commands
 import whole_check
 from chromium import Chromium, executable
+
+#: Tests of programs in the environment `.parity` (`parity_env.py`).
+PARITY = ("test_trl.py", "test_verl.py", "test_lora.py", "test_losses_parity.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,11 +26,26 @@ def pytest_configure(config: pytest.Config) -> None:
         whole_check.started()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time; but one process takes all that are served by a process of `parity_env`, which takes
+    ten seconds to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "parity" if file.endswith(PARITY) else file
+
+    return Together(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that the run does not wait for one of them in the end. Last what waits for
     the check, and what needs the kernels of the first file: at the same time, two processes would compile
     each of them twice."""
-    first = ("test_replay.py", "test_hopper_pieces.py", "test_workers.py")
+    first = ("test_replay.py", "test_hopper_pieces.py", "test_workers.py", "test_zero_drift.py")
+    first += ("test_wrong_candidates.py", *PARITY)
     last = ("test_ops.py", "test_replay_ops.py")
     items.sort(key=lambda item: (item.path.name in last) - (item.path.name in first))
 

@@ -2,25 +2,19 @@
 `lora_on_a_cpu.py` runs them, and the examples of docs/lora.md; one run serves all tests here."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parity_env import in_parity
+
 ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".parity" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    assert PYTHON.exists(), "run `make parity` first"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [str(PYTHON), str(ROOT / "tests" / "lora_on_a_cpu.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(in_parity(ROOT / "tests" / "lora_on_a_cpu.py").splitlines()[-1])
 
 
 def noticed(message: str, count: int) -> bool:

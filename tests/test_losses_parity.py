@@ -1,8 +1,6 @@
 """Holds `isobit.losses` to the losses of TRL and verl, which their own code computes (`trl_and_verl.py`), in
 the environment that `make parity` makes: values, gradients, and what they report of clipping and KL."""
 
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isobit import losses
+from parity_env import in_parity
 
 ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".parity" / "bin" / "python"
 
 TOLERANCE = 1e-9  # relative, in fp64
 REPORTED = 1e-6  # what they report is a mean in fp32
@@ -199,13 +197,9 @@ def weights_case(level: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the frameworks compute, by the name of a case."""
-    assert PYTHON.is_file(), "TRL and verl have an environment of their own: make it with `make parity`"
     place = tmp_path_factory.mktemp("parity")
     torch.save([*(case.given() for case in CASES), *map(weights_case, LEVELS)], place / "cases")
-    command = [PYTHON, ROOT / "tests" / "trl_and_verl.py", place / "cases", place / "found"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"`make parity` makes the environment anew; it said\n{done.stderr[-4000:]}"
+    in_parity(ROOT / "tests" / "trl_and_verl.py", place / "cases", place / "found", path=())
     *found, versions = torch.load(place / "found")
     names = [case.name for case in CASES] + [f"weights {level}" for level in LEVELS]
     return dict(zip(names, found, strict=True)) | {"versions": versions}

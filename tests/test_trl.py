@@ -12,20 +12,15 @@ from typing import Any
 import pytest
 
 from isobit.integrations import trl
+from parity_env import PYTHON, in_parity
 
 ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".parity" / "bin" / "python"
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    assert PYTHON.exists(), "run `make parity` first"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [str(PYTHON), str(ROOT / "tests" / "trl_on_a_cpu.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(in_parity(ROOT / "tests" / "trl_on_a_cpu.py").splitlines()[-1])
 
 
 def equal(case: dict[str, Any]) -> bool:
@@ -132,8 +127,4 @@ def test_python_3_10_is_told_that_it_gets_no_such_trl() -> None:
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "trl.md").read_text()
     ((code, output),) = re.findall(r"```python\n(.*?)```\n```\n(.*?)```", page, re.S)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "CI": "1"}
-    command = [str(PYTHON), "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith(output)
+    assert in_parity(code, cwd=tmp_path).endswith(output)

@@ -2,9 +2,7 @@
 `make parity` makes. `verl_on_a_cpu.py` runs them; one run serves all tests here."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,14 @@ from typing import Any
 import pytest
 
 from isobit.integrations import verl
+from parity_env import in_parity
 
 ROOT = Path(__file__).parent.parent
-PYTHON = ROOT / ".parity" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """With the entry points that pyproject.toml says, whatever isobit is installed."""
-    assert PYTHON.exists(), "run `make parity` first"
     place = tmp_path_factory.mktemp("installed")
     pyproject = (ROOT / "pyproject.toml").read_text()
     ((name, value),) = re.findall(
@@ -30,12 +27,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: isobit\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {value}\n")
-    env = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT / 'src'}"}
-    env.pop("VERL_USE_EXTERNAL_PLUGINS", None)
-    command = [str(PYTHON), str(ROOT / "tests" / "verl_on_a_cpu.py"), str(ROOT / "docs" / "verl.md")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    program, page = ROOT / "tests" / "verl_on_a_cpu.py", ROOT / "docs" / "verl.md"
+    return json.loads(in_parity(program, page, path=(place, ROOT / "src")).splitlines()[-1])
 
 
 def test_calls_give_the_results_and_gradients_of_verl(found: dict[str, Any]) -> None:

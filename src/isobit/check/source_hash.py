@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def kernel_sha(folder: str, package: Path = PACKAGE, backend: str | None = None)
 @lru_cache(maxsize=256)
 def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], package: Path) -> str:
     """The hash of some statements of some files."""
-    texts = {(path, i): _text_of(_parts_of(source)[i]) for path, source, chosen in files for i in chosen}
+    parts = {path: _parts_of(source) for path, source, _ in files}
+    texts = {(path, i): _text_of(parts[path][i]) for path, _, chosen in files for i in chosen}
     words = frozenset[str]().union(*(text.words for text in texts.values()))
-    owners = {(path, name): (path, i) for path, i in texts for name in texts[path, i].names}
+    owners = {(path, name): parts[path][i] for path, i in texts for name in texts[path, i].names}
     graph = {
-        key: [_reference(token, key[0], owners, words, package) for token in text.tokens]
+        key: [(i, _reference(piece, key[0], owners, words, package)) for i, piece in text.pieces]
         for key, text in texts.items()
         if not text.imported
     }
@@ -61,12 +63,12 @@ def _digest(files: tuple[tuple[Path, str, tuple[int, ...]], ...], package: Path)
     for _ in range(_ROUNDS):
         refined: dict[Any, str] = {}
         places: dict[str, list[str]] = {}
-        for key, tokens in graph.items():
-            resolved = (t if isinstance(t, str) else colours.get(t, "?") for t in tokens)
+        for key, pieces in graph.items():
+            resolved = [p if isinstance(p, str) else colours.get(p, "?") for _, p in pieces]
             refined[key] = _sha("\x1f".join(resolved))
-            for i, token in enumerate(tokens):
-                if isinstance(token, tuple) and token[0] == "word":
-                    places.setdefault(token[1], []).append(f"{i}:{refined[key]}")
+            for i, piece in pieces:
+                if isinstance(piece, tuple) and piece[0] == "word":
+                    places.setdefault(piece[1], []).append(f"{i}:{refined[key]}")
         refined.update({("word", name): _sha("".join(sorted(where))) for name, where in places.items()})
         # A name of a statement that defines several is also its position there.
         for path, i in graph:
@@ -81,7 +83,11 @@ def _sha(text: str) -> str:
 
 
 def _reference(
-    token: str | Ref, path: Path, owners: dict[tuple[Path, str], Any], words: frozenset[str], package: Path
+    token: str | Ref,
+    path: Path,
+    owners: dict[tuple[Path, str], "_Part"],
+    words: frozenset[str],
+    package: Path,
 ) -> Any:
     """A token as text, or as the key of what it refers to."""
     if isinstance(token, str):
@@ -98,7 +104,7 @@ def _reference(
     for _ in range(8):  # through files that only import it
         if (path, name) not in owners:
             return name
-        part = _parts_of(path.read_text())[owners[path, name][1]]
+        part = owners[path, name]
         if not part.imports:
             return ("name", path, name)
         (target,) = part.imports
@@ -111,11 +117,13 @@ def _reference(
     return name
 
 
-def _module_file(path: Path, name: str, owners: dict[tuple[Path, str], Any], package: Path) -> Path | None:
+def _module_file(
+    path: Path, name: str, owners: dict[tuple[Path, str], "_Part"], package: Path
+) -> Path | None:
     """The file that a name stands for, if it is an imported module of the package."""
     if (path, name) not in owners:
         return None
-    part = _parts_of(path.read_text())[owners[path, name][1]]
+    part = owners[path, name]
     if not isinstance(part.node, ast.Import | ast.ImportFrom):
         return None
     (target,) = part.imports
@@ -247,11 +255,12 @@ def _constant_of(node: ast.stmt) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Text:
-    """The text of a statement: pieces of it, and references between them. `names` are those it defines,
-    `words` its fields and parameters. Of an import only what it `imported` counts, where it is used."""
+    """The text of a statement: pieces of it, and references between them, each with the number of its first
+    token. `names` are those it defines, `words` its fields and parameters. Of an import only what it
+    `imported` counts, where it is used."""
 
     names: tuple[str, ...]
-    tokens: list[str | Ref]
+    pieces: list[tuple[int, str | Ref]]
     words: frozenset[str]
     imported: bool
 
@@ -266,9 +275,19 @@ def _text_of(part: _Part) -> _Text:
         writer = _Writer()
         if not imported:
             writer.write(part.node)
-        text = _Text(part.names, writer.tokens, frozenset(_words(part.node)), imported)
+        text = _Text(part.names, _pieces(writer.tokens), frozenset(_words(part.node)), imported)
         known = _text_cache[id(part)] = (part, text)  # the part too: its id stays its own
     return known[1]
+
+
+def _pieces(tokens: list[str | Ref]) -> list[tuple[int, str | Ref]]:
+    """All text between two references is one piece: there are ten times as many tokens, and every round of
+    every hash goes through them."""
+    pieces: list[tuple[int, str | Ref]] = []
+    for is_text, run in groupby(enumerate(tokens), key=lambda each: isinstance(each[1], str)):
+        found = list(run)
+        pieces += [(found[0][0], "\x1f".join(str(text) for _, text in found))] if is_text else found
+    return pieces
 
 
 def _words(node: ast.stmt) -> Iterator[str]:
