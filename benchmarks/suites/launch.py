@@ -197,7 +197,8 @@ def _cache(B: int, S: int, H: int, KV: int, D: int) -> Case:
 _CACHES = (_cache(1, 1000, 32, 8, 128), _cache(32, 1000, 16, 8, 128))
 
 GROWING = Series(
-    op=None, name="growing_cache", cases=_CACHES, core=_CACHES, small=(_cache(1, 4, 1, 1, 64),), make=_growing, call=partial(_decoded, 0),
+    op=None, name="growing_cache", cases=_CACHES, core=_CACHES,
+    small=(_cache(1, 4, 1, 1, 64),), make=_growing, call=partial(_decoded, 0),
     cost=partial(attentions.cost, None), judge=Loop, declared_only=True,
     rivals={"native": Rival("native", partial(_decoded, 1), directions=None, jit=False)},
     directions=("decode",), needs=("attention",), step=True, copy=False, figure="host_us",
