@@ -32,11 +32,11 @@ from isobit.integrations.vllm import VLLMError, rounding, switch
 
 VOCABULARY, NEW = 300, 6
 LENGTHS = (5, 17, 40, 9, 23)
-SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=64, max_position_embeddings=128, initializer_range=0.2, eos_token_id=None,
-    bos_token_id=None,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 128,
+    "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
 START = time.time()
 
 
@@ -66,9 +66,10 @@ def prompts():
 def engine(folder, **options):
     from vllm import LLM
 
-    defaults = dict(
-        enforce_eager=True, dtype="bfloat16", max_num_batched_tokens=128, enable_prefix_caching=False
-    )
+    defaults = {
+        "enforce_eager": True, "dtype": "bfloat16", "max_num_batched_tokens": 128,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
     return LLM(
         model=folder, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=8, seed=0, block_size=32,
         **defaults | options,
