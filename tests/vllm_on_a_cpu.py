@@ -184,7 +184,10 @@ def main():
     qwen = saved("Qwen3", folder, tie_word_embeddings=False)
     with isobit.integrations.vllm.enable():
         greedy = one_family(qwen, given, more=True)
-        for family, options in (("Llama", {}), ("Qwen2", {"tie_word_embeddings": True})):
+        for family, options in (
+            ("Llama", {}),
+            ("Qwen2", {"num_attention_heads": 1, "tie_word_embeddings": True}),
+        ):
             one_family(saved(family, folder, **options), given)
 
         llm = engine(qwen, max_num_batched_tokens=16, enable_chunked_prefill=True, enable_prefix_caching=True)
