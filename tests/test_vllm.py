@@ -249,14 +249,27 @@ def test_attributes_that_change_the_result_are_refused(engine: dict[str, ModuleT
 
 
 def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]) -> None:
-    class GemmaForCausalLM(Qwen3ForCausalLM):
-        pass
+    """And everything in it that is not served is named, inside of a module that is not served, too."""
 
-    with (
-        vllm.enable(),
-        pytest.raises(vllm.VLLMError, match="GemmaForCausalLM is not one of LlamaForCausalLM"),
-    ):
+    class GemmaForCausalLM(Qwen3ForCausalLM):
+        def __init__(self) -> None:
+            super().__init__(other=nn.Sequential(nn.LayerNorm(8), stub.LinearBase(64, 8)))
+            self.other.register_buffer("factor", torch.ones(1))
+
+    with vllm.enable(), pytest.raises(vllm.VLLMError) as error:
         loaded(GemmaForCausalLM())
+    for part in (
+        "GemmaForCausalLM is not one of LlamaForCausalLM",
+        "other: Sequential",
+        "other.0: LayerNorm",
+    ):
+        assert part in str(error.value)
+    with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="vLLM's own code serves"):
+        model = loaded(GemmaForCausalLM())
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(
+        model.other[1](x), isobit.det_linear(x, model.other[1].weight)
+    )  # what can be served is
 
 
 @pytest.mark.parametrize(

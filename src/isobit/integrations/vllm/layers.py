@@ -162,24 +162,24 @@ def _computes(module: nn.Module) -> bool:
 
 
 def _inside(name: str, owners: set[str]) -> bool:
-    """Whether a module is a part of one that was decided about."""
+    """Whether a module is a part of one of these."""
     return any(name.startswith(f"{owner}.") for owner in owners)
 
 
 def refused(model: nn.Module) -> dict[str, str]:
-    """Reasons by the name of a module: those that isobit does not serve."""
+    """Reasons by the name of a module: those that isobit does not serve. Parts of a module of unknown class
+    are looked at too, so that one error names all."""
     reasons: dict[str, str] = {}
-    decided: set[str] = set()
+    known: set[str] = set()
     for name, module in model.named_modules():
-        if _inside(name, decided):
+        if _inside(name, known):
             continue
         kind = _kind_of(module)
         if kind is not None:
-            decided.add(name)
+            known.add(name)
             reason = kind.why_not(module)
         else:
             reason = f"{type(module).__name__} is not served" if _computes(module) else None
-            decided |= {name} if reason else set()
         if reason is not None:
             reasons[name] = reason
     return reasons
@@ -188,12 +188,14 @@ def refused(model: nn.Module) -> dict[str, str]:
 def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[str]:
     """Replace all modules but those that are refused; returns how many there are of each class."""
     served = Counter[str]()
+    known: set[str] = set()
     for name, module in model.named_modules():
         kind = _kind_of(module)
-        if kind is None or name in refused or _inside(name, set(refused)):
+        if kind is None or _inside(name, known):
             continue
-        kind.serve(module, count)
-        if kind.serve is not _nothing:
+        known.add(name)
+        if name not in refused and kind.serve is not _nothing:
+            kind.serve(module, count)
             served[type(module).__name__] += 1
     return served
 
