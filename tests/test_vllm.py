@@ -283,6 +283,7 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
         ({"model": {"enforce_eager": False}}, "pass enforce_eager=True"),
         ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
+        ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
     ],
 )
 def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, reason: str) -> None:

@@ -218,5 +218,7 @@ def wrong_settings(config: Any) -> Iterator[str]:
         yield "the model would be compiled, which drops roundings: pass enforce_eager=True"
     if getattr(config, "use_v2_model_runner", False):
         yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if not getattr(config.model_config, "disable_cascade_attn", True):
+        yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
