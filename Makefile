@@ -4,6 +4,7 @@
 # make compat  compile and test every kernel under the oldest, the tested and the newest Triton
 # make docs    build the site of the docs into site/
 # make parity  make the environments in which the tests run TRL, verl and FLA (make test does)
+# make engines run vLLM on a CPU with isobit inside, in an environment of its own: minutes, not a part of make test
 # make tables  write the tables and charts of the pages from results/
 # make release-check  build the sdist and the wheel, check them, and try the wheel in a fresh environment
 # make hub     write the kernels as a repository of the Hugging Face Hub, into build/hub
@@ -17,6 +18,7 @@ BIN := .venv/bin
 PUBLISH := PYTHONPATH=tools $(BIN)/python -m publish
 READY := .venv/.ready
 PARITY := .parity/.ready
+ENGINES := .engines/.ready
 DOCS := .venv/.docs
 RELEASE := .venv/.release
 BROWSER := .venv/.browser
@@ -29,7 +31,7 @@ INTO_VENV := $(PIP) $(INSTALL) -c constraints.txt
 INTO_PARITY := $(PIP) --python .parity/bin/python $(INSTALL)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: check test lint demo compat parity bench tables stale shots docs release-check hub clean
+.PHONY: check test lint demo compat parity engines bench tables stale shots docs release-check hub clean
 
 check: $(READY)
 	$(BIN)/isobit check --json check.json
@@ -52,6 +54,9 @@ compat: $(READY)
 	$(BIN)/python tools/compat.py $(if $(CHEAP),--cheap)
 
 parity: $(PARITY)
+
+engines: $(ENGINES)
+	.engines/bin/python tests/vllm_on_a_cpu.py
 
 bench: $(READY)
 	$(BIN)/isobit bench --results results
@@ -104,6 +109,15 @@ $(PARITY): $(READY) tests/parity.txt
 	$(INTO_PARITY) --no-deps --target .parity/hub kernels==0.17.2 tomlkit==0.15.2
 	touch $@
 
+# vLLM on a CPU. Torch and what else is not in the list is that of .venv.
+$(ENGINES): $(READY) tests/engines.txt
+	rm -rf .engines
+	$(BIN)/python -m venv --without-pip .engines
+	$(BIN)/python -c '$(SITE)' > "$$(.engines/bin/python -c '$(SITE)')/shared.pth"
+	$(BIN)/python -m pip --python .engines/bin/python install --quiet --disable-pip-version-check --no-compile \
+	  --no-deps -r tests/engines.txt
+	touch $@
+
 # Tests look at pages in a real Chromium. Root of a Debian gets one here. Without Chromium
 # these tests are skipped, with a message.
 $(BROWSER): $(READY)
@@ -113,4 +127,4 @@ $(BROWSER): $(READY)
 	touch $@
 
 clean:
-	rm -rf .venv .compat .parity site build dist check.json demo.html
+	rm -rf .venv .compat .parity .engines site build dist check.json demo.html

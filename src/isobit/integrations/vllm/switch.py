@@ -1,0 +1,268 @@
+"""On, off, the report, and the plugin that vLLM loads in every process."""
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from isobit.frame.backend import UnsupportedError
+from isobit.integrations.hf.errors import by_reason
+from isobit.integrations.patch import Enabled, Patch, Switch
+from isobit.integrations.vllm import layers
+from isobit.integrations.vllm import versions as v
+from isobit.integrations.vllm.versions import INSTALL as INSTALL
+from isobit.integrations.vllm.versions import PROVEN, refusal
+
+#: Set by `enable` for the worker processes of an engine, which load isobit's plugin. It changes no number in
+#: isobit. Its value is 1, or 1 and the options: "1,allow_others".
+VARIABLE = "ISOBIT_VLLM"
+
+#: The V2 model runner computes log-probabilities by its own kernel. Both variables are restored by `disable`.
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+SWITCH = Switch("isobit.integrations.vllm")
+
+#: By device: the name in vLLM's registry, and the class that replaces the one of that name.
+BACKENDS = {
+    "cpu": ("CPU_ATTN", "isobit.integrations.vllm.cpu_attention.Backend"),
+    "cuda": ("FLASH_ATTN", "isobit.integrations.vllm.flash_attention.Backend"),
+}
+RUNNERS = {"cpu": (v.CPU_RUNNER, "CPUModelRunner"), "cuda": (v.GPU_RUNNER, "GPUModelRunner")}
+
+
+@dataclass(frozen=True)
+class Options:
+    allow_untested: bool = False
+    allow_others: bool = False
+
+    def text(self) -> str:
+        """For the variable."""
+        return ",".join(["1", *(name for name, on in vars(self).items() if on)])
+
+    @classmethod
+    def read(cls, text: str) -> "Options":
+        first, *names = text.split(",")
+        unknown = set(names) - set(vars(cls()))
+        if first != "1" or unknown:
+            raise refusal(f"{VARIABLE}={text!r} is not what enable() sets; unset it, and call enable()")
+        return cls(**dict.fromkeys(names, True))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What isobit does for vLLM in one process. Workers of an engine are other processes."""
+
+    version: str  # of vLLM
+    proven: str  # what was run with this version
+    variables: dict[str, str]  # of the environment, that enable() has set
+    models: list[str]  # loaded since, with their modules that are served, by class
+    calls: dict[str, int]  # that were served
+    passed: dict[str, str]  # modules left to vLLM, with reasons: only with allow_others=True
+
+    def __str__(self) -> str:
+        lines = [f"isobit in vLLM {self.version} ({self.proven})"]
+        lines += [f"  {name}={value}" for name, value in self.variables.items()]
+        lines += [f"  {model}" for model in self.models]
+        lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
+        if self.passed:
+            lines.append(f"  LEFT TO vLLM, bits may depend on the batch: {by_reason(self.passed)}")
+        return "\n".join(lines)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Patch(Patch):
+    version: str
+    device: str
+    options: Options
+    calls: Counter[str] = field(default_factory=Counter)
+    models: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    undos: list[Callable[[], None]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def do(self) -> None:
+        """In this order; what was done is undone if a step fails."""
+        try:
+            self._set_variables()
+            self._register_attention()
+            place, name = RUNNERS[self.device]
+            self._replace(v.find(place, name), "load_model", self._loading)
+            # Triton would describe each new kernel to vLLM's monitor, in JSON. It cannot describe the layouts
+            # of a Gluon kernel, and the launch fails.
+            self._replace(import_module(v.JIT_MONITOR), "_setup_triton_jit_hook", lambda theirs: _no_monitor)
+            if (
+                self.device == "cpu"
+            ):  # vLLM would pack the weights for its own kernels, and drop the originals
+                for place, name in (
+                    (v.LINEAR, "UnquantizedLinearMethod"), (v.EMBEDDING, "UnquantizedEmbeddingMethod")
+                ):  # fmt: skip
+                    self._replace(v.find(place, name), "process_weights_after_loading", lambda theirs: _keep)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        while self.undos:
+            self.undos.pop()()
+
+    def count(self, what: str) -> None:
+        self.served += 1
+        self.calls[what] += 1
+
+    def _set_variables(self) -> None:
+        self.variables = {VARIABLE: self.options.text(), RUNNER: "0"}
+        for name, value in self.variables.items():
+            self.undos.append(functools.partial(_restore_variable, name, os.environ.get(name)))
+            os.environ[name] = value
+
+    def _register_attention(self) -> None:
+        name, ours = BACKENDS[self.device]
+        registry = import_module(v.REGISTRY)
+        backend = registry.AttentionBackendEnum[name]
+        if backend.is_overridden() and backend.get_path() != ours:
+            raise refusal(f"another plugin has replaced the attention backend {name}: {backend.get_path()}")
+        registry.register_backend(backend, ours)
+        self.undos.append(backend.clear_override)
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        theirs = vars(owner)[name]
+        setattr(owner, name, make(theirs))
+        self.undos.append(functools.partial(setattr, owner, name, theirs))
+
+    def _loading(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            self._check_settings(runner.vllm_config)
+            result = theirs(runner, *args, **kwargs)
+            self.admit(runner.model)
+            return result
+
+        return load_model
+
+    def _check_settings(self, config: Any) -> None:
+        wrong = list(layers.wrong_settings(config))
+        if wrong:
+            raise refusal(f"this engine cannot have the trainer's bits: {'; '.join(wrong)}")
+
+    def admit(self, model: Any) -> None:
+        """Serve a model that vLLM has loaded; or an error that names what cannot be served."""
+        refused = layers.refused(model)
+        name = type(model).__name__
+        if name not in layers.MODELS:
+            refused = {"": f"{name} is not one of {', '.join(layers.MODELS)}", **refused}
+        if refused and not self.options.allow_others:
+            reasons = by_reason({each or name: why for each, why in refused.items()})
+            raise refusal(
+                f"{name} cannot be served: {reasons}. enable(allow_others=True) leaves these to vLLM, and "
+                "then bits may depend on the batch"
+            )
+        refused = {each: why for each, why in refused.items() if each}
+        for reason in refused.values():
+            self.count_passed(reason)
+        self.left |= refused
+        served = layers.serve(model, refused, self.count)
+        self.models.append(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(served.items())))
+
+    def report(self) -> Report:
+        return Report(
+            self.version, PROVEN.get(self.version, "not tried"), dict(self.variables), list(self.models),
+            dict(self.calls), dict(self.left),
+        )  # fmt: skip
+
+
+def _no_monitor() -> None:
+    """Instead of vLLM's monitor of Triton's compilations."""
+
+
+def _keep(method: Any, layer: Any) -> None:
+    """Instead of packing weights."""
+
+
+def _restore_variable(name: str, before: str | None) -> None:
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
+
+
+def _on(options: Options) -> Enabled:
+    def apply() -> _Patch:
+        version = v.installed_version(options.allow_untested)
+        device = v.platform()
+        v.check_names(version, device)
+        patch = _Patch(
+            backend=None, instead=f"{SWITCH.name}: vLLM's own code serves a module", version=version,
+            device=device, options=options,
+        )  # fmt: skip
+        patch.do()
+        return patch
+
+    enabled = SWITCH.on(None, apply)
+    there = SWITCH.patch
+    assert isinstance(there, _Patch)
+    if there.options != options:
+        raise UnsupportedError(
+            f"{SWITCH.name}.enable: it is already enabled with {there.options}; call disable() first"
+        )
+    return enabled
+
+
+def enable(*, allow_untested: bool = False, allow_others: bool = False) -> Enabled:
+    """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
+    manager until the end of its block. Their worker processes too: they load isobit's plugin, and find the
+    environment variable ISOBIT_VLLM, which this sets. If it is already enabled, it stays enabled.
+
+    An engine keeps what it was made with: one that exists already is not changed, neither by this nor by
+    `disable`.
+
+    Args:
+        allow_untested: accept a version of vLLM that isobit was not tried with, if the functions that it
+            replaces have the expected names and arguments.
+        allow_others: leave modules that isobit does not serve to vLLM, with a warning and a line in the
+            report. Without it a model that has one is refused when it is loaded.
+
+    Returns:
+        A handle with `served`, the number of calls that isobit has computed in this process, and `passed`,
+        the number of modules left to vLLM, by reason. `report` has more.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        VLLMError: this version of vLLM was not tried, or differs from what is expected.
+        ContractError: it is enabled with other options.
+
+    Example:
+        >>> import isobit
+        >>> with isobit.integrations.vllm.enable():  # doctest: +SKIP
+        ...     llm = vllm.LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", enforce_eager=True)
+        ...     outputs = llm.generate(prompts, vllm.SamplingParams(logprobs=0))
+        ...     print(isobit.integrations.vllm.report())
+    """
+    return _on(Options(allow_untested, allow_others))
+
+
+def disable() -> None:
+    """Engines that are made from here on are vLLM's own again. Does nothing if it is not enabled."""
+    SWITCH.off()
+
+
+def report(worker: Any = None) -> Report | None:
+    """What isobit does for vLLM in this process, or None if it is not enabled. With workers in other
+    processes, `llm.collective_rpc(isobit.integrations.vllm.report)` has theirs; vLLM sends functions to its
+    workers only if VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+
+    Args:
+        worker: given by `collective_rpc`; not used.
+    """
+    patch = SWITCH.patch
+    return patch.report() if isinstance(patch, _Patch) else None
+
+
+def load_plugin() -> None:
+    """Called by vLLM in every process (entry point `vllm.general_plugins`). Does nothing unless `enable` has
+    set ISOBIT_VLLM in the process that started this one."""
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", "0"):
+        _on(Options.read(text))

@@ -1,0 +1,211 @@
+"""A stub of vLLM: the modules, classes and functions that isobit uses, with their signatures.
+
+`make engines` runs the real one. This is for what needs no engine: names, switching on and off, refusals.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobit.integrations.vllm import versions as v
+
+FLASH = "vllm.v1.attention.backends.flash_attn"
+
+
+class CustomOp(nn.Module):
+    pass
+
+
+class PluggableLayer(nn.Module):
+    pass
+
+
+class UnquantizedLinearMethod:
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().apply(layer, x, bias)
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    pass
+
+
+class LinearBase(PluggableLayer):
+    tp_size = 1
+
+    def __init__(self, inputs: int, outputs: int, method: Any = UnquantizedLinearMethod) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).bfloat16(), requires_grad=False)
+        self.quant_method = method()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant_method.apply(self, x)
+
+
+class VocabParallelEmbedding(LinearBase):
+    pass
+
+
+class RMSNorm(CustomOp):
+    has_weight, variance_size_override, variance_epsilon = True, None, 1e-6
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size).bfloat16() + 0.5, requires_grad=False)
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any: ...
+
+
+class SiluAndMul(CustomOp):
+    def forward_cuda(self, x: Tensor) -> Any: ...
+
+
+class RotaryEmbedding(CustomOp):
+    head_size, rotary_dim, max_position_embeddings, base, is_neox_style = 64, 64, 32, 10000.0, True
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any: ...
+
+
+class ApplyRotaryEmb(CustomOp):
+    pass
+
+
+class LogitsProcessor(PluggableLayer):
+    soft_cap, scale, head_dtype = None, 1.0, None
+
+
+class Attention(nn.Module):
+    def __init__(self, impl: Any) -> None:
+        super().__init__()
+        self.impl = impl
+
+
+class FlashAttentionImpl:
+    head_size, scale, sliding_window, logits_soft_cap = 64, 0.125, (-1, -1), 0
+    attn_type, alibi_slopes, sinks, kv_cache_dtype = "decoder", None, None, "auto"
+    kv_sharing_target_layer_name = None
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any,
+        output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Any: ...  # fmt: skip
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
+    ) -> None: ...
+
+
+class FlashAttentionBackend:
+    pass
+
+
+class FusedMoE(PluggableLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+class _Member:
+    def __init__(self) -> None:
+        self.path = f"{FLASH}.FlashAttentionBackend"
+        self.override: str | None = None
+
+    def is_overridden(self) -> bool:
+        return self.override is not None
+
+    def get_path(self) -> str:
+        return self.override or self.path
+
+    def clear_override(self) -> None:
+        self.override = None
+
+
+def register_backend(backend: _Member, class_path: str | None = None, is_mamba: bool = False) -> Any:
+    backend.override = class_path
+
+
+class Sampler:
+    @staticmethod
+    def compute_logprobs(logits: Tensor) -> Any: ...
+
+
+class _Platform:
+    device_name = "stub"
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_cuda(self) -> bool:
+        return True
+
+
+def runner_class() -> type:
+    """A fresh one for each test: isobit replaces its load_model."""
+
+    class GPUModelRunner:
+        def __init__(self, vllm_config: Any, model: Any) -> None:
+            self.vllm_config, self.given = vllm_config, model
+
+        def load_model(self, load_dummy_weights: bool = False) -> None:
+            self.model = self.given
+
+    return GPUModelRunner
+
+
+def _setup_triton_jit_hook() -> None: ...
+
+
+def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
+    """By name, for sys.modules."""
+    enum = {"FLASH_ATTN": _Member()}
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": version},
+        "vllm.platforms": {"current_platform": _Platform()},
+        v.CUSTOM_OP: {"CustomOp": CustomOp, "PluggableLayer": PluggableLayer},
+        v.LINEAR: {"LinearBase": LinearBase, "UnquantizedLinearMethod": UnquantizedLinearMethod},
+        v.EMBEDDING: {
+            "VocabParallelEmbedding": VocabParallelEmbedding,
+            "UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod,
+        },
+        v.NORM: {"RMSNorm": RMSNorm},
+        v.ACTIVATION: {"SiluAndMul": SiluAndMul},
+        v.ROTARY: {"RotaryEmbedding": RotaryEmbedding},
+        v.ROTARY_COMMON: {"ApplyRotaryEmb": ApplyRotaryEmb},
+        v.LOGITS: {"LogitsProcessor": LogitsProcessor},
+        v.ATTENTION: {"Attention": Attention},
+        v.REGISTRY: {"register_backend": register_backend, "AttentionBackendEnum": enum},
+        v.SAMPLER: {"Sampler": Sampler},
+        v.JIT_MONITOR: {"_setup_triton_jit_hook": _setup_triton_jit_hook},
+        v.GPU_RUNNER: {"GPUModelRunner": runner_class()},
+        FLASH: {"FlashAttentionImpl": FlashAttentionImpl, "FlashAttentionBackend": FlashAttentionBackend},
+    }
+    made: dict[str, ModuleType] = {}
+    for name, content in contents.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):  # packages above it
+            made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        vars(made[name]).update(content)
+    for name, module in made.items():
+        module.__path__ = []  # type: ignore[attr-defined]  # a package, so that its parts can be missing
+        above, _, own = name.rpartition(".")
+        if above:
+            setattr(made[above], own, module)
+    return made
+
+
+def remove() -> None:
+    """Take the stub out of sys.modules, and what was imported with it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.pop("isobit.integrations.vllm.flash_attention", None)

@@ -1,0 +1,352 @@
+"""isobit inside vLLM, as far as it needs no engine: names, switching on and off, refusals, roundings, pages.
+`tests/vllm_on_a_cpu.py` runs engines (`make engines`)."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.qwen3 import modeling_qwen3 as hf
+
+import isobit
+import stub_vllm as stub
+from isobit.integrations import vllm
+from isobit.integrations.vllm import attention as paged
+from isobit.integrations.vllm import layers, rounding, switch, versions
+
+ROOT = Path(__file__).parent.parent
+VARIABLES = (switch.VARIABLE, switch.RUNNER)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """A vLLM that has everything that isobit uses, and no engine."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    made = stub.modules()
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield made
+    vllm.disable()
+    stub.remove()
+
+
+def settings(**other: Any) -> Any:
+    """The configuration of an engine."""
+    model = {"enforce_eager": True, "dtype": torch.bfloat16} | other.pop("model", {})
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | other.pop("parallel", {})
+    values = {
+        "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
+        "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
+        "use_v2_model_runner": False,
+    }  # fmt: skip
+    return SimpleNamespace(**values | other)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """With one module of each kind, and others."""
+
+    def __init__(self, **others: nn.Module) -> None:
+        super().__init__()
+        backend = import_module("isobit.integrations.vllm.flash_attention")
+        self.proj, self.norm = stub.LinearBase(64, 32), stub.RMSNorm(64)
+        self.act, self.rotary = stub.SiluAndMul(), stub.RotaryEmbedding()
+        self.attn = stub.Attention(backend.Impl())
+        self.lm_head, self.logits = stub.VocabParallelEmbedding(64, 40), stub.LogitsProcessor()
+        for name, module in others.items():
+            setattr(self, name, module)
+
+
+def loaded(model: Any, /, **other: Any) -> Any:
+    """A model after vLLM has loaded it."""
+    runner = import_module(versions.GPU_RUNNER).GPUModelRunner(settings(**other), model)
+    runner.load_model()
+    return runner.model
+
+
+# Versions and names
+
+
+def test_what_was_run_is_said_for_every_version(engine: dict[str, ModuleType]) -> None:
+    for version, said in versions.PROVEN.items():
+        engine["vllm"].__version__ = f"{version}+cpu"  # type: ignore[attr-defined]
+        with vllm.enable():
+            assert str(vllm.report()).startswith(f"isobit in vLLM {version} ({said})\n  ISOBIT_VLLM=1\n")
+    assert "not run" in versions.PROVEN["0.26.0"] and "not run on a GPU" in versions.PROVEN["0.32.0"]
+
+
+def test_another_version_is_refused_unless_it_is_allowed(engine: dict[str, ModuleType]) -> None:
+    engine["vllm"].__version__ = "0.99.0"  # type: ignore[attr-defined]
+    with pytest.raises(vllm.VLLMError, match=r"found vLLM 0\.99\.0, which isobit has not been tried with"):
+        vllm.enable()
+    assert vllm.report() is None and switch.VARIABLE not in os.environ
+    with vllm.enable(allow_untested=True):
+        assert str(vllm.report()).startswith("isobit in vLLM 0.99.0 (not tried)")
+
+
+def test_names_that_are_missing_or_changed_are_listed(engine: dict[str, ModuleType]) -> None:
+    vars(engine[versions.SAMPLER]).clear()
+    engine[versions.REGISTRY].register_backend = lambda name: None  # type: ignore[attr-defined]
+    with pytest.raises(vllm.VLLMError) as error:
+        vllm.enable()
+    for part in (
+        f"{versions.SAMPLER} has no Sampler.compute_logprobs",
+        f"{versions.REGISTRY} has register_backend(name), but isobit needs register_backend(backend, cl",
+    ):
+        assert part in str(error.value)
+    assert switch.VARIABLE not in os.environ
+
+
+def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, ModuleType]) -> None:
+    class GPUModelRunner:
+        def load_model(self, load_dummy_weights: bool = False, *, model: Any = None) -> None: ...
+
+    engine[versions.GPU_RUNNER].GPUModelRunner = GPUModelRunner  # type: ignore[attr-defined]
+    with vllm.enable():
+        pass
+
+
+def test_without_vllm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(versions.INSTALL)):
+        vllm.enable()
+
+
+# On and off
+
+
+def state(engine: dict[str, ModuleType]) -> list[Any]:
+    """What isobit changes in vLLM and in the environment."""
+    flash = engine[versions.REGISTRY].AttentionBackendEnum["FLASH_ATTN"]
+    functions = [
+        engine[versions.GPU_RUNNER].GPUModelRunner.load_model,
+        engine[versions.JIT_MONITOR]._setup_triton_jit_hook,
+        stub.UnquantizedLinearMethod.process_weights_after_loading,
+    ]
+    return [flash.get_path(), *functions, *map(os.environ.get, VARIABLES)]
+
+
+def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch.RUNNER, "1")
+    before = state(engine)
+    with vllm.enable() as on:
+        enabled = state(engine)
+        assert enabled[0] == switch.BACKENDS["cuda"][1] and enabled[-2:] == ["1", "0"]
+        assert enabled[1] is not before[1] and enabled[2] is not before[2]
+        with vllm.enable():
+            vllm.load_plugin()  # vLLM loads it in this process, too
+        assert state(engine) == enabled  # an inner block changes nothing
+        assert repr(on) == "<isobit.integrations.vllm: 0 calls served, 0 passed on>"
+        with pytest.raises(isobit.UnsupportedError, match="already enabled with Options"):
+            vllm.enable(allow_others=True)
+    assert state(engine) == before and vllm.report() is None
+    vllm.enable()
+    vllm.disable()
+    vllm.disable()
+    assert state(engine) == before
+
+
+def test_the_plugin_does_nothing_unless_it_is_enabled(
+    engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    ((module, name),) = re.findall(
+        r'^\[project\.entry-points\."vllm\.general_plugins"\]\nisobit = "(.*):(.*)"$', pyproject, re.M
+    )
+    plugin = getattr(import_module(module), name)
+    before = state(engine)
+    for variable, value in (("VLLM_PLUGINS", "isobit"), (switch.VARIABLE, ""), (switch.VARIABLE, "0")):
+        monkeypatch.setenv(variable, value)
+        plugin()
+        assert vllm.report() is None and state(engine)[:-2] == before[:-2]
+    monkeypatch.setenv(switch.VARIABLE, "1,allow_others")  # of the process that started this one
+    plugin()
+    plugin()
+    patch = switch.SWITCH.patch
+    assert isinstance(patch, switch._Patch) and patch.options == switch.Options(allow_others=True)
+    vllm.disable()
+    monkeypatch.setenv(switch.VARIABLE, "yes")
+    with pytest.raises(vllm.VLLMError, match="ISOBIT_VLLM='yes' is not what enable"):
+        plugin()
+
+
+def test_another_plugin_is_not_replaced(engine: dict[str, ModuleType]) -> None:
+    flash = engine[versions.REGISTRY].AttentionBackendEnum["FLASH_ATTN"]
+    flash.override = "another.Backend"
+    before = state(engine)
+    with pytest.raises(vllm.VLLMError, match=r"another plugin .* FLASH_ATTN: another\.Backend"):
+        vllm.enable()
+    assert state(engine) == before  # what was done before the error is undone
+
+
+# Models
+
+
+def test_every_module_is_served_and_counted(engine: dict[str, ModuleType]) -> None:
+    with vllm.enable() as on:
+        model = loaded(Qwen3ForCausalLM())
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(model.proj(x), isobit.det_linear(x, model.proj.weight))
+    assert torch.equal(model.lm_head(x), isobit.det_linear(x, model.lm_head.weight))
+    assert torch.equal(model.norm(x), isobit.rms_norm(x, model.norm.weight))
+    out, summed = model.norm(x, x)
+    assert torch.equal(summed, x + x) and torch.equal(out, isobit.rms_norm(x + x, model.norm.weight))
+    assert torch.equal(model.act(x), rounding.swiglu(x))
+    assert model.rotary(torch.arange(3), x)[1] is None
+    assert on.served == 6  # the engine keeps what it was made with, and counts
+    patch = on._patch
+    assert isinstance(patch, switch._Patch)
+    assert patch.calls == {"isobit.det_linear": 2, "isobit.rms_norm": 2, "swiglu": 1, "rope": 1}
+    assert loaded(Qwen3ForCausalLM()).proj(x).dtype == x.dtype and on.served == 6  # a new one is vLLM's own
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (
+            lambda: stub.LinearBase(64, 8, stub.Fp8LinearMethod),
+            "other: its weights are those of Fp8LinearMethod",
+        ),
+        (stub.FusedMoE, "other: FusedMoE is not served"),
+        (lambda: stub.Attention(stub.FlashAttentionImpl()), "other: its backend is FlashAttentionImpl"),
+        (lambda: nn.LayerNorm(8), "other: LayerNorm is not served"),
+    ],
+    ids=["quantised", "experts", "attention", "another norm"],
+)
+def test_a_module_that_is_not_served_is_named(engine: dict[str, ModuleType], other: Any, reason: str) -> None:
+    with vllm.enable(), pytest.raises(vllm.VLLMError, match=re.escape(reason)):
+        loaded(Qwen3ForCausalLM(other=other()))
+    with vllm.enable(allow_others=True) as on, pytest.warns(UserWarning, match="vLLM's own code serves"):
+        loaded(Qwen3ForCausalLM(other=other()))
+        assert sum(on.passed.values()) == 1
+        assert "LEFT TO vLLM" in str(vllm.report()) and reason in str(vllm.report())
+
+
+def test_attributes_that_change_the_result_are_refused(engine: dict[str, ModuleType]) -> None:
+    for place, name, value in (
+        ("proj", "tp_size", 2), ("norm", "has_weight", False), ("norm", "variance_size_override", 8),
+        ("rotary", "is_neox_style", False), ("logits", "soft_cap", 30.0), ("logits", "scale", 0.5),
+        ("logits", "head_dtype", torch.float32), ("attn.impl", "sinks", torch.zeros(2)),
+        ("attn.impl", "attn_type", "encoder"), ("attn.impl", "head_size", 72),
+        ("attn.impl", "kv_cache_dtype", "fp8"), ("attn.impl", "alibi_slopes", torch.zeros(2)),
+        ("attn.impl", "kv_sharing_target_layer_name", "0"),
+    ):  # fmt: skip
+        model = Qwen3ForCausalLM()
+        owner: Any = model
+        for part in place.split("."):
+            owner = getattr(owner, part)
+        assert layers.refused(model) == {}
+        object.__setattr__(owner, name, value)
+        assert list(layers.refused(model)) == [place.split(".")[0]], name
+
+
+def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]) -> None:
+    """And everything in it that is not served is named, inside of a module that is not served, too."""
+
+    class GemmaForCausalLM(Qwen3ForCausalLM):
+        def __init__(self) -> None:
+            super().__init__(other=nn.Sequential(nn.LayerNorm(8), stub.LinearBase(64, 8)))
+            self.other.register_buffer("factor", torch.ones(1))
+
+    with vllm.enable(), pytest.raises(vllm.VLLMError) as error:
+        loaded(GemmaForCausalLM())
+    for part in (
+        "GemmaForCausalLM is not one of LlamaForCausalLM",
+        "other: Sequential",
+        "other.0: LayerNorm",
+    ):
+        assert part in str(error.value)
+    with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="vLLM's own code serves"):
+        model = loaded(GemmaForCausalLM())
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(
+        model.other[1](x), isobit.det_linear(x, model.other[1].weight)
+    )  # what can be served is
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"parallel": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
+        ({"lora_config": object()}, "enable_lora=True"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"compilation_config": SimpleNamespace(mode=3)}, "pass enforce_eager=True"),
+        ({"model": {"enforce_eager": False}}, "pass enforce_eager=True"),
+        ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
+        ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
+    ],
+)
+def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, reason: str) -> None:
+    with vllm.enable(allow_others=True), pytest.raises(vllm.VLLMError, match=re.escape(reason)):
+        loaded(Qwen3ForCausalLM(), **wrong)
+
+
+# Roundings, and pages
+
+
+def test_roundings_are_those_of_transformers() -> None:
+    config = Qwen3Config(hidden_size=64, intermediate_size=96, head_dim=64, max_position_embeddings=300)
+    gate_up = torch.randn(40, 192).bfloat16()
+    theirs = hf.Qwen3MLP(config).act_fn(gate_up[:, :96]) * gate_up[:, 96:]
+    assert torch.equal(rounding.swiglu(gate_up), theirs)
+    assert not torch.equal(rounding.swiglu(gate_up.float()).bfloat16(), theirs)  # a fused kernel
+
+    positions = torch.tensor([0, 1, 2, 7, 250, 299])
+    q, k = torch.randn(6, 2, 64).bfloat16(), torch.randn(6, 1, 64).bfloat16()
+    cos, sin = hf.Qwen3RotaryEmbedding(config)(q, positions[None])
+    theirs = hf.apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
+    base = config.rope_parameters["rope_theta"]
+    inverse = rounding.inverse_frequencies(base, 64)
+    table = rounding.rotary_table(inverse, 300, torch.bfloat16, torch.device("cpu"))
+    for x, wanted in zip((q, k), theirs, strict=True):
+        ours = rounding.rope(x.flatten(1), *table[:, positions], 64)
+        assert torch.equal(ours.view(x.shape), wanted[0].transpose(0, 1))
+
+
+def test_heads_are_rotated_in_part() -> None:
+    x, angles = torch.randn(3, 128).bfloat16(), torch.rand(3, 32).bfloat16()
+    ours = rounding.rope(x, angles.cos(), angles.sin(), 64).view(3, 2, 64)
+    assert torch.equal(ours[..., 32:], x.view(3, 2, 64)[..., 32:])
+    whole = rounding.rope(x.view(3, 2, 64)[..., :32].reshape(3, 64), angles.cos(), angles.sin(), 32)
+    assert torch.equal(ours[..., :32], whole.view(3, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [((-1, -1), None), (-1, None), (None, None), ((6, 0), 7), (7, 7)]
+)
+def test_attention_reads_pages(given: Any, window: int | None) -> None:
+    """Two sequences, of 20 and 5 keys with their last 3 and 5 as queries, in pages of 16 in any order."""
+    served = paged.Served()
+    served.head_size, served.scale, served.sliding_window, served.logits_soft_cap = 64, 0.1, given, 0
+    calls: list[str] = []
+    served.count = calls.append
+    lengths, queries, table = (20, 5), (3, 5), [[4, 1], [2, 0]]
+    sequences = [torch.randn(2, n, 1, 64).bfloat16() for n in lengths]  # keys and values
+    cache = torch.full((5, 1, 16, 128), torch.nan).bfloat16()
+    for pages, (k, v) in zip(table, sequences, strict=True):
+        for i in range(len(k)):
+            cache[pages[i // 16], :, i % 16] = torch.cat((k[i], v[i]), -1)
+    q, out = torch.randn(8, 2, 64).bfloat16(), torch.zeros(9, 2, 64).bfloat16()  # one more for padding
+    metadata = SimpleNamespace(
+        num_actual_tokens=8, query_start_loc=torch.tensor([0, 3, 8], dtype=torch.int32), causal=True,
+        seq_lens=torch.tensor([20, 5], dtype=torch.int32), block_table=torch.tensor(table, dtype=torch.int32),
+    )  # fmt: skip
+    assert served.forward(None, q, q, q, cache, metadata, out) is out and calls == ["isobit.attention"]
+    for own, (k, v), mine in zip(q.split(queries), sequences, out[:8].split(queries), strict=True):
+        wanted = isobit.attention(own[None], k[None], v[None], scale=0.1, window=window)[0]
+        assert torch.equal(mine, wanted)
+    assert not out[8].any()
+    assert not served.forward(None, q, q, q, cache, None, out).any()  # a run that only measures memory
+    for name, value in (("use_cascade", True), ("causal", False), ("dynamic_causal", torch.ones(2))):
+        with pytest.raises(vllm.VLLMError):
+            served.forward(None, q, q, q, cache, SimpleNamespace(**vars(metadata) | {name: value}), out)
