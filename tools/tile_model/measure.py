@@ -142,9 +142,8 @@ def first_calls(name: str, part: int, parts: int) -> list[str]:
             problem.call(candidate, out, x, w)
             problem.call(candidate, out, x, w.t())
             torch.cuda.synchronize()
-        except (
-            Exception
-        ) as error:  # of Triton, ptxas or the driver; after an illegal access, of all that follow
+        except Exception as error:
+            # Of Triton, ptxas or the driver; after an illegal access, of all that follow.
             print(f"{each}: {type(error).__name__}: {error}", file=sys.stderr)
             failed.append(each)
     return failed

@@ -93,9 +93,8 @@ class _Patch(Patch):
             # Triton would describe each new kernel to vLLM's monitor, in JSON. It cannot describe the layouts
             # of a Gluon kernel, and the launch fails.
             self._replace(import_module(v.JIT_MONITOR), "_setup_triton_jit_hook", lambda theirs: _no_monitor)
-            if (
-                self.device == "cpu"
-            ):  # vLLM would pack the weights for its own kernels, and drop the originals
+            if self.device == "cpu":
+                # vLLM would pack the weights for its own kernels, and drop the originals.
                 for place, name in (
                     (v.LINEAR, "UnquantizedLinearMethod"), (v.EMBEDDING, "UnquantizedEmbeddingMethod")
                 ):  # fmt: skip
