@@ -97,6 +97,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
 
 
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    R = cos.shape[-1]
+    cos, sin = cos[..., None, :], sin[..., None, :]
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x[..., :R].chunk(2, -1)
+        turned = x[..., :R] * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((turned, x[..., R:]), -1)
+
+    return rotated(q), rotated(k)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
     qh, kh, vh = (t.transpose(1, 2).float() for t in (q, k, v))
     kh, vh = (t.repeat_interleave(qh.shape[1] // kh.shape[1], 1) for t in (kh, vh))

@@ -224,7 +224,7 @@ SCALARS: dict[type, tuple[Any, ...]] = {
     bool: (False, True),
     float: (1.0, 0.5, -1.0),
     int: (-100, 3, 0),
-    str: ("before", "after", "neither"),
+    str: ("before", "after", "hf", "neither"),
     torch.dtype: (BF16, F16, F32),
 }
 LIBRARY = sorted(name for name in OPS if OPS[name].package.startswith("isobit.ops."))
