@@ -2,8 +2,10 @@
 one size only."""
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isobit.frame import compile_ahead
+from isobit.frame.backend import UnsupportedError
 from isobit.frame.traced import (
     Allocations,
     Memory,
@@ -172,3 +176,23 @@ def test_a_shape_that_varies_is_no_key_of_a_cache() -> None:
     assert answers.get((tensor(n, 4).shape,)) is None
     assert recalled(answers, (n, 4), lambda: "made") == "made"
     assert list(answers.values()) == ["a number"]
+
+
+# Compiling ahead
+
+
+def test_what_cannot_be_compiled_ahead_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of today's size must not fail by it; but a rollout would stop to compile later."""
+    monkeypatch.setattr(compile_ahead, "traced_args", lambda *given: ({}, [SimpleNamespace(made=[])]))
+
+    def broken(args: Any) -> Any:
+        raise ValueError("no such tile\nand more")
+
+    def refused(args: Any) -> Any:
+        raise UnsupportedError("not of this size")
+
+    with pytest.warns(UserWarning, match=r"could not be compiled ahead. ValueError: no such tile$"):
+        compile_ahead.compile_ahead(broken, {}, [(1025,)], lambda *given: ((), ()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_ahead.compile_ahead(refused, {}, [(1025,)], lambda *given: ((), ()))

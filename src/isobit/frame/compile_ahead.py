@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from isobit.frame.backend import Args, Backend
+from isobit.frame.backend import Args, Backend, UnsupportedError
+from isobit.frame.caller import warn
 from isobit.frame.launch import Recorder, prepare
 from isobit.frame.replay import traced_args
 from isobit.frame.traced import Allocations, ShapeOf, Traced
@@ -31,7 +32,11 @@ def compile_ahead(
                 backend.run(**given, launch=recorder)
             for kernel, own, options in recorder.launches:
                 prepare(kernel, *map(_real, own), **options)
-        except Exception:  # this call is not of that size: one that is will say what is wrong
+        except UnsupportedError:  # another backend serves that size, or none: its own call will say so
+            return
+        except Exception as error:  # it must not fail a call of this size, but nobody should miss it
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            warn(f"isobit: a kernel for longer calls could not be compiled ahead. {why}")
             return
 
 
