@@ -1,5 +1,7 @@
 """Class tree8: its definition on the CPU, known answers, and the ops that keep it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -50,6 +52,20 @@ def test_known_answers() -> None:
 
 
 KNOWN = [[1292841388, -851692387], [-828806617, 1315152730]]
+
+
+@pytest.mark.parametrize("k", [512, 4096])
+def test_the_accuracy_that_the_page_shows(k: int) -> None:
+    """docs/numerics/products.md: the columns of tree8."""
+    page = (Path(__file__).parent.parent / "docs/numerics/products.md").read_text()
+    (shown,) = (line.split("|")[1:-1] for line in page.splitlines() if line.startswith(f"| {k} | 4."))
+    for positive, column in ((False, 2), (True, 5)):
+        gen = torch.Generator().manual_seed(k)
+        a, b = torch.randn(48, k, generator=gen), torch.randn(k, 48, generator=gen)
+        a, b = (t.abs().to(BF16) if positive else t.to(BF16) for t in (a, b))
+        truth = a.double() @ b.double()
+        error = (tree(a, b).double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt()
+        assert float(shown[column]) == pytest.approx(float(error), rel=0.03)
 
 
 def test_special_values() -> None:

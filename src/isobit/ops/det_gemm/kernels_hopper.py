@@ -8,8 +8,9 @@ Few tokens: the weight takes the 64 rows of a `wgmma` and the tokens its columns
 cost as much as 64. This is *swapped*: the kernel computes the transpose and stores it transposed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -225,13 +226,13 @@ def product(
     return out
 
 
-def _multiply(
-    out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, tile: Tile, launch: Launch
-) -> None:  # fmt: skip
-    """out = a b + bias, or its transpose when the tile is swapped."""
-    M, N, K = a.rows, b.columns, a.columns
-    a_desc, a_by_k = operand_descriptor(a, 64, tile.step)
-    staged = out.shape[-1] * out.element_size() % 16 == 0
+def operands(
+    out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, tile: Tile, staged: bool,
+    described: Callable[[Matrix, int, int], tuple[TensorDescriptor, bool]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What kernels of products take from the bias on, and by name: descriptors, the tile and its layouts.
+    `described(operand, side, step)` is the descriptor of an operand, and whether k is contiguous in it."""
+    a_desc, a_by_k = described(a, 64, tile.step)
 
     def output_descriptor(columns: int) -> TensorDescriptor:
         if not staged:
@@ -239,36 +240,47 @@ def _multiply(
         return descriptor(matrix(out), *((columns, 64) if tile.swapped else (64, columns)))
 
     wide = tile.columns - tile.rest
-    b_desc, b_by_k = operand_descriptor(b.transposed(), wide, tile.step)
+    b_desc, b_by_k = described(b.transposed(), wide, tile.step)
     out_desc, b_rest_desc, out_rest_desc = output_descriptor(wide), None, None
     if tile.rest:
-        b_rest_desc, _ = operand_descriptor(b.transposed(), tile.rest, tile.step)
+        b_rest_desc, _ = described(b.transposed(), tile.rest, tile.step)
         out_rest_desc = output_descriptor(tile.rest)
     at_launch, registers = tile.registers
+    given = (unused(out) if bias is None else bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc)
+    constants = {
+        "A_BY_K": a_by_k,
+        "B_BY_K": b_by_k,
+        "CONSUMERS": tile.consumers,
+        "COLUMNS": tile.columns,
+        "STEP": tile.step,
+        "STAGES": tile.stages,
+        "GROUP": tile.group,
+        "REST": tile.rest,
+        "LAYOUT": accumulator_layout(wide),
+        "LAYOUT_REST": accumulator_layout(tile.rest or wide),
+        "SWAPPED": tile.swapped,
+        "HAS_BIAS": bias is not None,
+        "STAGED": staged,
+        "REGISTERS": registers,
+        "num_warps": 4,
+        "maxnreg": at_launch,
+        "enable_fp_fusion": False,
+        "launch_pdl": True,
+    }
+    return given, constants
+
+
+def _multiply(
+    out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, tile: Tile, launch: Launch
+) -> None:  # fmt: skip
+    """out = a b + bias, or its transpose when the tile is swapped."""
+    M, N, K = a.rows, b.columns, a.columns
+    staged = out.shape[-1] * out.element_size() % 16 == 0
+    given, constants = operands(out, a, b, bias, tile, staged, operand_descriptor)
     tiles = -(-M // tile.rows) * -(-N // tile.columns)
     launch(
         product_kernel, (min(tiles, sm_count(out.device)),),
-        out, out.shape[-1], M, N, -(-K // tile.step),
-        unused(out) if bias is None else bias,
-        a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
-        A_BY_K=a_by_k,
-        B_BY_K=b_by_k,
-        CONSUMERS=tile.consumers,
-        COLUMNS=tile.columns,
-        STEP=tile.step,
-        STAGES=tile.stages,
-        GROUP=tile.group,
-        REST=tile.rest,
-        LAYOUT=accumulator_layout(wide),
-        LAYOUT_REST=accumulator_layout(tile.rest or wide),
-        SWAPPED=tile.swapped,
-        HAS_BIAS=bias is not None,
-        STAGED=staged,
-        REGISTERS=registers,
-        num_warps=4,
-        maxnreg=at_launch,
-        enable_fp_fusion=False,
-        launch_pdl=True,
+        out, out.shape[-1], M, N, -(-K // tile.step), *given, **constants,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ there, which change no bit of a chain.
 """
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,13 +25,11 @@ from torch import Tensor
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
 from isobit.frame.traced import decides
-from isobit.kernels.hopper.descriptors import Matrix, descriptor, leaf_descriptor, matrix
+from isobit.kernels.hopper.descriptors import Matrix, leaf_descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
-    TensorDescriptor,
-    accumulator_layout,
     gdc_launch_dependents,
     gdc_wait,
     gl,
@@ -47,6 +45,7 @@ from isobit.ops.det_gemm.kernels_hopper import (
     TABLE_ROWS,
     finish,
     ones,
+    operands,
     token_product,
     why_not_tma,
     why_not_token_product,
@@ -438,45 +437,12 @@ def _leaves(sums: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan,
     if tile.swapped:
         a, b = b.transposed(), a.transposed()
     M, N = a.rows, b.columns
-    a_desc, a_by_k = leaf_descriptor(a, 64, tile.step, LEAVES)
     staged = plan.parts == 1 and ld * sums.element_size() % 16 == 0
-
-    def output_descriptor(columns: int) -> TensorDescriptor:
-        if not staged:
-            return unused(a_desc)
-        return descriptor(matrix(sums), *((columns, 64) if tile.swapped else (64, columns)))
-
-    wide = tile.columns - tile.rest
-    b_desc, b_by_k = leaf_descriptor(b.transposed(), wide, tile.step, LEAVES)
-    out_desc, b_rest_desc, out_rest_desc = output_descriptor(wide), None, None
-    if tile.rest:
-        b_rest_desc, _ = leaf_descriptor(b.transposed(), tile.rest, tile.step, LEAVES)
-        out_rest_desc = output_descriptor(tile.rest)
-    at_launch, registers = tile.registers
+    described = partial(leaf_descriptor, leaves=LEAVES)
+    given, constants = operands(sums, a, b, bias, tile, staged, described)
     items = -(-M // tile.rows) * -(-N // tile.columns) * plan.parts
     launch(
         tree_kernel, (min(items, sm_count(sums.device)),),
-        sums, ld, M, N, -(-leaf // tile.step),
-        unused(sums) if bias is None else bias,
-        a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
-        A_BY_K=a_by_k,
-        B_BY_K=b_by_k,
-        CONSUMERS=tile.consumers,
-        COLUMNS=tile.columns,
-        STEP=tile.step,
-        STAGES=tile.stages,
-        GROUP=tile.group,
-        REST=tile.rest,
-        LAYOUT=accumulator_layout(wide),
-        LAYOUT_REST=accumulator_layout(tile.rest or wide),
-        PARTS=plan.parts,
-        LEAVES=plan.leaves,
-        SWAPPED=tile.swapped,
-        HAS_BIAS=bias is not None,
-        STAGED=staged,
-        REGISTERS=registers,
-        num_warps=4,
-        maxnreg=at_launch,
-        enable_fp_fusion=False,
-        launch_pdl=True,
+        sums, ld, M, N, -(-leaf // tile.step), *given,
+        PARTS=plan.parts, LEAVES=plan.leaves, **constants,
     )  # fmt: skip
