@@ -163,9 +163,6 @@ def runner_class() -> type:
     return GPUModelRunner
 
 
-def _setup_triton_jit_hook() -> None: ...
-
-
 def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
     """By name, for sys.modules."""
     enum = {"FLASH_ATTN": _Member()}
@@ -186,7 +183,6 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.ATTENTION: {"Attention": Attention},
         v.REGISTRY: {"register_backend": register_backend, "AttentionBackendEnum": enum},
         v.SAMPLER: {"Sampler": Sampler},
-        v.JIT_MONITOR: {"_setup_triton_jit_hook": _setup_triton_jit_hook},
         v.GPU_RUNNER: {"GPUModelRunner": runner_class()},
         FLASH: {"FlashAttentionImpl": FlashAttentionImpl, "FlashAttentionBackend": FlashAttentionBackend},
     }

@@ -90,9 +90,6 @@ class _Patch(Patch):
             self._register_attention()
             place, name = RUNNERS[self.device]
             self._replace(v.find(place, name), "load_model", self._loading)
-            # Triton would describe each new kernel to vLLM's monitor, in JSON. It cannot describe the layouts
-            # of a Gluon kernel, and the launch fails.
-            self._replace(import_module(v.JIT_MONITOR), "_setup_triton_jit_hook", lambda theirs: _no_monitor)
             if self.device == "cpu":
                 # vLLM would pack the weights for its own kernels, and drop the originals.
                 for place, name in (
@@ -170,10 +167,6 @@ class _Patch(Patch):
             self.version, PROVEN.get(self.version, "not tried"), dict(self.variables), list(self.models),
             dict(self.calls), dict(self.left),
         )  # fmt: skip
-
-
-def _no_monitor() -> None:
-    """Instead of vLLM's monitor of Triton's compilations."""
 
 
 def _keep(method: Any, layer: Any) -> None:

@@ -28,7 +28,6 @@ REGISTRY = "vllm.v1.attention.backends.registry"
 GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 SAMPLER = "vllm.v1.sample.sampler"
-JIT_MONITOR = "vllm.utils.jit_monitor"
 
 _FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,"
@@ -55,7 +54,6 @@ NAMES: dict[tuple[str, str], str | None] = {
     (REGISTRY, "register_backend"): "backend, class_path=None, is_mamba=False",
     (REGISTRY, "AttentionBackendEnum"): None,
     (SAMPLER, "Sampler.compute_logprobs"): "logits",
-    (JIT_MONITOR, "_setup_triton_jit_hook"): "",
 }
 
 #: Those of one kind of device.
