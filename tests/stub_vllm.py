@@ -4,7 +4,8 @@
 """
 
 import sys
-from types import ModuleType
+from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from isobit.integrations.vllm import versions as v
 
+BACKEND = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
 
@@ -110,6 +112,21 @@ class FlashAttentionBackend:
     pass
 
 
+class FlashAttentionMetadataBuilder:
+    aot_schedule = True
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """All of it, as far as attention needs it."""
+        return SimpleNamespace(**vars(common_attn_metadata), schedule=self.aot_schedule)
+
+
+class AttentionCGSupport(Enum):
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+
+
 class FusedMoE(PluggableLayer):
     def __init__(self) -> None:
         super().__init__()
@@ -150,6 +167,13 @@ class _Platform:
         return True
 
 
+class Graph:
+    """In front of a model: replays the kernels of its forward."""
+
+    def __init__(self, runnable: Any) -> None:
+        self.runnable = runnable
+
+
 def runner_class() -> type:
     """A fresh one for each test: isobit replaces its load_model."""
 
@@ -158,7 +182,10 @@ def runner_class() -> type:
             self.vllm_config, self.given = vllm_config, model
 
         def load_model(self, load_dummy_weights: bool = False) -> None:
-            self.model = self.given
+            self.model = Graph(self.given) if self.vllm_config.graphs else self.given
+
+        def get_model(self) -> Any:
+            return self.model.runnable if isinstance(self.model, Graph) else self.model
 
     return GPUModelRunner
 
@@ -184,7 +211,12 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.REGISTRY: {"register_backend": register_backend, "AttentionBackendEnum": enum},
         v.SAMPLER: {"Sampler": Sampler},
         v.GPU_RUNNER: {"GPUModelRunner": runner_class()},
-        FLASH: {"FlashAttentionImpl": FlashAttentionImpl, "FlashAttentionBackend": FlashAttentionBackend},
+        BACKEND: {"AttentionCGSupport": AttentionCGSupport},
+        FLASH: {
+            "FlashAttentionImpl": FlashAttentionImpl,
+            "FlashAttentionBackend": FlashAttentionBackend,
+            "FlashAttentionMetadataBuilder": FlashAttentionMetadataBuilder,
+        },
     }
     made: dict[str, ModuleType] = {}
     for name, content in contents.items():

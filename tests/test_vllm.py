@@ -19,7 +19,6 @@ from transformers.models.qwen3 import modeling_qwen3 as hf
 import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
-from isobit.integrations.vllm import attention as paged
 from isobit.integrations.vllm import layers, rounding, switch, versions
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +45,7 @@ def settings(**other: Any) -> Any:
     values = {
         "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
         "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
-        "use_v2_model_runner": False,
+        "use_v2_model_runner": False, "graphs": False,
     }  # fmt: skip
     return SimpleNamespace(**values | other)
 
@@ -108,6 +107,8 @@ def test_names_that_are_missing_or_changed_are_listed(engine: dict[str, ModuleTy
 def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, ModuleType]) -> None:
     class GPUModelRunner:
         def load_model(self, load_dummy_weights: bool = False, *, model: Any = None) -> None: ...
+
+        def get_model(self) -> None: ...
 
     engine[versions.GPU_RUNNER].GPUModelRunner = GPUModelRunner  # type: ignore[attr-defined]
     with vllm.enable():
@@ -229,6 +230,14 @@ def test_a_module_that_is_not_served_is_named(engine: dict[str, ModuleType], oth
         assert "LEFT TO vLLM" in str(vllm.report()) and reason in str(vllm.report())
 
 
+def test_a_model_that_is_captured_into_graphs_is_served(engine: dict[str, ModuleType]) -> None:
+    """vLLM then has a wrapper in its place, which is no module."""
+    with vllm.enable() as on:
+        model = loaded(Qwen3ForCausalLM(), model={"enforce_eager": False}, graphs=True).runnable
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(model.proj(x), isobit.det_linear(x, model.proj.weight)) and on.served == 1
+
+
 def test_attributes_that_change_the_result_are_refused(engine: dict[str, ModuleType]) -> None:
     for place, name, value in (
         ("proj", "tp_size", 2), ("norm", "has_weight", False), ("norm", "variance_size_override", 8),
@@ -278,8 +287,7 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"lora_config": object()}, "enable_lora=True"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"compilation_config": SimpleNamespace(mode=3)}, "pass enforce_eager=True"),
-        ({"model": {"enforce_eager": False}}, "pass enforce_eager=True"),
+        ({"compilation_config": SimpleNamespace(mode=3)}, "pass enforce_eager=True, or for CUDA graphs"),
         ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
         ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
@@ -290,7 +298,7 @@ def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, re
         loaded(Qwen3ForCausalLM(), **wrong)
 
 
-# Roundings, and pages
+# Roundings
 
 
 def test_roundings_are_those_of_transformers() -> None:
@@ -318,34 +326,3 @@ def test_heads_are_rotated_in_part() -> None:
     assert torch.equal(ours[..., 32:], x.view(3, 2, 64)[..., 32:])
     whole = rounding.rope(x.view(3, 2, 64)[..., :32].reshape(3, 64), angles.cos(), angles.sin(), 32)
     assert torch.equal(ours[..., :32], whole.view(3, 2, 32))
-
-
-@pytest.mark.parametrize(
-    ("given", "window"), [((-1, -1), None), (-1, None), (None, None), ((6, 0), 7), (7, 7)]
-)
-def test_attention_reads_pages(given: Any, window: int | None) -> None:
-    """Two sequences, of 20 and 5 keys with their last 3 and 5 as queries, in pages of 16 in any order."""
-    served = paged.Served()
-    served.head_size, served.scale, served.sliding_window, served.logits_soft_cap = 64, 0.1, given, 0
-    calls: list[str] = []
-    served.count = calls.append
-    lengths, queries, table = (20, 5), (3, 5), [[4, 1], [2, 0]]
-    sequences = [torch.randn(2, n, 1, 64).bfloat16() for n in lengths]  # keys and values
-    cache = torch.full((5, 1, 16, 128), torch.nan).bfloat16()
-    for pages, (k, v) in zip(table, sequences, strict=True):
-        for i in range(len(k)):
-            cache[pages[i // 16], :, i % 16] = torch.cat((k[i], v[i]), -1)
-    q, out = torch.randn(8, 2, 64).bfloat16(), torch.zeros(9, 2, 64).bfloat16()  # one more for padding
-    metadata = SimpleNamespace(
-        num_actual_tokens=8, query_start_loc=torch.tensor([0, 3, 8], dtype=torch.int32), causal=True,
-        seq_lens=torch.tensor([20, 5], dtype=torch.int32), block_table=torch.tensor(table, dtype=torch.int32),
-    )  # fmt: skip
-    assert served.forward(None, q, q, q, cache, metadata, out) is out and calls == ["isobit.attention"]
-    for own, (k, v), mine in zip(q.split(queries), sequences, out[:8].split(queries), strict=True):
-        wanted = isobit.attention(own[None], k[None], v[None], scale=0.1, window=window)[0]
-        assert torch.equal(mine, wanted)
-    assert not out[8].any()
-    assert not served.forward(None, q, q, q, cache, None, out).any()  # a run that only measures memory
-    for name, value in (("use_cascade", True), ("causal", False), ("dynamic_causal", torch.ones(2))):
-        with pytest.raises(vllm.VLLMError):
-            served.forward(None, q, q, q, cache, SimpleNamespace(**vars(metadata) | {name: value}), out)

@@ -12,6 +12,7 @@ versions    which versions of vLLM, and the names in it that are used
 rounding    SwiGLU and rotary embeddings with the roundings of transformers
 layers      which modules of a model are served, how, and which are refused
 attention   `isobit.attention` on vLLM's pages of keys and values
+groups      which requests of a batch one call of attention computes
 switch      on, off, the report, and the plugin that worker processes load
 """
 

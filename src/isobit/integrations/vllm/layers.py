@@ -214,8 +214,11 @@ def wrong_settings(config: Any) -> Iterator[str]:
         yield "enable_lora=True: adapters are computed by vLLM's own kernels"
     if config.speculative_config is not None:
         yield "speculative decoding has its own log-probabilities"
-    if int(config.compilation_config.mode or 0) != 0 or not config.model_config.enforce_eager:
-        yield "the model would be compiled, which drops roundings: pass enforce_eager=True"
+    if int(config.compilation_config.mode or 0) != 0:
+        yield (
+            "the model would be compiled, which drops roundings: pass enforce_eager=True, or for CUDA graphs "
+            'compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
+        )
     if getattr(config, "use_v2_model_runner", False):
         yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
     if not getattr(config.model_config, "disable_cascade_attn", True):

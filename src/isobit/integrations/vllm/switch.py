@@ -133,7 +133,7 @@ class _Patch(Patch):
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
             self._check_settings(runner.vllm_config)
             result = theirs(runner, *args, **kwargs)
-            self.admit(runner.model)
+            self.admit(runner.get_model())  # runner.model may be a graph of it
             return result
 
         return load_model

@@ -34,6 +34,7 @@ _FORWARD = (
     " output_block_scale=None"
 )
 _UPDATE = "self, layer, key, value, kv_cache, slot_mapping"
+_BUILD = "self, common_prefix_len, common_attn_metadata, fast_build=False"
 
 #: Functions that are replaced or called, with their arguments. None: a class, of which only the name is used.
 NAMES: dict[tuple[str, str], str | None] = {
@@ -61,11 +62,14 @@ CPU_NAMES: dict[tuple[str, str], str | None] = {
     (CPU_RUNNER, "CPUModelRunner.load_model"): "self, load_dummy_weights=False",
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.do_kv_cache_update"): _UPDATE,
-    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"):
-        "self, common_prefix_len, common_attn_metadata, fast_build=False",
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"): _BUILD,
+    (CPU_RUNNER, "CPUModelRunner.get_model"): "self",
 }  # fmt: skip
 CUDA_NAMES: dict[tuple[str, str], str | None] = {
     (GPU_RUNNER, "GPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (GPU_RUNNER, "GPUModelRunner.get_model"): "self",
+    ("vllm.v1.attention.backend", "AttentionCGSupport"): None,
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder.build"): _BUILD,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update"): _UPDATE,
 }
