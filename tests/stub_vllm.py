@@ -72,9 +72,20 @@ class SiluAndMul(CustomOp):
 
 
 class RotaryEmbedding(CustomOp):
-    head_size, rotary_dim, max_position_embeddings, base, is_neox_style = 64, 64, 32, 10000.0, True
+    head_size, rotary_dim, max_position_embeddings, base, is_neox_style = 64, 64, 300, 10000.0, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.zeros(300, 64).bfloat16(), persistent=False)
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return "vLLM's own"
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any: ...
+
+
+class Llama3RotaryEmbedding(RotaryEmbedding):
+    scaling_factor, low_freq_factor, high_freq_factor, orig_max_position = 8.0, 1.0, 4.0, 64
 
 
 class ApplyRotaryEmb(CustomOp):
@@ -181,6 +192,7 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.NORM: {"RMSNorm": RMSNorm},
         v.ACTIVATION: {"SiluAndMul": SiluAndMul},
         v.ROTARY: {"RotaryEmbedding": RotaryEmbedding},
+        v.ROTARY_LLAMA3: {"Llama3RotaryEmbedding": Llama3RotaryEmbedding},
         v.ROTARY_COMMON: {"ApplyRotaryEmb": ApplyRotaryEmb},
         v.LOGITS: {"LogitsProcessor": LogitsProcessor},
         v.ATTENTION: {"Attention": Attention},

@@ -20,7 +20,7 @@ import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
 from isobit.integrations.vllm import attention as paged
-from isobit.integrations.vllm import layers, rounding, switch, versions
+from isobit.integrations.vllm import layers, switch, versions
 
 ROOT = Path(__file__).parent.parent
 VARIABLES = (switch.VARIABLE, switch.RUNNER)
@@ -199,12 +199,12 @@ def test_every_module_is_served_and_counted(engine: dict[str, ModuleType]) -> No
     assert torch.equal(model.norm(x), isobit.rms_norm(x, model.norm.weight))
     out, summed = model.norm(x, x)
     assert torch.equal(summed, x + x) and torch.equal(out, isobit.rms_norm(x + x, model.norm.weight))
-    assert torch.equal(model.act(x), rounding.swiglu(x))
+    assert torch.equal(model.act(x), nn.functional.silu(x[:, :32]) * x[:, 32:])
     assert model.rotary(torch.arange(3), x)[1] is None
     assert on.served == 6  # the engine keeps what it was made with, and counts
     patch = on._patch
     assert isinstance(patch, switch._Patch)
-    assert patch.calls == {"isobit.det_linear": 2, "isobit.rms_norm": 2, "swiglu": 1, "rope": 1}
+    assert patch.calls == {"isobit.det_linear": 2, "isobit.rms_norm": 2, "isobit.swiglu": 1, "isobit.rope": 1}
     assert loaded(Qwen3ForCausalLM()).proj(x).dtype == x.dtype and on.served == 6  # a new one is vLLM's own
 
 
@@ -294,31 +294,56 @@ def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, re
 # Roundings, and pages
 
 
-def test_roundings_are_those_of_transformers() -> None:
-    config = Qwen3Config(hidden_size=64, intermediate_size=96, head_dim=64, max_position_embeddings=300)
-    gate_up = torch.randn(40, 192).bfloat16()
-    theirs = hf.Qwen3MLP(config).act_fn(gate_up[:, :96]) * gate_up[:, 96:]
-    assert torch.equal(rounding.swiglu(gate_up), theirs)
-    assert not torch.equal(rounding.swiglu(gate_up.float()).bfloat16(), theirs)  # a fused kernel
+class Layer(nn.Module):
+    """With a rotary module that it may share with others."""
 
+    def __init__(self, rotary_emb: nn.Module) -> None:
+        super().__init__()
+        self.rotary_emb = rotary_emb
+
+
+def rotated(kind: type, parameters: dict[str, Any]) -> tuple[Any, Any]:
+    """(ours, transformers') of queries and keys that are parts of one tensor."""
+    layer = loaded(Qwen3ForCausalLM(layer=Layer(kind()))).layer
     positions = torch.tensor([0, 1, 2, 7, 250, 299])
-    q, k = torch.randn(6, 2, 64).bfloat16(), torch.randn(6, 1, 64).bfloat16()
+    both = torch.randn(6, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours = layer.rotary_emb(positions, *both.split((128, 64), -1))
+    q, k = both.view(6, 3, 64).split((2, 1), 1)
+    config = Qwen3Config(head_dim=64, max_position_embeddings=300, rope_parameters=parameters)
     cos, sin = hf.Qwen3RotaryEmbedding(config)(q, positions[None])
     theirs = hf.apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
-    base = config.rope_parameters["rope_theta"]
-    inverse = rounding.inverse_frequencies(base, 64)
-    table = rounding.rotary_table(inverse, 300, torch.bfloat16, torch.device("cpu"))
-    for x, wanted in zip((q, k), theirs, strict=True):
-        ours = rounding.rope(x.flatten(1), *table[:, positions], 64)
-        assert torch.equal(ours.view(x.shape), wanted[0].transpose(0, 1))
+    return ours, [t[0].transpose(0, 1).flatten(1) for t in theirs]
 
 
-def test_heads_are_rotated_in_part() -> None:
-    x, angles = torch.randn(3, 128).bfloat16(), torch.rand(3, 32).bfloat16()
-    ours = rounding.rope(x, angles.cos(), angles.sin(), 64).view(3, 2, 64)
-    assert torch.equal(ours[..., 32:], x.view(3, 2, 64)[..., 32:])
-    whole = rounding.rope(x.view(3, 2, 64)[..., :32].reshape(3, 64), angles.cos(), angles.sin(), 32)
-    assert torch.equal(ours[..., :32], whole.view(3, 2, 32))
+def test_rotary_embeddings_are_those_of_transformers(engine: dict[str, ModuleType]) -> None:
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = plain | {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    with vllm.enable():
+        both = rotated(stub.RotaryEmbedding, plain), rotated(stub.Llama3RotaryEmbedding, scaled)
+    for mine, theirs in both:
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+    assert not torch.equal(both[0][0][0], both[1][0][0])
+
+
+def test_a_rotary_module_that_models_share_stays_vllms_own(engine: dict[str, ModuleType]) -> None:
+    """vLLM keeps one for all models of a process. Layers of one model share a look-up."""
+    shared = stub.RotaryEmbedding()
+    with vllm.enable():
+        model = loaded(Qwen3ForCausalLM(first=Layer(shared), second=Layer(shared)))
+    x, positions = torch.randn(3, 64).bfloat16(), torch.tensor([4, 5, 6])
+    assert shared(positions, x) == "vLLM's own"
+    first, second = model.first.rotary_emb, model.second.rotary_emb
+    assert first is not shared and dict(shared.named_buffers()).keys() == {"cos_sin_cache"}
+    assert first.isobit_rotary_table.data_ptr() == second.isobit_rotary_table.data_ptr()
+    before = first(positions, x)[0]
+    assert torch.equal(second(positions, x)[0], before)
+    positions += 7  # the next forward, in the same memory
+    after = first(positions, x)[0]
+    assert not torch.equal(after, before) and torch.equal(second(positions, x)[0], after)
+    assert torch.equal(second(positions - 7, x)[0], before)  # other positions are looked up
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import torch
 import transformers
 
 import isobit
-from isobit.integrations.vllm import VLLMError, rounding, switch
+from isobit.integrations.vllm import VLLMError, layers, switch
 
 VOCABULARY, NEW = 300, 6
 LENGTHS = (5, 17, 40, 9, 23)
@@ -151,7 +151,8 @@ def one_family(folder, given, more=False):
         report = isobit.integrations.vllm.report()
         print(report)
         assert not report.passed and set(report.calls) == {
-            "isobit.attention", "isobit.det_linear", "isobit.rms_norm", "rope", "swiglu"
+            "isobit.attention", "isobit.det_linear", "isobit.rms_norm", "isobit.rope",
+            "isobit.swiglu",
         }  # fmt: skip
         counts |= controls(llm, given, trainer)
     del llm
@@ -164,17 +165,17 @@ def one_family(folder, given, more=False):
 
 def controls(llm, given, trainer):
     """With the rounding of a fused kernel in one function."""
-    ours, counts = rounding.swiglu, {}
+    ours, counts = layers.swiglu, {}
 
-    def fused(gate_up):
-        return ours(gate_up.float()).to(gate_up.dtype)
+    def fused(gate, up):
+        return ours(gate.float(), up.float()).to(gate.dtype)
 
-    rounding.swiglu = fused
+    layers.swiglu = fused
     try:
         rows = rollout(llm, given)
         counts["control: SwiGLU that rounds once"] = different(rows, trained(trainer, given, rows))
     finally:
-        rounding.swiglu = ours
+        layers.swiglu = ours
     return counts
 
 

@@ -20,6 +20,7 @@ EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 NORM = "vllm.model_executor.layers.layernorm"
 ACTIVATION = "vllm.model_executor.layers.activation"
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
+ROTARY_LLAMA3 = "vllm.model_executor.layers.rotary_embedding.llama3_rope"
 ROTARY_COMMON = "vllm.model_executor.layers.rotary_embedding.common"
 LOGITS = "vllm.model_executor.layers.logits_processor"
 ATTENTION = "vllm.model_executor.layers.attention"
@@ -47,6 +48,7 @@ NAMES: dict[tuple[str, str], str | None] = {
     (NORM, "RMSNorm.forward_native"): "self, x, residual=None",
     (ACTIVATION, "SiluAndMul.forward_cuda"): "self, x",
     (ROTARY, "RotaryEmbedding.forward_native"): "self, positions, query, key=None",
+    (ROTARY_LLAMA3, "Llama3RotaryEmbedding"): None,
     (ROTARY_COMMON, "ApplyRotaryEmb"): None,
     (LOGITS, "LogitsProcessor"): None,
     (ATTENTION, "Attention"): None,
