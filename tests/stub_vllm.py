@@ -4,8 +4,9 @@
 """
 
 import sys
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,10 @@ class ApplyRotaryEmb(CustomOp):
 
 
 class LogitsProcessor(PluggableLayer):
-    soft_cap, scale, head_dtype = None, 1.0, None
+    soft_cap, scale, head_dtype, org_vocab_size = None, 1.0, None, 37
+
+    def forward(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Any:
+        return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)[..., :37]
 
 
 class Attention(nn.Module):
@@ -146,9 +150,48 @@ def register_backend(backend: _Member, class_path: str | None = None, is_mamba: 
     backend.override = class_path
 
 
-class Sampler:
+class Gathered(NamedTuple):
+    logprob_token_ids: Tensor
+    logprobs: Tensor
+    selected_token_ranks: Tensor
+
+
+@dataclass
+class Metadata:
+    """What a sampler is given."""
+
+    temperature: list[float]
+    max_num_logprobs: int | None = 0
+    logprob_token_ids: dict[int, list[int]] | None = None
+
+
+class Sampler(nn.Module):
+    """Takes the most probable token but two, and changes the logits as filters do."""
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: Metadata, predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> Any:  # fmt: skip
+        sampled = logits.topk(3).indices[:, 2]
+        logits.fill_(-torch.inf)
+        return SimpleNamespace(sampled_token_ids=sampled.int()[:, None], logprobs_tensors=None)
+
     @staticmethod
-    def compute_logprobs(logits: Tensor) -> Any: ...
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Gathered:
+        ids = torch.cat((token_ids[:, None], logprobs.topk(num_logprobs).indices), 1)
+        values = logprobs.gather(1, ids)
+        return Gathered(ids.int(), values, (logprobs > values[:, :1]).sum(1) + 1)
+
+    def gather_specific_token_logprobs(
+        self, logprobs: Tensor, logprob_token_ids: dict[int, list[int]], sampled: Tensor
+    ) -> Gathered:
+        chosen = torch.tensor([logprob_token_ids[i] for i in range(len(sampled))])
+        ids = torch.cat((sampled[:, None], chosen), 1)
+        return Gathered(ids.int(), logprobs.gather(1, ids), sampled)
 
 
 class _Platform:
@@ -166,10 +209,23 @@ def runner_class() -> type:
 
     class GPUModelRunner:
         def __init__(self, vllm_config: Any, model: Any) -> None:
-            self.vllm_config, self.given = vllm_config, model
+            self.vllm_config, self.given, self.sampler = vllm_config, model, Sampler()
 
         def load_model(self, load_dummy_weights: bool = False) -> None:
             self.model = self.given
+
+        def step(self, hidden: Tensor, metadata: Metadata, grammar: str | None = None) -> Gathered:
+            """Of requests with these temperatures."""
+            of = {str(i): SimpleNamespace(temperature=t) for i, t in enumerate(metadata.temperature)}
+            self.requests = {i: SimpleNamespace(sampling_params=params) for i, params in of.items()}
+            self.input_batch = SimpleNamespace(req_ids=list(of))
+            self.logits, self.metadata = self.model.logits(self.model.lm_head, hidden), metadata
+            return self.sample_tokens(grammar).logprobs_tensors
+
+        def sample_tokens(self, grammar_output: str | None) -> Any:
+            if grammar_output is not None:
+                self.logits[:, ::2] = -torch.inf
+            return self.sampler(logits=self.logits, sampling_metadata=self.metadata)
 
     return GPUModelRunner
 

@@ -65,11 +65,16 @@ class Qwen3ForCausalLM(nn.Module):
             setattr(self, name, module)
 
 
-def loaded(model: Any, /, **other: Any) -> Any:
-    """A model after vLLM has loaded it."""
+def runner_of(model: Any, /, **other: Any) -> Any:
+    """A model runner that has loaded a model."""
     runner = import_module(versions.GPU_RUNNER).GPUModelRunner(settings(**other), model)
     runner.load_model()
-    return runner.model
+    return runner
+
+
+def loaded(model: Any, /, **other: Any) -> Any:
+    """A model after vLLM has loaded it."""
+    return runner_of(model, **other).model
 
 
 # Versions and names
@@ -80,6 +85,7 @@ def test_what_was_run_is_said_for_every_version(engine: dict[str, ModuleType]) -
         engine["vllm"].__version__ = f"{version}+cpu"  # type: ignore[attr-defined]
         with vllm.enable():
             assert str(vllm.report()).startswith(f"isobit in vLLM {version} ({said})\n  ISOBIT_VLLM=1\n")
+            assert "log-probabilities of isobit.linear_logp" in str(vllm.report())
     assert "not run" in versions.PROVEN["0.26.0"] and "not run on a GPU" in versions.PROVEN["0.32.0"]
 
 
@@ -108,6 +114,8 @@ def test_names_that_are_missing_or_changed_are_listed(engine: dict[str, ModuleTy
 def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, ModuleType]) -> None:
     class GPUModelRunner:
         def load_model(self, load_dummy_weights: bool = False, *, model: Any = None) -> None: ...
+
+        def sample_tokens(self, grammar_output: Any, more: Any = None) -> None: ...
 
     engine[versions.GPU_RUNNER].GPUModelRunner = GPUModelRunner  # type: ignore[attr-defined]
     with vllm.enable():
@@ -167,15 +175,18 @@ def test_the_plugin_does_nothing_unless_it_is_enabled(
         monkeypatch.setenv(variable, value)
         plugin()
         assert vllm.report() is None and state(engine)[:-2] == before[:-2]
-    monkeypatch.setenv(switch.VARIABLE, "1,allow_others")  # of the process that started this one
+    given = switch.Options(allow_others=True, logprobs="log_softmax")
+    monkeypatch.setenv(switch.VARIABLE, given.text())  # of the process that started this one
     plugin()
     plugin()
     patch = switch.SWITCH.patch
-    assert isinstance(patch, switch._Patch) and patch.options == switch.Options(allow_others=True)
+    assert isinstance(patch, switch._Patch) and patch.options == given
+    assert given.text() == "1,allow_others,logprobs=log_softmax" and switch.Options().text() == "1"
     vllm.disable()
-    monkeypatch.setenv(switch.VARIABLE, "yes")
-    with pytest.raises(vllm.VLLMError, match="ISOBIT_VLLM='yes' is not what enable"):
-        plugin()
+    for wrong in ("yes", "1,logprobs", "1,allow_others=1", "1,more"):
+        monkeypatch.setenv(switch.VARIABLE, wrong)
+        with pytest.raises(vllm.VLLMError, match=f"ISOBIT_VLLM='{wrong}' is not what enable"):
+            plugin()
 
 
 def test_another_plugin_is_not_replaced(engine: dict[str, ModuleType]) -> None:
@@ -284,11 +295,93 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
         ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
         ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
+        ({"model": {"logprobs_mode": "processed_logits"}}, "logprobs_mode='processed_logits' returns logits"),
     ],
 )
 def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, reason: str) -> None:
     with vllm.enable(allow_others=True), pytest.raises(vllm.VLLMError, match=re.escape(reason)):
         loaded(Qwen3ForCausalLM(), **wrong)
+
+
+# Log-probabilities
+
+
+def of_trainer(model: Any, hidden: torch.Tensor, ids: torch.Tensor, temperatures: list[float]) -> list[float]:
+    """One row and one temperature at a time, on the real vocabulary of 37 tokens."""
+    logits = isobit.det_linear(hidden, model.lm_head.weight, out_dtype=torch.float32)[:, :37]
+    rows = zip(logits.split(1), ids.split(1), temperatures, strict=True)
+    return [isobit.logp(z, i.flatten(), temperature=t).item() for z, i, t in rows]
+
+
+def test_log_probabilities_are_at_the_temperature_of_each_request(engine: dict[str, ModuleType]) -> None:
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden, given = torch.randn(4, 64).bfloat16(), [0.7, 0.0, 1.3, 0.7]
+    divided = [0.7, 1.0, 1.3, 0.7]  # a greedy request has temperature 1
+    gathered = runner.step(hidden, stub.Metadata(given))
+    ids, values, ranks = gathered
+    assert ranks.tolist() == [3] * 4 and values.shape == (4, 1)
+    assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), divided)
+    for one in (0.7, 0.0):  # requests of one temperature need one call
+        ids, values, _ = runner.step(hidden, stub.Metadata([one] * 4))
+        assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), [one or 1.0] * 4)
+    assert runner.step(hidden, stub.Metadata(given, None)) is None
+
+
+def test_of_several_tokens_the_drawn_one_has_the_bits(engine: dict[str, ModuleType]) -> None:
+    """The most probable ones, or chosen ones; and tokens of a prompt."""
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden, given = torch.randn(2, 64).bfloat16(), [0.7, 1.3]
+    for metadata in (stub.Metadata(given, 4), stub.Metadata(given, 0, {0: [1, 2], 1: [36, 0]})):
+        ids, values, _ = runner.step(hidden, metadata)
+        drawn = of_trainer(runner.model, hidden, ids[:, 0].long(), given)
+        assert values[:, 0].tolist() == drawn
+        everywhere = torch.where(ids == ids[:, :1], torch.tensor(drawn)[:, None], values)
+        assert torch.equal(values, everywhere)  # the drawn token is one of the others, too
+        columns = [of_trainer(runner.model, hidden, column.long(), given) for column in ids.t()]
+        assert torch.allclose(values.t(), torch.tensor(columns), atol=1e-5)
+    prompt = torch.tensor([5, 36])
+    scores = runner.sampler.compute_logprobs(runner.model.logits(runner.model.lm_head, hidden))
+    ids, values, _ = runner.sampler.gather_logprobs(scores, 2, prompt)
+    assert values[:, 0].tolist() == of_trainer(runner.model, hidden, prompt, [1.0, 1.0])
+
+
+def test_where_logits_are_not_enough_hidden_states_are_used(engine: dict[str, ModuleType]) -> None:
+    """After a grammar has changed them, or if `logp` has not the bits of `linear_logp`."""
+    with vllm.enable() as on:
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden = torch.randn(4, 64).bfloat16()
+    ids, values, _ = runner.step(hidden, stub.Metadata([0.7] * 4), "a grammar")
+    assert (ids % 2 == 1).all()
+    wanted = isobit.linear_logp(
+        hidden, runner.model.lm_head.weight, ids[:, 0].long(), temperature=0.7, vocab_size=37
+    )
+    assert torch.equal(values[:, 0], wanted)
+    assert isinstance(on._patch, switch._Patch) and on._patch.calls["isobit.linear_logp"] == 1
+    unchanged = runner.step(hidden, stub.Metadata([0.7] * 4)).logprobs
+    assert not torch.equal(unchanged, values)  # other tokens are drawn without it
+
+
+def test_log_softmax_of_rounded_logits_can_be_kept(engine: dict[str, ModuleType]) -> None:
+    with vllm.enable(logprobs="log_softmax"):
+        assert "log-probabilities of torch.log_softmax, of rounded logits" in str(vllm.report())
+        runner = runner_of(Qwen3ForCausalLM())
+        assert (
+            runner.model.logits(runner.model.lm_head, torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
+        )
+        assert "forward" not in vars(runner.sampler) and "sample_tokens" not in vars(runner)
+    with pytest.raises(isobit.UnsupportedError, match="logprobs='raw' is not one of"):
+        vllm.enable(logprobs="raw")  # type: ignore[arg-type]
+
+
+def test_without_its_lm_head_a_model_keeps_vllms_log_probabilities(engine: dict[str, ModuleType]) -> None:
+    model = Qwen3ForCausalLM()
+    model.lm_head.tp_size = 2
+    with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="keeps vLLM's log-probabilities"):
+        runner = runner_of(model)
+        assert "lm_head is left to vLLM" in str(vllm.report())
+    assert "forward" not in vars(runner.sampler)
 
 
 # Roundings, and pages

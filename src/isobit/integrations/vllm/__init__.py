@@ -11,6 +11,7 @@ that isobit does not serve is refused when it is loaded. See `versions` for what
 versions    which versions of vLLM, and the names in it that are used
 rotary      rotary embeddings, with the roundings and frequencies of transformers
 layers      which modules of a model are served, how, and which are refused
+logprobs    log-probabilities of tokens: those of `isobit.linear_logp`
 attention   `isobit.attention` on vLLM's pages of keys and values
 switch      on, off, the report, and the plugin that worker processes load
 """

@@ -195,8 +195,8 @@ def _turns(module: nn.Module) -> bool:
 # The configuration of an engine
 
 
-def wrong_settings(config: Any) -> Iterator[str]:
-    """What in the configuration of an engine isobit cannot serve."""
+def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
+    """What in the configuration of an engine isobit cannot serve, with these log-probabilities."""
     ranks = config.parallel_config.tensor_parallel_size
     if ranks != 1:
         yield f"tensor_parallel_size={ranks}: sums are split over ranks"
@@ -214,3 +214,6 @@ def wrong_settings(config: Any) -> Iterator[str]:
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
+    mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
+    if logprobs == "linear_logp" and "logits" in mode:
+        yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"

