@@ -45,7 +45,7 @@ def settings(**other: Any) -> Any:
     values = {
         "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
         "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
-        "use_v2_model_runner": False, "graphs": False,
+        "use_v2_model_runner": False, "graphs": False, "additional_config": {},
     }  # fmt: skip
     return SimpleNamespace(**values | other)
 
@@ -249,6 +249,38 @@ def test_a_model_that_is_captured_into_graphs_is_served(engine: dict[str, Module
     assert torch.equal(model.proj(x), isobit.det_linear(x, model.proj.weight)) and on.served == 1
 
 
+def test_compiled_code_has_the_bits_and_its_calls_are_not_counted(engine: dict[str, ModuleType]) -> None:
+    """Traced once, a count would set all counts at every call to what they were then."""
+    compiled = SimpleNamespace(mode=3, cudagraph_mode=2)
+    with vllm.enable() as on:
+        model = loaded(Qwen3ForCausalLM(), compilation_config=compiled, additional_config={"own": 1})
+        assert "not counted: calls in compiled code and replays of CUDA graphs" in str(vllm.report())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y, residual = model.norm(model.proj(x).repeat(1, 2), x)
+        q, _ = model.rotary(positions, y)
+        return model.act(q + residual)
+
+    x, positions = torch.randn(3, 64).bfloat16(), torch.tensor([3, 1, 2])
+    wanted = forward(x)
+    assert on.served == 4
+    traced = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(traced(x), wanted) and on.served == 4
+    model.norm(x)
+    assert torch.equal(traced(x), wanted) and on.served == 5
+
+
+def test_compiled_code_is_not_that_of_an_engine_without_isobit(engine: dict[str, ModuleType]) -> None:
+    """vLLM finds it by a hash of the configuration."""
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM(), additional_config={"own": 1})
+    mark = runner.vllm_config.additional_config
+    assert mark["own"] == 1 and len(mark["isobit"]) == 64
+    runner = runner_of(Qwen3ForCausalLM(), additional_config={"own": 1})
+    assert runner.vllm_config.additional_config == {"own": 1}
+
+
 def test_attributes_that_change_the_result_are_refused(engine: dict[str, ModuleType]) -> None:
     for place, name, value in (
         ("proj", "tp_size", 2), ("norm", "has_weight", False), ("norm", "variance_size_override", 8),
@@ -298,7 +330,10 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"lora_config": object()}, "enable_lora=True"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"compilation_config": SimpleNamespace(mode=3)}, "pass enforce_eager=True, or for CUDA graphs"),
+        (
+            {"compilation_config": SimpleNamespace(mode=3), "additional_config": object()},
+            "additional_config is no dictionary",
+        ),
         ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
         ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),

@@ -199,7 +199,14 @@ def main():
         vr.free()
         say("chunks of 16 tokens, and a cold and a warm prefix cache: the same bits")
 
-        refused("enforce_eager=True", folder=qwen, enforce_eager=False)
+        llm = engine(qwen, enforce_eager=False)
+        assert different(vr.rollout(llm, given), greedy) == 0
+        report = isobit.integrations.vllm.report()
+        assert report.uncounted == ["compiled code"], report.uncounted
+        del llm
+        vr.free()
+        say("compiled by inductor: the same bits")
+
         refused("float32", folder=qwen, dtype="float32")
         refused("logprobs_mode='raw_logits'", folder=qwen, logprobs_mode="raw_logits")
         gemma = saved("Gemma", folder)

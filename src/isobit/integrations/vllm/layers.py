@@ -7,8 +7,10 @@ A class that is not in `_KINDS` and that computes something (it has weights, or 
 named and refused. Classes that only call others are left.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -206,11 +208,8 @@ def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
         yield "enable_lora=True: adapters are computed by vLLM's own kernels"
     if config.speculative_config is not None:
         yield "speculative decoding has its own log-probabilities"
-    if int(config.compilation_config.mode or 0) != 0:
-        yield (
-            "the model would be compiled, which drops roundings: pass enforce_eager=True, or for CUDA graphs "
-            'compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
-        )
+    if _is_compiled(config) and not isinstance(config.additional_config, dict):
+        yield "additional_config is no dictionary, and compiled code is kept by it: pass enforce_eager=True"
     if getattr(config, "use_v2_model_runner", False):
         yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
     if not getattr(config.model_config, "disable_cascade_attn", True):
@@ -220,3 +219,24 @@ def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
     if logprobs == "linear_logp" and "logits" in mode:
         yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"
+
+
+def _is_compiled(config: Any) -> bool:
+    return int(config.compilation_config.mode or 0) != 0
+
+
+def without_python(config: Any) -> Iterator[str]:
+    """Where an engine makes calls that Python does not see."""
+    if _is_compiled(config):
+        yield "compiled code"
+    if getattr(config.compilation_config, "cudagraph_mode", None):
+        yield "replays of CUDA graphs"
+
+
+def separate_caches(config: Any) -> None:
+    """vLLM keeps compiled code on disk, by a hash of the configuration. The modules that it was traced from
+    are not in it: without this, an engine would run code that was compiled without isobit."""
+    if isinstance(config.additional_config, dict):
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        text = b"".join(path.read_bytes() for path in files)
+        config.additional_config = {**config.additional_config, "isobit": hashlib.sha256(text).hexdigest()}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
+
 from isobit.frame.backend import UnsupportedError
 from isobit.integrations.hf.errors import by_reason
 from isobit.integrations.patch import Enabled, Patch, Switch
@@ -68,7 +70,8 @@ class Report:
     variables: dict[str, str]  # of the environment, that enable() has set
     logprobs: str  # by which function the log-probabilities of tokens are computed
     models: list[str]  # loaded since, with their modules that are served, by class
-    calls: dict[str, int]  # that were served
+    calls: dict[str, int]  # that were served, by Python
+    uncounted: list[str]  # where calls are made without Python: in compiled code, in replays of CUDA graphs
     passed: dict[str, str]  # modules left to vLLM, with reasons: only with allow_others=True
 
     def __str__(self) -> str:
@@ -77,6 +80,8 @@ class Report:
         lines.append(f"  log-probabilities of {self.logprobs}")
         lines += [f"  {model}" for model in self.models]
         lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
+        if self.uncounted:
+            lines.append(f"  not counted: calls in {' and '.join(self.uncounted)}")
         if self.passed:
             lines.append(f"  LEFT TO vLLM, bits may depend on the batch: {by_reason(self.passed)}")
         return "\n".join(lines)
@@ -89,6 +94,7 @@ class _Patch(Patch):
     options: Options
     calls: Counter[str] = field(default_factory=Counter)
     models: list[str] = field(default_factory=list)
+    uncounted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     undos: list[Callable[[], None]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
@@ -115,6 +121,8 @@ class _Patch(Patch):
             self.undos.pop()()
 
     def count(self, what: str) -> None:
+        if torch.compiler.is_compiling():  # a trace would set the numbers of today at every call
+            return
         self.served += 1
         self.calls[what] += 1
 
@@ -141,7 +149,10 @@ class _Patch(Patch):
     def _loading(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._check_settings(runner.vllm_config)
+            config = runner.vllm_config
+            self._check_settings(config)
+            layers.separate_caches(config)
+            self.uncounted += [each for each in layers.without_python(config) if each not in self.uncounted]
             result = theirs(runner, *args, **kwargs)
             self.admit(runner, runner.get_model())  # runner.model may be a graph of it
             return result
@@ -184,7 +195,7 @@ class _Patch(Patch):
         return Report(
             self.version, PROVEN.get(self.version, "not tried"), dict(self.variables),
             "isobit.linear_logp" if own else "torch.log_softmax, of rounded logits", list(self.models),
-            dict(self.calls), dict(self.left),
+            dict(self.calls), list(self.uncounted), dict(self.left),
         )  # fmt: skip
 
 
