@@ -56,6 +56,20 @@ def paged(page: int, D: int) -> dict[str, Any]:
     return args
 
 
+def captured() -> dict[str, Any]:
+    """As a CUDA graph replays it: room for many more keys than there are, and two rows that are padding.
+    These have no keys, and anything in their tables and queries."""
+    args, page, room = made(4, 1, 64, 4, 2, 64), 64, 640
+    table = torch.full((4, room // page), -(1 << 30), dtype=torch.int32)
+    table[0, :2], table[2, :3], table[3] = ints(4, 1), ints(0, 3, 2), 1 << 30
+    args["q"][1], args["q"][3] = NAN, NAN
+    args |= {"block_table": table, "key_end": ints(77, 0, 192, 0)}
+    for name in ("k", "v"):
+        args[name] = torch.cat([args[name], args[name][:1].flip(1)])  # five pages
+        args[name][1, 77 - page :] = NAN
+    return args
+
+
 def bounded(args: dict[str, Any]) -> dict[str, Any]:
     """Values outside the bounds may be anything."""
     for b, (first, end) in enumerate(zip(args["key_start"].tolist(), args["key_end"].tolist(), strict=True)):
@@ -81,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer keys than queries": bounded(made(1, 7, 150, 1, 1, 64, key_start=ints(0), key_end=ints(3))),
     "blocks of 64 and a tile of 32": made(1, 9, 200, 2, 1, 256),
     "an infinite value": infinite(made(1, 1, 300, 2, 1, 64)),
+    "a graph": captured(),
     "pages of 16": paged(16, 80),
     "pages of 48": paged(48, 64),
     "pages of a block": paged(64, 64),
@@ -92,7 +107,7 @@ def bits() -> None:
     """Those of the model: a program for every segment, and one for all."""
     for what, args in CASES.items():
         wanted = model.attention(segment=128, block=64, **args)
-        for many in (1024, 1) if what in ("several queries", "window") else (1,):
+        for many in (1024, 1) if what in ("several queries", "window", "a graph") else (1,):
             kernels_hopper_decode.MANY_PROGRAMS = many
             same(f"{what}, {many}", on_a_cpu(args), wanted)
     args = made(1, 9, 400, 4, 1, 128)
@@ -143,8 +158,9 @@ def folds() -> None:
             out, lse = torch.full((rows, D), NAN), torch.full((rows,), NAN)
             sums, states = (torch.from_numpy(x[:, order].copy()) for x in (np.stack((m, s), -1), acc))
             constants = {"H": rows, "D": D, "DP": 128, "AT_ONCE": kernels_triton.STATES_AT_ONCE}
-            given = (sums, states, out, lse, 1, sums.shape[1], float(c))
-            run(kernels_triton.fold_kernel, (rows,), *given, **constants, EARLY=False, num_warps=1)
+            constants |= {"SEGMENT": 128, "WINDOWED": False, "EARLY": False, "ALL": True}
+            given = (sums, states, out, lse, None, None, 1, 128 * segments, 0, sums.shape[1], float(c))
+            run(kernels_triton.fold_kernel, (rows,), *given, **constants, num_warps=1)
             return out, lse
 
         M, L, total = (np.full(n, x, np.float32) for n, x in ((rows, -np.inf), (rows, 0), ((rows, D), 0)))

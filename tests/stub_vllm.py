@@ -4,14 +4,17 @@
 """
 
 import sys
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isobit.integrations.vllm import versions as v
 
+BACKEND = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
 
 
@@ -72,9 +75,20 @@ class SiluAndMul(CustomOp):
 
 
 class RotaryEmbedding(CustomOp):
-    head_size, rotary_dim, max_position_embeddings, base, is_neox_style = 64, 64, 32, 10000.0, True
+    head_size, rotary_dim, max_position_embeddings, base, is_neox_style = 64, 64, 300, 10000.0, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.zeros(300, 64).bfloat16(), persistent=False)
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return "vLLM's own"
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any: ...
+
+
+class Llama3RotaryEmbedding(RotaryEmbedding):
+    scaling_factor, low_freq_factor, high_freq_factor, orig_max_position = 8.0, 1.0, 4.0, 64
 
 
 class ApplyRotaryEmb(CustomOp):
@@ -82,7 +96,10 @@ class ApplyRotaryEmb(CustomOp):
 
 
 class LogitsProcessor(PluggableLayer):
-    soft_cap, scale, head_dtype = None, 1.0, None
+    soft_cap, scale, head_dtype, org_vocab_size = None, 1.0, None, 37
+
+    def forward(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Any:
+        return lm_head.quant_method.apply(lm_head, hidden_states, bias=embedding_bias)[..., :37]
 
 
 class Attention(nn.Module):
@@ -110,6 +127,21 @@ class FlashAttentionBackend:
     pass
 
 
+class FlashAttentionMetadataBuilder:
+    aot_schedule = True
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """All of it, as far as attention needs it."""
+        return SimpleNamespace(**vars(common_attn_metadata), schedule=self.aot_schedule)
+
+
+class AttentionCGSupport(Enum):
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+
+
 class FusedMoE(PluggableLayer):
     def __init__(self) -> None:
         super().__init__()
@@ -135,9 +167,48 @@ def register_backend(backend: _Member, class_path: str | None = None, is_mamba: 
     backend.override = class_path
 
 
-class Sampler:
+class Gathered(NamedTuple):
+    logprob_token_ids: Tensor
+    logprobs: Tensor
+    selected_token_ranks: Tensor
+
+
+@dataclass
+class Metadata:
+    """What a sampler is given."""
+
+    temperature: list[float]
+    max_num_logprobs: int | None = 0
+    logprob_token_ids: dict[int, list[int]] | None = None
+
+
+class Sampler(nn.Module):
+    """Takes the most probable token but two, and changes the logits as filters do."""
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: Metadata, predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> Any:  # fmt: skip
+        sampled = logits.topk(3).indices[:, 2]
+        logits.fill_(-torch.inf)
+        return SimpleNamespace(sampled_token_ids=sampled.int()[:, None], logprobs_tensors=None)
+
     @staticmethod
-    def compute_logprobs(logits: Tensor) -> Any: ...
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Gathered:
+        ids = torch.cat((token_ids[:, None], logprobs.topk(num_logprobs).indices), 1)
+        values = logprobs.gather(1, ids)
+        return Gathered(ids.int(), values, (logprobs > values[:, :1]).sum(1) + 1)
+
+    def gather_specific_token_logprobs(
+        self, logprobs: Tensor, logprob_token_ids: dict[int, list[int]], sampled: Tensor
+    ) -> Gathered:
+        chosen = torch.tensor([logprob_token_ids[i] for i in range(len(sampled))])
+        ids = torch.cat((sampled[:, None], chosen), 1)
+        return Gathered(ids.int(), logprobs.gather(1, ids), sampled)
 
 
 class _Platform:
@@ -150,20 +221,40 @@ class _Platform:
         return True
 
 
+class Graph:
+    """In front of a model: replays the kernels of its forward."""
+
+    def __init__(self, runnable: Any) -> None:
+        self.runnable = runnable
+
+
 def runner_class() -> type:
     """A fresh one for each test: isobit replaces its load_model."""
 
     class GPUModelRunner:
         def __init__(self, vllm_config: Any, model: Any) -> None:
-            self.vllm_config, self.given = vllm_config, model
+            self.vllm_config, self.given, self.sampler = vllm_config, model, Sampler()
 
         def load_model(self, load_dummy_weights: bool = False) -> None:
-            self.model = self.given
+            self.model = Graph(self.given) if self.vllm_config.graphs else self.given
+
+        def get_model(self) -> Any:
+            return self.model.runnable if isinstance(self.model, Graph) else self.model
+
+        def step(self, hidden: Tensor, metadata: Metadata, grammar: str | None = None) -> Gathered:
+            """Of requests with these temperatures."""
+            of = {str(i): SimpleNamespace(temperature=t) for i, t in enumerate(metadata.temperature)}
+            self.requests = {i: SimpleNamespace(sampling_params=params) for i, params in of.items()}
+            self.input_batch = SimpleNamespace(req_ids=list(of))
+            self.logits, self.metadata = self.model.logits(self.model.lm_head, hidden), metadata
+            return self.sample_tokens(grammar).logprobs_tensors
+
+        def sample_tokens(self, grammar_output: str | None) -> Any:
+            if grammar_output is not None:
+                self.logits[:, ::2] = -torch.inf
+            return self.sampler(logits=self.logits, sampling_metadata=self.metadata)
 
     return GPUModelRunner
-
-
-def _setup_triton_jit_hook() -> None: ...
 
 
 def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
@@ -181,14 +272,19 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         v.NORM: {"RMSNorm": RMSNorm},
         v.ACTIVATION: {"SiluAndMul": SiluAndMul},
         v.ROTARY: {"RotaryEmbedding": RotaryEmbedding},
+        v.ROTARY_LLAMA3: {"Llama3RotaryEmbedding": Llama3RotaryEmbedding},
         v.ROTARY_COMMON: {"ApplyRotaryEmb": ApplyRotaryEmb},
         v.LOGITS: {"LogitsProcessor": LogitsProcessor},
         v.ATTENTION: {"Attention": Attention},
         v.REGISTRY: {"register_backend": register_backend, "AttentionBackendEnum": enum},
         v.SAMPLER: {"Sampler": Sampler},
-        v.JIT_MONITOR: {"_setup_triton_jit_hook": _setup_triton_jit_hook},
         v.GPU_RUNNER: {"GPUModelRunner": runner_class()},
-        FLASH: {"FlashAttentionImpl": FlashAttentionImpl, "FlashAttentionBackend": FlashAttentionBackend},
+        BACKEND: {"AttentionCGSupport": AttentionCGSupport},
+        FLASH: {
+            "FlashAttentionImpl": FlashAttentionImpl,
+            "FlashAttentionBackend": FlashAttentionBackend,
+            "FlashAttentionMetadataBuilder": FlashAttentionMetadataBuilder,
+        },
     }
     made: dict[str, ModuleType] = {}
     for name, content in contents.items():

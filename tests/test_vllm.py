@@ -19,8 +19,7 @@ from transformers.models.qwen3 import modeling_qwen3 as hf
 import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
-from isobit.integrations.vllm import attention as paged
-from isobit.integrations.vllm import layers, rounding, switch, versions
+from isobit.integrations.vllm import layers, switch, versions
 
 ROOT = Path(__file__).parent.parent
 VARIABLES = (switch.VARIABLE, switch.RUNNER)
@@ -46,7 +45,7 @@ def settings(**other: Any) -> Any:
     values = {
         "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
         "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
-        "use_v2_model_runner": False,
+        "use_v2_model_runner": False, "graphs": False, "additional_config": {},
     }  # fmt: skip
     return SimpleNamespace(**values | other)
 
@@ -65,11 +64,16 @@ class Qwen3ForCausalLM(nn.Module):
             setattr(self, name, module)
 
 
-def loaded(model: Any, /, **other: Any) -> Any:
-    """A model after vLLM has loaded it."""
+def runner_of(model: Any, /, **other: Any) -> Any:
+    """A model runner that has loaded a model."""
     runner = import_module(versions.GPU_RUNNER).GPUModelRunner(settings(**other), model)
     runner.load_model()
-    return runner.model
+    return runner
+
+
+def loaded(model: Any, /, **other: Any) -> Any:
+    """A model after vLLM has loaded it."""
+    return runner_of(model, **other).model
 
 
 # Versions and names
@@ -80,6 +84,7 @@ def test_what_was_run_is_said_for_every_version(engine: dict[str, ModuleType]) -
         engine["vllm"].__version__ = f"{version}+cpu"  # type: ignore[attr-defined]
         with vllm.enable():
             assert str(vllm.report()).startswith(f"isobit in vLLM {version} ({said})\n  ISOBIT_VLLM=1\n")
+            assert "log-probabilities of isobit.linear_logp" in str(vllm.report())
     assert "not run" in versions.PROVEN["0.26.0"] and "not run on a GPU" in versions.PROVEN["0.32.0"]
 
 
@@ -109,6 +114,10 @@ def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, Module
     class GPUModelRunner:
         def load_model(self, load_dummy_weights: bool = False, *, model: Any = None) -> None: ...
 
+        def get_model(self) -> None: ...
+
+        def sample_tokens(self, grammar_output: Any, more: Any = None) -> None: ...
+
     engine[versions.GPU_RUNNER].GPUModelRunner = GPUModelRunner  # type: ignore[attr-defined]
     with vllm.enable():
         pass
@@ -128,7 +137,6 @@ def state(engine: dict[str, ModuleType]) -> list[Any]:
     flash = engine[versions.REGISTRY].AttentionBackendEnum["FLASH_ATTN"]
     functions = [
         engine[versions.GPU_RUNNER].GPUModelRunner.load_model,
-        engine[versions.JIT_MONITOR]._setup_triton_jit_hook,
         stub.UnquantizedLinearMethod.process_weights_after_loading,
     ]
     return [flash.get_path(), *functions, *map(os.environ.get, VARIABLES)]
@@ -140,7 +148,7 @@ def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPat
     with vllm.enable() as on:
         enabled = state(engine)
         assert enabled[0] == switch.BACKENDS["cuda"][1] and enabled[-2:] == ["1", "0"]
-        assert enabled[1] is not before[1] and enabled[2] is not before[2]
+        assert enabled[1] is not before[1]
         with vllm.enable():
             vllm.load_plugin()  # vLLM loads it in this process, too
         assert state(engine) == enabled  # an inner block changes nothing
@@ -167,15 +175,18 @@ def test_the_plugin_does_nothing_unless_it_is_enabled(
         monkeypatch.setenv(variable, value)
         plugin()
         assert vllm.report() is None and state(engine)[:-2] == before[:-2]
-    monkeypatch.setenv(switch.VARIABLE, "1,allow_others")  # of the process that started this one
+    given = switch.Options(allow_others=True, logprobs="log_softmax")
+    monkeypatch.setenv(switch.VARIABLE, given.text())  # of the process that started this one
     plugin()
     plugin()
     patch = switch.SWITCH.patch
-    assert isinstance(patch, switch._Patch) and patch.options == switch.Options(allow_others=True)
+    assert isinstance(patch, switch._Patch) and patch.options == given
+    assert given.text() == "1,allow_others,logprobs=log_softmax" and switch.Options().text() == "1"
     vllm.disable()
-    monkeypatch.setenv(switch.VARIABLE, "yes")
-    with pytest.raises(vllm.VLLMError, match="ISOBIT_VLLM='yes' is not what enable"):
-        plugin()
+    for wrong in ("yes", "1,logprobs", "1,allow_others=1", "1,more"):
+        monkeypatch.setenv(switch.VARIABLE, wrong)
+        with pytest.raises(vllm.VLLMError, match=f"ISOBIT_VLLM='{wrong}' is not what enable"):
+            plugin()
 
 
 def test_another_plugin_is_not_replaced(engine: dict[str, ModuleType]) -> None:
@@ -199,12 +210,12 @@ def test_every_module_is_served_and_counted(engine: dict[str, ModuleType]) -> No
     assert torch.equal(model.norm(x), isobit.rms_norm(x, model.norm.weight))
     out, summed = model.norm(x, x)
     assert torch.equal(summed, x + x) and torch.equal(out, isobit.rms_norm(x + x, model.norm.weight))
-    assert torch.equal(model.act(x), rounding.swiglu(x))
+    assert torch.equal(model.act(x), nn.functional.silu(x[:, :32]) * x[:, 32:])
     assert model.rotary(torch.arange(3), x)[1] is None
     assert on.served == 6  # the engine keeps what it was made with, and counts
     patch = on._patch
     assert isinstance(patch, switch._Patch)
-    assert patch.calls == {"isobit.det_linear": 2, "isobit.rms_norm": 2, "swiglu": 1, "rope": 1}
+    assert patch.calls == {"isobit.det_linear": 2, "isobit.rms_norm": 2, "isobit.swiglu": 1, "isobit.rope": 1}
     assert loaded(Qwen3ForCausalLM()).proj(x).dtype == x.dtype and on.served == 6  # a new one is vLLM's own
 
 
@@ -228,6 +239,46 @@ def test_a_module_that_is_not_served_is_named(engine: dict[str, ModuleType], oth
         loaded(Qwen3ForCausalLM(other=other()))
         assert sum(on.passed.values()) == 1
         assert "LEFT TO vLLM" in str(vllm.report()) and reason in str(vllm.report())
+
+
+def test_a_model_that_is_captured_into_graphs_is_served(engine: dict[str, ModuleType]) -> None:
+    """vLLM then has a wrapper in its place, which is no module."""
+    with vllm.enable() as on:
+        model = loaded(Qwen3ForCausalLM(), model={"enforce_eager": False}, graphs=True).runnable
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(model.proj(x), isobit.det_linear(x, model.proj.weight)) and on.served == 1
+
+
+def test_compiled_code_has_the_bits_and_its_calls_are_not_counted(engine: dict[str, ModuleType]) -> None:
+    """Traced once, a count would set all counts at every call to what they were then."""
+    compiled = SimpleNamespace(mode=3, cudagraph_mode=2)
+    with vllm.enable() as on:
+        model = loaded(Qwen3ForCausalLM(), compilation_config=compiled, additional_config={"own": 1})
+        assert "not counted: calls in compiled code and replays of CUDA graphs" in str(vllm.report())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y, residual = model.norm(model.proj(x).repeat(1, 2), x)
+        q, _ = model.rotary(positions, y)
+        return model.act(q + residual)
+
+    x, positions = torch.randn(3, 64).bfloat16(), torch.tensor([3, 1, 2])
+    wanted = forward(x)
+    assert on.served == 4
+    traced = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(traced(x), wanted) and on.served == 4
+    model.norm(x)
+    assert torch.equal(traced(x), wanted) and on.served == 5
+
+
+def test_compiled_code_is_not_that_of_an_engine_without_isobit(engine: dict[str, ModuleType]) -> None:
+    """vLLM finds it by a hash of the configuration."""
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM(), additional_config={"own": 1})
+    mark = runner.vllm_config.additional_config
+    assert mark["own"] == 1 and len(mark["isobit"]) == 64
+    runner = runner_of(Qwen3ForCausalLM(), additional_config={"own": 1})
+    assert runner.vllm_config.additional_config == {"own": 1}
 
 
 def test_attributes_that_change_the_result_are_refused(engine: dict[str, ModuleType]) -> None:
@@ -279,11 +330,14 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size"),
         ({"lora_config": object()}, "enable_lora=True"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"compilation_config": SimpleNamespace(mode=3)}, "pass enforce_eager=True"),
-        ({"model": {"enforce_eager": False}}, "pass enforce_eager=True"),
+        (
+            {"compilation_config": SimpleNamespace(mode=3), "additional_config": object()},
+            "additional_config is no dictionary",
+        ),
         ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
         ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
+        ({"model": {"logprobs_mode": "processed_logits"}}, "logprobs_mode='processed_logits' returns logits"),
     ],
 )
 def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, reason: str) -> None:
@@ -291,62 +345,137 @@ def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, re
         loaded(Qwen3ForCausalLM(), **wrong)
 
 
-# Roundings, and pages
+# Log-probabilities
 
 
-def test_roundings_are_those_of_transformers() -> None:
-    config = Qwen3Config(hidden_size=64, intermediate_size=96, head_dim=64, max_position_embeddings=300)
-    gate_up = torch.randn(40, 192).bfloat16()
-    theirs = hf.Qwen3MLP(config).act_fn(gate_up[:, :96]) * gate_up[:, 96:]
-    assert torch.equal(rounding.swiglu(gate_up), theirs)
-    assert not torch.equal(rounding.swiglu(gate_up.float()).bfloat16(), theirs)  # a fused kernel
+def of_trainer(model: Any, hidden: torch.Tensor, ids: torch.Tensor, temperatures: list[float]) -> list[float]:
+    """One row and one temperature at a time, on the real vocabulary of 37 tokens."""
+    logits = isobit.det_linear(hidden, model.lm_head.weight, out_dtype=torch.float32)[:, :37]
+    rows = zip(logits.split(1), ids.split(1), temperatures, strict=True)
+    return [isobit.logp(z, i.flatten(), temperature=t).item() for z, i, t in rows]
 
+
+def test_log_probabilities_are_at_the_temperature_of_each_request(engine: dict[str, ModuleType]) -> None:
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden, given = torch.randn(4, 64).bfloat16(), [0.7, 0.0, 1.3, 0.7]
+    divided = [0.7, 1.0, 1.3, 0.7]  # a greedy request has temperature 1
+    gathered = runner.step(hidden, stub.Metadata(given))
+    ids, values, ranks = gathered
+    assert ranks.tolist() == [3] * 4 and values.shape == (4, 1)
+    assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), divided)
+    for one in (0.7, 0.0):  # requests of one temperature need one call
+        ids, values, _ = runner.step(hidden, stub.Metadata([one] * 4))
+        assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), [one or 1.0] * 4)
+    assert runner.step(hidden, stub.Metadata(given, None)) is None
+
+
+def test_of_several_tokens_the_drawn_one_has_the_bits(engine: dict[str, ModuleType]) -> None:
+    """The most probable ones, or chosen ones; and tokens of a prompt."""
+    with vllm.enable():
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden, given = torch.randn(2, 64).bfloat16(), [0.7, 1.3]
+    for metadata in (stub.Metadata(given, 4), stub.Metadata(given, 0, {0: [1, 2], 1: [36, 0]})):
+        ids, values, _ = runner.step(hidden, metadata)
+        drawn = of_trainer(runner.model, hidden, ids[:, 0].long(), given)
+        assert values[:, 0].tolist() == drawn
+        everywhere = torch.where(ids == ids[:, :1], torch.tensor(drawn)[:, None], values)
+        assert torch.equal(values, everywhere)  # the drawn token is one of the others, too
+        columns = [of_trainer(runner.model, hidden, column.long(), given) for column in ids.t()]
+        assert torch.allclose(values.t(), torch.tensor(columns), atol=1e-5)
+    prompt = torch.tensor([5, 36])
+    scores = runner.sampler.compute_logprobs(runner.model.logits(runner.model.lm_head, hidden))
+    ids, values, _ = runner.sampler.gather_logprobs(scores, 2, prompt)
+    assert values[:, 0].tolist() == of_trainer(runner.model, hidden, prompt, [1.0, 1.0])
+
+
+def test_where_logits_are_not_enough_hidden_states_are_used(engine: dict[str, ModuleType]) -> None:
+    """After a grammar has changed them, or if `logp` has not the bits of `linear_logp`."""
+    with vllm.enable() as on:
+        runner = runner_of(Qwen3ForCausalLM())
+    hidden = torch.randn(4, 64).bfloat16()
+    ids, values, _ = runner.step(hidden, stub.Metadata([0.7] * 4), "a grammar")
+    assert (ids % 2 == 1).all()
+    wanted = isobit.linear_logp(
+        hidden, runner.model.lm_head.weight, ids[:, 0].long(), temperature=0.7, vocab_size=37
+    )
+    assert torch.equal(values[:, 0], wanted)
+    assert isinstance(on._patch, switch._Patch) and on._patch.calls["isobit.linear_logp"] == 1
+    unchanged = runner.step(hidden, stub.Metadata([0.7] * 4)).logprobs
+    assert not torch.equal(unchanged, values)  # other tokens are drawn without it
+
+
+def test_log_softmax_of_rounded_logits_can_be_kept(engine: dict[str, ModuleType]) -> None:
+    with vllm.enable(logprobs="log_softmax"):
+        assert "log-probabilities of torch.log_softmax, of rounded logits" in str(vllm.report())
+        runner = runner_of(Qwen3ForCausalLM())
+        assert (
+            runner.model.logits(runner.model.lm_head, torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
+        )
+        assert "forward" not in vars(runner.sampler) and "sample_tokens" not in vars(runner)
+    with pytest.raises(isobit.UnsupportedError, match="logprobs='raw' is not one of"):
+        vllm.enable(logprobs="raw")  # type: ignore[arg-type]
+
+
+def test_without_its_lm_head_a_model_keeps_vllms_log_probabilities(engine: dict[str, ModuleType]) -> None:
+    model = Qwen3ForCausalLM()
+    model.lm_head.tp_size = 2
+    with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="keeps vLLM's log-probabilities"):
+        runner = runner_of(model)
+        assert "lm_head is left to vLLM" in str(vllm.report())
+    assert "forward" not in vars(runner.sampler)
+
+
+# Roundings
+
+
+class Layer(nn.Module):
+    """With a rotary module that it may share with others."""
+
+    def __init__(self, rotary_emb: nn.Module) -> None:
+        super().__init__()
+        self.rotary_emb = rotary_emb
+
+
+def rotated(kind: type, parameters: dict[str, Any]) -> tuple[Any, Any]:
+    """(ours, transformers') of queries and keys that are parts of one tensor."""
+    layer = loaded(Qwen3ForCausalLM(layer=Layer(kind()))).layer
     positions = torch.tensor([0, 1, 2, 7, 250, 299])
-    q, k = torch.randn(6, 2, 64).bfloat16(), torch.randn(6, 1, 64).bfloat16()
+    both = torch.randn(6, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours = layer.rotary_emb(positions, *both.split((128, 64), -1))
+    q, k = both.view(6, 3, 64).split((2, 1), 1)
+    config = Qwen3Config(head_dim=64, max_position_embeddings=300, rope_parameters=parameters)
     cos, sin = hf.Qwen3RotaryEmbedding(config)(q, positions[None])
     theirs = hf.apply_rotary_pos_emb(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
-    base = config.rope_parameters["rope_theta"]
-    inverse = rounding.inverse_frequencies(base, 64)
-    table = rounding.rotary_table(inverse, 300, torch.bfloat16, torch.device("cpu"))
-    for x, wanted in zip((q, k), theirs, strict=True):
-        ours = rounding.rope(x.flatten(1), *table[:, positions], 64)
-        assert torch.equal(ours.view(x.shape), wanted[0].transpose(0, 1))
+    return ours, [t[0].transpose(0, 1).flatten(1) for t in theirs]
 
 
-def test_heads_are_rotated_in_part() -> None:
-    x, angles = torch.randn(3, 128).bfloat16(), torch.rand(3, 32).bfloat16()
-    ours = rounding.rope(x, angles.cos(), angles.sin(), 64).view(3, 2, 64)
-    assert torch.equal(ours[..., 32:], x.view(3, 2, 64)[..., 32:])
-    whole = rounding.rope(x.view(3, 2, 64)[..., :32].reshape(3, 64), angles.cos(), angles.sin(), 32)
-    assert torch.equal(ours[..., :32], whole.view(3, 2, 32))
+def test_rotary_embeddings_are_those_of_transformers(engine: dict[str, ModuleType]) -> None:
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = plain | {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    with vllm.enable():
+        both = rotated(stub.RotaryEmbedding, plain), rotated(stub.Llama3RotaryEmbedding, scaled)
+    for mine, theirs in both:
+        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+    assert not torch.equal(both[0][0][0], both[1][0][0])
 
 
-@pytest.mark.parametrize(
-    ("given", "window"), [((-1, -1), None), (-1, None), (None, None), ((6, 0), 7), (7, 7)]
-)
-def test_attention_reads_pages(given: Any, window: int | None) -> None:
-    """Two sequences, of 20 and 5 keys with their last 3 and 5 as queries, in pages of 16 in any order."""
-    served = paged.Served()
-    served.head_size, served.scale, served.sliding_window, served.logits_soft_cap = 64, 0.1, given, 0
-    calls: list[str] = []
-    served.count = calls.append
-    lengths, queries, table = (20, 5), (3, 5), [[4, 1], [2, 0]]
-    sequences = [torch.randn(2, n, 1, 64).bfloat16() for n in lengths]  # keys and values
-    cache = torch.full((5, 1, 16, 128), torch.nan).bfloat16()
-    for pages, (k, v) in zip(table, sequences, strict=True):
-        for i in range(len(k)):
-            cache[pages[i // 16], :, i % 16] = torch.cat((k[i], v[i]), -1)
-    q, out = torch.randn(8, 2, 64).bfloat16(), torch.zeros(9, 2, 64).bfloat16()  # one more for padding
-    metadata = SimpleNamespace(
-        num_actual_tokens=8, query_start_loc=torch.tensor([0, 3, 8], dtype=torch.int32), causal=True,
-        seq_lens=torch.tensor([20, 5], dtype=torch.int32), block_table=torch.tensor(table, dtype=torch.int32),
-    )  # fmt: skip
-    assert served.forward(None, q, q, q, cache, metadata, out) is out and calls == ["isobit.attention"]
-    for own, (k, v), mine in zip(q.split(queries), sequences, out[:8].split(queries), strict=True):
-        wanted = isobit.attention(own[None], k[None], v[None], scale=0.1, window=window)[0]
-        assert torch.equal(mine, wanted)
-    assert not out[8].any()
-    assert not served.forward(None, q, q, q, cache, None, out).any()  # a run that only measures memory
-    for name, value in (("use_cascade", True), ("causal", False), ("dynamic_causal", torch.ones(2))):
-        with pytest.raises(vllm.VLLMError):
-            served.forward(None, q, q, q, cache, SimpleNamespace(**vars(metadata) | {name: value}), out)
+def test_a_rotary_module_that_models_share_stays_vllms_own(engine: dict[str, ModuleType]) -> None:
+    """vLLM keeps one for all models of a process. Layers of one model share a look-up."""
+    shared = stub.RotaryEmbedding()
+    with vllm.enable():
+        model = loaded(Qwen3ForCausalLM(first=Layer(shared), second=Layer(shared)))
+    x, positions = torch.randn(3, 64).bfloat16(), torch.tensor([4, 5, 6])
+    assert shared(positions, x) == "vLLM's own"
+    first, second = model.first.rotary_emb, model.second.rotary_emb
+    assert first is not shared and dict(shared.named_buffers()).keys() == {"cos_sin_cache"}
+    assert first.isobit_rotary_table.data_ptr() == second.isobit_rotary_table.data_ptr()
+    before = first(positions, x)[0]
+    assert torch.equal(second(positions, x)[0], before)
+    positions += 7  # the next forward, in the same memory
+    after = first(positions, x)[0]
+    assert not torch.equal(after, before) and torch.equal(second(positions, x)[0], after)
+    assert torch.equal(second(positions - 7, x)[0], before)  # other positions are looked up

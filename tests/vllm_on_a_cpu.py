@@ -5,30 +5,26 @@ Tiny models in bf16 with random weights. What must hold:
 - every module is served, and no call is left to vLLM
 - log-probabilities have the same bits in a batch and alone, with prompts in one piece and in chunks, with a
   cold and a warm prefix cache
-- they have the bits of a transformers model under `zero_drift`, one forward of one row
+- they have the bits of a transformers model under `zero_drift`, one forward of one row: of generated tokens
+  at the temperature of their request, whatever top-k, top-p and penalties are, and of prompts; also after
+  each of three optimizer steps whose weights were copied, copied to new addresses, or reloaded
 - with the rounding of a fused kernel they do not: the comparison can fail
 - workers in other processes load the plugin, and have the same bits
 - engines that cannot have these bits are refused, with the reason
 """
 
-import gc
 import os
-import struct
 import sys
 import tempfile
-import time
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-    VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-)  # fmt: skip
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
-import transformers
 
 import isobit
-from isobit.integrations.vllm import VLLMError, rounding, switch
+import vllm_rollouts as vr
+from isobit.integrations.vllm import VLLMError, layers, switch
+from vllm_rollouts import say
 
 VOCABULARY, NEW = 300, 6
 LENGTHS = (5, 17, 40, 9, 23)
@@ -37,81 +33,32 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 128,
     "initializer_range": 0.2, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
-START = time.time()
-
-
-def say(*words):
-    print(f"[{time.time() - START:.0f} s]", *words, flush=True)
+LLAMA_3_1 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 def saved(family, folder, **options):
-    """A model with random weights in a folder; returns the folder."""
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).bfloat16()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # weights of 1 and biases of 0 would hide a wrong rounding
-            parameter.data.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
-            parameter.data.normal_()
-    where = os.path.join(folder, family)
-    model.save_pretrained(where)
-    return where
-
-
-def prompts():
-    return [[(1 + 37 * i + 11 * j * j + 5 * j) % VOCABULARY for j in range(n)] for i, n in enumerate(LENGTHS)]
+    return vr.saved(family, folder, **SIZES | options)
 
 
 def engine(folder, **options):
-    from vllm import LLM
-
-    defaults = {
-        "enforce_eager": True, "dtype": "bfloat16", "max_num_batched_tokens": 128,
-        "enable_prefix_caching": False,
-    }  # fmt: skip
-    return LLM(
-        model=folder, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=8, seed=0, block_size=32,
-        **defaults | options,
-    )  # fmt: skip
+    defaults = {"max_num_batched_tokens": 128, "max_model_len": 64, "max_num_seqs": 8, "block_size": 32}
+    return vr.engine(folder, **defaults | options)
 
 
-def rollout(llm, given, temperature=0.0):
-    """(tokens, log-probabilities) of each prompt."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature, seed=1, max_tokens=NEW, logprobs=0, ignore_eos=True, detokenize=False
-    )
-    rows = []
-    for output in llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False):
-        tokens = list(output.outputs[0].token_ids)
-        rows.append((tokens, [d[t].logprob for d, t in zip(output.outputs[0].logprobs, tokens, strict=True)]))
-    return rows
-
-
-def trained(model, given, rows):
-    """The log-probabilities of the same tokens, in one forward of each row."""
-    result = []
-    for prompt, (tokens, _) in zip(given, rows, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        ids = torch.tensor(tokens)[:, None]
-        result.append((tokens, logits.log_softmax(-1, dtype=torch.float32).gather(1, ids)[:, 0].tolist()))
-    return result
+def logps(model, ids, temperature):
+    """By the definition of `linear_logp`: on a CPU that one multiplies by torch, in no fixed order."""
+    hidden = model.model(ids).last_hidden_state[:, :-1]
+    logits = isobit.det_linear(hidden, model.lm_head.weight, out_dtype=torch.float32)
+    return isobit.logp(logits, ids[:, 1:], temperature=temperature)
 
 
 def different(a, b):
-    """How many log-probabilities differ in a bit; all tokens of both must be there."""
-    pairs = [(x, y) for (_, p), (_, q) in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    assert len(pairs) == len(LENGTHS) * NEW
-    return sum(struct.pack("<f", x) != struct.pack("<f", y) for x, y in pairs)
-
-
-def trainer_of(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    isobit.integrations.hf.zero_drift(model)
-    return model
+    count, total = vr.different(a, b)
+    assert total == len(LENGTHS) * NEW
+    return count
 
 
 def refused(*words, folder, **options):
@@ -138,76 +85,147 @@ def the_plugin_is_inert():
 
 def one_family(folder, given, more=False):
     """Rollouts of one engine against the trainer, and with `more` all the rest."""
-    trainer = trainer_of(folder)
+    trainer = vr.trainer_of(folder)
     llm = engine(folder)
-    greedy, sampled = rollout(llm, given), rollout(llm, given, temperature=1.0)
-    alone = [rollout(llm, [p])[0] for p in given]
+    greedy, sampled = vr.rollout(llm, given), vr.rollout(llm, given, 0.7)
+    alone = [vr.rollout(llm, [p])[0] for p in given]
+    wanted = vr.trained(trainer, given, sampled, logps, 0.7)
     counts = {
         "batch against alone": different(greedy, alone),
-        "greedy against the trainer": different(greedy, trained(trainer, given, greedy)),
-        "sampled against the trainer": different(sampled, trained(trainer, given, sampled)),
+        "greedy against the trainer": different(greedy, vr.trained(trainer, given, greedy, logps)),
+        "sampled against the trainer": different(sampled, wanted),
     }
+    assert vr.furthest(wanted, vr.trained(trainer, given, sampled, vr.token_logps, 0.7)) < 1e-4
     if more:
         report = isobit.integrations.vllm.report()
         print(report)
         assert not report.passed and set(report.calls) == {
-            "isobit.attention", "isobit.det_linear", "isobit.rms_norm", "rope", "swiglu"
+            "isobit.attention", "isobit.det_linear", "isobit.rms_norm", "isobit.rope", "isobit.swiglu",
+            "isobit.logp",
         }  # fmt: skip
-        counts |= controls(llm, given, trainer)
+        counts |= requests(llm, given, trainer) | controls(llm, given, trainer)
+        counts |= optimizer_steps(llm, given, trainer, folder)
     del llm
-    gc.collect()
+    vr.free()
     say(os.path.basename(folder), counts)
     for name, count in counts.items():
         assert (count > 0) == name.startswith("control"), (name, count)
     return greedy
 
 
+def requests(llm, given, trainer):
+    """Of several temperatures, with filters and penalties, with several log-probabilities, and of prompts."""
+    counts, mixed = {}, [0.0, 0.7, 1.0, 0.7, 1.3]
+    rows = vr.rollout(llm, given, mixed)
+    counts["several temperatures"] = different(rows, vr.trained(trainer, given, rows, logps, mixed))
+    filters = {"top_k": 5, "top_p": 0.8, "repetition_penalty": 1.2}
+    rows = vr.rollout(llm, given, 0.7, **filters)
+    counts["filters and a penalty"] = different(rows, vr.trained(trainer, given, rows, logps, 0.7))
+    found = vr.outputs(llm, given, mixed, logprobs=3, prompt_logprobs=2)
+    rows = [vr.row_of(output) for output in found]
+    counts["the most probable"] = different(rows, vr.trained(trainer, given, rows, logps, mixed))
+    for output in found:
+        for tokens in output.outputs[0].logprobs:
+            most = sorted((of.rank, -of.logprob) for of in tokens.values() if of.rank <= 3)
+            assert len(most) == 3 and most == sorted(most, key=lambda of: of[1])
+    starts = [(p[:1], (p[1:], [of[t].logprob for of, t in zip(o.prompt_logprobs[1:], p[1:], strict=True)]))
+              for p, o in zip(given, found, strict=True)]  # fmt: skip
+    rows = [row for _, row in starts]
+    wanted = vr.trained(trainer, [start for start, _ in starts], rows, logps)
+    counts["prompts"] = vr.different(rows, wanted)[0]
+    return counts
+
+
 def controls(llm, given, trainer):
     """With the rounding of a fused kernel in one function."""
-    ours, counts = rounding.swiglu, {}
+    ours, counts = layers.swiglu, {}
 
-    def fused(gate_up):
-        return ours(gate_up.float()).to(gate_up.dtype)
+    def fused(gate, up):
+        return ours(gate.float(), up.float()).to(gate.dtype)
 
-    rounding.swiglu = fused
+    layers.swiglu = fused
     try:
-        rows = rollout(llm, given)
-        counts["control: SwiGLU that rounds once"] = different(rows, trained(trainer, given, rows))
+        rows = vr.rollout(llm, given)
+        counts["control: SwiGLU that rounds once"] = different(rows, vr.trained(trainer, given, rows, logps))
     finally:
-        rounding.swiglu = ours
+        layers.swiglu = ours
+    return counts
+
+
+def optimizer_steps(llm, given, trainer, folder):
+    """Rollouts, a loss, a step, and the new weights in the engine: in place, at other addresses, and from a
+    file."""
+    counts, optimizer = {}, torch.optim.AdamW(trainer.parameters(), lr=0.01)
+    for step in ("in place", "other addresses", "reloaded"):
+        rows = vr.rollout(llm, given, 1.0)
+        for prompt, (tokens, _) in zip(given, rows, strict=True):
+            logp = vr.token_logps(trainer, torch.tensor([prompt + tokens]), 1.0)[0, len(prompt) - 1 :]
+            advantage = 1.0 if sum(tokens) % 2 else -1.0
+            (-advantage * (logp - logp.detach()).exp().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        old = different(rows, vr.trained(trainer, given, rows, logps, 1.0))
+        counts[f"control: before the weights of a step are {step}"] = old
+        if step == "other addresses":
+            vr.move_parameters(llm)
+        if step == "reloaded":
+            trainer.save_pretrained(folder)
+            llm.collective_rpc("reload_weights")
+        else:
+            vr.load(llm, trainer)
+        rows = vr.rollout(llm, given, 1.0)
+        counts[f"a step, {step}"] = different(rows, vr.trained(trainer, given, rows, logps, 1.0))
     return counts
 
 
 def main():
     the_plugin_is_inert()
-    folder, given = tempfile.mkdtemp(), prompts()
-    qwen = saved("Qwen3", folder, tie_word_embeddings=False)
+    folder, given = tempfile.mkdtemp(), vr.prompts(LENGTHS, VOCABULARY)
     with isobit.integrations.vllm.enable():
-        greedy = one_family(qwen, given, more=True)
+        one_family(saved("Qwen3", folder, tie_word_embeddings=False), given, more=True)
         for family, options in (
-            ("Llama", {}),
+            ("Llama", {"rope_parameters": LLAMA_3_1}),
             ("Qwen2", {"num_attention_heads": 1, "tie_word_embeddings": True}),
+            ("Mistral", {"sliding_window": 16}),
         ):
             one_family(saved(family, folder, **options), given)
 
+        qwen = saved("Qwen3", folder, tie_word_embeddings=False)
         llm = engine(qwen, max_num_batched_tokens=16, enable_chunked_prefill=True, enable_prefix_caching=True)
-        cold, warm = rollout(llm, given), rollout(llm, given)
+        cold, warm = vr.rollout(llm, given), vr.rollout(llm, given)
+        greedy = vr.trained(vr.trainer_of(qwen), given, cold, logps)
         assert different(cold, greedy) == different(warm, greedy) == 0
         del llm
-        gc.collect()
+        vr.free()
         say("chunks of 16 tokens, and a cold and a warm prefix cache: the same bits")
 
-        refused("enforce_eager=True", folder=qwen, enforce_eager=False)
+        llm = engine(qwen, enforce_eager=False)
+        assert different(vr.rollout(llm, given), greedy) == 0
+        report = isobit.integrations.vllm.report()
+        assert report.uncounted == ["compiled code"], report.uncounted
+        del llm
+        vr.free()
+        say("compiled by inductor: the same bits")
+
         refused("float32", folder=qwen, dtype="float32")
+        refused("logprobs_mode='raw_logits'", folder=qwen, logprobs_mode="raw_logits")
         gemma = saved("Gemma", folder)
         refused("GemmaForCausalLM", "GeluAndMul", "GemmaRMSNorm", folder=gemma)
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         llm = engine(qwen)
-        assert different(rollout(llm, given), greedy) == 0
+        assert different(vr.rollout(llm, given), greedy) == 0
         (theirs,) = llm.collective_rpc(isobit.integrations.vllm.report)
         assert theirs.calls["isobit.attention"] > 0 and theirs.variables[switch.VARIABLE] == "1"
         say("a worker in another process has loaded the plugin: the same bits")
+        del llm
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+    with isobit.integrations.vllm.enable(logprobs="log_softmax"):
+        llm = engine(qwen)
+        rows = vr.rollout(llm, given, 0.7)
+        assert different(rows, vr.trained(vr.trainer_of(qwen), given, rows, vr.log_softmax)) == 0
+        say("logprobs='log_softmax': the bits of the model's own logits")
         del llm
     assert switch.VARIABLE not in os.environ and isobit.integrations.vllm.report() is None
     say("isobit in vLLM: all passed")

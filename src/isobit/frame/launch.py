@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isobit.frame.compile_hooks import let_hooks_read_layouts
 from isobit.frame.context import attach
 from isobit.frame.contract import dtype_name
 from isobit.frame.entry import Entry, entry_of, on_nvidia, stream_function, unhooked
@@ -156,6 +157,7 @@ def roles_of(kernel: Any) -> Roles:
 
 
 def _learn(kernel: Any) -> Roles:
+    let_hooks_read_layouts(kernel)
     constant = [p.is_constexpr for p in kernel.params]
     first = constant.index(True) if True in constant else len(constant)
     free = tuple(p.do_not_specialize for p in kernel.params[:first])

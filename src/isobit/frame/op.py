@@ -299,7 +299,7 @@ class Op:
         applied = None
         if self._applied is not None and self._needs_grad(values):
             values, applied = self._followed(values), self._applied
-        plan = self._plan(values, applied)
+        plan = self.plan(values, applied)
         self._keep(key, plan, values)
         return plan, values
 
@@ -356,7 +356,7 @@ class Op:
         key = cache_key_of(values, False)
         plan = self._cached_plan(key)
         if plan is None:
-            plan = self._plan(values)
+            plan = self.plan(values)
             self._keep(key, plan, values)
         return plan.run(*[values[i] for i in plan.positions])
 
@@ -398,7 +398,7 @@ class Op:
         assert self.flops is not None
         return self.flops(dict(zip(self.contract.names, self.contract.from_torch(given), strict=True)))
 
-    def _plan(self, values: Sequence[Any], applied: Applied | None = None) -> CallPlan:
+    def plan(self, values: Sequence[Any], applied: Applied | None = None) -> CallPlan:
         """The plan of calls like this one; raises an error if no backend can serve them.
 
         The contract, its rules and the choice of a backend depend on everything but tensor values and the

@@ -9,9 +9,11 @@ and attention as a transformers model under `zero_drift` does, with the same rou
 that isobit does not serve is refused when it is loaded. See `versions` for what was run where.
 
 versions    which versions of vLLM, and the names in it that are used
-rounding    SwiGLU and rotary embeddings with the roundings of transformers
+rotary      rotary embeddings, with the roundings and frequencies of transformers
 layers      which modules of a model are served, how, and which are refused
+logprobs    log-probabilities of tokens: those of `isobit.linear_logp`
 attention   `isobit.attention` on vLLM's pages of keys and values
+groups      which requests of a batch one call of attention computes
 switch      on, off, the report, and the plugin that worker processes load
 """
 

@@ -1,7 +1,8 @@
 """`isobit.attention` on vLLM's pages of keys and values.
 
 `Served` is the part that backends for CPUs and GPUs share. vLLM's cache of a layer is [pages, KV, page, 2 D]:
-keys are the first half of the last dimension, values the second. Both are read in place.
+keys are the first half of the last dimension, values the second. Both are read in place, and results are
+written to vLLM's own memory.
 """
 
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from isobit.integrations.vllm.groups import Group
 from isobit.integrations.vllm.versions import refusal
-from isobit.ops.attention.op import HEAD_SIZES, attention
+from isobit.ops.attention.into import attention_into
+from isobit.ops.attention.op import HEAD_SIZES
 
 
 def split(kv_cache: Tensor, head_size: int) -> tuple[Tensor, ...]:
@@ -69,38 +72,61 @@ class Served:
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise refusal("the output of attention would be quantised")
-        _check(attn_metadata)
-        keys, values = split(kv_cache, self.head_size)
-        tokens, starts = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc
-        sequences = len(starts) - 1
-        out = attention(
-            query[:tokens], keys, values,
-            cu_seqlens_q=starts, key_end=attn_metadata.seq_lens[:sequences],
-            block_table=attn_metadata.block_table[:sequences],
-            scale=self.scale, window=self._window(), softcap=self.logits_soft_cap or None,
-        )  # fmt: skip
-        output[:tokens] = out.view(output[:tokens].shape)
-        if self.count is not None:
-            self.count("isobit.attention")
+        self._check(attn_metadata)
+        out = output.view(-1, *query.shape[1:])
+        for group in attn_metadata.groups:
+            self._attend(group, query, key, value, kv_cache, attn_metadata, out)
+            if self.count is not None:
+                self.count("isobit.attention")
         return output
 
+    def _attend(
+        self, group: Group, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: Any,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """The queries of a group, written to their rows of `out` [tokens, H, D]."""
+        requests, tokens = group.requests, group.tokens
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "window": self._window(),
+            "softcap": self.logits_soft_cap or None,
+        }
+        if group.prompts:
+            own = query[tokens], key[tokens], value[tokens]
+            attention_into(out[tokens], *own, cu_seqlens_q=group.starts, **options)
+            return
+        keys, values = split(kv_cache, self.head_size)
+        table = metadata.block_table[requests]
+        if group.keys is not None:
+            table = table[:, : -(-group.keys // keys.shape[1])]
+        options |= {"key_end": metadata.seq_lens[requests], "block_table": table}
+        if group.starts is None:
+            attention_into(out[tokens, None], query[tokens, None], keys, values, **options)
+        else:
+            attention_into(out[tokens], query[tokens], keys, values, cu_seqlens_q=group.starts, **options)
+
+    def _check(self, metadata: Any) -> None:
+        if getattr(metadata, "use_cascade", False):
+            raise refusal("cascade attention is on: pass disable_cascade_attn=True")
+        if metadata.causal is not True:
+            raise refusal("a call of attention is not causal")
+        for name in _UNUSED:
+            if getattr(metadata, name, None) is not None:
+                raise refusal(f"a call of attention has {name}, which isobit.attention does not have")
+        window = getattr(metadata, "sliding_window", None)  # vLLM 0.26 has that of the layers here too
+        if window is not None and _keys_seen(window) != self._window():
+            raise refusal(f"a call of attention has sliding_window={window}, not that of its layer")
+
     def _window(self) -> int | None:
-        """vLLM has -1 or (-1, -1) for none. A pair is how many keys are seen before and after the own one."""
-        window = self.sliding_window
-        if isinstance(window, tuple | list):
-            return None if window[0] < 0 else window[0] + 1
-        return None if window is None or window < 0 else window
+        return _keys_seen(self.sliding_window)
+
+
+def _keys_seen(window: Any) -> int | None:
+    """vLLM has -1 or (-1, -1) for no window. A pair is how many keys are seen before and after one's own."""
+    if isinstance(window, tuple | list):
+        return None if window[0] < 0 else window[0] + 1
+    return None if window is None or window < 0 else window
 
 
 #: Properties of a call that have a value only if another kind of attention is asked for.
-_UNUSED = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal", "sliding_window")
-
-
-def _check(metadata: Any) -> None:
-    if getattr(metadata, "use_cascade", False):
-        raise refusal("cascade attention is on: pass disable_cascade_attn=True")
-    if metadata.causal is not True:
-        raise refusal("a call of attention is not causal")
-    for name in _UNUSED:
-        if getattr(metadata, name, None) is not None:
-            raise refusal(f"a call of attention has {name}, which isobit.attention does not have")
+_UNUSED = ("mm_prefix_range_tensor", "rswa_prefix_lens", "dynamic_causal")

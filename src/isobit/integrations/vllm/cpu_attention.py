@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from isobit.integrations.vllm.attention import Served, split
+from isobit.integrations.vllm.groups import groups_of
 
 
 class Impl(Served, CPUAttentionBackendImpl):
@@ -31,9 +32,9 @@ class Impl(Served, CPUAttentionBackendImpl):
 
 class Builder(CPUAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Without the schedule for vLLM's own kernels."""
+        """Without the schedule for vLLM's own kernels, and with the groups of requests."""
         given = common_attn_metadata
-        return CPUAttentionMetadata(
+        made = CPUAttentionMetadata(
             num_actual_tokens=given.num_actual_tokens,
             max_query_len=given.max_query_len,
             query_start_loc=given.query_start_loc,
@@ -44,6 +45,8 @@ class Builder(CPUAttentionMetadataBuilder):
             scheduler_metadata=None,
             causal=given.causal,
         )
+        made.groups = groups_of(given)
+        return made
 
 
 class Backend(CPUAttentionBackend):

@@ -7,20 +7,23 @@ A class that is not in `_KINDS` and that computes something (it has weights, or 
 named and refused. Classes that only call others are left.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isobit.integrations.vllm import attention as paged
-from isobit.integrations.vllm import rounding
+from isobit.integrations.vllm import rotary
 from isobit.integrations.vllm import versions as v
 from isobit.ops.det_gemm import det_linear
 from isobit.ops.rms_norm import rms_norm
+from isobit.ops.swiglu import swiglu
 
-#: Models whose roundings in transformers are those of `rounding` and of rms_norm(cast="before").
+#: Models whose roundings in transformers are those of rope, swiglu and rms_norm(cast="before").
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 #: Counts a call, by the name of what served it.
@@ -58,8 +61,8 @@ def _norm(norm: Any) -> str | None:
     return None
 
 
-def _rotary(rotary: Any) -> str | None:
-    return None if rotary.is_neox_style else "it pairs neighbours, and not halves of a head"
+def _rotary(module: Any) -> str | None:
+    return None if module.is_neox_style else "it pairs neighbours, and not halves of a head"
 
 
 def _logits(processor: Any) -> str | None:
@@ -95,27 +98,10 @@ def _serve_norm(norm: Any, count: Count) -> None:
 
 def _serve_swiglu(module: Any, count: Count) -> None:
     def forward(x: Tensor) -> Tensor:
-        count("swiglu")
-        return rounding.swiglu(x)
+        count("isobit.swiglu")
+        return swiglu(*x.chunk(2, dim=-1))
 
     module.forward = forward
-
-
-def _serve_rotary(rotary: Any, count: Count) -> None:
-    size, head_size = rotary.rotary_dim, rotary.head_size
-    inverse = rounding.inverse_frequencies(rotary.base, size)
-    tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def forward(positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        count("rope")
-        kind = query.dtype, query.device
-        if kind not in tables:
-            tables[kind] = rounding.rotary_table(inverse, rotary.max_position_embeddings, *kind)
-        cos, sin = tables[kind][:, positions.flatten()]
-        rotated = None if key is None else rounding.rope(key, cos, sin, head_size)
-        return rounding.rope(query, cos, sin, head_size), rotated
-
-    rotary.forward = forward
 
 
 def _serve_attention(layer: Any, count: Count) -> None:
@@ -138,7 +124,8 @@ _KINDS: dict[tuple[str, str], Kind] = {
     (v.EMBEDDING, "VocabParallelEmbedding"): Kind(_linear, _serve_linear, False),
     (v.NORM, "RMSNorm"): Kind(_norm, _serve_norm, True),
     (v.ACTIVATION, "SiluAndMul"): Kind(_always, _serve_swiglu, True),
-    (v.ROTARY, "RotaryEmbedding"): Kind(_rotary, _serve_rotary, True),
+    (v.ROTARY, "RotaryEmbedding"): Kind(_rotary, rotary.serve, True),
+    (v.ROTARY_LLAMA3, "Llama3RotaryEmbedding"): Kind(_rotary, rotary.serve, True),
     (v.ROTARY_COMMON, "ApplyRotaryEmb"): Kind(_always, _nothing, True),
     (v.LOGITS, "LogitsProcessor"): Kind(_logits, _nothing, True),
     (v.ATTENTION, "Attention"): Kind(paged.why_not, _serve_attention, False),
@@ -187,6 +174,7 @@ def refused(model: nn.Module) -> dict[str, str]:
 
 def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[str]:
     """Replace all modules but those that are refused; returns how many there are of each class."""
+    rotary.separate(model, _turns)
     served = Counter[str]()
     known: set[str] = set()
     for name, module in model.named_modules():
@@ -200,11 +188,17 @@ def serve(model: nn.Module, refused: dict[str, str], count: Count) -> Counter[st
     return served
 
 
+def _turns(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding that is served."""
+    kind = _kind_of(module)
+    return kind is not None and kind.serve is rotary.serve and kind.why_not(module) is None
+
+
 # The configuration of an engine
 
 
-def wrong_settings(config: Any) -> Iterator[str]:
-    """What in the configuration of an engine isobit cannot serve."""
+def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
+    """What in the configuration of an engine isobit cannot serve, with these log-probabilities."""
     ranks = config.parallel_config.tensor_parallel_size
     if ranks != 1:
         yield f"tensor_parallel_size={ranks}: sums are split over ranks"
@@ -214,11 +208,35 @@ def wrong_settings(config: Any) -> Iterator[str]:
         yield "enable_lora=True: adapters are computed by vLLM's own kernels"
     if config.speculative_config is not None:
         yield "speculative decoding has its own log-probabilities"
-    if int(config.compilation_config.mode or 0) != 0 or not config.model_config.enforce_eager:
-        yield "the model would be compiled, which drops roundings: pass enforce_eager=True"
+    if _is_compiled(config) and not isinstance(config.additional_config, dict):
+        yield "additional_config is no dictionary, and compiled code is kept by it: pass enforce_eager=True"
     if getattr(config, "use_v2_model_runner", False):
         yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
     if not getattr(config.model_config, "disable_cascade_attn", True):
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype={config.model_config.dtype}: bits are kept in bf16 and fp16"
+    mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
+    if logprobs == "linear_logp" and "logits" in mode:
+        yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"
+
+
+def _is_compiled(config: Any) -> bool:
+    return int(config.compilation_config.mode or 0) != 0
+
+
+def without_python(config: Any) -> Iterator[str]:
+    """Where an engine makes calls that Python does not see."""
+    if _is_compiled(config):
+        yield "compiled code"
+    if getattr(config.compilation_config, "cudagraph_mode", None):
+        yield "replays of CUDA graphs"
+
+
+def separate_caches(config: Any) -> None:
+    """vLLM keeps compiled code on disk, by a hash of the configuration. The modules that it was traced from
+    are not in it: without this, an engine would run code that was compiled without isobit."""
+    if isinstance(config.additional_config, dict):
+        files = sorted(Path(__file__).parent.glob("*.py"))
+        text = b"".join(path.read_bytes() for path in files)
+        config.additional_config = {**config.additional_config, "isobit": hashlib.sha256(text).hexdigest()}

@@ -6,18 +6,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from isobit.frame.backend import UnsupportedError
 from isobit.integrations.hf.errors import by_reason
 from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.integrations.vllm import layers
+from isobit.integrations.vllm import logprobs as rollout_logprobs
 from isobit.integrations.vllm import versions as v
+from isobit.integrations.vllm.logprobs import KINDS
 from isobit.integrations.vllm.versions import INSTALL as INSTALL
 from isobit.integrations.vllm.versions import PROVEN, refusal
 
 #: Set by `enable` for the worker processes of an engine, which load isobit's plugin. It changes no number in
-#: isobit. Its value is 1, or 1 and the options: "1,allow_others".
+#: isobit. Its value is 1, or 1 and the options: "1,allow_others,logprobs=log_softmax".
 VARIABLE = "ISOBIT_VLLM"
 
 #: The V2 model runner computes log-probabilities by its own kernel. Both variables are restored by `disable`.
@@ -37,18 +41,24 @@ RUNNERS = {"cpu": (v.CPU_RUNNER, "CPUModelRunner"), "cuda": (v.GPU_RUNNER, "GPUM
 class Options:
     allow_untested: bool = False
     allow_others: bool = False
+    logprobs: str = KINDS[0]
 
     def text(self) -> str:
-        """For the variable."""
-        return ",".join(["1", *(name for name, on in vars(self).items() if on)])
+        """For the variable: those that are not the default."""
+        given = [(name, value) for name, value in vars(self).items() if value != getattr(Options, name)]
+        return ",".join(["1", *(name if value is True else f"{name}={value}" for name, value in given)])
 
     @classmethod
     def read(cls, text: str) -> "Options":
-        first, *names = text.split(",")
-        unknown = set(names) - set(vars(cls()))
-        if first != "1" or unknown:
+        first, *given = text.split(",")
+        options: dict[str, Any] = {}
+        for each in given:
+            name, equals, value = each.partition("=")
+            options[name] = value if equals else True
+        known = all(type(value) is type(vars(cls()).get(name)) for name, value in options.items())
+        if first != "1" or not known:
             raise refusal(f"{VARIABLE}={text!r} is not what enable() sets; unset it, and call enable()")
-        return cls(**dict.fromkeys(names, True))
+        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,20 @@ class Report:
     version: str  # of vLLM
     proven: str  # what was run with this version
     variables: dict[str, str]  # of the environment, that enable() has set
+    logprobs: str  # by which function the log-probabilities of tokens are computed
     models: list[str]  # loaded since, with their modules that are served, by class
-    calls: dict[str, int]  # that were served
+    calls: dict[str, int]  # that were served, by Python
+    uncounted: list[str]  # where calls are made without Python: in compiled code, in replays of CUDA graphs
     passed: dict[str, str]  # modules left to vLLM, with reasons: only with allow_others=True
 
     def __str__(self) -> str:
         lines = [f"isobit in vLLM {self.version} ({self.proven})"]
         lines += [f"  {name}={value}" for name, value in self.variables.items()]
+        lines.append(f"  log-probabilities of {self.logprobs}")
         lines += [f"  {model}" for model in self.models]
         lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
+        if self.uncounted:
+            lines.append(f"  not counted: calls in {' and '.join(self.uncounted)}")
         if self.passed:
             lines.append(f"  LEFT TO vLLM, bits may depend on the batch: {by_reason(self.passed)}")
         return "\n".join(lines)
@@ -79,6 +94,7 @@ class _Patch(Patch):
     options: Options
     calls: Counter[str] = field(default_factory=Counter)
     models: list[str] = field(default_factory=list)
+    uncounted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     undos: list[Callable[[], None]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
@@ -90,9 +106,6 @@ class _Patch(Patch):
             self._register_attention()
             place, name = RUNNERS[self.device]
             self._replace(v.find(place, name), "load_model", self._loading)
-            # Triton would describe each new kernel to vLLM's monitor, in JSON. It cannot describe the layouts
-            # of a Gluon kernel, and the launch fails.
-            self._replace(import_module(v.JIT_MONITOR), "_setup_triton_jit_hook", lambda theirs: _no_monitor)
             if self.device == "cpu":
                 # vLLM would pack the weights for its own kernels, and drop the originals.
                 for place, name in (
@@ -108,6 +121,8 @@ class _Patch(Patch):
             self.undos.pop()()
 
     def count(self, what: str) -> None:
+        if torch.compiler.is_compiling():  # a trace would set the numbers of today at every call
+            return
         self.served += 1
         self.calls[what] += 1
 
@@ -134,19 +149,22 @@ class _Patch(Patch):
     def _loading(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(theirs)
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._check_settings(runner.vllm_config)
+            config = runner.vllm_config
+            self._check_settings(config)
+            layers.separate_caches(config)
+            self.uncounted += [each for each in layers.without_python(config) if each not in self.uncounted]
             result = theirs(runner, *args, **kwargs)
-            self.admit(runner.model)
+            self.admit(runner, runner.get_model())  # runner.model may be a graph of it
             return result
 
         return load_model
 
     def _check_settings(self, config: Any) -> None:
-        wrong = list(layers.wrong_settings(config))
+        wrong = list(layers.wrong_settings(config, self.options.logprobs))
         if wrong:
             raise refusal(f"this engine cannot have the trainer's bits: {'; '.join(wrong)}")
 
-    def admit(self, model: Any) -> None:
+    def admit(self, runner: Any, model: Any) -> None:
         """Serve a model that vLLM has loaded; or an error that names what cannot be served."""
         refused = layers.refused(model)
         name = type(model).__name__
@@ -159,21 +177,26 @@ class _Patch(Patch):
                 "then bits may depend on the batch"
             )
         refused = {each: why for each, why in refused.items() if each}
-        for reason in refused.values():
-            self.count_passed(reason)
-        self.left |= refused
+        for each, reason in refused.items():
+            self._leave(each, reason)
         served = layers.serve(model, refused, self.count)
+        if self.options.logprobs == "linear_logp":
+            why_not = rollout_logprobs.serve(runner, model, refused, self.count)
+            if why_not is not None:
+                self._leave("log-probabilities", f"{name} keeps vLLM's log-probabilities: {why_not}")
         self.models.append(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(served.items())))
 
+    def _leave(self, what: str, reason: str) -> None:
+        self.count_passed(reason)
+        self.left[what] = reason
+
     def report(self) -> Report:
+        own = self.options.logprobs == "linear_logp"
         return Report(
-            self.version, PROVEN.get(self.version, "not tried"), dict(self.variables), list(self.models),
-            dict(self.calls), dict(self.left),
+            self.version, PROVEN.get(self.version, "not tried"), dict(self.variables),
+            "isobit.linear_logp" if own else "torch.log_softmax, of rounded logits", list(self.models),
+            dict(self.calls), list(self.uncounted), dict(self.left),
         )  # fmt: skip
-
-
-def _no_monitor() -> None:
-    """Instead of vLLM's monitor of Triton's compilations."""
 
 
 def _keep(method: Any, layer: Any) -> None:
@@ -209,7 +232,12 @@ def _on(options: Options) -> Enabled:
     return enabled
 
 
-def enable(*, allow_untested: bool = False, allow_others: bool = False) -> Enabled:
+def enable(
+    *,
+    allow_untested: bool = False,
+    allow_others: bool = False,
+    logprobs: Literal["linear_logp", "log_softmax"] = "linear_logp",
+) -> Enabled:
     """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
     manager until the end of its block. Their worker processes too: they load isobit's plugin, and find the
     environment variable ISOBIT_VLLM, which this sets. If it is already enabled, it stays enabled.
@@ -222,6 +250,9 @@ def enable(*, allow_untested: bool = False, allow_others: bool = False) -> Enabl
             replaces have the expected names and arguments.
         allow_others: leave modules that isobit does not serve to vLLM, with a warning and a line in the
             report. Without it a model that has one is refused when it is loaded.
+        logprobs: "linear_logp": the log-probability of a token is `isobit.linear_logp` of the hidden state,
+            at the temperature of its request, and the sampler draws from fp32 logits. "log_softmax": logits
+            are rounded to the model's dtype, and everything after that is vLLM's.
 
     Returns:
         A handle with `served`, the number of calls that isobit has computed in this process, and `passed`,
@@ -239,7 +270,9 @@ def enable(*, allow_untested: bool = False, allow_others: bool = False) -> Enabl
         ...     outputs = llm.generate(prompts, vllm.SamplingParams(logprobs=0))
         ...     print(isobit.integrations.vllm.report())
     """
-    return _on(Options(allow_untested, allow_others))
+    if logprobs not in KINDS:
+        raise UnsupportedError(f"{SWITCH.name}.enable: logprobs={logprobs!r} is not one of {KINDS}")
+    return _on(Options(allow_untested, allow_others, logprobs))
 
 
 def disable() -> None:

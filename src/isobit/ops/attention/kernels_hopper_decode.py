@@ -4,6 +4,11 @@ A program takes one KV head of one sequence and a run of segments. Its rows are 
 the group, up to 64. It writes a state for each segment, and `kernels_triton.fold_kernel` folds those of a row
 in ascending order.
 
+The number of programs follows from the room for keys, as a CUDA graph needs it: a graph that was captured for
+a cache of 32k keys is replayed with 1k. Lengths are read on the device. The segments that a sequence has are
+split over its programs; a program without any ends at once, and the fold reads no states that were not
+written.
+
 Speed depends on having as many bytes in flight as an SM can hold. Keys and values go by TMA through a ring of
 slots, each of one block, K0 V0 K1 V1 ..., and two programs share an SM. A program has one warpgroup, which
 issues the loads too. The products are transposed, so that rows, of which there are few, are the N dimension
@@ -197,7 +202,7 @@ def state_of(r, sequence, kv, T, KV, segments, G: gl.constexpr):
 @kernel
 def decode_kernel(
     q, sums, states, key_start, key_end, table, T, S, pages, window, c, cap, slope, table_s, q_sb, q_st, q_sh,
-    segments, each, KV, k_desc, v_desc,
+    segments, programs, KV, k_desc, v_desc,
     G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, N: gl.constexpr, BLOCK: gl.constexpr,
     STAGES: gl.constexpr, SEGMENT: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
     TILE_LAYOUT: gl.constexpr, BOX_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
@@ -205,8 +210,9 @@ def decode_kernel(
     LANES: gl.constexpr, STARTS: gl.constexpr, ENDS: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """The states of `each` segments: m and s in `sums` [rows, heads, segments, 2], acc in `states` [rows,
-    heads, segments, D]. Segments that no row sees have s = 0 and no acc."""
+    """The states of some segments: m and s in `sums` [rows, heads, segments, 2], acc in `states` [rows,
+    heads, segments, D]. `programs` share the segments of a sequence that have a key that some row sees.
+    Other segments have no state."""
     slots = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK, DP], TILE_LAYOUT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -226,10 +232,12 @@ def decode_kernel(
     opening = gl.to_tensor(0)  # where the block with the oldest visible key begins
     if WINDOWED:
         opening = gl.maximum(keys - T - window + 1, 0) // BLOCK * BLOCK
-    from_segment = gl.program_id(1) * each
-    to_segment = gl.minimum(from_segment + each, segments)
+    each = gl.cdiv(gl.cdiv(keys, SEGMENT) - opening // SEGMENT, programs)
+    from_segment = opening // SEGMENT + gl.program_id(1) * each
     begin = gl.maximum(from_segment * SEGMENT, opening)
-    blocks = gl.cdiv(gl.maximum(gl.minimum(to_segment * SEGMENT, keys) - begin, 0), BLOCK)
+    blocks = gl.cdiv(gl.maximum(gl.minimum((from_segment + each) * SEGMENT, keys) - begin, 0), BLOCK)
+    if blocks == 0:
+        return
     table += sequence.to(gl.int64) * table_s
     ring = BlockRing(
         k_desc, v_desc, slots, ready, table, pages, sequence, kv, first + begin, keys, blocks, BLOCK, DP,
@@ -256,10 +264,6 @@ def decode_kernel(
     there = r < T * G
     sums += state_of(r, sequence, kv, T, KV, segments, G) * 2
     unseen = gl.full((N,), float("-inf"), gl.float32, ROW)
-    for j in range(from_segment, to_segment):
-        if (j * SEGMENT >= keys) | ((j + 1) * SEGMENT <= opening):
-            gl.store(sums + j * 2, unseen, mask=there)
-            gl.store(sums + j * 2 + 1, gl.zeros_like(unseen), mask=there)
 
     COLUMN: gl.constexpr = gl.SliceLayout(0, ACC_LAYOUT)
     r = gl.arange(0, N, COLUMN)
@@ -275,11 +279,9 @@ def decode_kernel(
     inside = gl.expand_dims(r < T * G, 0) & (d < D)
 
     zeros = gl.zeros((BLOCK, N), gl.float32, ACC_LAYOUT)
-    z = zeros
-    if blocks > 0:
-        k = ring.wait_for(gl.to_tensor(0))
-        z = warpgroup_mma(k, own.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        z = warpgroup_mma_wait(0, deps=(z,))
+    k = ring.wait_for(gl.to_tensor(0))
+    z = warpgroup_mma(k, own.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    z = warpgroup_mma_wait(0, deps=(z,))
     # The maximum twice, in the layouts of acc and of the sums.
     m = gl.full((N,), float("-inf"), gl.float32, COLUMN)
     m_s = unseen
@@ -384,21 +386,22 @@ def _stages(call: Call, N: int, block: int, programs: int, sms: int) -> int:
 
 
 def attention(
-    launch: Launch = run, segment: int = SEGMENT, block: int | None = None, **args: Any
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). `segment` and `block` are fixed by the class; tests override them to reach boundaries with
-    few keys."""
+    launch: Launch = run, segment: int = SEGMENT, block: int | None = None, out: Tensor | None = None,
+    **args: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse); `out` is the memory to write it to, if the caller has some. `segment` and `block` are fixed
+    by the class; tests override them to reach boundaries with few keys."""
     call, factors = call_of(args), factors_of(args)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     key_start, key_end = args["key_start"], args["key_end"]
     shape = (call.B, call.H, call.T)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(shape, dtype=torch.float32, device=q.device) if args["return_lse"] else None
     if out.numel() == 0:
         return out, lse
     block = block or block_keys(call.D)
     N, segments, rows = tile_rows(call, FEW_ROWS), -(-call.S // segment), call.B * call.T * call.H
-    each = max(1, call.B * call.KV * segments // MANY_PROGRAMS)
+    each = max(1, call.B * call.KV * segments // MANY_PROGRAMS)  # of a sequence that fills its room
     grid = (call.B * call.KV, -(-segments // each))
     box = _box(call, block)
     wide = call.padded if box == block else 64
@@ -415,7 +418,7 @@ def attention(
         *(factors.c, factors.cap, factors.slope),
         0 if table is None else table.stride(0),
         *q.stride()[:3],
-        *(segments, each, call.KV),
+        *(segments, grid[1], call.KV),
         *(descriptor(k, box, wide), descriptor(v, box, wide)),
         G=call.group,
         D=call.D,
@@ -439,5 +442,5 @@ def attention(
         enable_fp_fusion=False,
         launch_pdl=True,
     )
-    launch_fold(launch, sums, states, out, lse, call, factors.c, early=True)
+    launch_fold(launch, sums, states, out, lse, args, segment, early=True)
     return out, lse

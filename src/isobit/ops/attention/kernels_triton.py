@@ -64,7 +64,7 @@ GROUP = 16
 MOST_HALVINGS = tl.constexpr(8)
 
 #: Numbers that differ between calls: one compilation serves them all.
-_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "each"]
+_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "programs"]
 
 
 # Which queries and keys
@@ -408,16 +408,26 @@ def prefill_kernel(
         tl.store(lse + (batch * KV * G + head) * T + row, row_lse, mask=live)
 
 
+@triton.jit
+def seen_segments(keys, T, window, SEGMENT: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first, end) of the segments with a key that one of the T queries of a sequence sees."""
+    first = like(keys, 0)
+    if WINDOWED:
+        first = tl.maximum(keys - T - window + 1, 0) // SEGMENT
+    return first, tl.cdiv(keys, SEGMENT)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def segments_kernel(
     q, k, v, sums, states, key_start, key_end, cu_q, cu_k, table, T, S, SEQUENCES, P, window, c, cap, slope,
-    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, segments, each, KV, G: tl.constexpr,
+    table_s, q_sb, q_st, q_sh, k_sp, k_ss, k_sh, v_sp, v_ss, v_sh, segments, programs, KV, G: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
     PAGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The states of `each` segments, for one tile of queries and the heads of one KV head: m and s in `sums`
-    [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. For a segment that a row does not
-    see, s = 0 and acc is not written."""
+    """The states of some segments, for one tile of queries and the heads of one KV head: m and s in `sums`
+    [rows, heads, segments, 2], acc in `states` [rows, heads, segments, D]. `programs` share the segments of a
+    tile: all if queries are packed, or else those with a key that a query of the sequence sees. For a segment
+    that a row does not see, s = 0 and acc is not written."""
     kv = tl.program_id(0) % KV
     sequence, row, head, live, first, keys, oldest, newest, begin, end, whole = tile_of(
         tl.program_id(0) // KV, cu_q, key_start, key_end, cu_k, T, S, SEQUENCES, window, M, G, BLOCK, CAUSAL,
@@ -434,7 +444,13 @@ def segments_kernel(
         table = table + sequence.to(tl.int64) * table_s
     d = tl.arange(0, DP)
     state = ((batch * T + row) * KV * G + head) * segments
-    for j in range(tl.program_id(1) * each, tl.minimum((tl.program_id(1) + 1) * each, segments)):
+    after = tl.zeros([], tl.int32) + segments
+    from_segment = like(after, 0)
+    if cu_q is None:
+        from_segment, after = seen_segments(keys, T, window, SEGMENT, WINDOWED)
+    each = tl.cdiv(after - from_segment, programs)
+    from_segment += tl.program_id(1) * each
+    for j in range(from_segment, tl.minimum(from_segment + each, after)):
         m, s, acc = segment_state(
             own, k_at, v_at, table, sequence, first, tl.maximum(j * SEGMENT, begin),
             tl.minimum((j + 1) * SEGMENT, end), whole, keys, oldest, newest, P, k_sp, k_ss, v_sp, v_ss,
@@ -446,14 +462,16 @@ def segments_kernel(
         tl.store(states + (state + j)[:, None] * D + d[None, :], acc, mask=seen)
 
 
-@triton.jit(do_not_specialize=["T", "segments"])
+@triton.jit(do_not_specialize=["key_start", "key_end", "T", "S", "window", "segments"])
 def fold_kernel(
-    sums, states, out, lse, T, segments, c, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    sums, states, out, lse, key_start, key_end, T, S, window, segments, c, H: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, SEGMENT: tl.constexpr, WINDOWED: tl.constexpr, AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Fold the states of one row in ascending order; rows are numbered (b, t, head). AT_ONCE states are
     loaded together, because memory latency is longer than a fold. EARLY: this kernel was started while the
-    kernel that writes the states was still running."""
+    kernel that writes the states was still running. ALL segments have a state, or only those with a key that
+    some query of the sequence sees."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -465,11 +483,16 @@ def fold_kernel(
     total_m = tl.full([1], float("-inf"), tl.float32)
     total_s = tl.zeros([1], tl.float32)
     total = tl.zeros([1, DP], tl.float32)
-    for first in range(0, segments, AT_ONCE):
+    begin = tl.zeros([], tl.int32)
+    end = begin + segments
+    if not ALL:
+        _, keys = keys_of(row // (T * H), key_start, key_end, None, S)
+        begin, end = seen_segments(keys, T, window, SEGMENT, WINDOWED)
+    for first in range(begin, end, AT_ONCE):
         m, s, acc = (), (), ()
         for i in tl.static_range(AT_ONCE):
             j = first + i
-            there = one + j < segments
+            there = one + j < end
             m = m + (tl.load(sums + j * 2, mask=there, other=float("-inf")),)
             s = s + (tl.load(sums + j * 2 + 1, mask=there, other=0.0),)
             # acc of a segment without a visible key is uninitialised memory; the fold ignores it: s = 0.
@@ -520,23 +543,27 @@ def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def launch_fold(
-    launch: Launch, sums: Tensor, states: Tensor, out: Tensor, lse: Tensor | None, call: Call, c: float,
-    early: bool = False,
+    launch: Launch, sums: Tensor, states: Tensor, out: Tensor, lse: Tensor | None, args: dict[str, Any],
+    segment: int, early: bool = False,
 ) -> None:  # fmt: skip
     """`early`: start while the previous launch is still running (programmatic dependent launch). NVIDIA GPUs
     from Hopper on only."""
+    call = call_of(args)
     rows, segments = sums.shape[:2]
     options = {"launch_pdl": True} if early else {}
     launch(
         fold_kernel,
         (rows,),
-        *(sums, states, out, lse),
-        *(call.T, segments, c),
+        *(sums, states, out, lse, args["key_start"], args["key_end"]),
+        *(call.T, call.S, args["window"] or 0, segments, factors_of(args).c),
         H=call.H,
         D=call.D,
         DP=call.padded,
+        SEGMENT=segment,
+        WINDOWED=args["window"] is not None,
         AT_ONCE=STATES_AT_ONCE,
         EARLY=early,
+        ALL=call.packed_q,
         num_warps=1,
         enable_fp_fusion=False,
         **options,
@@ -548,14 +575,16 @@ def attention(
     segment: int = SEGMENT,
     block: int | None = None,
     split: bool | None = None,
+    out: Tensor | None = None,
     **args: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse). `segment` and `block` are fixed by the class, and sizes decide whether keys are split.
-    Tests override them to reach the boundaries with few keys."""
+    """(out, lse); `out` is the memory to write it to, if the caller has some. `segment` and `block` are fixed
+    by the class, and sizes decide whether keys are split. Tests override them to reach the boundaries with
+    few keys."""
     call, factors = call_of(args), factors_of(args)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     shape = (call.B, call.H, call.T)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(shape, dtype=torch.float32, device=q.device) if args["return_lse"] else None
     if out.numel() == 0:
         return out, lse
@@ -581,7 +610,9 @@ def attention(
         "CAPPED": args["softcap"] is not None,
         **compile_options(Tile(M, 0, 0, warps=8 if M == 128 else 4, stages=2)),
     }
-    if not (decodes(call, segment) if split is None else split):
+    if split is None:  # not if there are many programs without: states would take memory and gain nothing
+        split = decodes(call, segment) and tiles * call.KV < MANY_PROGRAMS
+    if not split:
         launch(prefill_kernel, (tiles * call.KV,), q, k, v, out, lse, *given, tiles, call.KV, **constants)
         return out, lse
     segments, rows = -(-call.S // segment), call.B * call.T * call.H
@@ -589,6 +620,6 @@ def attention(
     sums = torch.empty(rows, segments, 2, dtype=torch.float32, device=q.device)
     states = torch.empty(rows, segments, call.D, dtype=torch.float32, device=q.device)
     grid = (tiles * call.KV, -(-segments // each))
-    launch(segments_kernel, grid, q, k, v, sums, states, *given, segments, each, call.KV, **constants)
-    launch_fold(launch, sums, states, out, lse, call, factors.c)
+    launch(segments_kernel, grid, q, k, v, sums, states, *given, segments, grid[1], call.KV, **constants)
+    launch_fold(launch, sums, states, out, lse, args, segment)
     return out, lse
