@@ -16,6 +16,9 @@ The generation loop runs in a thread of its own. An error there ends it, and tra
 what it has. Here it is raised when the manager stops, and so by `generate_batch`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -142,6 +145,21 @@ def engine_of(manager: Any) -> "Engine | None":
     return engine if isinstance(engine, Engine) else None
 
 
+#: Outputs, in a block of `recording`.
+_recorded: ContextVar[list[Any] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Any]]:
+    """The outputs of requests that are received in this block, for example by `generate_batch`."""
+    outputs: list[Any] = []
+    before = _recorded.set(outputs)
+    try:
+        yield outputs
+    finally:
+        _recorded.reset(before)
+
+
 class Engine:
     """What replaces methods of a manager, and the forward of its model runner."""
 
@@ -154,6 +172,7 @@ class Engine:
         self.own_create, manager._create_batch_processor = manager._create_batch_processor, self.create
         self.own_fail, manager._handle_critical_error = manager._handle_critical_error, self.fail
         self.own_stop, manager.stop = manager.stop, self.stop
+        self.own_get, manager.get_result = manager.get_result, self.get_result
 
     def create(self) -> Any:
         """The processor of batches, which has the model runner."""
@@ -173,6 +192,12 @@ class Engine:
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+    def get_result(self, *args: Any, **options: Any) -> Any:
+        result, kept = self.own_get(*args, **options), _recorded.get()
+        if result is not None and kept is not None:
+            kept.append(result)
+        return result
 
     def step(
         self, runner: Any, own: Any, model: Any, given: dict[str, Any], carry_over: Tensor, before: Tensor,

@@ -16,7 +16,7 @@ from torch import nn
 
 from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
-from isobit.integrations.hf.batching import MAKES, init_continuous_batching
+from isobit.integrations.hf.batching import KEPT, MAKES, init_continuous_batching
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.layers.classes import (
@@ -119,6 +119,8 @@ def turn_off(model: Any) -> None:
         if class_of(module) is not DetLinear and type(module) is not DetRMSNorm:
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
+    if KEPT in vars(model):
+        model.destroy_cached_continuous_batching_manager()
     guard.take_off(model)
     _restore(modules.values())
     delattr(model, ATTENTION)
