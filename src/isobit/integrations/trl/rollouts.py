@@ -13,7 +13,8 @@ rollout begins at 0. Rotary embeddings differ then, and so do bits. So positions
 token of a row.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -121,7 +122,7 @@ class ZeroDriftTrainer:
 
     def _generate(self, *args: Any, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
         """Replaces a method of TRL, and returns log-probabilities too, as that does with vLLM."""
-        with recording() as outputs:
+        with recording() as outputs, _without_casts(self.trainer.args):
             tokens, _ = self._own_generate(*args, **options)
         # TRL returns the lists of the outputs themselves.
         logps = {id(each.generated_tokens): each.logprobs for each in outputs}
@@ -168,6 +169,18 @@ class ZeroDriftTrainer:
         }
         for name, value in found.items():
             metrics[name].append(value.item())
+
+
+@contextmanager
+def _without_casts(args: Any) -> Iterator[None]:
+    """With `bf16=True` TRL casts the whole model before it generates, and never back: the frequencies of its
+    rotary embeddings and adapters in fp32 would be rounded for good. The model has 16 bits already."""
+    before = {name: getattr(args, name) for name in ("bf16", "fp16")}
+    vars(args).update(dict.fromkeys(before, False))
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def with_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
