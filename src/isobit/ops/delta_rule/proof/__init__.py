@@ -82,7 +82,7 @@ def padding(args: Args, rows: int) -> Args:
 
 
 def features_regrouped(args: Args) -> Args:
-    """Groups of 16 features in reversed order: the same products, summed in another order."""
+    """Groups of 16 features in another order: the same products, summed in another order."""
     axis = -1 if args["state_v_first"] else -2
     result = {n: alter.in_other_groups(args[n], -1) for n in ("q", "k", "w", "gk") if args[n] is not None}
     states = {n: alter.in_other_groups(args[n], axis) for n in ("h0", "dht") if args[n] is not None}
