@@ -3,8 +3,11 @@
 
 import copy
 import logging
+import runpy
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,11 @@ import isobit
 from hf_models import V, made
 from isobit.integrations.hf import HFError, batching, paged, token_logps, zero_drift
 from isobit.integrations.hf.trial import differing
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+]
 
 NEW, TEMPERATURE = 6, 0.8
 
@@ -219,6 +227,15 @@ def test_without_isobit_bits_differ(model: Any, monkeypatch: pytest.MonkeyPatch)
     assert differ(model, outputs) > 0
     close = [torch.tensor(each.logprobs) - trained(model, each) for each in outputs]
     assert all(each.abs().max() < 0.1 for each in close)
+
+
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parent.parent / "examples" / "continuous_batching.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--requests", "3", "--tokens", "4"])
+    assert runpy.run_path(str(path))["main"]() == 0
+    *_, as_it_is, without_drift = capsys.readouterr().out.splitlines()
+    assert as_it_is.startswith("as it is ")
+    assert without_drift.split()[:4] == ["zero_drift", "0", "12", "0.0e+00"]
 
 
 # On, off, and what is refused
