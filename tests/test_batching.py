@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,17 @@ def settings(**options: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**given | options)
 
 
-def rollouts(model: Any, given: list[list[int]], sample: bool = True, **options: Any) -> list[Any]:
+def rollouts(
+    model: Any, given: list[list[int]], sample: bool = True, new: int = NEW, **options: Any
+) -> list[Any]:
     config = GenerationConfig(
-        max_new_tokens=NEW, do_sample=sample, temperature=TEMPERATURE if sample else None, eos_token_id=-1
+        max_new_tokens=new, do_sample=sample, temperature=TEMPERATURE if sample else None, eos_token_id=-1
     )
     found = model.generate_batch(
         given, generation_config=config, continuous_batching_config=settings(**options)
     )
     outputs = [found[name] for name in sorted(found, key=lambda name: int(name.partition("_")[2]))]
-    assert all(each.error is None and len(each.generated_tokens) == NEW for each in outputs)
+    assert all(each.error is None and len(each.generated_tokens) == new for each in outputs)
     return outputs
 
 
@@ -74,7 +77,7 @@ def rollouts(model: Any, given: list[list[int]], sample: bool = True, **options:
 def trained(model: Any, output: Any, temperature: float = TEMPERATURE) -> Tensor:
     """Log-probabilities of what was generated, by one forward of its row."""
     ids = torch.tensor([output.prompt_ids + output.generated_tokens])
-    return token_logps(model, ids, temperature=temperature)[0, -NEW:]
+    return token_logps(model, ids, temperature=temperature)[0, -len(output.generated_tokens) :]
 
 
 def differ(model: Any, outputs: list[Any], temperature: float = TEMPERATURE) -> int:
@@ -129,19 +132,38 @@ def test_tokens_are_those_of_generate_in_any_order(model: Any) -> None:
 
 def test_a_prefix_is_shared_and_changes_no_bit(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last prompt begins with two pages of another one, which has been computed before."""
-    shared, own = list[int](), paged.plan_of
-    monkeypatch.setattr(
-        paged,
-        "plan_of",
-        lambda given, cache, padded: (
-            shared.extend(given["position_ids"][0, given["cu_seq_lens_q"][:-1].long()].tolist())
-            or own(given, cache, padded)
-        ),
-    )
+    first, own = set[int](), paged.plan_of
+
+    def plan_of(given: dict[str, Any], cache: Any, padded: bool) -> Any:
+        first.update(given["position_ids"][0, given["cu_seq_lens_q"][:-1].long()].tolist())
+        return own(given, cache, padded)
+
+    monkeypatch.setattr(paged, "plan_of", plan_of)
     given = prompts()
     outputs = rollouts(model, [given[1], given[-1]], max_batch_tokens=40)
-    assert 32 in shared  # where a prompt begins that continues one in the cache
+    assert 32 in first  # of a prompt that continues one in the cache; no other chunk begins there
     assert differ(model, outputs) == 0
+
+
+def test_requests_that_wait_and_branch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If pages run out, a request gives its own back and is computed again later. Several answers to one
+    prompt share its pages."""
+    module = import_module("transformers.generation.continuous_batching.offloading_manager")
+    own, waited = module.OffloadingManager.offload_requests, list[bool]()
+
+    def offload(manager: Any) -> bool:
+        waited.append(own(manager))
+        return waited[-1]
+
+    monkeypatch.setattr(module.OffloadingManager, "offload_requests", offload)
+    assert differ(model, rollouts(model, prompts(), new=30, num_blocks=11)) == 0
+    assert any(waited)
+    config = GenerationConfig(
+        max_new_tokens=NEW, do_sample=True, temperature=TEMPERATURE, eos_token_id=-1, num_return_sequences=3
+    )
+    found = model.generate_batch(prompts()[:2], config, continuous_batching_config=settings())
+    assert len(found) == 6 and differ(model, list(found.values())) == 0
+    assert len({tuple(each.generated_tokens) for each in found.values()}) > 2
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_blocks_per_request": 0}], ids=["pages", "gathered keys"])
@@ -274,6 +296,12 @@ def test_an_error_in_the_loop_is_raised(model: Any, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(model, "eval", lambda: model)
         rollouts(model, prompts()[:1])
     model.eval()
+    assert model.config._attn_implementation == "isobit"
+
+
+def test_a_cache_that_does_not_fit_leaves_the_model_as_it_was(model: Any) -> None:
+    with pytest.raises(MemoryError):
+        rollouts(model, prompts()[:1], num_blocks=10**12)
     assert model.config._attn_implementation == "isobit"
 
 

@@ -164,7 +164,7 @@ class Engine:
     """What replaces methods of a manager, and the forward of its model runner."""
 
     def __init__(self, manager: Any, head: Head | None) -> None:
-        generation = manager.generation_config
+        generation, self.model = manager.generation_config, manager.model
         sampled = bool(getattr(generation, "do_sample", False))
         self.head = head  # None if no log-probabilities are requested
         self.temperature = float(generation.temperature or 1.0) if sampled else 1.0
@@ -176,7 +176,11 @@ class Engine:
 
     def create(self) -> Any:
         """The processor of batches, which has the model runner."""
-        processor = self.own_create()
+        try:
+            processor = self.own_create()
+        except BaseException:  # then nobody stops the manager
+            _name_attention(self.model, NAME)
+            raise
         runner = processor.model_runner
         if "_forward_process_and_sample" not in vars(runner):
             own = runner._forward_process_and_sample
