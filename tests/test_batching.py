@@ -183,7 +183,14 @@ def test_room_in_a_graph_changes_no_bit(
 
     monkeypatch.setattr(batching.Engine, "create", create)
     monkeypatch.setattr(paged, "attention", seen)
-    outputs = rollouts(model, prompts(), **sizes, q_padding_interval_size=16, kv_padding_interval_size=64)
+    outputs = rollouts(
+        model,
+        prompts()[:5],
+        **sizes,
+        max_requests_per_batch=8,
+        q_padding_interval_size=16,
+        kv_padding_interval_size=64,
+    )
     assert seen.gathered > 0 and differ(model, outputs) == 0
 
 
