@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import pickle
 import runpy
 import sys
 from collections.abc import Iterator
@@ -274,7 +275,10 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_manager_can_be_kept_and_a_copy_has_its_own(model: Any) -> None:
     copied, given = copy.deepcopy(model), prompts()[:2]
-    assert vars(copied)[batching.MAKES].__self__ is copied
+    assert vars(copied)[batching.MAKES].model() is copied
+    loaded = pickle.loads(pickle.dumps(vars(model)[batching.MAKES]))
+    with pytest.raises(HFError, match=r"call zero_drift\(model\) again first"):
+        loaded()
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     options = {"generation_config": config, "continuous_batching_config": settings()}
     for _ in range(2):
