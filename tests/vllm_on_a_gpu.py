@@ -6,13 +6,15 @@ Models of the width of Qwen 3 0.6B with random weights; 64 requests of 7 to 535 
 A line for each case, and JSON at the end. A case that fails does not stop the next one; stages that would
 begin after the time limit are left out, and named.
 
-rollouts     greedy, sampled, several temperatures, filters, prompts; in a batch, alone, arriving one by one
+rollouts     eager: greedy, sampled, several temperatures, filters, prompts; in a batch, alone, one by one
+graphs       CUDA graphs of decoding, without compilation; new weights in place
 pieces       prompts in chunks, a cold and a warm prefix cache, a cache so small that requests are preempted
 llama        rotary embeddings of Llama 3.1
 mistral      a window
 qwen2        biases, and a head that is the embedding
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
+compiled     vLLM's default: compiled pieces, and graphs of them
 plain        vLLM without isobit, after all of these: a control that must differ
 sleep        sleep level 1 and 2; needs vLLM's cumem allocator
 """
@@ -49,6 +51,8 @@ ENGINE = {
 }  # fmt: skip
 #: Pages of 16 tokens for the stage that has too few of them: the longest request needs 36, all need 800.
 PAGES = 250
+
+GRAPHS = "FULL_DECODE_ONLY"
 
 CASES, FOLDER = vr.Cases(), tempfile.mkdtemp()
 
@@ -135,6 +139,35 @@ def rollouts():
     start = time.time()
     vr.rollout(llm, given, new=NEW)
     say(f"{len(given) * NEW / (time.time() - start):.0f} tokens/s, eager, with log-probs")
+    print(isobit.integrations.vllm.report())
+
+
+def graphs():
+    """Batches of 64, 24 and 1, so that graphs of several sizes are replayed, with padding."""
+    given, folder = prompts(), saved("Qwen3", 8)
+    llm = engine(folder, enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": GRAPHS})
+    trainer = vr.trainer_of(folder, DEVICE)
+    for count, temperature in ((64, 0.0), (21, 0.7), (1, 0.7)):
+        with CASES.attempt(f"graphs, {count} requests"):
+            rows = vr.rollout(llm, given[:count], temperature, NEW)
+            wanted = trained(trainer, given[:count], rows, token_logps, temperature)
+            CASES.same(f"graphs, {count} requests at {temperature}", rows, wanted)
+    with CASES.attempt("graphs, new weights"):
+        for parameter in trainer.parameters():
+            parameter.data.mul_(1.01)
+        vr.load(llm, trainer)
+        rows = vr.rollout(llm, given[:21], 0.7, NEW)
+        CASES.same("graphs, new weights", rows, trained(trainer, given[:21], rows, token_logps, 0.7))
+    start = time.time()
+    vr.rollout(llm, given, new=NEW)
+    say(f"{len(given) * NEW / (time.time() - start):.0f} tokens/s, graphs, with log-probs")
+
+
+def compiled():
+    given, folder = prompts()[:21], saved("Qwen3", 2)
+    llm, trainer = engine(folder, enforce_eager=False), vr.trainer_of(folder, DEVICE)
+    rows = vr.rollout(llm, given, 0.7, NEW)
+    CASES.same("compiled", rows, trained(trainer, given, rows, token_logps, 0.7))
     print(isobit.integrations.vllm.report())
 
 
@@ -234,12 +267,14 @@ def sleep():
 
 STAGES = {
     "rollouts": rollouts,
+    "graphs": graphs,
     "pieces": pieces,
     "llama": lambda: a_family("Llama", rope_parameters=LLAMA_3_1),
     "mistral": lambda: a_family("Mistral", sliding_window=128),
     "qwen2": lambda: a_family("Qwen2", num_attention_heads=8, tie_word_embeddings=True),
     "steps": steps,
     "log_softmax": log_softmax,
+    "compiled": compiled,
     "plain": plain,
     "sleep": sleep,
 }
