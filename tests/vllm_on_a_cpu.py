@@ -199,7 +199,7 @@ def main():
         vr.free()
         say("chunks of 16 tokens, a cold and a warm prefix cache, one request after another: the same bits")
 
-        llm = engine(qwen, num_gpu_blocks_override=7)
+        llm = engine(qwen, num_gpu_blocks_override=7, logprobs_mode="processed_logprobs")  # TRL's mode
         preempted, rows = vr.preemptions(llm), vr.rollout(llm, given, 0.7, new=20)
         assert vr.different(rows, vr.trained(trainer, given, rows, logps, 0.7)) == (0, 100) and preempted
         del llm
