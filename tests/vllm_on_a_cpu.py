@@ -4,7 +4,7 @@ Tiny models in bf16 with random weights. What must hold:
 - the plugin is found by its entry point, and does nothing until isobit is enabled, VLLM_PLUGINS or not
 - every module is served, and no call is left to vLLM
 - log-probabilities have the same bits in a batch and alone, with prompts in one piece and in chunks, with a
-  cold and a warm prefix cache
+  cold and a warm prefix cache, when requests arrive one after another, and when they are preempted
 - they have the bits of a transformers model under `zero_drift`, one forward of one row: of generated tokens
   at the temperature of their request, whatever top-k, top-p and penalties are, and of prompts; also after
   each of three optimizer steps whose weights were copied, copied to new addresses, or reloaded
@@ -191,11 +191,20 @@ def main():
         qwen = saved("Qwen3", folder, tie_word_embeddings=False)
         llm = engine(qwen, max_num_batched_tokens=16, enable_chunked_prefill=True, enable_prefix_caching=True)
         cold, warm = vr.rollout(llm, given), vr.rollout(llm, given)
-        greedy = vr.trained(vr.trainer_of(qwen), given, cold, logps)
+        trainer = vr.trainer_of(qwen)
+        greedy = vr.trained(trainer, given, cold, logps)
         assert different(cold, greedy) == different(warm, greedy) == 0
+        assert different(vr.arriving(llm, given, 3, NEW), greedy) == 0
         del llm
         vr.free()
-        say("chunks of 16 tokens, and a cold and a warm prefix cache: the same bits")
+        say("chunks of 16 tokens, a cold and a warm prefix cache, one request after another: the same bits")
+
+        llm = engine(qwen, num_gpu_blocks_override=7, logprobs_mode="processed_logprobs")  # TRL's mode
+        preempted, rows = vr.preemptions(llm), vr.rollout(llm, given, 0.7, new=20)
+        assert vr.different(rows, vr.trained(trainer, given, rows, logps, 0.7)) == (0, 100) and preempted
+        del llm
+        vr.free()
+        say(f"{len(preempted)} preemptions: the same bits")
 
         llm = engine(qwen, enforce_eager=False)
         assert different(vr.rollout(llm, given), greedy) == 0

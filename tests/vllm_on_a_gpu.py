@@ -6,13 +6,15 @@ Models of the width of Qwen 3 0.6B with random weights; 64 requests of 7 to 535 
 A line for each case, and JSON at the end. A case that fails does not stop the next one; stages that would
 begin after the time limit are left out, and named.
 
-rollouts     greedy, sampled, several temperatures, filters, prompts; in a batch, alone, arriving one by one
+rollouts     eager: greedy, sampled, several temperatures, filters, prompts; in a batch, alone, one by one
+graphs       CUDA graphs of decoding, without compilation; new weights in place
 pieces       prompts in chunks, a cold and a warm prefix cache, a cache so small that requests are preempted
 llama        rotary embeddings of Llama 3.1
 mistral      a window
 qwen2        biases, and a head that is the embedding
 steps        three optimizer steps, whose weights are copied, copied to new addresses, and reloaded
 log_softmax  log-probabilities of rounded logits, enable(logprobs="log_softmax")
+compiled     vLLM's default: compiled pieces, and graphs of them
 plain        vLLM without isobit, after all of these: a control that must differ
 sleep        sleep level 1 and 2; needs vLLM's cumem allocator
 """
@@ -45,10 +47,12 @@ LLAMA_3_1 = {
 }  # fmt: skip
 ENGINE = {
     "max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 16384, "block_size": 64,
-    "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.2,
 }  # fmt: skip
 #: Pages of 16 tokens for the stage that has too few of them: the longest request needs 36, all need 800.
 PAGES = 250
+
+GRAPHS = "FULL_DECODE_ONLY"
 
 CASES, FOLDER = vr.Cases(), tempfile.mkdtemp()
 
@@ -94,17 +98,18 @@ def rollouts():
     with CASES.attempt("sampled at 0.7"):
         rows = vr.rollout(llm, given, 0.7, NEW)
         CASES.same("sampled at 0.7", rows, trained(trainer, given, rows, token_logps, 0.7))
-        CASES.same("sampled at 0.7, hidden", rows, trained(trainer, given, rows, logps_of_hidden, 0.7))
-        CASES.same(
-            "control: another temperature", rows, trained(trainer, given, rows, token_logps), control=True
-        )
+        rows, some = rows[:16], given[:16]
+        CASES.same("sampled at 0.7, hidden", rows, trained(trainer, some, rows, logps_of_hidden, 0.7))
+        wanted = trained(trainer, some, rows, token_logps)
+        CASES.same("control: another temperature", rows, wanted, control=True)
     with CASES.attempt("several temperatures"):
         each = [(0.0, 0.7, 1.0, 1.3)[i % 4] for i in range(len(given))]
         rows = vr.rollout(llm, given, each, NEW)
         CASES.same("several temperatures", rows, trained(trainer, given, rows, token_logps, each))
     with CASES.attempt("filters and a penalty"):
-        rows = vr.rollout(llm, given, 1.0, NEW, top_k=20, top_p=0.9, repetition_penalty=1.1)
-        CASES.same("filters and a penalty", rows, trained(trainer, given, rows, token_logps, 1.0))
+        some = given[:24]
+        rows = vr.rollout(llm, some, 1.0, NEW, top_k=20, top_p=0.9, repetition_penalty=1.1)
+        CASES.same("filters and a penalty", rows, trained(trainer, some, rows, token_logps, 1.0))
     with CASES.attempt("alone"):
         alone = [vr.rollout(llm, [p], new=NEW)[0] for p in given[:6]]
         CASES.same("alone against 64", alone, greedy[:6])
@@ -135,6 +140,35 @@ def rollouts():
     start = time.time()
     vr.rollout(llm, given, new=NEW)
     say(f"{len(given) * NEW / (time.time() - start):.0f} tokens/s, eager, with log-probs")
+    print(isobit.integrations.vllm.report())
+
+
+def graphs():
+    """Batches of 64, 21 and 1, so that graphs of several sizes are replayed, with padding."""
+    given, folder = prompts(), saved("Qwen3", 8)
+    llm = engine(folder, enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": GRAPHS})
+    trainer = vr.trainer_of(folder, DEVICE)
+    for count, temperature in ((64, 0.0), (21, 0.7), (1, 0.7)):
+        with CASES.attempt(f"graphs, {count} requests"):
+            rows = vr.rollout(llm, given[:count], temperature, NEW)
+            wanted = trained(trainer, given[:count], rows, token_logps, temperature)
+            CASES.same(f"graphs, {count} requests at {temperature}", rows, wanted)
+    with CASES.attempt("graphs, new weights"):
+        for parameter in trainer.parameters():
+            parameter.data.mul_(1.01)
+        vr.load(llm, trainer)
+        rows = vr.rollout(llm, given[:21], 0.7, NEW)
+        CASES.same("graphs, new weights", rows, trained(trainer, given[:21], rows, token_logps, 0.7))
+    start = time.time()
+    vr.rollout(llm, given, new=NEW)
+    say(f"{len(given) * NEW / (time.time() - start):.0f} tokens/s, graphs, with log-probs")
+
+
+def compiled():
+    given, folder = prompts()[:21], saved("Qwen3", 2)
+    llm, trainer = engine(folder, enforce_eager=False), vr.trainer_of(folder, DEVICE)
+    rows = vr.rollout(llm, given, 0.7, NEW)
+    CASES.same("compiled", rows, trained(trainer, given, rows, token_logps, 0.7))
     print(isobit.integrations.vllm.report())
 
 
@@ -216,30 +250,33 @@ def sleep():
     given, folder = prompts()[:8], saved("Mistral", 2, sliding_window=128)
     llm, trainer = engine(folder, enable_sleep_mode=True), vr.trainer_of(folder, DEVICE)
     vr.rollout(llm, given, 0.7, NEW)
-    for level in (1, 2):
-        with CASES.attempt(f"sleep level {level}"):
+    for level, way in ((1, "copied"), (2, "copied"), (2, "reloaded")):  # level 2 drops the weights
+        with CASES.attempt(f"sleep level {level}, weights {way}"):
             llm.sleep(level)
             llm.wake_up(tags=["weights"])
             for parameter in trainer.parameters():
                 parameter.data.mul_(1.01)
-            if level == 2:  # the weights are gone, buffers are not
+            if way == "reloaded":
                 trainer.save_pretrained(folder)
                 llm.collective_rpc("reload_weights")
             else:
                 vr.load(llm, trainer)
             llm.wake_up(tags=["kv_cache"])
             rows = vr.rollout(llm, given, 0.7, NEW)
-            CASES.same(f"after sleep level {level}", rows, trained(trainer, given, rows, token_logps, 0.7))
+            wanted = trained(trainer, given, rows, token_logps, 0.7)
+            CASES.same(f"after sleep level {level}, weights {way}", rows, wanted)
 
 
 STAGES = {
     "rollouts": rollouts,
+    "graphs": graphs,
     "pieces": pieces,
     "llama": lambda: a_family("Llama", rope_parameters=LLAMA_3_1),
     "mistral": lambda: a_family("Mistral", sliding_window=128),
     "qwen2": lambda: a_family("Qwen2", num_attention_heads=8, tie_word_embeddings=True),
     "steps": steps,
     "log_softmax": log_softmax,
+    "compiled": compiled,
     "plain": plain,
     "sleep": sleep,
 }

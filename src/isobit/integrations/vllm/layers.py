@@ -134,8 +134,8 @@ _KINDS: dict[tuple[str, str], Kind] = {
 
 def _kind_of(module: nn.Module) -> Kind | None:
     for (place, name), kind in _KINDS.items():
-        found = v.find(place, name)
-        if type(module) is found or (not kind.exact and isinstance(module, found)):
+        theirs = v.find(place, name)
+        if type(module) is theirs or (not kind.exact and isinstance(module, theirs)):
             return kind
     return None
 
