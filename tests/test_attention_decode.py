@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compat
 CALLS = Path(__file__).with_name("attention_decode_calls.py")
 
 
-@pytest.mark.parametrize("what", ["bits", "controls", "folds"])
+@pytest.mark.parametrize("what", ["bits", "splits", "controls", "folds"])
 def test_kernels(what: str) -> None:
     """See the functions of these names."""
     in_interpreter(CALLS, what)
