@@ -18,6 +18,8 @@ from isobit.kernels.hopper.pipeline import gl
 from isobit.numerics import chain
 from isobit.numerics.trees import tree
 from isobit.ops.det_gemm import kernels_hopper, kernels_hopper_tree
+from isobit.ops.det_gemm.plans_hopper_tree import Plan
+from isobit.ops.det_gemm.plans_hopper_tree import planned as planned_or_none
 
 BF16 = torch.bfloat16
 
@@ -62,7 +64,7 @@ def operand(rows: int, columns: int, by_rows: bool, seed: int) -> Tensor:
 
 
 def multiplied(
-    plan: kernels_hopper_tree.Plan, M: int, N: int, K: int, layout: tuple[bool, bool],
+    plan: Plan, M: int, N: int, K: int, layout: tuple[bool, bool],
     monkeypatch: pytest.MonkeyPatch, out_dtype: torch.dtype = torch.float32, bias: bool = False,
 ) -> tuple[Tensor, Tensor, Emulated]:  # fmt: skip
     """The result of the kernels, and of the model."""
@@ -75,8 +77,9 @@ def multiplied(
     return out, expected.to(out_dtype), device
 
 
-def planned(consumers: int, columns: int, swapped: bool, parts: int) -> kernels_hopper_tree.Plan:
-    plan = kernels_hopper_tree._planned(consumers, columns, swapped, 4, parts)
+def planned(consumers: int, columns: int, swapped: bool, parts: int, whole: bool | None = None) -> Plan:
+    whole = parts == 1 if whole is None else whole
+    plan = planned_or_none(consumers, columns, swapped, 4, parts, whole)
     assert plan is not None
     return plan
 
@@ -96,6 +99,21 @@ def test_every_part_of_the_tree_has_the_bits_of_the_model(
     ours, model, device = multiplied(plan, 21, 100, 192, layout, monkeypatch, bias=layout[0])
     assert torch.equal(ours, model)
     assert [name for name, _ in device.launches] == ["tree_kernel"] + ["fold_kernel"] * (parts > 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("consumers", "columns", "swapped"), [(1, 80, False), (1, 24, True)])
+def test_tiles_that_are_left_over_are_computed_in_parts(
+    consumers: int, columns: int, swapped: bool, layout: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three SMs: of 8 and 16 tiles, 6 and 15 are computed whole."""
+    plan, bias = planned(consumers, columns, swapped, 4, whole=True), layout[1]
+    M, N = (120, 300) if not swapped else (85, 250)
+    ours, model, device = multiplied(plan, M, N, 192, layout, monkeypatch, bias=bias)
+    assert torch.equal(ours, model)
+    tiles = 8 if not swapped else 16
+    folded = (tiles - plan.first(tiles, 3)) * consumers * columns // 8 // (2 if columns == 80 else 1)
+    assert device.launches == [("tree_kernel", 3), ("fold_kernel", folded)]
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -131,10 +149,10 @@ def _next_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
 def _another_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of parts one after the other."""
 
-    def folded(parts: Any, at: Any, size: Any, inside: Any, FIRST: int, COUNT: int) -> Any:
-        total = gl.load(parts + at, mask=inside, other=0.0)
+    def folded(parts: Any, at: Any, size: Any, FIRST: int, COUNT: int) -> Any:
+        total = gl.load(parts + at)
         for i in range(1, int(COUNT)):
-            total = total + gl.load(parts + i * size + at, mask=inside, other=0.0)
+            total = total + gl.load(parts + i * size + at)
         return total
 
     monkeypatch.setattr(kernels_hopper_tree, "_folded", SimpleNamespace(fn=folded))

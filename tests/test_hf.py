@@ -126,7 +126,7 @@ def test_no_logits_of_all_positions_are_made(monkeypatch: pytest.MonkeyPatch) ->
         lambda module, args, output: shapes.extend(x.shape for x in output)
     )
     ids, _, _ = batch()
-    monkeypatch.setattr(logps._Head, "_why_not", lambda self: None)  # which refuses the hook
+    monkeypatch.setattr(logps.Head, "_why_not", lambda self: None)  # which refuses the hook
     token_logps(model, ids)
     made_by.remove()
     assert shapes == [(2, 1, V), (2, 6)]  # logits of the last position, then log-probabilities

@@ -279,7 +279,7 @@ def test_the_rule_is_near_what_the_models_of_time_say() -> None:
     """For what is computed at once in each of these models: it costs little where it is wrong, and gains
     where it proposes tree8."""
     from isobit.ops.det_gemm.kernels_hopper import choose_tile
-    from isobit.ops.det_gemm.kernels_hopper_tree import choose_plan
+    from isobit.ops.det_gemm.plans_hopper_tree import choose_plan
 
     layers = {(4096, 64), (4096, 640), (8192, 1024)}
     for m in MODELS.values():

@@ -295,12 +295,14 @@ def test_lengths_of_one_family_are_served_by_one_backend(lengths: list[int]) -> 
 
 
 def outside() -> list[bool]:
-    """Whether calls belong to a family: of one key, of two, packed, with keys and values of other lengths."""
+    """Whether calls belong to a family: of one key, of two, packed, with pages, with keys and values of other
+    lengths; and with keys that have too few dimensions, which the contract must see."""
     attention = OPS["attention"]
     bounds, table = torch.tensor([0, 5]), torch.zeros(1, 4, dtype=torch.int32)
     makes: list[dict[str, Any]] = [
         {"k": (1, 1, 2, 64)}, {"k": (1, 2, 2, 64)}, {"k": (1, 5, 2, 64), "cu_seqlens_q": bounds},
         {"k": (9, 16, 2, 64), "block_table": table}, {"k": (1, 5, 2, 64), "v": (1, 6, 2, 64)},
+        {"k": ()}, {"k": (1, 2)},
     ]  # fmt: skip
     found = []
     for given in makes:
@@ -313,4 +315,16 @@ def outside() -> list[bool]:
 
 
 def test_calls_that_rules_or_kernels_decide_for_by_length_have_no_family() -> None:
-    assert outside() == [False, True, False, False, False]
+    assert outside() == [False, True, False, False, False, False, False]
+
+
+def test_a_backend_without_launches_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a call of one that launches."""
+
+    def ahead(args: Any) -> list[int]:
+        raise AssertionError("compiled ahead")
+
+    plans = OPS["attention"]._plans
+    monkeypatch.setattr(plans, "varying", varying_in("attention")._replace(ahead=ahead))
+    q, k = torch.randn(1, 1, 2, 64), torch.randn(1, 37, 2, 64)
+    isobit.attention(q, k, k, backend="reference")

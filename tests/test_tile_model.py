@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import tiles
-from isobit.ops.det_gemm import kernels_hopper, kernels_hopper_tree
+from isobit.ops.det_gemm import kernels_hopper, plans_hopper_tree
 from tile_model import fit as fitting
 from tile_model import measure
 from tile_model import problem as problems
@@ -123,7 +123,7 @@ def test_the_problem_of_tree8_is_its_rule() -> None:
     problem = PROBLEMS["tree8"]()
     plans, sizes = tuple(problem.chosen.values()), ([72], 1024, 6144, 132)
     expected = problem.model(plans, *sizes)
-    plan, us = kernels_hopper_tree.choose_plan(72, 1024, 6144, 132)
+    plan, us = plans_hopper_tree.choose_plan(72, 1024, 6144, 132)
     assert expected.min() == pytest.approx(us, abs=0.01) and plans[expected.argmin()] == plan
     for name, value in problem.today().items():
         with problem.having({name: 2 * value}):

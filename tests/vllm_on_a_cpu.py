@@ -17,8 +17,6 @@ import os
 import sys
 import tempfile
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
 import torch
 
 import isobit

@@ -5,11 +5,18 @@ import gc
 import os
 import struct
 import time
+import traceback
+from contextlib import contextmanager
 
+# One process, no network, and none of the packages that vLLM could use instead of its own kernels.
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
-    VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo", VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    } | dict(os.environ)
 )  # fmt: skip
 
 import torch
@@ -18,9 +25,6 @@ import transformers
 import isobit
 
 START = time.time()
-
-#: Of each token of a rollout: its id, and its log-probability.
-Row = tuple[list[int], list[float]]
 
 
 def seconds():
@@ -86,6 +90,8 @@ def outputs(llm, given, temperatures=0.0, new=6, **options):
     from vllm import SamplingParams
 
     each = temperatures if isinstance(temperatures, list) else [temperatures] * len(given)
+    if getattr(llm, "broken", False):  # it would wait for requests that nobody computes
+        raise RuntimeError("this engine has raised an error before")
     params = [
         SamplingParams(
             temperature=t, seed=i, max_tokens=new, ignore_eos=True, detokenize=False,
@@ -93,7 +99,10 @@ def outputs(llm, given, temperatures=0.0, new=6, **options):
         )
         for i, t in enumerate(each)
     ]  # fmt: skip
-    return llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
+    llm.broken = True
+    result = llm.generate([{"prompt_token_ids": p} for p in given], params, use_tqdm=False)
+    llm.broken = False
+    return result
 
 
 def row_of(output):
@@ -104,6 +113,41 @@ def row_of(output):
 
 def rollout(llm, given, temperatures=0.0, new=6, **options):
     return [row_of(output) for output in outputs(llm, given, temperatures, new, **options)]
+
+
+def arriving(llm, given, every, new):
+    """Greedy, with one more request after every few steps of the engine, from the last to the first."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    waiting, done, steps = list(range(len(given))), {}, 0
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and steps % every == 0:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=new, logprobs=0, ignore_eos=True, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            i = waiting.pop()
+            llm.llm_engine.add_request(f"arriving-{i:03}", {"prompt_token_ids": given[i]}, params)
+        done |= {output.request_id: row_of(output) for output in llm.llm_engine.step() if output.finished}
+        steps += 1
+    return [done[name] for name in sorted(done)]
+
+
+def preemptions(llm):
+    """A list that gets an element whenever a request has to give up its cache; or None."""
+    core = getattr(getattr(llm.llm_engine, "engine_core", None), "engine_core", None)
+    scheduler = getattr(core, "scheduler", None)
+    theirs, seen = getattr(scheduler, "_preempt_request", None), []
+    if theirs is None:
+        return None
+
+    def preempt(*args, **kwargs):
+        seen.append(1)
+        return theirs(*args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return seen
 
 
 def load(llm, model):
@@ -161,3 +205,37 @@ def different(a, b):
 def furthest(a, b):
     """The largest difference of two log-probabilities."""
     return max(abs(x - y) for (_, p), (_, q) in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+# Reports
+
+
+class Cases:
+    """What was compared, one line each. A case that fails does not stop those after it."""
+
+    def __init__(self):
+        self.all = []
+
+    def record(self, name, ok, text, **numbers):
+        self.all.append({"name": name, "ok": ok} | numbers)
+        say("ok    " if ok else "FAILED", f"{name}: {text}")
+
+    def same(self, name, rows, wanted, control=False):
+        """All log-probabilities must have the same bits; or, of a control, some must not."""
+        count, total = different(rows, wanted)
+        ok = total > 0 and (count > 0) == control
+        most = furthest(rows, wanted) if total else 0.0
+        text = f"{count} of {total} log-probs differ" + (f", by up to {most:.3g}" if count else "")
+        self.record(name, ok, text, differ=count, of=total, most=most)
+
+    @contextmanager
+    def attempt(self, name):
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.record(name, False, f"{type(error).__name__}: {str(error)[:300]}", error=str(error)[:1000])
+
+    @property
+    def passed(self):
+        return bool(self.all) and all(case["ok"] for case in self.all)

@@ -3,7 +3,7 @@ weights, bf16.
 
     native         `F.linear`
     isobit         `isobit.det_linear`, with its default class in all layers
-    isobit:mixed   the same with class tree8 in some layers: those of `Model.classes`
+    isobit:mixed   the same with the classes that `isobit.nn.propose_classes` proposes, if they differ
 
 The products alone are timed, one after another in a CUDA graph: q, k, v, o, gate, up and down of every layer,
 then the head. They are separate as in transformers, not merged as in engines. What is between them is left
@@ -15,7 +15,7 @@ two layers share a weight, and a step reads 1 GB (0.5B) or 8 GB (4B) of them, so
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isobit.bench.goals import Goal
+from isobit.layers.propose import proposed_class
+from isobit.numerics import TREE8
 from isobit.ops.det_gemm.op import det_linear
 from isobit.spec.proof import Args, Case, Cost
 from isobit.spec.rival import Rival
@@ -44,10 +46,6 @@ MOST = 1.03
 
 # Models
 
-#: A class for both models, until measured otherwise: the layers with few columns and a long sum. A class is
-#: one of a layer, whatever the batch, and of all layers that engines merge: q, k, v, and gate, up.
-CLASSES = dict.fromkeys(("q", "k", "v", "o", "down"), "tree8")
-
 
 @dataclass(frozen=True)
 class Model:
@@ -60,7 +58,6 @@ class Model:
     kv: int
     vocab: int
     bias: bool
-    classes: Mapping[str, str] = field(default_factory=lambda: CLASSES)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -74,6 +71,16 @@ class Model:
         """(name, N, K) of all products of a step."""
         layer = [(name, N, K) for name, (N, K) in self.shapes.items()]
         return [*(layer * self.layers), ("head", self.vocab, self.hidden)]
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Proposed for each product of a layer. Those that engines merge count as one, and have one class."""
+        shapes, merged = self.shapes, (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+        return {
+            name: proposed_class(shapes[name][1], sum(shapes[each][0] for each in names))
+            for names in merged
+            for name in names
+        }
 
     def has_bias(self, name: str) -> bool:
         return self.bias and name in ("q", "k", "v")
@@ -169,10 +176,14 @@ def cost(model: Model, dims: dict[str, int], dtype: torch.dtype) -> Cost:
     return Cost(elements * dtype.itemsize, fwd_flops=sum(2 * B * N * K for _, N, K in model.products))
 
 
+def _variants(model: Model) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    return {"mixed": partial(isobit, model.classes)} if TREE8 in model.classes.values() else {}
+
+
 def _series(name: str, model: Model) -> Series:
     return Series(
         op=None, name=name, cases=CASES, core=CASES, small=SMALL, make=partial(_make, name, model),
-        call=partial(isobit, {}), variants={"mixed": partial(isobit, model.classes)},
+        call=partial(isobit, {}), variants=_variants(model),
         cost=partial(cost, model),
         judge=lambda args: Judge(args["parameters"]),
         rivals={"native": Rival("native", native, directions=None, jit=False)}, directions=("fwd",),

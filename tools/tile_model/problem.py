@@ -20,6 +20,7 @@ from isobit.kernels.hopper.descriptors import matrix
 from isobit.kernels.hopper.tiles import Tile, fitted
 from isobit.ops.det_gemm import kernels_hopper as products
 from isobit.ops.det_gemm import kernels_hopper_tree as trees
+from isobit.ops.det_gemm import plans_hopper_tree as plans
 
 #: Bytes per element of the outputs that are timed.
 ITEMSIZE = 2
@@ -112,23 +113,29 @@ def chain16() -> Problem:
 # The products of class tree8
 
 
-def _multiply_as(plan: trees.Plan, out: Tensor, x: Tensor, w: Tensor) -> None:
+def _multiply_as(plan: plans.Plan, out: Tensor, x: Tensor, w: Tensor) -> None:
     trees._multiply(out, matrix(x), matrix(w), None, plan, run)
 
 
 def _plan_microseconds(
-    candidates: Sequence[trees.Plan], M: Sequence[int], N: int, K: int, sms: int
+    candidates: Sequence[plans.Plan], M: Sequence[int], N: int, K: int, sms: int
 ) -> np.ndarray:
     rows = [-(-m // 8) * 8 for m in M]
-    return trees.plan_microseconds(tuple(candidates), rows, N, K, sms, ITEMSIZE)
+    return plans.plan_microseconds(tuple(candidates), rows, N, K, sms, ITEMSIZE)
+
+
+def _plan_name(plan: plans.Plan) -> str:
+    if plan.parts == 1:
+        return f"{_name(plan.tile)} in 1"
+    return f"{_name(plan.tile)}{', the last' if plan.whole else ''} in {plan.parts}"
 
 
 @cache
 def tree8() -> Problem:
-    """Its constants are what the parts and leaves of a tile cost more; the others are those of chain16."""
-    chosen = {f"{_name(plan.tile)} in {plan.parts}": plan for plan in trees.tree_plans(ITEMSIZE)}
-    constants = ("FOLD_US", "FOLD_BYTES_PER_US", "LEAF_US")
-    return Problem(chosen, {}, _multiply_as, _plan_microseconds, constants, trees)
+    """Its constants are what parts and pairs of leaves cost more; the others are those of chain16."""
+    chosen = {_plan_name(plan): plan for plan in plans.tree_plans(ITEMSIZE)}
+    constants = ("FOLD_US", "FOLD_BYTES_PER_US", "PAIR_US")
+    return Problem(chosen, {}, _multiply_as, _plan_microseconds, constants, plans, plans._table.cache_clear)
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {"chain16": chain16, "tree8": tree8}

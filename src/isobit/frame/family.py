@@ -133,6 +133,7 @@ def growth(
         for i, p in enumerate(contract.params)
         if p.spec is not None and dimension in p.spec.dims
     }
+    dims = {i: len(p.spec.dims) for i, p in enumerate(contract.params) if p.spec is not None}
     never = [contract.names.index(name) for name in unless]
 
     def split(key: CacheKey) -> tuple[CacheKey, Sizes] | None:
@@ -148,6 +149,8 @@ def growth(
                 family.append(item)
                 continue
             shape, strides = item[0], item[1]
+            if len(shape) != dims[i]:  # the contract will say so
+                return None
             if size is None:
                 size = shape[d]
             if size != shape[d] or size < 2:

@@ -305,11 +305,12 @@ class Op:
 
     def _keep(self, key: CacheKey | None, plan: CallPlan, values: Sequence[Any]) -> None:
         """Cache a plan. The first one of a family that launches kernels may compile those of others too."""
-        if self._plans.varying is None and plan.launches_on(values[0]):
+        launches = plan.launches_on(values[0])
+        if launches and self._plans.varying is None:
             from isobit.frame import family
 
             self._plans.varying = family.varying(self.contract, self.grows)
-        if self._plans.keep(key, plan) and self._plans.varying is not None:
+        if self._plans.keep(key, plan) and launches and self._plans.varying is not None:
             args = dict(zip(self.contract.names, values, strict=True))
             controls, device = _pop_controls(args), values[0].device
             serves = partial(choose, self.contract, self.backends, controls=controls, device=device)

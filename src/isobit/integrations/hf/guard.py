@@ -20,7 +20,7 @@ from torch import nn
 
 from isobit.frame.caller import warn
 from isobit.integrations.hf import adapters
-from isobit.integrations.hf.attention import NAME
+from isobit.integrations.hf.attention import NAME, PAGED
 from isobit.integrations.hf.errors import HFError, by_reason
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import is_compiled, of_module, refusal
@@ -86,7 +86,7 @@ class Snapshot:
         if not self.children.hold():
             return False
         for config in self.configs:
-            if config._attn_implementation != NAME:
+            if config._attn_implementation not in (NAME, PAGED):
                 return False
         if everywhere:
             return all(part.holds() for part in self.parts)
@@ -167,7 +167,7 @@ class Guard:
         the name of a module."""
         reasons: dict[str, str] = {}
         for config in _configs_of(model):
-            if config._attn_implementation != NAME:
+            if config._attn_implementation not in (NAME, PAGED):
                 reasons["attention"] = f"computed by {config._attn_implementation!r}"
         for name, module in model.named_modules():
             reason = of_module(module) or self._new(module)

@@ -4,7 +4,7 @@
 
 The model runs as usual, but computes logits for the last position only. The hidden states of all positions go
 to `isobit.linear_logp` with the weight of its LM head. What the model does between its hidden states and its
-logits is verified, not assumed: see `_Head`.
+logits is verified, not assumed: see `Head`.
 """
 
 import inspect
@@ -97,20 +97,14 @@ def token_logps(  # type: ignore[misc]  # the second overload takes options as t
     """
     inputs, outer, model = dict(model_inputs or {}), model, base_of(model)
     _check_inputs(model, input_ids, attention_mask, inputs)
-    head, forward = _Head(model), model.forward
+    head, forward = Head(model), model.forward
     mask = None
     if attention_mask is not None:
         mask = (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
 
     def logps(states: Tensor) -> Any:
-        weight, bias, kind = head.linear.weight, head.linear.bias, states.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)  # the head would compute in this dtype
-            states, weight = states.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return linear_logp(
-            states, weight, input_ids[:, 1:], bias=bias, mask=mask, temperature=temperature,
-            softcap=head.softcap, logit_scale=head.factor, vocab_size=vocab_size,
+        return head.logps(
+            states, input_ids[:, 1:], mask=mask, temperature=temperature, vocab_size=vocab_size,
             return_entropy=return_entropy, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
             numerics=numerics, backend=backend,
         )  # fmt: skip
@@ -145,7 +139,7 @@ def _check_inputs(model: Any, input_ids: Any, attention_mask: Any, inputs: dict[
             raise ContractError(f"token_logps(model_inputs: {name!r}): it is set by token_logps itself")
 
 
-class _Head:
+class Head:
     """How a model computes logits from its hidden states:
 
         logits = softcap * tanh(factor * linear(states) / softcap)
@@ -192,6 +186,16 @@ class _Head:
         if "logits_to_keep" not in inspect.signature(model.forward).parameters:
             return "its forward has no logits_to_keep, so it makes logits of every position"
         return None
+
+    def logps(self, states: Tensor, token_ids: Tensor, **options: Any) -> Any:
+        """`linear_logp` of tokens after these hidden states, with the model's head."""
+        weight, bias, kind = self.linear.weight, self.linear.bias, states.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)  # the head would compute in this dtype
+            states, weight = states.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        heads = {"bias": bias, "softcap": self.softcap, "logit_scale": self.factor}
+        return linear_logp(states, weight, token_ids, **heads, **options)
 
     def run(self, forward: Callable[..., Any], logps: Callable[[Tensor], Any], **inputs: Any) -> Any:
         """The result of `logps` for the hidden states that the head reads, at all positions but the last.
@@ -252,6 +256,15 @@ class _Head:
                 self.model, f"its logits differ by up to {distance:.3g} from those computed from its "
                 f"head and its configuration (factor {self.factor}, softcap {self.softcap})",
             )  # fmt: skip
+
+
+def check_head(model: Any) -> Head:
+    """The head of a model, after its logits have been compared once with what is computed from it."""
+    head = Head(model)
+    if model not in _compared:
+        with torch.no_grad():
+            token_logps(model, torch.zeros((1, 2), dtype=torch.int64, device=model.device))
+    return head
 
 
 def _are_last(read: Any, states: Any) -> bool:

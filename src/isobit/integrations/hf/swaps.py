@@ -8,6 +8,7 @@ a model has them too, and can be restored like the original.
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
+from isobit.integrations.hf.batching import KEPT, MAKES, init_continuous_batching
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.layers.classes import (
@@ -87,6 +89,7 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
     if not is_on(model):
         setattr(model, ATTENTION, model.config._attn_implementation)
     setattr(model, COMPILES, never)
+    setattr(model, MAKES, MethodType(init_continuous_batching, model))  # in a copy, one of the copy
     model.set_attn_implementation(NAME)
     return skipped
 
@@ -116,10 +119,12 @@ def turn_off(model: Any) -> None:
         if class_of(module) is not DetLinear and type(module) is not DetRMSNorm:
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
+    if KEPT in vars(model):
+        model.destroy_cached_continuous_batching_manager()
     guard.take_off(model)
     _restore(modules.values())
     delattr(model, ATTENTION)
-    for key in (COMPILES, NUMERICS):
+    for key in (COMPILES, MAKES, NUMERICS):
         vars(model).pop(key, None)
 
 
@@ -128,7 +133,7 @@ def or_as_before(model: Any) -> Iterator[None]:
     """Undoes what this block has changed in a model, and nothing else, if the block ends with an error. There
     is no guard inside it: the model is to change."""
     known, attention = set(map(id, marked(model).values())), model.config._attn_implementation
-    keys = (ATTENTION, COMPILES, NUMERICS)
+    keys = (ATTENTION, COMPILES, MAKES, NUMERICS)
     own = {key: vars(model)[key] for key in keys if key in vars(model)}
     before = guard.of(model)
     guard.take_off(model)

@@ -126,11 +126,12 @@ def tiles_of(tiles: tuple[Tile, ...], M: Sequence[int], N: int) -> tuple[np.ndar
 
 def microseconds(
     tiles: tuple[Tile, ...], M: Sequence[int], N: int, K: int, sms: int, itemsize: int,
-    parts: np.ndarray | int = 1, steps: np.ndarray | None = None,
+    work: Callable[[np.ndarray], Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Modelled times of M x N outputs over K: a row for each M, a column for each tile. `parts`: how many
-    programs share the k of a tile; `steps`: how many steps of 64 each of them has, if that is not all of k.
-    """
+    """Modelled times of M x N outputs over K: a row for each M, a column for each tile.
+
+    `work` says what programs do one after the other, if that is not all of k for every tile: from numbers of
+    tiles it makes pairs (how many items, how many steps of 64 each has)."""
     height, width, swapped, group, squares, latency = _columns(tiles)
     m = np.array(M, dtype=np.float64)[:, None]
     rows, columns = np.where(swapped, N, m), np.where(swapped, m, N)
@@ -147,9 +148,15 @@ def microseconds(
         step = (STEP_CYCLES + STEP_CYCLES_PER_SM * busy) * latency
         return np.sqrt(squares + l2**2 + step**2) + outside
 
-    rounds, late = np.divmod(tiles_m * tiles_n * parts, sms)
-    each = -(-K // 64) if steps is None else steps
-    sm_us = each * (rounds * cycles(sms) + (late > 0) * cycles(late)) / CYCLES_PER_US
+    def passed(items: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
+        rounds, late = np.divmod(items, sms)
+        return steps * (rounds * cycles(sms) + (late > 0) * cycles(late)) / CYCLES_PER_US
+
+    count = tiles_m * tiles_n
+    if work is None:
+        sm_us = passed(count, -(-K // 64))
+    else:
+        sm_us = sum((passed(*each) for each in work(count)), start=np.zeros_like(count))
     hbm_us = (2 * K * (m + N) + itemsize * m * N) / HBM_BYTES_PER_US
     power_us = 2 * m * N * K / FLOPS_PER_US
     return FIXED_US + (sm_us**4 + hbm_us**4 + power_us**4) ** 0.25

@@ -2,47 +2,49 @@
 
     ((l0 + l1) + (l2 + l3)) + ((l4 + l5) + (l6 + l7))
 
-The tree is fixed, and who computes which part of it is not. A tile of the output is computed by 1, 2, 4 or 8
-programs, its *parts*, with 8, 4, 2 or 1 consecutive leaves each: a subtree. With several parts each program
-stores its fp32 sums, and a second kernel adds them in the order of the tree. So a layer with few outputs and
-a long k keeps all SMs busy, and its bits are those of one program that computes everything.
+The tree is fixed, and who computes which part of it is not. A tile of the output is computed whole by one
+program, or in 2, 4 or 8 *parts*: subtrees of 4, 2 or 1 consecutive leaves. A part is stored in fp32, and a
+second kernel adds the parts of a tile in the order of the tree. So a layer with few outputs and a long k
+keeps all SMs busy. If there are more tiles than SMs, full rounds of them are computed whole, and those that
+are left over may be computed in parts. The bits are the same.
 
-A program takes its leaves in pairs, one after the other. Up to two sums wait meanwhile: that of a pair, in
-registers, and that of the first four leaves, in shared memory.
+A program takes leaves in pairs, a step of one and a step of the other in turn: the tensor cores always have
+work of a second chain. Up to two sums wait meanwhile: that of a pair, in registers, and that of the first
+four leaves, in shared memory.
 
 A leaf may end inside a step of k. Leaves are a dimension of the tensor maps, so TMA fills the step with zeros
 there, which change no bit of a chain.
 """
 
-from collections.abc import Sequence
-from functools import cache, lru_cache, partial
-from typing import NamedTuple
+import math
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from isobit.frame.device import sm_count
 from isobit.frame.launch import Launch, run, unused
-from isobit.frame.traced import decides
 from isobit.kernels.hopper.descriptors import Matrix, leaf_descriptor, matrix
 from isobit.kernels.hopper.pipeline import (
     PRODUCER_REGISTERS,
     ROWS,
     Pipe,
+    _item,
+    _last_start,
+    after,
     gdc_launch_dependents,
     gdc_wait,
     gl,
     gluon,
     kernel,
+    mbarrier,
     record,
     tma,
+    warpgroup_mma_wait,
 )
 from isobit.kernels.hopper.product import Output
-from isobit.kernels.hopper.tiles import SHARED_BYTES, Tile, microseconds, tiles_of
 from isobit.numerics import LEAVES
 from isobit.ops.det_gemm.kernels_hopper import (
-    TABLE_ROWS,
     finish,
     ones,
     operands,
@@ -51,107 +53,9 @@ from isobit.ops.det_gemm.kernels_hopper import (
     why_not_token_product,
 )
 from isobit.ops.det_gemm.leaves import why_not_leaves
+from isobit.ops.det_gemm.plans_hopper_tree import Plan, fitting, plan_of, planned
 
 __all__ = ["ones", "product", "token_product", "why_not_product", "why_not_token_product"]
-
-# Tiles, and in how many parts each is computed
-
-
-class Plan(NamedTuple):
-    tile: Tile
-    parts: int
-
-    @property
-    def leaves(self) -> int:
-        """Of a part."""
-        return LEAVES // self.parts
-
-
-#: Columns of tiles by consumer warpgroups. With more than one leaf a consumer has two accumulators, with more
-#: than two a third one, which waits.
-_DIRECT = {1: (64, 80, 128, 192, 256), 2: (128, 160, 192, 256)}
-_SWAPPED = {
-    1: (8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 144, 160, 192),
-    2: (16, 32, 64, 96, 128),
-}
-#: Sums of a consumer's thread, half a column each: what leaves registers for the loop.
-_MOST_SUMS = 192
-
-
-def _planned(consumers: int, columns: int, swapped: bool, itemsize: int, parts: int) -> Plan | None:
-    """With as many stages as fit; None if there are too few, or too few registers."""
-    leaves, rows = LEAVES // parts, 64 * consumers
-    accumulators = 1 if leaves == 1 else 2 if leaves == 2 else 3
-    if columns * accumulators // 2 > _MOST_SUMS:
-        return None
-    taken = rows * columns * (4 if leaves == LEAVES else 0) + rows * columns * (itemsize if parts == 1 else 0)
-    step = 128 if rows + columns <= 160 else 64
-    stages = min(12, (SHARED_BYTES - taken) // ((rows + columns) * step * 2))
-    if stages < 3:
-        return None
-    return Plan(Tile(consumers, columns, step, stages, swapped, accumulators=accumulators), parts)
-
-
-@cache
-def tree_plans(itemsize: int) -> tuple[Plan, ...]:
-    """Every plan for outputs with this many bytes per element."""
-    made = [
-        _planned(consumers, columns, swapped, itemsize, parts)
-        for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
-        for consumers in sizes
-        for columns in sizes[consumers]
-        for parts in (1, 2, 4, 8)
-    ]
-    return tuple(plan for plan in made if plan is not None)
-
-
-# Estimates, not fitted to timings of these kernels: to launch the kernel that adds the parts, and its bytes
-# per microsecond, mostly from L2; and to end a chain and begin the next, in microseconds of each SM.
-FOLD_US = 1.6
-FOLD_BYTES_PER_US = 3.5e6
-LEAF_US = 0.35
-
-
-def choose_plan(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Plan, float]:
-    """The plan for an M x N output over K, and the expected time in microseconds."""
-    eights = max(-(-M // 8), 1)
-    if eights <= TABLE_ROWS // 8:
-        return _table(N, K, sms, itemsize)[eights - 1]
-    return _chosen((8 * eights,), N, K, sms, itemsize)[0]
-
-
-@decides
-def _plan(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
-    return choose_plan(M, N, K, sms, itemsize)[0]
-
-
-@lru_cache(maxsize=256)
-def _table(N: int, K: int, sms: int, itemsize: int) -> list[tuple[Plan, float]]:
-    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize)
-
-
-def plan_microseconds(
-    plans: tuple[Plan, ...], M: Sequence[int], N: int, K: int, sms: int, itemsize: int
-) -> np.ndarray:
-    """Modelled times: a row for each M, a column for each plan."""
-    tiles = tuple(plan.tile for plan in plans)
-    parts = np.array([plan.parts for plan in plans])
-    leaves = LEAVES // parts
-    times = microseconds(tiles, M, N, K, sms, itemsize, parts, leaves * -(-K // (64 * LEAVES)))
-    tiles_m, tiles_n = tiles_of(tiles, M, N)
-    times += np.ceil(tiles_m * tiles_n * parts / sms) * (leaves - 1) * LEAF_US
-    elements = np.array(M)[:, None] * N
-    return times + (parts > 1) * (FOLD_US + (4 * parts + itemsize) * elements / FOLD_BYTES_PER_US)
-
-
-def _chosen(M: Sequence[int], N: int, K: int, sms: int, itemsize: int) -> list[tuple[Plan, float]]:
-    """The plan and the time for each M. If two times are equal to 10 ns, the plan with fewer programs."""
-    plans = tree_plans(itemsize)
-    times = np.round(plan_microseconds(plans, M, N, K, sms, itemsize), 2)
-    tiles_m, tiles_n = tiles_of(tuple(plan.tile for plan in plans), M, N)
-    best = np.lexsort((tiles_m * tiles_n * np.array([plan.parts for plan in plans]), times))[:, 0]
-    return [(plans[i], float(row[i])) for i, row in zip(best, times, strict=True)]
-
 
 # Kernels
 
@@ -162,17 +66,16 @@ class Waiting:
 
     buffers: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
-    LEAVES: gl.constexpr  # of a program
 
     @gluon.jit
-    def create(pipe, output, output_rest, LEAVES: gl.constexpr):
+    def create(pipe, output, output_rest, WHOLE: gl.constexpr):
         buffers = pipe.a_ring  # unused with fewer leaves
         rest = pipe.a_ring
-        if LEAVES == 8:
+        if WHOLE:
             buffers = _buffers(pipe, output)
             if pipe.REST:
                 rest = _buffers(pipe, output_rest)
-        return Waiting(buffers, rest, LEAVES)
+        return Waiting(buffers, rest)
 
 
 @gluon.jit
@@ -181,6 +84,46 @@ def _buffers(pipe, output):
     shape: gl.constexpr = [pipe.CONSUMERS, ROWS, output.COLUMNS]
     PHASES: gl.constexpr = 4 if output.COLUMNS >= 32 else output.COLUMNS // 8
     return gl.allocate_shared_memory(gl.float32, shape, gl.SwizzledSharedLayout(8, 1, PHASES, [1, 0]))
+
+
+@gluon.jit
+def _half_step(pipe, one, one_rest, other, other_rest, begun, stage, phase, WHICH: gl.constexpr):
+    """Issue the next step of `one`. What was issued before is complete on return, and keeps its stage."""
+    one = pipe.issue(one, begun, stage, phase, WHICH)
+    if pipe.REST:
+        one_rest = pipe.issue(one_rest, begun, stage, phase, WHICH, True)
+        one, one_rest, other, other_rest = warpgroup_mma_wait(2, deps=(one, one_rest, other, other_rest))
+    else:
+        one, other = warpgroup_mma_wait(1, deps=(one, other))
+    return one, one_rest, other, other_rest
+
+
+@gluon.jit
+def _pair(pipe, output, output_rest, second, second_rest, stage, phase, WHICH: gl.constexpr):
+    """The sum of two leaves, computed in turn; the second one in the registers given."""
+    # Zeros, although the first step overwrites them: so nothing keeps these registers between pairs, where
+    # sums are added.
+    first = output.zeros()
+    first_rest = output_rest.zeros()
+    for step in range(pipe.steps):
+        first, first_rest, second, second_rest = _half_step(
+            pipe, first, first_rest, second, second_rest, step > 0, stage, phase, WHICH
+        )
+        mbarrier.arrive(pipe.empty.index(pipe.before(stage)), pred=step > 0)
+        stage, phase = after(stage, phase, pipe.STAGES)
+        second, second_rest, first, first_rest = _half_step(
+            pipe, second, second_rest, first, first_rest, step > 0, stage, phase, WHICH
+        )
+        mbarrier.arrive(pipe.empty.index(pipe.before(stage)))
+        stage, phase = after(stage, phase, pipe.STAGES)
+    if pipe.REST:
+        second, second_rest = warpgroup_mma_wait(0, deps=(second, second_rest))
+    else:
+        second = warpgroup_mma_wait(0, deps=(second,))
+    mbarrier.arrive(pipe.empty.index(pipe.before(stage)))
+    if pipe.REST:
+        second_rest = first_rest + second_rest
+    return first + second, second_rest, stage, phase
 
 
 @gluon.jit
@@ -201,115 +144,112 @@ def _fold(total, two, pair, buffer, LAYOUT: gl.constexpr, LEAVES: gl.constexpr):
 
 
 @gluon.jit
-def _put_part(output, total, pipe, m, n, part, WHICH: gl.constexpr):
-    """Store the sums of a part, in fp32."""
-    i, j = output.place(pipe, m, n, WHICH)
-    first = part.to(gl.int64) * output.M * output.N
-    gl.store(output.out + first + output.offsets(i, j), total, mask=output.inside(i, j))
-
-
-@gluon.jit
-def _trees(WHICH: gl.constexpr, pipe, output, output_rest, waiting):
-    """A consumer warpgroup that computes all leaves of its tiles. A tile is stored while the first step of
-    the next one is in flight, so that the tensor cores have work meanwhile."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    acc = output.zeros()
-    two = output.zeros()
-    rest = output_rest.zeros()
-    two_rest = output_rest.zeros()
-    first = gl.program_id(0)
-    m, n, _, _ = pipe.item(first)
-    for t in range(first, pipe.items(), gl.num_programs(0)):
-        for pair in range(4):
-            # Zeros, although the first step overwrites them: so nothing keeps these registers between pairs,
-            # where sums are added.
-            one, one_rest, stage, phase = pipe.begin_both(
-                output.zeros(), output_rest.zeros(), stage, phase, WHICH
-            )
-            if pair == 0:
-                if t > first:
-                    finish(output, acc, pipe, m, n, WHICH)
-                    if pipe.REST:
-                        finish(output_rest, rest, pipe, m, n, WHICH)
-                m, n, _, _ = pipe.item(t)
-            one, one_rest, stage, phase = pipe.finish_both(one, one_rest, pipe.steps - 1, stage, phase, WHICH)
-            acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
-            acc, two = _fold(one + acc, two, pair, waiting.buffers.index(WHICH), output.LAYOUT, 8)
+def _subtree(
+    pipe, output, output_rest, waiting, acc, rest, two, two_rest, stage, phase,
+    WHICH: gl.constexpr, LEAVES: gl.constexpr,
+):  # fmt: skip
+    """The sum of LEAVES leaves, in `acc` and `rest`; `two` and `two_rest` are for what waits."""
+    if LEAVES == 1:
+        acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
+    else:
+        for pair in range(LEAVES // 2):
+            acc, rest, stage, phase = _pair(pipe, output, output_rest, acc, rest, stage, phase, WHICH)
+            acc, two = _fold(acc, two, pair, waiting.buffers.index(WHICH), output.LAYOUT, LEAVES)
             if pipe.REST:
                 buffer = waiting.rest.index(WHICH)
-                rest, two_rest = _fold(one_rest + rest, two_rest, pair, buffer, output_rest.LAYOUT, 8)
-    if first < pipe.items():
-        finish(output, acc, pipe, m, n, WHICH)
-        if pipe.REST:
-            finish(output_rest, rest, pipe, m, n, WHICH)
-    if output.STAGED:
-        tma.store_wait(0)
+                rest, two_rest = _fold(rest, two_rest, pair, buffer, output_rest.LAYOUT, LEAVES)
+    return acc, rest, two, two_rest, stage, phase
 
 
 @gluon.jit
-def _subtrees(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl.constexpr):
-    """A consumer warpgroup that computes one part of each of its tiles."""
+def _put_part(output, total, at):
+    """Store a consumer's sums, at `at`: groups of 8 columns, each with its 64 rows. So the lanes of a warp
+    store one piece of memory at a time."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, output.LAYOUT))
+    j = output.OFFSET + gl.arange(0, output.COLUMNS, gl.SliceLayout(0, output.LAYOUT))
+    to = at + (i * 8)[:, None] + (j // 8 * (8 * ROWS) + j % 8)[None, :]
+    gl.store(gl.multiple_of(to, (1, 16)), total)
+
+
+@gluon.jit
+def _consume(
+    WHICH: gl.constexpr, pipe, output, output_rest, waiting, parts, first,
+    WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup: the first tiles whole, the others in parts."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     acc = output.zeros()
     two = output.zeros()
     rest = output_rest.zeros()
     two_rest = output_rest.zeros()
-    for t in range(gl.program_id(0), pipe.items() * PARTS, gl.num_programs(0)):
-        m, n, _, _ = pipe.item(t % pipe.items())
-        if waiting.LEAVES == 1:
-            acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
-        else:
-            for pair in range(waiting.LEAVES // 2):
-                one, one_rest, stage, phase = pipe.multiply_both(
-                    output.zeros(), output_rest.zeros(), pipe.steps, stage, phase, WHICH
-                )
-                acc, rest, stage, phase = pipe.multiply_both(acc, rest, pipe.steps, stage, phase, WHICH)
-                buffer = waiting.buffers.index(WHICH)
-                acc, two = _fold(one + acc, two, pair, buffer, output.LAYOUT, waiting.LEAVES)
-                if pipe.REST:
-                    rest, two_rest = _fold(
-                        one_rest + rest, two_rest, pair, buffer, output_rest.LAYOUT, waiting.LEAVES
-                    )
-        _put_part(output, acc, pipe, m, n, t // pipe.items(), WHICH)
-        if pipe.REST:
-            _put_part(output_rest, rest, pipe, m, n, t // pipe.items(), WHICH)
+    if WHOLE:
+        for t in range(gl.program_id(0), first, gl.num_programs(0)):
+            acc, rest, two, two_rest, stage, phase = _subtree(
+                pipe, output, output_rest, waiting, acc, rest, two, two_rest, stage, phase, WHICH, 8
+            )
+            m, n, _, _ = pipe.item(t)
+            finish(output, acc, pipe, m, n, WHICH)
+            if pipe.REST:
+                finish(output_rest, rest, pipe, m, n, WHICH)
+        if output.STAGED:
+            tma.store_wait(0)
+    if PARTS > 1:
+        others = pipe.items() - first
+        size: gl.constexpr = pipe.COLUMNS * ROWS
+        for t in range(gl.program_id(0), others * PARTS, gl.num_programs(0)):
+            acc, rest, two, two_rest, stage, phase = _subtree(
+                pipe, output, output_rest, waiting, acc, rest, two, two_rest, stage, phase, WHICH, LEAVES
+            )
+            part = t % others * PARTS + t // others
+            at = parts + (part * pipe.CONSUMERS + WHICH).to(gl.int64) * size
+            _put_part(output, acc, at)
+            if pipe.REST:
+                _put_part(output_rest, rest, at)
 
 
 @gluon.jit
-def _consume(WHICH: gl.constexpr, pipe, output, output_rest, waiting, PARTS: gl.constexpr):
-    if PARTS == 1:
-        _trees(WHICH, pipe, output, output_rest, waiting)
+def _load_leaves(pipe, t, begin, stage, phase, LEAVES: gl.constexpr):
+    """Load LEAVES leaves of a tile, in the order in which `_subtree` takes their steps."""
+    m, n, _, _ = pipe.item(t)
+    rows = pipe.rows(m, None, False)
+    if LEAVES == 1:
+        for step in range(pipe.steps):
+            stage, phase = pipe.load(rows, n, step, stage, phase, begin)
     else:
-        _subtrees(WHICH, pipe, output, output_rest, waiting, PARTS)
+        for pair in range(LEAVES // 2):
+            for step in range(pipe.steps):
+                stage, phase = pipe.load(rows, n, step, stage, phase, begin + 2 * pair)
+                stage, phase = pipe.load(rows, n, step, stage, phase, begin + 2 * pair + 1)
+    return stage, phase
 
 
 @gluon.jit
-def _load_leaves(pipe, PARTS: gl.constexpr, LEAVES: gl.constexpr):
+def _produce(pipe, first, WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr):
     """The producer."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for t in range(gl.program_id(0), pipe.items() * PARTS, gl.num_programs(0)):
-        m, n, _, _ = pipe.item(t % pipe.items())
-        first = t // pipe.items() * LEAVES
-        rows = pipe.rows(m, None, False)
-        for leaf in range(first, first + LEAVES):
-            for step in range(pipe.steps):
-                stage, phase = pipe.load(rows, n, step, stage, phase, leaf)
+    if WHOLE:
+        for t in range(gl.program_id(0), first, gl.num_programs(0)):
+            stage, phase = _load_leaves(pipe, t, 0, stage, phase, 8)
+    if PARTS > 1:
+        others = pipe.items() - first
+        for t in range(gl.program_id(0), others * PARTS, gl.num_programs(0)):
+            stage, phase = _load_leaves(pipe, first + t % others, t // others * LEAVES, stage, phase, LEAVES)
     gdc_launch_dependents()
 
 
 @kernel
 def tree_kernel(
-    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc,
+    out, ld, M, N, steps, bias, a_desc, b_desc, out_desc, b_rest_desc, out_rest_desc, parts, first,
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
-    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr,
-    SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr, REGISTERS: gl.constexpr,
+    LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
+    LEAVES: gl.constexpr, SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = a b + bias; or with several PARTS out [PARTS, M, N], fp32 sums of LEAVES each. `steps` are
-    those of a leaf. If SWAPPED, M is the N of the weight."""
+    """out [M, N] = a b + bias for the `first` tiles; of the others fp32 sums of LEAVES leaves, PARTS of them,
+    in `parts`. `steps` are those of a leaf. If SWAPPED, M is the N of the weight."""
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, SPANS=0, A_BY_K=A_BY_K, B_BY_K=B_BY_K, CONSUMERS=CONSUMERS,
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
@@ -326,56 +266,72 @@ def tree_kernel(
             pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
             SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
         )  # fmt: skip
-    waiting = Waiting.create(pipe, output, output_rest, LEAVES)
+    waiting = Waiting.create(pipe, output, output_rest, WHOLE)
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (0, pipe, output, output_rest, waiting, PARTS)),
-             (_load_leaves, (pipe, PARTS, LEAVES))],
+            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
+             (_produce, (pipe, first, WHOLE, PARTS, LEAVES))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consume, (0, pipe, output, output_rest, waiting, PARTS)),
-             (_consume, (1, pipe, output, output_rest, waiting, PARTS)),
-             (_load_leaves, (pipe, PARTS, LEAVES))],
+            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
+             (_consume, (1, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
+             (_produce, (pipe, first, WHOLE, PARTS, LEAVES))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
 
-#: Elements that a program of `fold_kernel` adds.
-FOLDED = gl.constexpr(512)
-
-
 @kernel
 def fold_kernel(
-    out, parts, bias, size, N,
-    PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, WORDS: gl.constexpr,
+    out, ld, M, N, bias, parts, first, tiles_m, tiles_n,
+    A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, FOLDED: gl.constexpr, SWAPPED: gl.constexpr,
+    EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """out [size] = the sums of all parts [PARTS, size] in the order of the tree, + bias [N], rounded once. If
-    WORDS, the size is given in words of four elements."""
+    """FOLDED elements of a tile after the `first`: out = the sums of its parts in the order of the tree +
+    bias, rounded once. EIGHTS: rows are stored eight elements at a time; their length is a multiple of 8."""
     gdc_wait()
     gdc_launch_dependents()
-    if WORDS:
-        size = size * 4
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    at = gl.program_id(0).to(gl.int64) * FOLDED + gl.arange(0, FOLDED, layout)
-    inside = at < size
-    total = _folded(parts, at, size.to(gl.int64), inside, 0, PARTS)
+    size: gl.constexpr = COLUMNS * ROWS  # of a consumer
+    per_tile: gl.constexpr = CONSUMERS * size
+    each: gl.constexpr = per_tile // FOLDED
+    t = gl.program_id(0) // each
+    begin = gl.program_id(0) % each * FOLDED
+    at = gl.arange(0, FOLDED, gl.BlockedLayout([8 if EIGHTS else 4], [32], [4], [0]))
+    total = _folded(parts + t.to(gl.int64) * (PARTS * per_tile) + begin, at, per_tile, 0, PARTS)
+    if SWAPPED:
+        n, m = _item(first + t, tiles_n, tiles_m, GROUP)
+    else:
+        m, n = _item(first + t, tiles_m, tiles_n, GROUP)
+    # As in `Pipe`: the last tile ends where the output does.
+    row = gl.minimum((m * CONSUMERS + begin // size) * ROWS, _last_start(M, ROWS, A_BY_K))
+    column = gl.minimum(n * COLUMNS, _last_start(N, COLUMNS, B_BY_K)) + begin % size // ROWS
+    i = row + at // 8 % ROWS
+    if EIGHTS:
+        eight = column // 8 + at // (8 * ROWS)
+        j = eight * 8 + at % 8
+        inside = (i < M) & (eight < N // 8)
+        to = gl.multiple_of(out + (i.to(gl.int64) * (ld // 8) + eight) * 8 + at % 8, 16)
+    else:
+        j = column + at // (8 * ROWS) * 8 + at % 8
+        inside = (i < M) & (j < N)
+        to = out + (j.to(gl.int64) * ld + i if SWAPPED else i.to(gl.int64) * ld + j)
     if HAS_BIAS:
-        total += gl.load(bias + at % N, mask=inside, other=0).to(gl.float32)
-    gl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+        total += gl.load(bias + (i if SWAPPED else j), mask=inside, other=0).to(gl.float32)
+    gl.store(to, total.to(out.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def _folded(parts, at, size, inside, FIRST: gl.constexpr, COUNT: gl.constexpr):
+def _folded(parts, at, size, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """The sum of COUNT parts from FIRST on, as a tree."""
     if COUNT == 1:
-        return gl.load(parts + FIRST * size + at, mask=inside, other=0.0)
+        return gl.load(gl.multiple_of(parts + FIRST * size + at, 16))
     else:
         HALF: gl.constexpr = COUNT // 2
-        left = _folded(parts, at, size, inside, FIRST, HALF)
-        return left + _folded(parts, at, size, inside, FIRST + HALF, HALF)
+        left = _folded(parts, at, size, FIRST, HALF)
+        return left + _folded(parts, at, size, FIRST + HALF, HALF)
 
 
 # Launchers
@@ -400,11 +356,12 @@ def product(
     """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
     (*lead, M, K), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    plan = _plan(M, N, K, sm_count(a.device), out_dtype.itemsize)
+    plan = plan_of(M, N, K, sm_count(a.device), out_dtype.itemsize)
     if 8 in plan.tile.parts and not matrix(a).is_row_major():
-        wider = _planned(
-            plan.tile.consumers, plan.tile.columns + 8, plan.tile.swapped, out_dtype.itemsize, plan.parts
-        )
+        wider = planned(
+            plan.tile.consumers, plan.tile.columns + 8, plan.tile.swapped, out_dtype.itemsize, plan.parts,
+            plan.whole and plan.parts == 1,
+        )  # fmt: skip
         assert wider is not None
         plan = wider
     for z in range(lead[0] if lead else 1):
@@ -415,34 +372,28 @@ def product(
 
 def _multiply(out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan, launch: Launch) -> None:
     """out = a b + bias."""
-    rows, columns = a.rows, b.columns
-    sums = out
-    if plan.parts > 1:
-        sums = out.new_empty((plan.parts, rows, columns), dtype=torch.float32)
-    _leaves(sums, a, b, bias if plan.parts == 1 else None, plan, launch)
-    if plan.parts > 1:
-        size = rows * columns
-        words = columns % 4 == 0
-        launch(
-            fold_kernel, (-(-size // FOLDED.value),), out, sums, unused(out) if bias is None else bias,
-            size // 4 if words else size, columns,
-            PARTS=plan.parts, HAS_BIAS=bias is not None, WORDS=words,
-            num_warps=4, enable_fp_fusion=False, launch_pdl=True,
-        )  # fmt: skip
-
-
-def _leaves(sums: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan, launch: Launch) -> None:
-    """The product, or the sums of its parts."""
-    tile, leaf, ld = plan.tile, a.columns // LEAVES, b.columns
+    leaf, ld, sms = a.columns // LEAVES, b.columns, sm_count(out.device)
+    tile = fitting(plan.tile, leaf)
     if tile.swapped:
         a, b = b.transposed(), a.transposed()
     M, N = a.rows, b.columns
-    staged = plan.parts == 1 and ld * sums.element_size() % 16 == 0
-    described = partial(leaf_descriptor, leaves=LEAVES)
-    given, constants = operands(sums, a, b, bias, tile, staged, described)
-    items = -(-M // tile.rows) * -(-N // tile.columns) * plan.parts
+    staged = plan.whole and ld * out.element_size() % 16 == 0
+    given, constants = operands(out, a, b, bias, tile, staged, partial(leaf_descriptor, leaves=LEAVES))
+    tiles_m, tiles_n = -(-M // tile.rows), -(-N // tile.columns)
+    first = plan.first(tiles_m * tiles_n, sms)
+    others, area = tiles_m * tiles_n - first, tile.rows * tile.columns
+    parts = out.new_empty((others, plan.parts, area), dtype=torch.float32) if plan.parts > 1 else unused(out)
     launch(
-        tree_kernel, (min(items, sm_count(sums.device)),),
-        sums, ld, M, N, -(-leaf // tile.step), *given,
-        PARTS=plan.parts, LEAVES=plan.leaves, **constants,
+        tree_kernel, (min(first + others * plan.parts, sms),),
+        out, ld, M, N, -(-leaf // tile.step), *given, parts, first,
+        WHOLE=plan.whole, PARTS=plan.parts, LEAVES=plan.leaves, **constants,
+    )  # fmt: skip
+    if plan.parts == 1:
+        return
+    folded = 512 * math.gcd(tile.columns // 8, 4)
+    taken = ("A_BY_K", "B_BY_K", "CONSUMERS", "COLUMNS", "GROUP", "SWAPPED", "HAS_BIAS", "enable_fp_fusion")
+    launch(
+        fold_kernel, (others * area // folded,), out, ld, M, N, given[0], parts, first, tiles_m, tiles_n,
+        PARTS=plan.parts, FOLDED=folded, EIGHTS=not tile.swapped and ld % 8 == 0,
+        **{name: constants[name] for name in taken}, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from isobit.ops.attention.op import forward
 from isobit.ops.attention.proof.bits import same_elsewhere, single_queries
 from isobit.ops.attention.proof.exact import exact
-from isobit.ops.attention.proof.inputs import BY_TOKEN, features_reversed, lay_out, make, padding
+from isobit.ops.attention.proof.inputs import BY_TOKEN, features_regrouped, lay_out, make, padding
 from isobit.ops.attention.proof.truth import formula, scale
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, Kernels, Mutant, Proof
@@ -237,7 +237,7 @@ PROOF = Proof(
     make=make,
     formula=formula,
     scale=scale,
-    controls=[Control("groups of 16 features in another order", features_reversed)],
+    controls=[Control("groups of 16 features in another order", features_regrouped)],
     padding=padding,
     layouts=("heads", "padded", "offset", "shifted"),
     lay_out=lay_out,

@@ -126,8 +126,8 @@ def padding(args: Args, rows: int) -> Args:
     return result
 
 
-def features_reversed(args: Args) -> Args:
-    """Groups of 16 features in reversed order: the same scores, summed in another order."""
+def features_regrouped(args: Args) -> Args:
+    """Groups of 16 features in another order: the same scores, summed in another order."""
     return args | {n: alter.in_other_groups(args[n], -1) for n in ("q", "k")}
 
 

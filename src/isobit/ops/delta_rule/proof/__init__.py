@@ -81,8 +81,8 @@ def padding(args: Args, rows: int) -> Args:
     return {n: None if args[n] is None else args[n].new_full((rows, *args[n].shape[1:]), NAN) for n in names}
 
 
-def features_reversed(args: Args) -> Args:
-    """Groups of 16 features in reversed order: the same products, summed in another order."""
+def features_regrouped(args: Args) -> Args:
+    """Groups of 16 features in another order: the same products, summed in another order."""
     axis = -1 if args["state_v_first"] else -2
     result = {n: alter.in_other_groups(args[n], -1) for n in ("q", "k", "w", "gk") if args[n] is not None}
     states = {n: alter.in_other_groups(args[n], axis) for n in ("h0", "dht") if args[n] is not None}
@@ -291,7 +291,7 @@ PROOF = Proof(
     make=make,
     formula=formula,
     scale=scale,
-    controls=[Control("groups of 16 features in another order", features_reversed, back=features_back)],
+    controls=[Control("groups of 16 features in another order", features_regrouped, back=features_back)],
     padding=padding,
     layouts=("padded", "shifted"),
     lay_out=lambda args, layout: alter.laid_out_some(args, BY_TOKEN[:5], layout),
