@@ -5,6 +5,7 @@ Run as a program under TRITON_INTERPRET=1, with the name of a function here.
 """
 
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,39 @@ def bits() -> None:
             same(f"{what}, {many}", on_a_cpu(args), wanted)
     args = made(1, 9, 400, 4, 1, 128)
     same("blocks of 128", on_a_cpu(args, 256, 128), model.attention(segment=256, block=128, **args))
+
+
+def splits() -> None:
+    """The grid is that of the room for keys; the segments that a sequence has are split over its programs.
+    Others load nothing."""
+
+    class Counting(Device):
+        def load_box(self, *given: Any, **more: Any) -> Any:
+            loads[self.mine.places] += 1
+            return super().load_box(*given, **more)
+
+    def loads_of(args: dict[str, Any]) -> dict[tuple[int, int], int]:
+        loads.clear()
+        on_a_cpu(args, device=Counting(model.CPU, 1))
+        return loads
+
+    loads = Counter[tuple[int, int]]()
+
+    args, page = made(2, 1, 64, 1, 1, 64), 64  # room for ten segments of two pages
+    table = torch.zeros(2, 20, dtype=torch.int32)
+    kernels_hopper_decode.MANY_PROGRAMS = 10  # five for each sequence
+    for keys, wanted in (
+        (3 * 2 * page, {0: 4, 1: 4, 2: 4}),  # keys and values of two blocks each
+        (9 * 2 * page, {0: 8, 1: 8, 2: 8, 3: 8, 4: 4}),
+        (1, {0: 2}),
+    ):
+        args |= {"block_table": table, "key_end": ints(keys, 0)}
+        assert loads_of(args) == {(0, y): count for y, count in wanted.items()}, (keys, loads)
+    args |= {
+        "window": 130,
+        "key_end": ints(20 * page, 0),
+    }  # one block, and a segment
+    assert loads_of(args) == {(0, 0): 2, (0, 1): 4}
 
 
 def controls() -> None:

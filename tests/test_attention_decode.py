@@ -19,19 +19,21 @@ pytestmark = pytest.mark.compat
 CALLS = Path(__file__).with_name("attention_decode_calls.py")
 
 
-@pytest.mark.parametrize("what", ["bits", "controls", "folds"])
+@pytest.mark.parametrize("what", ["bits", "splits", "controls", "folds"])
 def test_kernels(what: str) -> None:
     """See the functions of these names."""
     in_interpreter(CALLS, what)
 
 
-def compiled(B: int, T: int, S: int, G: int, D: int) -> dict[str, Any]:
-    """Its kernels, by name."""
+def compiled(B: int, T: int, S: int, G: int, D: int, ends: bool = False) -> dict[str, Any]:
+    """Its kernels, by name; with `ends`, those that read lengths on the device."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=BF16, device="meta")
 
     args = {"q": empty(B, T, 2 * G, D), "k": empty(B, S, 2, D), "v": empty(B, S, 2, D), **NOTHING}
+    if ends:
+        args["key_end"] = torch.empty(B, dtype=torch.int32, device="meta")
     recorder = Recorder()
     kernels_hopper_decode.attention(recorder, **args, causal=True, return_lse=False)
     return {name: to_ptx.compiled(source, options) for name, source, options in recorder.sources()}
@@ -40,7 +42,7 @@ def compiled(B: int, T: int, S: int, G: int, D: int) -> dict[str, Any]:
 def test_memory_is_accessed_only_after_the_previous_kernel_has_ended() -> None:
     """Both kernels are started before that, and let the next one start. A row's fold reads what the last
     program of the other wrote."""
-    for name, kernel in compiled(2, 1, 3000, 4, 128).items():
+    for name, kernel in compiled(2, 1, 3000, 4, 128, ends=True).items():
         text = kernel.asm["ptx"]
         assert kernel.metadata.launch_pdl, name
         waits = text.index("griddepcontrol.wait")

@@ -3,8 +3,13 @@
 
 import copy
 import logging
+import pickle
+import runpy
+import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,11 @@ import isobit
 from hf_models import V, made
 from isobit.integrations.hf import HFError, batching, paged, token_logps, zero_drift
 from isobit.integrations.hf.trial import differing
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:isobit. det_gemm"),  # that it is slow here is known
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
+]
 
 NEW, TEMPERATURE = 6, 0.8
 
@@ -50,15 +60,17 @@ def settings(**options: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(**given | options)
 
 
-def rollouts(model: Any, given: list[list[int]], sample: bool = True, **options: Any) -> list[Any]:
+def rollouts(
+    model: Any, given: list[list[int]], sample: bool = True, new: int = NEW, **options: Any
+) -> list[Any]:
     config = GenerationConfig(
-        max_new_tokens=NEW, do_sample=sample, temperature=TEMPERATURE if sample else None, eos_token_id=-1
+        max_new_tokens=new, do_sample=sample, temperature=TEMPERATURE if sample else None, eos_token_id=-1
     )
     found = model.generate_batch(
         given, generation_config=config, continuous_batching_config=settings(**options)
     )
     outputs = [found[name] for name in sorted(found, key=lambda name: int(name.partition("_")[2]))]
-    assert all(each.error is None and len(each.generated_tokens) == NEW for each in outputs)
+    assert all(each.error is None and len(each.generated_tokens) == new for each in outputs)
     return outputs
 
 
@@ -66,7 +78,7 @@ def rollouts(model: Any, given: list[list[int]], sample: bool = True, **options:
 def trained(model: Any, output: Any, temperature: float = TEMPERATURE) -> Tensor:
     """Log-probabilities of what was generated, by one forward of its row."""
     ids = torch.tensor([output.prompt_ids + output.generated_tokens])
-    return token_logps(model, ids, temperature=temperature)[0, -NEW:]
+    return token_logps(model, ids, temperature=temperature)[0, -len(output.generated_tokens) :]
 
 
 def differ(model: Any, outputs: list[Any], temperature: float = TEMPERATURE) -> int:
@@ -121,19 +133,40 @@ def test_tokens_are_those_of_generate_in_any_order(model: Any) -> None:
 
 def test_a_prefix_is_shared_and_changes_no_bit(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last prompt begins with two pages of another one, which has been computed before."""
-    shared, own = list[int](), paged.plan_of
-    monkeypatch.setattr(
-        paged,
-        "plan_of",
-        lambda given, cache, padded: (
-            shared.extend(given["position_ids"][0, given["cu_seq_lens_q"][:-1].long()].tolist())
-            or own(given, cache, padded)
-        ),
-    )
+    first, own = set[int](), paged.plan_of
+
+    def plan_of(given: dict[str, Any], cache: Any, padded: bool) -> Any:
+        first.update(given["position_ids"][0, given["cu_seq_lens_q"][:-1].long()].tolist())
+        return own(given, cache, padded)
+
+    monkeypatch.setattr(paged, "plan_of", plan_of)
     given = prompts()
     outputs = rollouts(model, [given[1], given[-1]], max_batch_tokens=40)
-    assert 32 in shared  # where a prompt begins that continues one in the cache
-    assert differ(model, outputs) == 0
+    assert 32 in first and differ(model, outputs) == 0  # of a prompt that continues one in the cache
+    first.clear()
+    rollouts(model, [given[1], given[-1]], max_batch_tokens=40, allow_block_sharing=False)
+    assert 32 not in first
+
+
+def test_requests_that_wait_and_branch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If pages run out, a request gives its own back and is computed again later. Several answers to one
+    prompt share its pages."""
+    module = import_module("transformers.generation.continuous_batching.offloading_manager")
+    own, waited = module.OffloadingManager.offload_requests, list[bool]()
+
+    def offload(manager: Any) -> bool:
+        waited.append(own(manager))
+        return waited[-1]
+
+    monkeypatch.setattr(module.OffloadingManager, "offload_requests", offload)
+    assert differ(model, rollouts(model, prompts(), new=30, num_blocks=11)) == 0
+    assert any(waited)
+    config = GenerationConfig(
+        max_new_tokens=NEW, do_sample=True, temperature=TEMPERATURE, eos_token_id=-1, num_return_sequences=3
+    )
+    found = model.generate_batch(prompts()[:2], config, continuous_batching_config=settings())
+    assert len(found) == 6 and differ(model, list(found.values())) == 0
+    assert len({tuple(each.generated_tokens) for each in found.values()}) > 2
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_blocks_per_request": 0}], ids=["pages", "gathered keys"])
@@ -151,7 +184,14 @@ def test_room_in_a_graph_changes_no_bit(
 
     monkeypatch.setattr(batching.Engine, "create", create)
     monkeypatch.setattr(paged, "attention", seen)
-    outputs = rollouts(model, prompts(), **sizes, q_padding_interval_size=16, kv_padding_interval_size=64)
+    outputs = rollouts(
+        model,
+        prompts()[:5],
+        **sizes,
+        max_requests_per_batch=8,
+        q_padding_interval_size=16,
+        kv_padding_interval_size=64,
+    )
     assert seen.gathered > 0 and differ(model, outputs) == 0
 
 
@@ -221,12 +261,24 @@ def test_without_isobit_bits_differ(model: Any, monkeypatch: pytest.MonkeyPatch)
     assert all(each.abs().max() < 0.1 for each in close)
 
 
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parent.parent / "examples" / "continuous_batching.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--requests", "3", "--tokens", "4"])
+    assert runpy.run_path(str(path))["main"]() == 0
+    *_, as_it_is, without_drift = capsys.readouterr().out.splitlines()
+    assert as_it_is.startswith("as it is ")
+    assert without_drift.split()[:4] == ["zero_drift", "0", "12", "0.0e+00"]
+
+
 # On, off, and what is refused
 
 
 def test_a_manager_can_be_kept_and_a_copy_has_its_own(model: Any) -> None:
     copied, given = copy.deepcopy(model), prompts()[:2]
-    assert vars(copied)[batching.MAKES].__self__ is copied
+    assert vars(copied)[batching.MAKES].model() is copied
+    loaded = pickle.loads(pickle.dumps(vars(model)[batching.MAKES]))
+    with pytest.raises(HFError, match=r"call zero_drift\(model\) again first"):
+        loaded()
     config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
     options = {"generation_config": config, "continuous_batching_config": settings()}
     for _ in range(2):
@@ -257,6 +309,12 @@ def test_an_error_in_the_loop_is_raised(model: Any, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(model, "eval", lambda: model)
         rollouts(model, prompts()[:1])
     model.eval()
+    assert model.config._attn_implementation == "isobit"
+
+
+def test_a_cache_that_does_not_fit_leaves_the_model_as_it_was(model: Any) -> None:
+    with pytest.raises(MemoryError):
+        rollouts(model, prompts()[:1], num_blocks=10**12)
     assert model.config._attn_implementation == "isobit"
 
 

@@ -29,6 +29,10 @@ def test_the_ratio_is_exactly_1(found: dict[str, Any], case: str, calls: int) ->
     assert run["shown"] == "Qwen2ForCausalLM" and run["restored"]
 
 
+def test_the_example_runs(found: dict[str, Any]) -> None:
+    assert found["example"] == [{name: 1.0 if RATIO in name else 0.0 for name in NAMES}]
+
+
 def test_the_policy_is_its_reference_at_first(found: dict[str, Any]) -> None:
     assert found["reference, autocast"]["kl"] == [0.0]
 

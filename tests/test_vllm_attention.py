@@ -16,7 +16,7 @@ from isobit.frame import op as frame_op
 from isobit.integrations import vllm
 from isobit.integrations.vllm import attention as paged
 from isobit.integrations.vllm.groups import groups_of
-from isobit.ops.attention import into, op
+from isobit.ops.attention import into, kernels_triton, op
 
 PAGE = 16
 
@@ -225,3 +225,11 @@ def test_memory_of_another_form_is_refused() -> None:
     for out in (q.float(), q[:, :2], torch.empty(1, 3, 2, 128).bfloat16()[..., ::2]):
         with pytest.raises(isobit.ContractError, match="must be contiguous and like q"):
             into.attention_into(out, q, q, q)
+
+
+def test_a_group_that_begins_elsewhere_compiles_nothing() -> None:
+    """Its lengths and its table may begin at any multiple of four bytes."""
+    for kernel in (kernels_triton.prefill_kernel, kernels_triton.segments_kernel, kernels_triton.fold_kernel):
+        bounds = {"key_start", "key_end", "cu_q", "cu_k", "table"} & set(kernel.arg_names)
+        assert len(bounds) in (2, 5)
+        assert all(param.do_not_specialize for param in kernel.params if param.name in bounds)

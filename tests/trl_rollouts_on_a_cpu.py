@@ -10,8 +10,10 @@ it; and what is refused.
 import json
 import logging
 import os
+import runpy
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,7 @@ import isobit
 from isobit.integrations.hf import batching
 from isobit.integrations.trl import rollouts
 
+ROOT = Path(__file__).parent.parent
 LETTERS = "abcdefghijklmnop"
 PAGES = {"block_size": 16, "num_blocks": 32, "max_batch_tokens": 64}
 
@@ -132,6 +135,7 @@ def main() -> None:
         "reference, autocast": logged(beta=0.1, bf16=True),
         "lora": logged(lora=True),
         "refused": refused(),
+        "example": runpy.run_path(str(ROOT / "examples" / "trl_rollouts.py"))["main"](steps=1),
     }
     with mock.patch.object(rollouts, "with_positions", lambda module, args, kwargs: (args, kwargs)):
         found["positions of padding"] = logged()

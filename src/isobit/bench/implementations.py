@@ -91,6 +91,8 @@ class Implementations:
                 figures = _figures(name, timing, floor_ms, nbytes, flops, baseline)
                 served = ours.get(name.removesuffix(NEW))
                 more = {name: _rounded(name, value) for name, value in timing.verdict.more.items()}
+                if series.tokens is not None:
+                    more["tokens_per_s"] = _rounded("", 1e3 * series.tokens(copies[0]) / timing.ms)
                 if name == "isobit" and (expected := series.predict(served, copies[0])) is not None:
                     more["predicted_ms"] = _rounded("predicted_ms", expected)
                 rows.append({**where, **figures, **self.inputs(case), "backend": served, **more})
@@ -208,7 +210,7 @@ class Implementations:
                 torch.compiler.reset()  # earlier cases count towards a limit beyond which it runs eagerly
             calls = partial(build, rival.function, rival)
             contenders.append(Contender(name, calls, verdict_on_rival, graph=rival.graph, grad=grad))
-        return [replace(each, name=f"{each.name}{suffix}") for each in contenders]
+        return [replace(each, name=f"{each.name}{suffix}", runs=series.runs) for each in contenders]
 
     def with_new_sizes(self, case: Case, direction: str, names: Iterable[str]) -> list[Contender]:
         """All implementations again, with calls whose sizes have not occurred before, in any direction.

@@ -38,6 +38,9 @@ MORE_COLUMNS = {
     "max diff": ("max_diff", ".1e"),
     "tokens": ("tokens", "d"),
     "that differ": ("tokens_differ", "d"),
+    "k3 KL": ("k3", ".1e"),
+    "tokens/s": ("tokens_per_s", ".5g"),
+    "first ms": ("first_ms", ".4g"),
 }
 
 CPU_WARNING = "CPU: these numbers show that the benchmark runs; they say nothing about speed on a GPU."

@@ -68,6 +68,9 @@ class Contender:
 
     With `once` no call is made twice while the host or a step is timed, as if every call had a new size; the
     first few warm it up.
+
+    A step that takes seconds is timed in this many `runs`. One call warms it up and is judged. Its memory is
+    not measured: it may be that of another process.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Contender:
     graph: bool = True
     grad: bool = True
     once: bool = False
+    runs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class _Lane:
     grad: bool = True
     once: bool = False
     warm: Sequence[Call] = ()
+    runs: int | None = None
     count: int = 1
     method: str = "wall"
     host_us: float | None = None
@@ -168,11 +173,13 @@ def measure_steps(
     made_once = [len(lane.calls) for lane in lanes.values() if lane.once]
     longest = max((lane.call_ms for lane in lanes.values()), default=0.0)
     often = _within(STEPS, MIN_STEPS, STEPS_MS / max(longest, 1.0))
-    count = min(made_once, default=often)
+    given = [lane.runs for lane in lanes.values() if lane.runs is not None]
+    count = min([*made_once, *given], default=often)
     count = count if repetitions is None else min(count, repetitions)
     for lane in lanes.values():  # the allocator has freed everything in between
         with torch.set_grad_enabled(lane.grad):
-            lane.warm[0]()
+            if lane.runs is None:
+                lane.warm[0]()
     host: dict[str, list[float]] = {name: [] for name in lanes}
     steps = {name: lane.turns(1) for name, lane in lanes.items()}
     for _ in range(count):
@@ -237,6 +244,8 @@ def _warm(contender: Contender, device: torch.device) -> _Lane:
     """Build and run a contender until it is warm; judge its result and measure its memory."""
     with torch.set_grad_enabled(contender.grad):
         calls = contender.build()
+        if contender.runs is not None:
+            return _Lane(calls, contender.judge(calls, calls[0]()), grad=contender.grad, runs=contender.runs)
         # A CPU gets one: it has nothing to compile, and its times do not matter.
         rounds = WARM_CALLS if device.type == "cuda" else 1
         warm = calls[:rounds] if contender.once else calls[:1]

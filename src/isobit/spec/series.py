@@ -84,7 +84,7 @@ class Series:
     are timed next to the usual ones as `<impl>:new`, and no size occurs twice: directions share them.
 
     A `step` computes its own gradients: `call` and the functions of rivals return (output, *gradients). Its
-    wall time is measured as a whole.
+    wall time is measured as a whole. One that takes seconds is timed in this many `runs`, after one more.
     """
 
     op: Op | None
@@ -101,6 +101,9 @@ class Series:
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     step: bool = False
+    runs: int | None = None
+    #: How many tokens a call generates, for the tokens per second of its row.
+    tokens: Callable[[Args], int] | None = None
     new: Callable[[Case, Pool], list[Args]] = lambda case, pool: []
     #: Other uses of isobit than `call`, timed next to it as `isobit:<name>`.
     variants: Mapping[str, Callable[[Args], Any]] = field(default_factory=dict)

@@ -16,6 +16,7 @@ The generation loop runs in a thread of its own. An error there ends it, and tra
 what it has. Here it is raised when the manager stops, and so by `generate_batch`.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,14 +43,36 @@ PAGE = 16
 MODULE = "transformers.generation.continuous_batching"
 
 
+class Makes:
+    """Replaces the method `MAKES` on a model, with its arguments. It does not keep the model alive. In a copy
+    of the model it is the copy's; for a model that was loaded from a file, `zero_drift` makes a new one."""
+
+    def __init__(self, model: Any = None) -> None:
+        self.model: Any = None if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Makes":
+        return Makes(None if self.model is None else memo.get(id(self.model())))
+
+    def __reduce__(self) -> Any:
+        return Makes, ()
+
+    def __call__(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        model = None if self.model is None else self.model()
+        if model is None:
+            raise HFError("isobit.integrations.hf: continuous batching: call zero_drift(model) again first")
+        return init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+
+
 @torch.no_grad()
 def init_continuous_batching(
-    model: Any,
-    generation_config: Any = None,
-    continuous_batching_config: Any = None,
-    workload_hints: Any = None,
+    model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any
 ) -> Any:
-    """Replaces the method of this name on the object, with its arguments."""
+    """A manager of a model under `zero_drift`."""
     wanted = continuous_batching_config or _default(generation_config or model.generation_config)
     kept = getattr(model, KEPT, None)
     if kept is not None and engine_of(kept) is None:
@@ -164,7 +187,7 @@ class Engine:
     """What replaces methods of a manager, and the forward of its model runner."""
 
     def __init__(self, manager: Any, head: Head | None) -> None:
-        generation = manager.generation_config
+        generation, self.model = manager.generation_config, manager.model
         sampled = bool(getattr(generation, "do_sample", False))
         self.head = head  # None if no log-probabilities are requested
         self.temperature = float(generation.temperature or 1.0) if sampled else 1.0
@@ -176,7 +199,11 @@ class Engine:
 
     def create(self) -> Any:
         """The processor of batches, which has the model runner."""
-        processor = self.own_create()
+        try:
+            processor = self.own_create()
+        except BaseException:  # then nobody stops the manager
+            _name_attention(self.model, NAME)
+            raise
         runner = processor.model_runner
         if "_forward_process_and_sample" not in vars(runner):
             own = runner._forward_process_and_sample

@@ -151,7 +151,7 @@ def _in_place(ends: Tensor, lengths: Tensor, given: dict[str, Any], read: int) -
     past = given["position_ids"][0, starts[:-1].clamp(max=given["input_ids"].shape[1] - 1)]
     dropped = torch.where(lengths > 0, past + starts.diff() - lengths, 0)
     front = dropped % SEGMENT
-    moved = ends + torch.cat((front.new_zeros(1), front.cumsum(0)))
+    moved = ends + torch.cat((front.new_zeros(1), front.cumsum(0))).to(ends.dtype)
     # A GPU is not asked how many there are: there is room for the most.
     room = read + requests * (SEGMENT - 1) if ends.is_cuda else int(moved[-1])
     slot = torch.arange(room, device=ends.device)

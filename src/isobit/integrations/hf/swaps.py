@@ -8,7 +8,6 @@ a model has them too, and can be restored like the original.
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
-from isobit.integrations.hf.batching import KEPT, MAKES, init_continuous_batching
+from isobit.integrations.hf.batching import KEPT, MAKES, Makes
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.layers.classes import (
@@ -89,7 +88,7 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
     if not is_on(model):
         setattr(model, ATTENTION, model.config._attn_implementation)
     setattr(model, COMPILES, never)
-    setattr(model, MAKES, MethodType(init_continuous_batching, model))  # in a copy, one of the copy
+    setattr(model, MAKES, Makes(model))
     model.set_attn_implementation(NAME)
     return skipped
 

@@ -63,8 +63,9 @@ GROUP = 16
 #: Upper bound on halvings of a row, for unrolled loops; the ones that are not needed generate no code.
 MOST_HALVINGS = tl.constexpr(8)
 
-#: Numbers that differ between calls: one compilation serves them all.
-_SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "programs"]
+#: What differs between calls, sizes and where bounds begin in memory: one compilation serves them all.
+_BOUNDS = ["key_start", "key_end", "cu_q", "cu_k", "table"]
+_SIZES = [*_BOUNDS, "T", "S", "SEQUENCES", "P", "window", "tiles", "segments", "programs"]
 
 
 # Which queries and keys
