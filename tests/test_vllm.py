@@ -132,6 +132,10 @@ def test_the_plugin_does_nothing_unless_it_is_enabled(
         assert vllm.report() is None and state(engine)[:-2] == before[:-2]
     given = switch.Options(allow_others=True, logprobs="log_softmax")
     monkeypatch.setenv(switch.VARIABLE, given.text())  # of the process that started this one
+    with monkeypatch.context() as there:  # where vLLM looks at the class of a model, no engine is made
+        there.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=versions.MODEL_REGISTRY))
+        plugin()
+        assert vllm.report() is None
     plugin()
     plugin()
     patch = switch.SWITCH.patch

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -308,7 +309,9 @@ def report(worker: Any = None) -> Report | None:
 
 def load_plugin() -> None:
     """Called by vLLM in every process (entry point `vllm.general_plugins`). Does nothing unless `enable` has
-    set ISOBIT_VLLM in the process that started this one."""
+    set ISOBIT_VLLM in the process that started this one; nor where vLLM only looks at the class of a model,
+    which would then import all of the engine."""
     text = os.environ.get(VARIABLE, "")
-    if text not in ("", "0"):
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    if text not in ("", "0") and getattr(main, "name", None) != v.MODEL_REGISTRY:
         _on(Options.read(text))
