@@ -4,14 +4,18 @@
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from isobit.integrations.vllm import disable, switch
 from isobit.integrations.vllm import versions as v
 
 BACKEND = "vllm.v1.attention.backend"
@@ -189,6 +193,7 @@ class Sampler(nn.Module):
         self, logits: Tensor, sampling_metadata: Metadata, predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:  # fmt: skip
+        logits = logits.float()  # of fp32 this is no copy
         sampled = logits.topk(3).indices[:, 2]
         logits.fill_(-torch.inf)
         return SimpleNamespace(sampled_token_ids=sampled.int()[:, None], logprobs_tensors=None)
@@ -305,3 +310,59 @@ def remove() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         del sys.modules[name]
     sys.modules.pop("isobit.integrations.vllm.flash_attention", None)
+
+
+VARIABLES = (switch.VARIABLE, switch.RUNNER)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """Its modules, importable until a fixture ends."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    made = modules()
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield made
+    disable()
+    remove()
+
+
+# Models in it
+
+
+def settings(**other: Any) -> Any:
+    """The configuration of an engine."""
+    model = {"enforce_eager": True, "dtype": torch.bfloat16} | other.pop("model", {})
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | other.pop("parallel", {})
+    values = {
+        "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
+        "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
+        "use_v2_model_runner": False, "graphs": False, "additional_config": {},
+    }  # fmt: skip
+    return SimpleNamespace(**values | other)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """With one module of each kind, and others."""
+
+    def __init__(self, **others: nn.Module) -> None:
+        super().__init__()
+        backend = import_module("isobit.integrations.vllm.flash_attention")
+        self.proj, self.norm = LinearBase(64, 32), RMSNorm(64)
+        self.act, self.rotary = SiluAndMul(), RotaryEmbedding()
+        self.attn = Attention(backend.Impl())
+        self.lm_head, self.logits = VocabParallelEmbedding(64, 40), LogitsProcessor()
+        for name, module in others.items():
+            setattr(self, name, module)
+
+
+def runner_of(model: Any, /, **other: Any) -> Any:
+    """A model runner that has loaded a model."""
+    runner = import_module(v.GPU_RUNNER).GPUModelRunner(settings(**other), model)
+    runner.load_model()
+    return runner
+
+
+def loaded(model: Any, /, **other: Any) -> Any:
+    """A model after vLLM has loaded it."""
+    return runner_of(model, **other).model

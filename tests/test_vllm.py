@@ -1,4 +1,4 @@
-"""isobit inside vLLM, as far as it needs no engine: names, switching on and off, refusals, roundings, pages.
+"""isobit inside vLLM, as far as it needs no engine: names, switching on and off, refusals, rotary embeddings.
 `tests/vllm_on_a_cpu.py` runs engines (`make engines`)."""
 
 import os
@@ -20,60 +20,15 @@ import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
 from isobit.integrations.vllm import layers, rotary, switch, versions
+from stub_vllm import Qwen3ForCausalLM, loaded, runner_of
 
 ROOT = Path(__file__).parent.parent
-VARIABLES = (switch.VARIABLE, switch.RUNNER)
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """A vLLM that has everything that isobit uses, and no engine."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    made = stub.modules()
-    for name, module in made.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield made
-    vllm.disable()
-    stub.remove()
-
-
-def settings(**other: Any) -> Any:
-    """The configuration of an engine."""
-    model = {"enforce_eager": True, "dtype": torch.bfloat16} | other.pop("model", {})
-    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | other.pop("parallel", {})
-    values = {
-        "model_config": SimpleNamespace(**model), "parallel_config": SimpleNamespace(**parallel),
-        "compilation_config": SimpleNamespace(mode=0), "lora_config": None, "speculative_config": None,
-        "use_v2_model_runner": False, "graphs": False, "additional_config": {},
-    }  # fmt: skip
-    return SimpleNamespace(**values | other)
-
-
-class Qwen3ForCausalLM(nn.Module):
-    """With one module of each kind, and others."""
-
-    def __init__(self, **others: nn.Module) -> None:
-        super().__init__()
-        backend = import_module("isobit.integrations.vllm.flash_attention")
-        self.proj, self.norm = stub.LinearBase(64, 32), stub.RMSNorm(64)
-        self.act, self.rotary = stub.SiluAndMul(), stub.RotaryEmbedding()
-        self.attn = stub.Attention(backend.Impl())
-        self.lm_head, self.logits = stub.VocabParallelEmbedding(64, 40), stub.LogitsProcessor()
-        for name, module in others.items():
-            setattr(self, name, module)
-
-
-def runner_of(model: Any, /, **other: Any) -> Any:
-    """A model runner that has loaded a model."""
-    runner = import_module(versions.GPU_RUNNER).GPUModelRunner(settings(**other), model)
-    runner.load_model()
-    return runner
-
-
-def loaded(model: Any, /, **other: Any) -> Any:
-    """A model after vLLM has loaded it."""
-    return runner_of(model, **other).model
+    yield from stub.installed(monkeypatch)
 
 
 # Versions and names
@@ -139,7 +94,7 @@ def state(engine: dict[str, ModuleType]) -> list[Any]:
         engine[versions.GPU_RUNNER].GPUModelRunner.load_model,
         stub.UnquantizedLinearMethod.process_weights_after_loading,
     ]
-    return [flash.get_path(), *functions, *map(os.environ.get, VARIABLES)]
+    return [flash.get_path(), *functions, *map(os.environ.get, stub.VARIABLES)]
 
 
 def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +132,17 @@ def test_the_plugin_does_nothing_unless_it_is_enabled(
         assert vllm.report() is None and state(engine)[:-2] == before[:-2]
     given = switch.Options(allow_others=True, logprobs="log_softmax")
     monkeypatch.setenv(switch.VARIABLE, given.text())  # of the process that started this one
+    with monkeypatch.context() as there:  # where vLLM looks at the class of a model, no engine is made
+        there.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=versions.MODEL_REGISTRY))
+        plugin()
+        assert vllm.report() is None
     plugin()
     plugin()
     patch = switch.SWITCH.patch
     assert isinstance(patch, switch._Patch) and patch.options == given
     assert given.text() == "1,allow_others,logprobs=log_softmax" and switch.Options().text() == "1"
     vllm.disable()
-    for wrong in ("yes", "1,logprobs", "1,allow_others=1", "1,more"):
+    for wrong in ("yes", "1,logprobs", "1,logprobs=raw", "1,logits_dtype=int8", "1,allow_others=1", "1,more"):
         monkeypatch.setenv(switch.VARIABLE, wrong)
         with pytest.raises(vllm.VLLMError, match=f"ISOBIT_VLLM='{wrong}' is not what enable"):
             plugin()
@@ -345,88 +304,7 @@ def test_settings_that_are_refused(engine: dict[str, ModuleType], wrong: Any, re
         loaded(Qwen3ForCausalLM(), **wrong)
 
 
-# Log-probabilities
-
-
-def of_trainer(model: Any, hidden: torch.Tensor, ids: torch.Tensor, temperatures: list[float]) -> list[float]:
-    """One row and one temperature at a time, on the real vocabulary of 37 tokens."""
-    logits = isobit.det_linear(hidden, model.lm_head.weight, out_dtype=torch.float32)[:, :37]
-    rows = zip(logits.split(1), ids.split(1), temperatures, strict=True)
-    return [isobit.logp(z, i.flatten(), temperature=t).item() for z, i, t in rows]
-
-
-def test_log_probabilities_are_at_the_temperature_of_each_request(engine: dict[str, ModuleType]) -> None:
-    with vllm.enable():
-        runner = runner_of(Qwen3ForCausalLM())
-    hidden, given = torch.randn(4, 64).bfloat16(), [0.7, 0.0, 1.3, 0.7]
-    divided = [0.7, 1.0, 1.3, 0.7]  # a greedy request has temperature 1
-    gathered = runner.step(hidden, stub.Metadata(given))
-    ids, values, ranks = gathered
-    assert ranks.tolist() == [3] * 4 and values.shape == (4, 1)
-    assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), divided)
-    for one in (0.7, 0.0):  # requests of one temperature need one call
-        ids, values, _ = runner.step(hidden, stub.Metadata([one] * 4))
-        assert values.flatten().tolist() == of_trainer(runner.model, hidden, ids.long(), [one or 1.0] * 4)
-    assert runner.step(hidden, stub.Metadata(given, None)) is None
-
-
-def test_of_several_tokens_the_drawn_one_has_the_bits(engine: dict[str, ModuleType]) -> None:
-    """The most probable ones, or chosen ones; and tokens of a prompt."""
-    with vllm.enable():
-        runner = runner_of(Qwen3ForCausalLM())
-    hidden, given = torch.randn(2, 64).bfloat16(), [0.7, 1.3]
-    for metadata in (stub.Metadata(given, 4), stub.Metadata(given, 0, {0: [1, 2], 1: [36, 0]})):
-        ids, values, _ = runner.step(hidden, metadata)
-        drawn = of_trainer(runner.model, hidden, ids[:, 0].long(), given)
-        assert values[:, 0].tolist() == drawn
-        everywhere = torch.where(ids == ids[:, :1], torch.tensor(drawn)[:, None], values)
-        assert torch.equal(values, everywhere)  # the drawn token is one of the others, too
-        columns = [of_trainer(runner.model, hidden, column.long(), given) for column in ids.t()]
-        assert torch.allclose(values.t(), torch.tensor(columns), atol=1e-5)
-    prompt = torch.tensor([5, 36])
-    scores = runner.sampler.compute_logprobs(runner.model.logits(runner.model.lm_head, hidden))
-    ids, values, _ = runner.sampler.gather_logprobs(scores, 2, prompt)
-    assert values[:, 0].tolist() == of_trainer(runner.model, hidden, prompt, [1.0, 1.0])
-
-
-def test_where_logits_are_not_enough_hidden_states_are_used(engine: dict[str, ModuleType]) -> None:
-    """After a grammar has changed them, or if `logp` has not the bits of `linear_logp`."""
-    with vllm.enable() as on:
-        runner = runner_of(Qwen3ForCausalLM())
-    hidden = torch.randn(4, 64).bfloat16()
-    ids, values, _ = runner.step(hidden, stub.Metadata([0.7] * 4), "a grammar")
-    assert (ids % 2 == 1).all()
-    wanted = isobit.linear_logp(
-        hidden, runner.model.lm_head.weight, ids[:, 0].long(), temperature=0.7, vocab_size=37
-    )
-    assert torch.equal(values[:, 0], wanted)
-    assert isinstance(on._patch, switch._Patch) and on._patch.calls["isobit.linear_logp"] == 1
-    unchanged = runner.step(hidden, stub.Metadata([0.7] * 4)).logprobs
-    assert not torch.equal(unchanged, values)  # other tokens are drawn without it
-
-
-def test_log_softmax_of_rounded_logits_can_be_kept(engine: dict[str, ModuleType]) -> None:
-    with vllm.enable(logprobs="log_softmax"):
-        assert "log-probabilities of torch.log_softmax, of rounded logits" in str(vllm.report())
-        runner = runner_of(Qwen3ForCausalLM())
-        assert (
-            runner.model.logits(runner.model.lm_head, torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
-        )
-        assert "forward" not in vars(runner.sampler) and "sample_tokens" not in vars(runner)
-    with pytest.raises(isobit.UnsupportedError, match="logprobs='raw' is not one of"):
-        vllm.enable(logprobs="raw")  # type: ignore[arg-type]
-
-
-def test_without_its_lm_head_a_model_keeps_vllms_log_probabilities(engine: dict[str, ModuleType]) -> None:
-    model = Qwen3ForCausalLM()
-    model.lm_head.tp_size = 2
-    with vllm.enable(allow_others=True), pytest.warns(UserWarning, match="keeps vLLM's log-probabilities"):
-        runner = runner_of(model)
-        assert "lm_head is left to vLLM" in str(vllm.report())
-    assert "forward" not in vars(runner.sampler)
-
-
-# Roundings
+# Rotary embeddings
 
 
 class Layer(nn.Module):

@@ -53,6 +53,12 @@ def logps(model, ids, temperature):
     return isobit.logp(logits, ids[:, 1:], temperature=temperature)
 
 
+def rounded_logps(model, ids, temperature):
+    """By the definition of `linear_logp` with logits_dtype of bf16."""
+    logits = isobit.det_linear(model.model(ids).last_hidden_state[:, :-1], model.lm_head.weight)
+    return isobit.logp(logits, ids[:, 1:], temperature=temperature)
+
+
 def different(a, b):
     count, total = vr.different(a, b)
     assert total == len(LENGTHS) * NEW
@@ -231,8 +237,16 @@ def main():
     with isobit.integrations.vllm.enable(logprobs="log_softmax"):
         llm = engine(qwen)
         rows = vr.rollout(llm, given, 0.7)
-        assert different(rows, vr.trained(vr.trainer_of(qwen), given, rows, vr.log_softmax)) == 0
+        assert different(rows, vr.trained(trainer, given, rows, vr.log_softmax)) == 0
         say("logprobs='log_softmax': the bits of the model's own logits")
+        del llm
+        vr.free()
+    with isobit.integrations.vllm.enable(logits_dtype=torch.bfloat16):
+        llm = engine(qwen)
+        rows = vr.rollout(llm, given, 0.7)
+        assert different(rows, vr.trained(trainer, given, rows, rounded_logps, 0.7)) == 0
+        assert different(rows, vr.trained(trainer, given, rows, logps, 0.7)) > 0
+        say("logits_dtype=bf16: the bits of linear_logp with it")
         del llm
     assert switch.VARIABLE not in os.environ and isobit.integrations.vllm.report() is None
     say("isobit in vLLM: all passed")

@@ -197,7 +197,7 @@ def _turns(module: nn.Module) -> bool:
 # The configuration of an engine
 
 
-def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
+def wrong_settings(config: Any, logprobs: str, logits_dtype: str = "float32") -> Iterator[str]:
     """What in the configuration of an engine isobit cannot serve, with these log-probabilities."""
     ranks = config.parallel_config.tensor_parallel_size
     if ranks != 1:
@@ -219,6 +219,8 @@ def wrong_settings(config: Any, logprobs: str) -> Iterator[str]:
     mode = getattr(config.model_config, "logprobs_mode", "raw_logprobs")
     if logprobs == "linear_logp" and "logits" in mode:
         yield f"logprobs_mode={mode!r} returns logits: leave it, or enable(logprobs='log_softmax')"
+    if logits_dtype != "float32" and getattr(torch, logits_dtype) != config.model_config.dtype:
+        yield f"logits_dtype={logits_dtype} is not that of the model, {config.model_config.dtype}"
 
 
 def _is_compiled(config: Any) -> bool:

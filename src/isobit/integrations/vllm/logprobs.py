@@ -1,9 +1,10 @@
 """Log-probabilities of a rollout's tokens: those of `isobit.linear_logp`, at the temperature of each request.
 
 vLLM rounds logits to the dtype of the model, and takes their log-softmax. Here the LM head keeps its fp32
-sums. vLLM's sampler draws from them, and after it the log-probability of each drawn token is computed: from
-these logits by `isobit.logp` where that has the bits of `linear_logp` (class lse/1), else from the hidden
-states. They are of the whole distribution, whatever top-k, top-p, penalties or a grammar have left of it.
+sums, or rounds them if `linear_logp` is asked to. vLLM's sampler draws from them, and after it the
+log-probability of each drawn token is computed: from these logits by `isobit.logp` where that has the bits of
+`linear_logp` (class lse/1), else from the hidden states. They are of the whole distribution, whatever top-k,
+top-p, penalties or a grammar have left of it.
 
 The ids and ranks of a request that wants the k most probable tokens are vLLM's, from the same logits. Their
 values are logit / temperature - lse, which may differ from `linear_logp` in the last bits.
@@ -22,8 +23,9 @@ from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_logp.op import forward as linear_logp_op
 from isobit.ops.logp import logp
 
-#: What `enable` takes: whose log-probabilities an engine returns.
+#: What `enable` takes: whose log-probabilities an engine returns, and in which dtype it has logits for them.
 KINDS = ("linear_logp", "log_softmax")
+DTYPES = {None: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 #: A request with a temperature below this is greedy, and has the log-probabilities of temperature 1, as in
 #: vLLM.
@@ -38,7 +40,9 @@ class Source(NamedTuple):
     bias: Tensor | None
 
 
-def serve(runner: Any, model: Any, refused: dict[str, str], count: Callable[[str], None]) -> str | None:
+def serve(
+    runner: Any, model: Any, refused: dict[str, str], logits_dtype: torch.dtype, count: Callable[[str], None]
+) -> str | None:
     """Replace the log-probabilities of an engine; or why that cannot be done."""
     processors = [m for m in model.modules() if type(m) is v.find(v.LOGITS, "LogitsProcessor")]
     head = getattr(model, "lm_head", None)
@@ -47,7 +51,7 @@ def serve(runner: Any, model: Any, refused: dict[str, str], count: Callable[[str
     for name, module in model.named_modules():
         if module in (head, processors[0]) and name in refused:
             return f"{name} is left to vLLM"
-    _LogProbs(runner, processors[0], head, count)
+    _LogProbs(runner, processors[0], head, logits_dtype, count)
     return None
 
 
@@ -55,8 +59,11 @@ class _LogProbs:
     """Of one engine. It replaces functions of three objects: of the model's last layer, which computes
     logits; of the sampler; and of the runner, which says whether a grammar has changed the logits."""
 
-    def __init__(self, runner: Any, processor: Any, head: Any, count: Callable[[str], None]) -> None:
+    def __init__(
+        self, runner: Any, processor: Any, head: Any, logits_dtype: torch.dtype, count: Callable[[str], None]
+    ) -> None:
         self.runner, self.count, self.vocabulary = runner, count, processor.org_vocab_size
+        self.dtype = logits_dtype
         self.has_grammar = False
         self.numerics, self.stored = _stored(head.weight)
         sampler = runner.sampler
@@ -67,10 +74,10 @@ class _LogProbs:
         sampler.compute_logprobs = _unchanged
 
     def _logits(self, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None = None) -> Tensor:
-        """Instead of LogitsProcessor.forward: fp32 logits of the real vocabulary."""
+        """Instead of LogitsProcessor.forward: logits of the real vocabulary, in fp32 or rounded."""
         self.count("isobit.det_linear")
         source = Source(hidden_states, lm_head.weight, embedding_bias)
-        logits = det_linear(*source, out_dtype=torch.float32)
+        logits = det_linear(*source, out_dtype=self.dtype)
         if logits.shape[-1] != self.vocabulary:
             logits = logits[..., : self.vocabulary]
         setattr(logits, _SOURCE, source)
@@ -88,14 +95,15 @@ class _LogProbs:
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:
-        """Instead of Sampler.forward. vLLM's own changes the logits, and so gets a copy of them if they are
-        needed afterwards."""
+        """Instead of Sampler.forward. vLLM's own changes fp32 logits, and so gets a copy of them if they are
+        needed afterwards. Others it copies itself."""
         wanted, chosen = sampling_metadata.max_num_logprobs, sampling_metadata.logprob_token_ids
         options = predict_bonus_token, logprobs_mode_override
         if wanted is None and not chosen:
             return self.sample(logits, sampling_metadata, *options)
         none = replace(sampling_metadata, max_num_logprobs=None, logprob_token_ids=None)
-        output = self.sample(logits.clone(), none, *options)
+        own = logits.clone() if self.dtype == torch.float32 else logits
+        output = self.sample(own, none, *options)
         ids = output.sampled_token_ids.flatten().long()
         gathered = self.gather_chosen(logits, chosen, ids) if chosen else self.gather(logits, wanted, ids)
         output.logprobs_tensors = self._scored(gathered, logits, ids, self._temperatures(len(logits)))
@@ -122,7 +130,7 @@ class _LogProbs:
         values = values[:, None]
         if several:
             divisor = torch.tensor(temperatures, device=logits.device)[:, None]
-            others = gathered.logprobs / divisor - lse[:, None]
+            others = gathered.logprobs.float() / divisor - lse[:, None]
             values = torch.where(gathered.logprob_token_ids == ids[:, None], values, others)
         return gathered._replace(logprobs=values)
 
@@ -153,6 +161,7 @@ class _LogProbs:
             result = linear_logp(
                 source.hidden, source.weight, ids, bias=source.bias, mask=mask, temperature=temperature,
                 vocab_size=self.vocabulary, return_lse=with_lse,
+                logits_dtype=None if self.dtype == torch.float32 else self.dtype,
             )  # fmt: skip
         return result if with_lse else (result,)
 

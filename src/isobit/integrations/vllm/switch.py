@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.integrations.vllm import layers
 from isobit.integrations.vllm import logprobs as rollout_logprobs
 from isobit.integrations.vllm import versions as v
-from isobit.integrations.vllm.logprobs import KINDS
+from isobit.integrations.vllm.logprobs import DTYPES, KINDS
 from isobit.integrations.vllm.versions import INSTALL as INSTALL
 from isobit.integrations.vllm.versions import PROVEN, refusal
 
@@ -42,6 +43,7 @@ class Options:
     allow_untested: bool = False
     allow_others: bool = False
     logprobs: str = KINDS[0]
+    logits_dtype: str = "float32"
 
     def text(self) -> str:
         """For the variable: those that are not the default."""
@@ -55,7 +57,10 @@ class Options:
         for each in given:
             name, equals, value = each.partition("=")
             options[name] = value if equals else True
-        known = all(type(value) is type(vars(cls()).get(name)) for name, value in options.items())
+        defaults = vars(cls())
+        known = all(type(value) is type(defaults.get(name)) for name, value in options.items())
+        read = defaults | options
+        known &= read["logprobs"] in KINDS and read["logits_dtype"] in DTYPES.values()
         if first != "1" or not known:
             raise refusal(f"{VARIABLE}={text!r} is not what enable() sets; unset it, and call enable()")
         return cls(**options)
@@ -160,7 +165,7 @@ class _Patch(Patch):
         return load_model
 
     def _check_settings(self, config: Any) -> None:
-        wrong = list(layers.wrong_settings(config, self.options.logprobs))
+        wrong = list(layers.wrong_settings(config, self.options.logprobs, self.options.logits_dtype))
         if wrong:
             raise refusal(f"this engine cannot have the trainer's bits: {'; '.join(wrong)}")
 
@@ -181,7 +186,9 @@ class _Patch(Patch):
             self._leave(each, reason)
         served = layers.serve(model, refused, self.count)
         if self.options.logprobs == "linear_logp":
-            why_not = rollout_logprobs.serve(runner, model, refused, self.count)
+            why_not = rollout_logprobs.serve(
+                runner, model, refused, getattr(torch, self.options.logits_dtype), self.count
+            )
             if why_not is not None:
                 self._leave("log-probabilities", f"{name} keeps vLLM's log-probabilities: {why_not}")
         self.models.append(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(served.items())))
@@ -191,10 +198,11 @@ class _Patch(Patch):
         self.left[what] = reason
 
     def report(self) -> Report:
-        own = self.options.logprobs == "linear_logp"
+        own, dtype = self.options.logprobs == "linear_logp", self.options.logits_dtype
+        ours = "isobit.linear_logp" + (f", logits_dtype={dtype}" if dtype != "float32" else "")
         return Report(
             self.version, PROVEN.get(self.version, "not tried"), dict(self.variables),
-            "isobit.linear_logp" if own else "torch.log_softmax, of rounded logits", list(self.models),
+            ours if own else "torch.log_softmax, of rounded logits", list(self.models),
             dict(self.calls), list(self.uncounted), dict(self.left),
         )  # fmt: skip
 
@@ -237,6 +245,7 @@ def enable(
     allow_untested: bool = False,
     allow_others: bool = False,
     logprobs: Literal["linear_logp", "log_softmax"] = "linear_logp",
+    logits_dtype: torch.dtype | None = None,
 ) -> Enabled:
     """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
     manager until the end of its block. Their worker processes too: they load isobit's plugin, and find the
@@ -253,6 +262,8 @@ def enable(
         logprobs: "linear_logp": the log-probability of a token is `isobit.linear_logp` of the hidden state,
             at the temperature of its request, and the sampler draws from fp32 logits. "log_softmax": logits
             are rounded to the model's dtype, and everything after that is vLLM's.
+        logits_dtype: of `linear_logp`, for a trainer that gives it too. bf16 or fp16, that of the model,
+            rounds logits, also for the sampler. None keeps fp32.
 
     Returns:
         A handle with `served`, the number of calls that isobit has computed in this process, and `passed`,
@@ -272,7 +283,11 @@ def enable(
     """
     if logprobs not in KINDS:
         raise UnsupportedError(f"{SWITCH.name}.enable: logprobs={logprobs!r} is not one of {KINDS}")
-    return _on(Options(allow_untested, allow_others, logprobs))
+    if logits_dtype not in DTYPES:
+        raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype={logits_dtype} is not bf16, fp16 or None")
+    if logprobs != "linear_logp" and logits_dtype is not None:
+        raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype is for logprobs='linear_logp'")
+    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype]))
 
 
 def disable() -> None:
@@ -294,7 +309,9 @@ def report(worker: Any = None) -> Report | None:
 
 def load_plugin() -> None:
     """Called by vLLM in every process (entry point `vllm.general_plugins`). Does nothing unless `enable` has
-    set ISOBIT_VLLM in the process that started this one."""
+    set ISOBIT_VLLM in the process that started this one; nor where vLLM only looks at the class of a model,
+    which would then import all of the engine."""
     text = os.environ.get(VARIABLE, "")
-    if text not in ("", "0"):
+    main = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    if text not in ("", "0") and getattr(main, "name", None) != v.MODEL_REGISTRY:
         _on(Options.read(text))

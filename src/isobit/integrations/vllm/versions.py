@@ -28,6 +28,7 @@ CUSTOM_OP = "vllm.model_executor.custom_op"
 REGISTRY = "vllm.v1.attention.backends.registry"
 GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
+MODEL_REGISTRY = "vllm.model_executor.models.registry"
 SAMPLER = "vllm.v1.sample.sampler"
 
 _FORWARD = (
