@@ -168,10 +168,15 @@ def in_other_groups(t: Tensor, axis: int) -> Tensor:
 
 
 def after_zeros(t: Tensor, axis: int) -> Tensor:
-    """Eight zeros in front along an axis: the same sum, but every group begins elsewhere."""
-    shape: list[Any] = list(t.shape)
-    shape[axis] = 8
-    return torch.cat([t.new_zeros(shape), t], axis)
+    """Eight zeros in front along an axis: the same sum, but every group begins elsewhere. And 56 behind, so
+    that a kernel which reads multiples of 64 can serve it."""
+
+    def zeros(count: int) -> Tensor:
+        shape = list(t.shape)
+        shape[axis] = count
+        return t.new_zeros(shape)
+
+    return torch.cat([zeros(8), t, zeros(56)], axis)
 
 
 def rolled_ids(ids: Tensor, V: int) -> Tensor:
