@@ -2,7 +2,6 @@
 that must not matter, other orders of the same sum."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
