@@ -20,6 +20,7 @@ have a line per case, next to their baseline. A missing file leaves a line that 
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -377,20 +378,28 @@ def _goals(report: Report) -> list[str]:
     return [_markdown(table, n) for table, n in ((shares, left), (times, 3)) if len(table) > 1]
 
 
+#: A grid with more columns would be wider than a page, and is divided into several.
+MOST_COLUMNS = 9
+
+
 def _grid(some: Sequence[Cell]) -> str:
     """Rows by the first size, columns by the rest, each in ascending order; an asterisk if bits differ."""
     row_size, *column_sizes = _different(some)
     columns = list(dict.fromkeys(tuple(cell.sizes[name] for name in column_sizes) for cell in some))
     known = {(cell.sizes[row_size], tuple(cell.sizes[name] for name in column_sizes)): cell for cell in some}
-    titles = (
-        " ".join(f"{n}={size}" for n, size in zip(column_sizes, sizes, strict=True)) for sizes in columns
-    )
-    lines = [[row_size, *titles]]
-    for size in sorted({cell.sizes[row_size] for cell in some}):
-        line = [known.get((size, column)) for column in columns]
-        shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
-        lines.append([str(size), *shown])
-    return _markdown(lines, left=0)
+    each = math.ceil(len(columns) / math.ceil(len(columns) / MOST_COLUMNS))
+    grids = []
+    for own in (columns[i : i + each] for i in range(0, len(columns), each)):
+        titles = (
+            " ".join(f"{n}={size}" for n, size in zip(column_sizes, sizes, strict=True)) for sizes in own
+        )
+        lines = [[row_size, *titles]]
+        for size in sorted({cell.sizes[row_size] for cell in some}):
+            line = [known.get((size, column)) for column in own]
+            shown = ("-" if c is None else f"{c.share:.2f}" + "\\*" * c.other_bits for c in line)
+            lines.append([str(size), *shown])
+        grids.append(_markdown(lines, left=0))
+    return "\n\n".join(grids)
 
 
 _OVER_ALL = {SUMMARY: render_summary, EVERY: render_every, PROVEN: render_proven}

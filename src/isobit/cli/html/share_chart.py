@@ -94,7 +94,7 @@ def _panel(op: str, own: Sequence[Cell], shown: _Shown, left: int) -> list[str]:
         grey = "0.5" if strong else "0.15"
         parts.append(f'<path d="M{left} {y}H{left + WIDTH}" stroke="currentColor" stroke-opacity="{grey}"/>')
         parts.append(_text(left - 24, y + 4, f"{tenth / 10:.1f}"))
-    parts += [_text(x - 8, TOP + HEIGHT + 16, str(size)) for size, x in steps.items()]
+    parts += _labels(steps, TOP + HEIGHT + 16)
     parts.append(_text(left + WIDTH // 2, TOP + HEIGHT + 30, name))
     for i, shape in enumerate(shown.shapes):
         mine = sorted((c for c in own if _shape(c) == shape), key=lambda c: c.sizes[name])
@@ -104,6 +104,16 @@ def _panel(op: str, own: Sequence[Cell], shown: _Shown, left: int) -> list[str]:
         for (x, y), cell in zip(points, mine, strict=True):
             fill = 'class="paper" fill="white"' if cell.other_bits else f'fill="{_colour(i)}"'
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" {fill} stroke="{_colour(i)}"/>')
+    return parts
+
+
+def _labels(steps: dict[int, int], y: int) -> list[str]:
+    """The sizes below the axis, without those that would lie over the one before."""
+    parts, free = [], 0
+    for size, x in steps.items():
+        if x - 8 >= free:
+            parts.append(_text(x - 8, y, str(size)))
+            free = x - 8 + 8 * len(str(size))  # a digit is at most 7 pixels wide
     return parts
 
 
