@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
+import hf_models
 import isobit
 from isobit.drift.axes import AXES
 from isobit.drift.measure import located, made_up
@@ -215,6 +217,34 @@ def test_made_up_sequences_and_a_limit_of_tokens() -> None:
     assert [len(ids) for ids in made_up(V, 100, 40)] == [40, 20, 30, 10]
     report = isobit.drift.measure(MODEL, sequences((8, 8, 8)), vs=["length"], tokens=12, locate=False)
     assert (report.sequences, report.tokens) == (2, 12) and report.rows[0].metrics["tokens"] == 10
+
+
+def test_zero_drift_is_tried_and_undone() -> None:
+    theirs = AttentionInterface()["sdpa"]
+
+    def wrong(module: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = theirs(module, q, *args, **kwargs)
+        return (nudged(out) if q.shape[2] == 1 else out), weights
+
+    model = hf_models.made("Qwen3", num_hidden_layers=1)
+    prompts, options = sequences((10,)), {"vs": ["padding", "decode"], "try_zero_drift": True}
+    AttentionInterface.register("sdpa", wrong)
+    try:
+        report = isobit.drift.measure(model, prompts, **options)
+    finally:
+        AttentionInterface.register("sdpa", theirs)
+    decoding = report.rows[2]
+    assert decoding.differ and decoding.where is not None and decoding.where.first is not None
+    assert decoding.where.first.kind == "attention"
+    assert report.tried is not None and report.tried.refused is None and report.tried.differ == 0
+    assert (
+        len(report.tried.rows) == 4 and report.tried.after_ms and "the same bits in all of 4" in str(report)
+    )
+    assert type(model.lm_head) is torch.nn.Linear  # the model is restored
+    # A module that depends on the batch and that isobit does not compute is a reason to refuse the model.
+    with planted(model.model.norm, lambda x: x.shape[1] == 1):
+        refused = isobit.drift.measure(model, prompts, **options | {"locate": False}).tried
+    assert refused is not None and "Qwen3RMSNorm" in str(refused) and not refused.rows
 
 
 def test_the_example_runs() -> None:

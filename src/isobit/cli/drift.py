@@ -38,6 +38,7 @@ class Drift:
     tokens: int
     length: int
     locate: bool
+    try_it: bool
     files: Files
 
     def run(self) -> int:
@@ -65,6 +66,7 @@ class Drift:
                     sequences = made_up(facts(model)[2], self.tokens or 1024, self.length)
                 report = measure(
                     model, sequences, vs=self.axes, tokens=self.tokens or None, locate=self.locate,
+                    try_zero_drift=self.try_it,
                     random_weights=self.random, progress=say,
                 )  # fmt: skip
         self._write(report, time.perf_counter() - start)
@@ -75,6 +77,8 @@ class Drift:
             raise ContractError("device 'meta' computes nothing: choose cpu or cuda")
         if self.tokens < 0 or self.length < 2:
             raise ContractError("--tokens is 0, for all, or more; --length at least 2")
+        if self.rollout is not None and self.try_it:
+            raise ContractError("--try changes the model, not the engine of a --rollout: use one of them")
         if self.rollout is not None and (self.prompts is not None or self.axes != DEFAULT):
             raise ContractError(
                 "--rollout has its own tokens and is one comparison: no --prompts and no --vs"

@@ -415,6 +415,9 @@ def drift(
     no_where: Annotated[
         bool, typer.Option("--no-where", help="only log-probabilities, not where a difference begins")
     ] = False,
+    try_it: Annotated[
+        bool, typer.Option("--try", help="measure it once more under zero_drift: slow on a CPU")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
     json_path: Annotated[
         Path | None,
@@ -438,6 +441,7 @@ def drift(
         tokens=tokens,
         length=length,
         locate=not no_where,
+        try_it=try_it,
         files=files,
     )
     with files.stdout_for_json():

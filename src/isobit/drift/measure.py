@@ -1,7 +1,9 @@
 """`measure`: the same tokens computed in several ways, and what differs between them."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from isobit.drift.axes import AXES, DEFAULT, Sizes
 from isobit.drift.calls import Plan, Run
 from isobit.drift.metrics import differing, metrics
 from isobit.drift.replay import replay
-from isobit.drift.report import Report, Row
+from isobit.drift.report import Report, Row, Tried
 from isobit.drift.where import Where, compared, traced
 from isobit.frame.contract import ContractError, dtype_name
+from isobit.integrations.hf.drift import zero_drift
+from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.trial import evaluating
 
 Prompts = Sequence[Sequence[int]] | Sequence[Tensor]
@@ -31,6 +35,7 @@ def measure(
     chunk: int = Sizes.chunk,
     micro_batch: int = Sizes.micro_batch,
     locate: bool = True,
+    try_zero_drift: bool = False,
     random_weights: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
@@ -47,6 +52,8 @@ def measure(
         batch_sizes, padding, chunk, micro_batch: sizes of the axes.
         locate: also find the module where a difference begins, for one sequence of each setting: the one with
             the most tokens that differ.
+        try_zero_drift: measure the same once more under `isobit.integrations.hf.zero_drift`, and time a
+            forward before and after; the result is in `tried`. The model is restored.
         random_weights: say in the report that the weights are random.
         progress: called with a line of text before each step.
 
@@ -93,6 +100,13 @@ def measure(
                     say(f"{axis}: {setting}: where it begins")
                     where = located(run, reference[worst], plans, worst, len(rows[worst]))
                 compared_rows.append(Row(axis, setting, numbers, where))
+    tried = None
+    if try_zero_drift:
+        again = partial(
+            measure, model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
+            micro_batch=micro_batch, locate=False, progress=lambda line: say(f"zero_drift: {line}"),
+        )  # fmt: skip
+        tried = under_zero_drift(run, rows, again)
     return Report(
         model=type(model).__name__,
         device=str(device),
@@ -102,7 +116,34 @@ def measure(
         tokens=sum(map(len, rows)),
         rows=compared_rows,
         skipped=skipped,
+        tried=tried,
     )
+
+
+def under_zero_drift(run: Run, rows: Sequence[Tensor], measure_again: Callable[[], Report]) -> Tried:
+    """The same measurement under `zero_drift`, or why the model is refused."""
+    before_ms = _forward_ms(run, rows)
+    try:
+        with zero_drift(run.model):
+            after_ms = _forward_ms(run, rows)
+            return Tried(measure_again().rows, before_ms, after_ms)
+    except HFError as error:
+        return Tried([], before_ms, None, str(error).splitlines()[0])
+
+
+def _forward_ms(run: Run, rows: Sequence[Tensor], times: int = 3) -> float:
+    """The fastest of a few forwards of the longest sequence."""
+    longest = max(rows, key=len)
+
+    def once() -> float:
+        if longest.is_cuda:
+            torch.cuda.synchronize(longest.device)
+        start = time.perf_counter()
+        for _, logits in run.logits(axes.alone([longest])[0]):
+            logits[0, -1, 0].item()  # waits for the device
+        return 1000 * (time.perf_counter() - start)
+
+    return min(once() for _ in range(times))
 
 
 def located(run: Run, reference: Plan, plans: Sequence[Plan], sequence: int, length: int) -> Where:

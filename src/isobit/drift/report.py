@@ -29,6 +29,37 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """The same rows under `zero_drift`, and the time of a forward of the longest sequence before and after;
+    or why the model was refused."""
+
+    rows: list[Row]
+    before_ms: float
+    after_ms: float | None
+    refused: str | None = None
+
+    @property
+    def differ(self) -> int:
+        return max((row.differ for row in self.rows), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": [row.to_json() for row in self.rows],
+            "before_ms": self.before_ms,
+            "after_ms": self.after_ms,
+            "refused": self.refused,
+        }
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"zero_drift refuses this model: {self.refused}"
+        differ = sum(row.differ > 0 for row in self.rows)
+        what = f"other bits in {differ}" if differ else "the same bits in all"
+        return (f"tried zero_drift: {what} of {len(self.rows)} comparisons; a forward of the longest "
+                f"sequence takes {self.after_ms:.3g} ms instead of {self.before_ms:.3g}")  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Report:
     """What `measure` returns. `print` it for a table; `to_json` is what `isobit drift --json` writes."""
 
@@ -41,6 +72,7 @@ class Report:
     rows: list[Row]
     skipped: dict[str, str] = field(default_factory=dict)  # axes that could not run, and why
     causes: list[str] = field(default_factory=list)  # of a rollout: what is wrong before any kernel is
+    tried: Tried | None = None
 
     @property
     def differ(self) -> int:
@@ -81,6 +113,7 @@ class Report:
             "axes": [row.to_json() for row in self.rows],
             "remedies": self.remedies,
             "notes": self.notes,
+            "tried": None if self.tried is None else self.tried.to_json() | {"in_words": str(self.tried)},
         }
 
     def __str__(self) -> str:
@@ -93,6 +126,7 @@ class Report:
         for kind, found in self.remedies.items():
             count = len(found["modules"])
             lines.append(f"{kind} ({count} module{'s' * (count > 1)}): {found['call']}")
+        lines += [str(self.tried)] if self.tried is not None else []
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines).rstrip()
 
