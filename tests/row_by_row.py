@@ -21,7 +21,8 @@ class RowLinear(nn.Linear):
 
 
 def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Each query with exactly the keys that it sees."""
+    """Each query with exactly the keys that it sees. It returns something of the shape of weights, too, as
+    eager attention does."""
     B, H, T, D = q.shape
     groups = H // k.shape[1]
     out = torch.empty(B, T, H, v.shape[-1], dtype=q.dtype)
@@ -33,7 +34,7 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options
                 keys, values = (x[b, h // groups, seen].contiguous() for x in (k, v))
                 scores = (keys * q[b, h, t]).sum(-1) * D**-0.5
                 out[b, t, h] = (scores.softmax(-1)[:, None] * values).sum(0)
-    return out, None
+    return out, torch.ones(B, H, T, k.shape[2])
 
 
 def mask_of_all(*args: Any, **options: Any) -> Tensor | None:
@@ -49,13 +50,18 @@ def made(layers: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.3, attn_implementation=NAME, **options,
+        num_key_value_heads=1, initializer_range=0.3, **options,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
+    by_rows(model)
+    return model
+
+
+def by_rows(model: Any) -> None:
+    model.set_attn_implementation(NAME)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = RowLinear
-    return model
 
 
 def sequences(lengths: tuple[int, ...] = (20, 12, 20)) -> list[Tensor]:

@@ -17,7 +17,7 @@ from isobit.drift.measure import located, made_up
 from isobit.drift.record import kind_of
 from isobit.drift.report import Report
 from isobit.frame.contract import ContractError
-from row_by_row import V, made, nudged, planted, planted_attention, sequences
+from row_by_row import V, by_rows, made, nudged, planted, planted_attention, sequences
 
 MODEL = made()
 ALL = tuple(AXES)
@@ -148,23 +148,22 @@ def test_a_cache_that_changes_keys_is_not_attention(monkeypatch: pytest.MonkeyPa
     assert "attention" not in {found.kind for found in row.where.adding}
 
 
-def test_windows_and_caches_that_drop_keys() -> None:
-    import transformers
-
-    model = made(layers=1)
-    config = transformers.MistralConfig(**{**model.config.to_dict(), "sliding_window": 6, "model_type": None})
-    torch.manual_seed(0)
-    mistral: Any = transformers.MistralForCausalLM(config).eval()
-    mistral.set_attn_implementation("row_by_row")
-    for module in mistral.modules():
-        if type(module) is torch.nn.Linear:
-            module.__class__ = type(model.lm_head)
-    report = measured(("chunk", "decode"), (20,), mistral)
-    assert not report.skipped and not report.differ and not named(report)
-    for row in report.rows:
-        assert row.where and all(f.inputs_equal == f.outputs_equal == 20 for f in row.where.found), (
-            row.setting
-        )
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_windows_heads_in_front_and_caches_that_drop_keys(family: str) -> None:
+    """Norms of Gemma's heads get [B, H, T, D]; in chunks of 2, with 2 heads, that looks like [B, T, H, D]."""
+    model = hf_models.made(family, hidden_size=16, head_dim=8, intermediate_size=16).float()
+    by_rows(model)
+    for fault in (None, "q_norm" if family == "Gemma3" else "q_proj"):
+        layer = model.model.layers[1].self_attn
+        when = (lambda x: x.shape[-2] == 1 or x.shape[1] == 1) if fault else (lambda x: False)
+        with planted(getattr(layer, fault or "q_proj"), when):
+            report = isobit.drift.measure(model, sequences((15,)), vs=["chunk", "decode"], chunk=2)
+        assert not report.skipped and len(report.rows) == 3
+        for row in report.rows:
+            assert row.where is not None and len(row.where.found) >= 26
+            adding = [found.name for found in row.where.adding]  # also in chunks: the last one has one token
+            assert adding == ([f"model.layers.1.self_attn.{fault}"] if fault else []), row.setting
+            assert fault or all(f.inputs_equal == f.outputs_equal == 15 for f in row.where.found)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -54,13 +54,28 @@ TOKEN_BY_TOKEN = ("linear", "embedding", "rope", "norm", "identity", "activation
 @dataclass
 class Event:
     """A module in every forward of a plan: digests of its inputs and outputs [T], by position. `children` are
-    the modules that it called, in their order. `bytes` is the size of what it reads and writes."""
+    the modules that it called, in their order. `bytes` is the size of what it reads and writes, `parts` the
+    numbers of tensors of tokens among them, in every forward."""
 
     kind: str  # "module" if it calls others
     inputs: Tensor
     outputs: Tensor
     children: list[Key] = field(default_factory=list)
     bytes: int = 0
+    parts: set[tuple[str, int]] = field(default_factory=set)
+
+    def note(self, what: str, given: "Digested") -> None:
+        self.bytes += given.bytes
+        self.parts.add((what, given.parts))
+
+
+@dataclass(frozen=True)
+class Digested:
+    """[count] digests of some tensors, their number and their size."""
+
+    digests: Tensor
+    parts: int
+    bytes: int
 
 
 class Trace:
@@ -104,7 +119,7 @@ class Arguments:
         dropped = max(0, self.call.past + self.call.ids.shape[1] - keys)
         return first - dropped
 
-    def first_read(self, keys: int) -> Tensor:
+    def first_read(self) -> Tensor:
         """[count] the position of the first key that each token reads."""
         at = torch.arange(self.piece.first, self.piece.first + self.piece.count)
         window = self.kwargs.get("sliding_window")
@@ -112,11 +127,17 @@ class Arguments:
 
 
 def token_rows(x: Tensor, call: Call, piece: Piece) -> Tensor | None:
-    """[count, ...] of the piece's tokens; None if this tensor is not one of tokens."""
+    """[count, ...] of the piece's tokens, a view; None if this tensor is not one of tokens: [B, T, ...],
+    [B, H, T, D] with heads in front, or [B * T, ...]."""
     B, T = call.ids.shape
-    if x.ndim >= 2 and x.shape[1] == T and x.shape[0] in (B, 1):
-        return x[piece.line if x.shape[0] == B else 0, piece.columns]
-    if x.ndim >= 2 and x.shape[0] == B * T:
+    if x.ndim >= 2 and x.shape[0] in (B, 1):
+        # With as many heads as tokens, the tokens are farther apart in memory: heads are views of rows.
+        heads_first = x.ndim == 4 and x.shape[2] == T and (x.shape[1] != T or x.stride(1) < x.stride(2))
+        if heads_first:
+            x = x.transpose(1, 2)
+        if x.shape[1] == T:
+            return x[piece.line if x.shape[0] == B else 0, piece.columns]
+    if x.shape[:1] == (B * T,) and (x.ndim == 2 or (x.ndim == 3 and B * T > 1)):
         return x[piece.line * T + piece.column :][: piece.count]
     return None
 
@@ -134,17 +155,17 @@ def tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors(value, name)
 
 
-def digests(trees: Any, args: Arguments, integers: bool | None = False) -> tuple[Tensor, int]:
-    """([count] digests, bytes) of the tokens in some tensors: the floating-point ones, with `integers` the
-    others, with None all."""
+def digests(kind: str, trees: Any, args: Arguments, integers: bool = False) -> Digested:
+    """Of the tokens in some tensors: the floating-point ones, or the others. A module that calls others may
+    return the weights of its attention, [B, H, T, keys]: these are no numbers of a token alone."""
     piece, parts, size = args.piece, [], 0
     for _, x in tensors(trees):
-        if integers is None or x.is_floating_point() != integers:
-            rows = token_rows(x, args.call, piece)
-            if rows is not None:
-                parts.append(bits.of_rows(rows))
-                size += rows.numel() * rows.element_size()
-    return bits.combined(parts, piece.count), size
+        weights = kind == "module" and x.ndim > 3
+        rows = None if weights or x.is_floating_point() == integers else token_rows(x, args.call, piece)
+        if rows is not None:
+            parts.append(bits.of_rows(rows))
+            size += rows.numel() * rows.element_size()
+    return Digested(bits.combined(parts, piece.count), len(parts), size)
 
 
 class Digests(Watcher):
@@ -158,22 +179,22 @@ class Digests(Watcher):
         if parent is not None and key not in (children := self.trace.events[parent].children):
             children.append(key)
         if kind == "attention":
-            digest, size = self._of_attention(args)
+            given = self._of_attention(args)
         else:
             # An embedding is of ids, and a rotary embedding of positions: it takes hidden states for their
             # dtype only.
-            digest, size = digests((args.args, args.kwargs), args, integers=kind in ("embedding", "rope"))
-        event.inputs[args.piece.positions] = digest
-        event.bytes += size
+            given = digests(kind, (args.args, args.kwargs), args, integers=kind in ("embedding", "rope"))
+        event.inputs[args.piece.positions] = given.digests
+        event.note("inputs", given)
 
     def after(self, key: Key, kind: str, args: Arguments, output: Any, again: Callable[..., Any]) -> None:
         event = self.trace.events[key]
-        digest, size = digests(output[:1] if kind == "attention" else output, args)
-        event.outputs[args.piece.positions] = digest
-        event.bytes += size
+        given = digests(kind, output[:1] if kind == "attention" else output, args)
+        event.outputs[args.piece.positions] = given.digests
+        event.note("outputs", given)
 
     @staticmethod
-    def _of_attention(args: Arguments) -> tuple[Tensor, int]:
+    def _of_attention(args: Arguments) -> Digested:
         q, k, v = args.args[:3]
         line, end = args.piece.line, args.piece.first + args.piece.count
         parts, size = [bits.of_rows(q[line, :, args.piece.columns].transpose(0, 1))], q.nbytes // len(q)
@@ -183,10 +204,10 @@ class Digests(Watcher):
             dropped = torch.zeros(end - len(there), dtype=torch.int64)
             all_keys = torch.cat((dropped, bits.of_rows(there)))
             first = torch.zeros(end, dtype=torch.int64)
-            first[args.piece.first :] = args.first_read(x.shape[2])
+            first[args.piece.first :] = args.first_read()
             parts.append(bits.of_prefixes(all_keys, first)[args.piece.first :])
             size += x.nbytes // len(x)
-        return bits.combined(parts, args.piece.count), size
+        return Digested(bits.combined(parts, args.piece.count), len(parts), size)
 
 
 @dataclass

@@ -114,7 +114,12 @@ def traced(run: Run, plan: Plan, sequence: int, length: int) -> Trace:
 
 
 def compared(a: Trace, b: Trace, sequence: int) -> Where:
-    both = {key: Both(a.events[key], event) for key, event in b.events.items() if key in a.events}
+    # A module whose tensors of tokens are recognised in one plan and not in the other cannot be compared.
+    both = {
+        key: Both(a.events[key], event)
+        for key, event in b.events.items()
+        if key in a.events and a.events[key].parts == event.parts
+    }
     found, by_key = [], {}
     for key, each in both.items():
         if each.kind == "module":
