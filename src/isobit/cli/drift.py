@@ -69,6 +69,7 @@ class Drift:
                     try_zero_drift=self.try_it,
                     random_weights=self.random, progress=say,
                 )  # fmt: skip
+        say("")
         self._write(report, time.perf_counter() - start)
         return int(report.differ > 0)
 
@@ -104,14 +105,14 @@ class Drift:
 
 
 def _progress(silent: bool) -> Any:
-    """A line that is redrawn on a terminal, else one line a step, on standard error."""
+    """A line that is redrawn on a terminal, and empty at the end, else one line a step; on standard error."""
 
     def say(text: str) -> None:
         if silent:
             return
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        else:
+        elif text:
             print(text, file=sys.stderr, flush=True)
 
     return say
