@@ -162,7 +162,7 @@ WORDS = {
     for word in WORD.findall(text)
 }
 #: Modules of the package that pages call by their own name.
-MODULES = {"losses", "nn", "testing", "numerics", "integrations"}
+MODULES = {"drift", "losses", "nn", "testing", "numerics", "integrations"}
 
 #: Names of others, and names that only an explanation uses.
 NOT_OURS = {
@@ -291,7 +291,8 @@ def test_everything_public_is_in_the_api_reference() -> None:
     assert {f"isobit.{name}" for name in MODULES - {"integrations"}} | {"isobit"} <= modules
     assert {f"isobit.integrations.{name}" for name in isobit.integrations.__all__} <= modules
     for name in (*(f"isobit.{op}" for op in public_ops()), "isobit.nn.DetLinear", "isobit.losses.grpo",
-                 "isobit.testing.check", "isobit.integrations.trl.enable"):  # fmt: skip
+                 "isobit.testing.check", "isobit.integrations.trl.enable",
+                 "isobit.drift.measure"):  # fmt: skip
         assert re.search(rf"^````{{py:\w+}} {re.escape(name)}\(", filled, re.M), name
 
 

@@ -7,8 +7,9 @@ several versions, and an installed isobit, can be in one process. A module of it
 `isobit.frame.op` but `...frame.op`, and a path in a string must begin with the name that the package has. The
 namespace of its ops is that name, too (`isobit.frame.call_plan.NAMESPACE`).
 
-There are ops, layers and losses in the repository. Proofs, rivals, the command and the integrations are only
-in the package; a function that needs them is left out. What this program does not understand is an error.
+There are ops, layers and losses in the repository. Proofs, rivals, the command, `drift` and the integrations
+are only in the package; a function that needs them is left out. What this program does not understand is an
+error.
 """
 
 import ast
@@ -57,7 +58,8 @@ logp = isobit.logp(torch.randn(4, 1000), torch.tensor([1, 2, 3, 4]))
 ```
 
 It has the ops, layers and losses of the package, and needs Triton and numpy next to torch. The integrations
-with TRL, verl, flash-linear-attention and transformers, and the `isobit` command, are only in the package.
+with TRL, verl, flash-linear-attention and transformers, the measurement of drift and the `isobit` command are
+only in the package.
 """
 
 #: Older versions of `kernels` look for a folder with the name of the kernel.

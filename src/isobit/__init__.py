@@ -21,7 +21,7 @@ from isobit.ops.rope import rope
 from isobit.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from isobit import integrations, nn
+    from isobit import drift, integrations, nn
 
 __version__ = "0.1.0"
 
@@ -44,8 +44,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.integrations` and `isobit.nn` are imported when they are first used: many programs use
-    neither."""
+    """`isobit.drift`, `isobit.integrations` and `isobit.nn` are imported when they are first used: many
+    programs use none of them."""
     if name in __all__:  # everything else in it is here already
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -61,6 +61,7 @@ __all__ = [
     "det_gemm",
     "det_gemm_dw",
     "det_linear",
+    "drift",
     "explain",
     "group_advantages",
     "grpo_loss",

@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/own_loop": "Your own loop",
         "docs/fla": "FLA",
         "docs/zero_drift": "Hugging Face, zero drift",
+        "docs/drift": "Measure drift",
         "docs/rollouts": "vLLM",
         "docs/lora": "LoRA",
         "docs/check_my_kernel": "A kernel of your own",

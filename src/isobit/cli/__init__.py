@@ -1,1 +1,1 @@
-"""The command line: `isobit check`, `bench`, `report`, `memcheck`, `info` and `demo`."""
+"""The command line: `isobit check`, `bench`, `report`, `memcheck`, `drift`, `info` and `demo`."""

@@ -1,4 +1,4 @@
-"""The `isobit` command: check, memcheck, bench, report, demo, info."""
+"""The `isobit` command: check, memcheck, bench, report, drift, demo, info."""
 
 import faulthandler
 import io
@@ -28,10 +28,12 @@ from isobit.cli.any_function import Flags, check_rows_and_report, row_request
 from isobit.cli.arguments import DATA_HELP, data_of, device_of, dims_of, dtypes_of, known, laws_of
 from isobit.cli.bench import Bench
 from isobit.cli.check import Files, by_folder, check_and_report
+from isobit.cli.drift import Drift
 from isobit.cli.html import page
 from isobit.cli.html.show import show_saved
 from isobit.cli.info import info_lines
 from isobit.demo.run import run_demo
+from isobit.drift.axes import AXES, DEFAULT
 from isobit.frame.contract import ContractError
 from isobit.frame.device import default_device
 from isobit.frame.op import OPS, public_ops
@@ -380,6 +382,71 @@ def report_on(
             param_hint="FILES",
         )  # fmt: skip
     raise typer.Exit(int(show_saved(files, html, against, slower)))
+
+
+@app.command()
+def drift(
+    model: Annotated[
+        str, typer.Argument(help="folder of a Hugging Face checkpoint, or with --random a config")
+    ],
+    random: Annotated[bool, typer.Option("--random", help="random weights; only the config is read")] = False,
+    vs: Annotated[
+        str, typer.Option(help=f"what is compared, of {','.join(AXES)}", show_default=True)
+    ] = ",".join(DEFAULT),
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="a JSON list of ids or a JSON string a line; default: made up", rich_help_panel=INPUTS
+        ),
+    ] = None,
+    rollout: Annotated[
+        Path | None,
+        typer.Option(help="JSONL of an engine's log-probabilities (docs/drift.md)", rich_help_panel=INPUTS),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="use at most this many; 0 for all", rich_help_panel=INPUTS)
+    ] = 1024,
+    length: Annotated[
+        int, typer.Option(help="tokens of the longest made-up sequence", rich_help_panel=INPUTS)
+    ] = 128,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"of the weights: {', '.join(DTYPES)}; default: the checkpoint's")
+    ] = None,
+    no_where: Annotated[
+        bool, typer.Option("--no-where", help="only log-probabilities, not where a difference begins")
+    ] = False,
+    try_it: Annotated[
+        bool, typer.Option("--try", help="measure it once more under zero_drift: slow on a CPU")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="write the report here, - for standard output", rich_help_panel=FILES),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write the report as an HTML page", rich_help_panel=FILES)
+    ] = None,
+) -> None:
+    """Compute the same tokens in several ways: what differs, and in which module it begins. Exit code 1 if
+    bits differ."""
+    files = Files(json_path, None, html)
+    asked = Drift(
+        model=model,
+        random=random,
+        dtype=dtypes_of([dtype])[0] if dtype else None,
+        device=device_of(device),
+        axes=known("axis", [name.strip() for name in vs.split(",")], list(AXES)),
+        prompts=prompts,
+        rollout=rollout,
+        tokens=tokens,
+        length=length,
+        locate=not no_where,
+        try_it=try_it,
+        files=files,
+    )
+    with files.stdout_for_json():
+        code = asked.run()
+    raise typer.Exit(code)
 
 
 @app.command()

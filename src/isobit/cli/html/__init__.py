@@ -1,9 +1,10 @@
-"""Reports of `isobit check`, `memcheck`, `bench` and `demo` as one self-contained HTML page: no network, and
-no script but for the buttons that copy commands.
+"""Reports of `isobit check`, `memcheck`, `bench`, `drift` and `demo` as one self-contained HTML page: no
+network, and no script but for the buttons that copy commands.
 
 A page shows any number of reports, one section each: what was proven, errors with their bounds, which bits
-were compared, what compute-sanitizer found, times next to rivals, and what a demo learned. It is made from
-the JSON that these commands write, so a saved file gives the same page as the run that made it.
+were compared, what compute-sanitizer found, times next to rivals, where a difference begins, and what a demo
+learned. It is made from the JSON that these commands write, so a saved file gives the same page as the run
+that made it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.bench.report import format_stamp
-from isobit.cli.html import bench, check, demo, memcheck
+from isobit.cli.html import bench, check, demo, drift, memcheck
 from isobit.frame.contract import ContractError
 
 
@@ -37,7 +38,11 @@ def _section(report: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "bench", **head, **bench.section(report)}
     if "steps" in report:
         return {"kind": "demo", **head, **demo.section(report)}
-    raise ContractError(f"a page shows reports of check, memcheck and bench, not of {report.get('suite')!r}")
+    if "axes" in report:
+        return {"kind": "drift", **head, **drift.section(report)}
+    raise ContractError(
+        f"a page shows reports of drift, check, memcheck and bench, not of {report.get('suite')!r}"
+    )
 
 
 def _template() -> Any:

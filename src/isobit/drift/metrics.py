@@ -1,0 +1,110 @@
+"""How far two sets of log-probabilities of the same tokens are from each other, in the numbers that RL
+trainers log.
+
+With l the log-probability of a token in training, g the one of the rollout, and r = exp(l - g):
+
+    kl           mean(g - l)                     k1, KL of the rollout's policy from the trainer's
+    k3_kl        mean(r - 1 - log r)             k3, the same with less variance
+    chi2_token   mean(r^2) - 1                   log r within +-20, as in verl
+    chi2_seq     mean over sequences of (product of r)^2, minus 1
+    ppl_ratio    mean over sequences of exp(mean(g) - mean(l))
+
+The arithmetic is fp64, so that a difference in the last bit of a log-probability is not lost in a mean.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: verl limits the logarithm of a ratio to this before it squares the ratio.
+LOG_RATIO_LIMIT = 20.0
+
+#: Ratios at which trainers truncate (TIS) or mask (MIS): verl and ms-swift at 2, TRL at 3.
+THRESHOLDS = (2.0, 3.0)
+
+PERCENTILES = (0, 1, 5, 50, 95, 99, 100)
+
+#: Edges of the histogram of |log r|: decades, below the first only what is not 0.
+DECADES = tuple(range(-9, 2))
+
+
+def differing(training: Tensor, rollout: Tensor) -> Tensor:
+    """[N] whether the bits of two fp32 log-probabilities differ."""
+    return training.contiguous().view(torch.int32) != rollout.contiguous().view(torch.int32)
+
+
+def metrics(training: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
+    """The metrics of log-probabilities in fp32, one tensor [T] for each sequence on both sides. Sequences
+    without a token are left out."""
+    pairs = [(a.cpu(), b.cpu()) for a, b in zip(training, rollout, strict=True) if len(a)]
+    trained32, rolled32 = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
+    trained, rolled = trained32.double(), rolled32.double()
+    log_ratio = trained - rolled
+    ratio, p, q = log_ratio.exp(), trained.exp(), rolled.exp()
+    probs_diff = (p - q).abs()
+    lengths = [len(a) for a, _ in pairs]
+    sums = torch.stack([x.sum() for x in log_ratio.split(lengths)])
+    log_ppl = [-torch.stack([x.mean() for x in side.split(lengths)]) for side in (trained, rolled)]
+    log_ppl_diff = log_ppl[0] - log_ppl[1]
+    return {
+        "tokens": len(trained),
+        "sequences": len(pairs),
+        "differ": int(differing(trained32, rolled32).sum()),
+        "logp_diff_mean": log_ratio.abs().mean().item(),
+        "logp_diff_max": log_ratio.abs().max().item(),
+        "kl": (rolled - trained).mean().item(),
+        "k3_kl": (log_ratio.expm1() - log_ratio).mean().item(),
+        "mult_prob_error": log_ratio.abs().exp().mean().item(),
+        "probs_diff_max": probs_diff.max().item(),
+        "probs_diff_mean": probs_diff.mean().item(),
+        "probs_diff_std": probs_diff.std(correction=1).item() if len(trained) > 1 else 0.0,
+        "pearson": _pearson(p, q),
+        "chi2_token": _mean_square_minus_1(log_ratio),
+        "chi2_seq": _mean_square_minus_1(sums),
+        "training_ppl": log_ppl[0].exp().mean().item(),
+        "rollout_ppl": log_ppl[1].exp().mean().item(),
+        "log_ppl_diff": log_ppl_diff.mean().item(),
+        "ppl_ratio": log_ppl_diff.exp().mean().item(),
+        "ratio_percentiles": {
+            str(at): value
+            for at, value in zip(PERCENTILES, _quantiles(ratio, PERCENTILES), strict=True)
+        },
+        "tokens_over": {str(c): (ratio > c).double().mean().item() for c in THRESHOLDS},
+        "sequences_over": {str(c): (sums > math.log(c)).double().mean().item() for c in THRESHOLDS},
+        "histogram": _histogram(log_ratio),
+    }  # fmt: skip
+
+
+def _mean_square_minus_1(log_ratio: Tensor) -> float:
+    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(2 * limited).mean().item()
+
+
+def _quantiles(x: Tensor, percentiles: Sequence[int]) -> list[float]:
+    """With linear interpolation. torch.quantile has a limit on the number of elements."""
+    ordered = x.sort().values
+    at = torch.tensor(percentiles, dtype=torch.float64) / 100 * (len(x) - 1)
+    low = at.floor().long()
+    high = (low + 1).clamp(max=len(x) - 1)
+    return torch.lerp(ordered[low], ordered[high], at - low).tolist()
+
+
+def _pearson(p: Tensor, q: Tensor) -> float | None:
+    """None where it is not defined: with fewer than two tokens, or without any spread. Equal numbers have a
+    correlation of exactly 1."""
+    if torch.equal(p, q) and len(p) > 1:
+        return 1.0
+    a, b = p - p.mean(), q - q.mean()
+    norm = (a.norm() * b.norm()).item()
+    return (a @ b).item() / norm if norm > 0 else None
+
+
+def _histogram(log_ratio: Tensor) -> dict[str, int]:
+    """{lower edge of |log r|: tokens}, by decades. Zeros are not in it; the first decade has everything
+    smaller, the last everything larger."""
+    size = log_ratio.abs()
+    decade = size[size > 0].log10().floor().clamp(DECADES[0], DECADES[-1]).long()
+    return {f"1e{at}": int((decade == at).sum()) for at in DECADES}

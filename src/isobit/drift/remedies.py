@@ -1,0 +1,15 @@
+"""What removes a difference that a kind of module adds."""
+
+#: The call of isobit by kind of module.
+REMEDIES = {
+    "linear": "isobit.det_linear: isobit.nn.swap_linear(model) or zero_drift",
+    "attention": 'isobit.attention: attn_implementation="isobit" or zero_drift',
+    "norm": "isobit.rms_norm, if it is an RMSNorm: zero_drift",
+    "rope": "isobit.rope, if queries and keys are rotated as in Llama",
+    "activation": "isobit.swiglu, if it is the SiLU of a gate: its product is computed with it",
+}
+NOTHING = "nothing of isobit: look at this module"
+
+
+def remedy(kind: str) -> str:
+    return REMEDIES.get(kind, NOTHING)
