@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 
+import stub_cuda
 from isobit.frame.launch import Recorder, launched, roles_of
 from isobit.ops.det_gemm import kernels_hopper
 from stub_cuda import launches, run, why_not
@@ -15,6 +16,12 @@ from stub_cuda import launches, run, why_not
 pytestmark = [pytest.mark.compat, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_process_without_kernels() -> None:
+    """Triton tells a hook of a kernel once: not if another test has launched it in the same process."""
+    stub_cuda._child.cache_clear()
 
 
 def recorded() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:

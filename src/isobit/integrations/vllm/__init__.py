@@ -20,7 +20,7 @@ switch      on, off, the report, and the plugin that worker processes load
 from isobit.integrations.vllm.switch import (
     INSTALL,
     SWITCH,
-    Report,
+    VLLMReport,
     disable,
     enable,
     load_plugin,
@@ -28,4 +28,4 @@ from isobit.integrations.vllm.switch import (
 )
 from isobit.integrations.vllm.versions import VLLMError
 
-__all__ = ["INSTALL", "SWITCH", "Report", "VLLMError", "disable", "enable", "load_plugin", "report"]
+__all__ = ["INSTALL", "SWITCH", "VLLMError", "VLLMReport", "disable", "enable", "load_plugin", "report"]

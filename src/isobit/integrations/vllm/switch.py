@@ -67,7 +67,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Report:
+class VLLMReport:
     """What isobit does for vLLM in one process. Workers of an engine are other processes."""
 
     version: str  # of vLLM
@@ -197,10 +197,10 @@ class _Patch(Patch):
         self.count_passed(reason)
         self.left[what] = reason
 
-    def report(self) -> Report:
+    def report(self) -> VLLMReport:
         own, dtype = self.options.logprobs == "linear_logp", self.options.logits_dtype
         ours = "isobit.linear_logp" + (f", logits_dtype={dtype}" if dtype != "float32" else "")
-        return Report(
+        return VLLMReport(
             self.version, PROVEN.get(self.version, "not tried"), dict(self.variables),
             ours if own else "torch.log_softmax, of rounded logits", list(self.models),
             dict(self.calls), list(self.uncounted), dict(self.left),
@@ -295,7 +295,7 @@ def disable() -> None:
     SWITCH.off()
 
 
-def report(worker: Any = None) -> Report | None:
+def report(worker: Any = None) -> VLLMReport | None:
     """What isobit does for vLLM in this process, or None if it is not enabled. With workers in other
     processes, `llm.collective_rpc(isobit.integrations.vllm.report)` has theirs; vLLM sends functions to its
     workers only if VLLM_ALLOW_INSECURE_SERIALIZATION=1.
