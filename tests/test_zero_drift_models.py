@@ -269,7 +269,9 @@ def test_what_cannot_be_kept_is_refused_by_name() -> None:
     model = made("Llama")
     model.model.norm.weight = Shard(model.model.norm.weight.data)
     refused(model, r"model\.norm\.weight is sharded \(a DTensor\); call zero_drift before fully_shard")
-    refused(made("Mixtral", num_local_experts=2), r"experts: MixtralExperts multiplies by its gate_up_proj")
+    model = made("Mixtral", num_local_experts=2, num_experts_per_tok=2)
+    model.model.layers[1].mlp.experts.__class__ = type("Others", (nn.Module,), {})
+    refused(model, r"experts: Others multiplies by its gate_up_proj, down_proj in a way of its own")
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])

@@ -140,6 +140,46 @@ def _leaf_form(m: Matrix, by_k: bool, side: int, step: int, leaves: int) -> dict
     return {**known, "shape": shape, "maps": []}
 
 
+class Stack(NamedTuple):
+    """Matrices of one form, `apart` elements from each to the next; those of a tensor [Z, rows, columns]."""
+
+    first: Matrix
+    matrices: int
+    apart: int
+
+    def aligned_for_tma(self) -> bool:
+        """Whether TMA can read them in place, with one descriptor."""
+        apart, size = self.apart, self.first.base.element_size()
+        return aligned_for_tma(self.first) and (self.matrices == 1 or (apart > 0 and apart * size % 16 == 0))
+
+
+def stack(t: Tensor) -> Stack:
+    return Stack(matrix(t), t.shape[0], t.stride(0))
+
+
+def stack_descriptor(s: Stack, side: int, step: int) -> tuple[TensorDescriptor, bool]:
+    """As `operand_descriptor`, for a stack of operands [Z, side, k]: which one is the first dimension. TMA
+    fills with zeros beyond the end of each, and beyond the last one."""
+    m, count, apart = s
+    by_k = m.is_row_major()
+    flat = m if by_k else m.transposed()
+    key = (count, apart, *flat[1:4], m.base.dtype, side, step, by_k, "stack")
+    known = recalled(_descriptors, key, _stack_form, flat, count, apart, by_k, side, step)
+    assert m.base.data_ptr() % 16 == 0, "TMA reads what begins at a multiple of 16 bytes"
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(known, base=m.base)
+    return made, by_k
+
+
+def _stack_form(m: Matrix, count: int, apart: int, by_k: bool, side: int, step: int) -> dict[str, Any]:
+    """As `_form`, of row-major matrices. The distance from a single one to the next is unused, but TMA needs
+    a valid one."""
+    stride = _valid_stride(m)
+    box = (1, side, step) if by_k else (1, step, side)
+    known = _checked_leaves(m.base.dtype, m.columns, stride if count == 1 else apart, stride, box)
+    return {**known, "shape": [count, m.rows, m.columns], "maps": []}
+
+
 @lru_cache(maxsize=4096)
 def _checked_leaves(
     dtype: torch.dtype, width: int, between: int, stride: int, box: tuple[int, ...]

@@ -36,7 +36,7 @@ def product_by(
         if bias is not None:
             total = canonical(total + bias.cpu().float())
         own.copy_(total)  # rounds to nearest even
-    return _with_one_nan(out).to(a.device)
+    return with_one_nan(out).to(a.device)
 
 
 def why_not_token_product(x: Tensor, dy: Tensor) -> str | None:
@@ -59,7 +59,7 @@ def token_product(
         if stream is not None:
             x_z, dy_z = _in_slots(x_z, stream.rows.cpu()), _in_slots(dy_z, stream.rows.cpu())
         own.copy_(segments(dy_z.t(), x_z, bounds, None if init is None else first_z))
-    return _with_one_nan(out).to(x.device)
+    return with_one_nan(out).to(x.device)
 
 
 def _several(t: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _several(t: Tensor) -> Tensor:
     return t.unsqueeze(0) if t.ndim == 2 else t
 
 
-def _with_one_nan(out: Tensor) -> Tensor:
+def with_one_nan(out: Tensor) -> Tensor:
     """Sets every NaN of a 16-bit output to the bit pattern to which the GPU rounds NaN."""
     if out.dtype != torch.float32:
         out.view(torch.int16).masked_fill_(out.isnan(), 0x7FFF)

@@ -248,7 +248,7 @@ def det_gemm_dw(
 # Rules that annotations cannot express
 
 
-def _one_dtype(first: str, second: str) -> Callable[[Contract, dict[str, Any]], None]:
+def one_dtype(first: str, second: str) -> Callable[[Contract, dict[str, Any]], None]:
     def rule(contract: Contract, args: dict[str, Any]) -> None:
         if args[second].dtype != args[first].dtype:
             wanted = dtype_name(args[first].dtype)
@@ -275,7 +275,7 @@ def _operand_dtypes(contract: Contract, args: dict[str, Any]) -> None:
     if x.dtype not in _HALF:
         rule = "dtype must be 16-bit floating point (bf16, fp16); operand_dtype rounds fp32 inputs to one"
         raise contract.error("x", x, rule)
-    _one_dtype("x", "weight")(contract, args)
+    one_dtype("x", "weight")(contract, args)
     if bias is not None and bias.dtype not in (x.dtype, torch.float32):
         raise contract.error("bias", bias, f"dtype must be that of x, {dtype_name(x.dtype)}, or fp32")
 
@@ -312,11 +312,11 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("cu_seqlens", bounds, f"must end with the number of rows, {T}, not {starts[-1]}")
 
 
-gemm.rule(_one_dtype("a", "b"), _out_dtype)
+gemm.rule(one_dtype("a", "b"), _out_dtype)
 gemm_bwd.rule(_needs("b", "want_a"), _needs("a", "want_b"))
 linear.rule(_operand_dtypes, _out_dtype)
 linear_bwd.rule(_needs("x", "want_weight"))
-gemm_dw.rule(_one_dtype("x", "dy"), _stream_form)
+gemm_dw.rule(one_dtype("x", "dy"), _stream_form)
 gemm_dw.value_rule(_sequences_ascend)
 
 
@@ -367,11 +367,11 @@ def _add_backend(
         )  # fmt: skip
 
 
-def _always(numerics: Numerics) -> Callable[[torch.device], str]:
+def always(numerics: Numerics) -> Callable[[torch.device], str]:
     return lambda device: str(numerics)
 
 
-def _of_this_hardware(numerics: Numerics) -> Callable[[torch.device], str]:
+def of_this_hardware(numerics: Numerics) -> Callable[[torch.device], str]:
     """The class of `tl.dot` chains in the order of this class. On Hopper it is the class itself. On other
     GPUs a step is whatever the hardware does, so the class carries its name. The interpreter multiplies with
     numpy and promises no bits."""
@@ -385,32 +385,30 @@ def _of_this_hardware(numerics: Numerics) -> Callable[[torch.device], str]:
     return name
 
 
-def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
+def not_on_the_cpu(args: dict[str, Any]) -> str | None:
     if _device(args).type == "cpu":
         return None
     return "it computes on the CPU, thousands of times slower: select it by name to compare bits"
 
 
+_add_backend("hopper", "kernels_hopper", hopper_cannot_run, always(CHAIN16), always(SEG16_512), launches=True)
 _add_backend(
-    "hopper", "kernels_hopper", hopper_cannot_run, _always(CHAIN16), _always(SEG16_512), launches=True
-)
-_add_backend(
-    "triton", "kernels_triton", triton_cannot_run, _of_this_hardware(CHAIN16), _of_this_hardware(SEG16_512),
+    "triton", "kernels_triton", triton_cannot_run, of_this_hardware(CHAIN16), of_this_hardware(SEG16_512),
     interpreted=True, launches=True,
 )  # fmt: skip
 _add_backend(
-    "model", "model", lambda device: None, _always(CHAIN16), _always(SEG16_512),
-    not_by_default=_not_on_the_cpu,
+    "model", "model", lambda device: None, always(CHAIN16), always(SEG16_512),
+    not_by_default=not_on_the_cpu,
 )  # fmt: skip
 
 # Those of class tree8 come last: a call that names no class never gets another than chain16.
-_add_backend("hopper-tree8", "kernels_hopper_tree", hopper_cannot_run, _always(TREE8), None, launches=True)
+_add_backend("hopper-tree8", "kernels_hopper_tree", hopper_cannot_run, always(TREE8), None, launches=True)
 _add_backend(
-    "triton-tree8", "kernels_triton_tree", triton_cannot_run, _of_this_hardware(TREE8), None,
+    "triton-tree8", "kernels_triton_tree", triton_cannot_run, of_this_hardware(TREE8), None,
     interpreted=True, launches=True,
 )  # fmt: skip
 _add_backend(
-    "model-tree8", "model_tree", lambda device: None, _always(TREE8), None, not_by_default=_not_on_the_cpu
+    "model-tree8", "model_tree", lambda device: None, always(TREE8), None, not_by_default=not_on_the_cpu
 )
 
 

@@ -66,7 +66,7 @@ def product_sample(
     result = of_two(_of(a, 0, rows), _of(b, 1, columns))
     if bias is not None:
         result = canonical(result + _of(bias, 0, columns).float())
-    return at(lead, rows, columns), _rounded(result, out_dtype)
+    return at(lead, rows, columns), rounded(result, out_dtype)
 
 
 def segment_sample(
@@ -76,10 +76,10 @@ def segment_sample(
     rows, columns = places(a.shape[0]), places(b.shape[1])
     start = None if init is None else _of(_of(init, 0, rows), 1, columns)
     result = segments(_of(a, 0, rows), _of(b, 1, columns), cut(lengths, SEGMENT), start)
-    return (rows[:, None], columns[None, :]), _rounded(result, dtype)
+    return (rows[:, None], columns[None, :]), rounded(result, dtype)
 
 
-def _rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """As the GPU does, which has one NaN."""
     exact = exact.to(dtype)
     if dtype != torch.float32:

@@ -1,0 +1,165 @@
+"""Products of experts on a CPU: known answers, what the list of strips holds, and calls that are refused."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isobit
+from interpreted import in_interpreter
+from isobit.frame.contract import ContractError
+from isobit.ops.det_grouped_linear import model
+from isobit.ops.det_grouped_linear.strips import capacity
+
+BF16 = torch.bfloat16
+
+
+def test_known_answers() -> None:
+    """Small integers: every row times the weight of its expert, the last row of none."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]], dtype=BF16)
+    weight = torch.tensor([[[1.0, 0.0]], [[9.0, 9.0]], [[1.0, 1.0]]], dtype=BF16)
+    bias = torch.tensor([[0.5], [100.0], [-1.0]])
+    y = isobit.det_grouped_linear(x, weight, torch.tensor([0, 1, 1, 3]), bias)
+    assert y.tolist() == [[1.5], [6.0], [10.0], [0.0]]
+    dy = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=BF16)
+    dw = isobit.det_grouped_dw(x, dy, torch.tensor([0, 1, 1, 3]), init=torch.ones(3, 1, 2))
+    assert dw.tolist() == [[[2.0, 3.0]], [[1.0, 1.0]], [[22.0, 27.0]]]
+
+
+def test_gradients_known_by_hand() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=BF16, requires_grad=True)
+    weight = torch.tensor([[[1.0, 2.0]], [[3.0, 5.0]]], dtype=BF16, requires_grad=True)
+    bias = torch.zeros(2, 1, requires_grad=True)
+    y = isobit.det_grouped_linear(x, weight, torch.tensor([0, 2, 2]), bias)
+    y.backward(torch.tensor([[1.0], [2.0], [4.0]], dtype=BF16))
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    assert x.grad.tolist() == [[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]]
+    assert weight.grad.tolist() == [[[7.0, 10.0]], [[0.0, 0.0]]]
+    assert bias.grad.tolist() == [[3.0], [0.0]]
+
+
+def test_frozen_weights_keep_no_rows() -> None:
+    x = torch.randn(4, 8).to(BF16).requires_grad_()
+    weight = torch.randn(2, 3, 8).to(BF16)
+    y = isobit.det_grouped_linear(x, weight, torch.tensor([0, 2, 4]))
+    assert y.grad_fn is not None
+    kept = [t for t in y.grad_fn.saved_tensors if t is not None]  # type: ignore[attr-defined]
+    assert not any(t.data_ptr() == x.data_ptr() for t in kept)
+
+
+BOUNDS = [
+    [0, 3, 3, 70, 71, 200, 211], [0, 0, 0, 211, 211], [0, 60, 130], [0, 0], [0, 2**31 - 1, 5, 7],
+    [-5, -1, -(2**31), -7], [200, 10, 150, 300], [7, 3, 3, 2], [211] * 4,
+]  # fmt: skip
+
+
+def strips_of(bounds: list[int], dtype: torch.dtype, height: int, R: int) -> Tensor:
+    from isobit.frame.launch import run
+    from isobit.ops.det_grouped_linear.strips import strips
+
+    return strips(torch.zeros(R, 8, dtype=BF16), torch.tensor(bounds, dtype=dtype), height, run)
+
+
+def lists_of_strips() -> list[list[int]]:
+    return [
+        strips_of(bounds, dtype, height, 211).tolist()
+        for bounds in BOUNDS
+        for dtype in (torch.int32, torch.int64)
+        for height in (8, 128)
+    ]
+
+
+def wild_sums() -> list[list[float]]:
+    """Of bounds that no contract allows: nothing is read out of bounds, and the sums are the model's."""
+    from isobit.ops.det_grouped_linear import kernels_triton
+
+    x, dy = (torch.arange(211.0 * n).view(211, n).remainder(7).to(BF16) for n in (3, 2))
+    found = []
+    for bounds in BOUNDS:
+        offsets = torch.tensor(bounds)
+        cuts = torch.tensor([[10**9, -5, e, 7] for e in range(len(bounds) - 1)])
+        for seqs in (None, cuts):
+            found.append(kernels_triton.token_product(x, dy, offsets, seqs, None, torch.float32).tolist())
+    return found
+
+
+def wild_tails() -> list[list[list[float]]]:
+    """Where experts begin and end, and the tails of x and dy, of bounds that no contract allows."""
+    from isobit.frame.launch import run
+    from isobit.ops.det_grouped_linear.strips import tails
+
+    x, dy = (torch.arange(211.0 * n).view(211, n).remainder(7).to(BF16) for n in (300, 5))
+    made = (tails(x, dy, torch.tensor(bounds), 64, run) for bounds in BOUNDS)
+    return [[t[..., -5:].tolist() for t in three] for three in made]
+
+
+def in_the_interpreter(function: str) -> Any:
+    program = f"import json, test_grouped\nprint(json.dumps(test_grouped.{function}()))"
+    return iter(json.loads(in_interpreter(program)))
+
+
+def test_the_list_of_strips_covers_every_row_once_whatever_the_offsets_hold() -> None:
+    found = in_the_interpreter("lists_of_strips")
+    for bounds in BOUNDS:
+        for _ in (torch.int32, torch.int64):
+            for height in (8, 128):
+                groups = [*model.rows_of(torch.tensor(bounds), 211)]
+                groups.append((groups[-1][1], 211))
+                wanted: list[list[int]] = []
+                for e, (first, end) in enumerate(groups):
+                    begun = len(wanted)
+                    wanted += [[e, begun, first, end]] * -(-(end - first) // height)
+                table = next(found)
+                assert table[0] == len(wanted) <= capacity(211, len(bounds) - 1, height)
+                lines = table[4 : 4 + 4 * len(wanted)]
+                assert [lines[i : i + 4] for i in range(0, len(lines), 4)] == wanted
+
+
+def test_sums_of_any_bounds_stay_inside() -> None:
+    found = in_the_interpreter("wild_sums")
+    x, dy = (torch.arange(211.0 * n).view(211, n).remainder(7).to(BF16) for n in (3, 2))
+    for bounds in BOUNDS:
+        cuts = torch.tensor([[10**9, -5, e, 7] for e in range(len(bounds) - 1)])
+        for seqs in (None, cuts):
+            ours = torch.tensor(next(found))
+            assert torch.equal(
+                ours, model.token_product(x, dy, torch.tensor(bounds), seqs, None, torch.float32)
+            )
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rule"),
+    [
+        ([0, 3, 2, 5], "must not descend: .1.=3, .2.=2"),
+        ([1, 3, 4, 5], "must begin with 0, not 1"),
+        ([0, 3, 4, 9], "must not exceed the number of rows, 5: .3.=9"),
+        ([0, 2, 5], "must have one element more than there are experts, 4"),
+    ],
+)
+def test_wrong_offsets_are_refused(offsets: list[int], rule: str) -> None:
+    x, weight = torch.zeros(5, 8, dtype=BF16), torch.zeros(3, 4, 8, dtype=BF16)
+    with pytest.raises(ContractError, match=rf"det_grouped_linear.offsets: .*{rule}"):
+        isobit.det_grouped_linear(x, weight, torch.tensor(offsets))
+
+
+def test_sequences_of_another_expert_are_refused() -> None:
+    x, dy = torch.zeros(5, 8, dtype=BF16), torch.zeros(5, 4, dtype=BF16)
+    for cuts in ([[0, 1, 2], [0, 4, 5]], [[0, 2, 1], [2, 4, 5]], [[0, 1, 3], [2, 4, 5]]):
+        with pytest.raises(ContractError, match=r"det_grouped_dw.cu_seqlens: .*must ascend from"):
+            isobit.det_grouped_dw(x, dy, torch.tensor([0, 2, 5]), cu_seqlens=torch.tensor(cuts))
+
+
+def test_tails_of_any_bounds_are_the_last_rows_and_zeros() -> None:
+    t = in_the_interpreter("wild_tails")
+    x, dy = (torch.arange(211.0 * n).view(211, n).remainder(7)[:, -5:] for n in (300, 5))
+    for bounds in BOUNDS:
+        found, *tails = (torch.tensor(each) for each in next(t))
+        groups = [*model.rows_of(torch.tensor(bounds), 211)]
+        assert found.tolist() == [list(group) for group in groups]
+        for whole, tail in zip((x, dy), tails, strict=True):
+            for e, (first, end) in enumerate(groups):
+                left = whole[end - (end - first) % 64 : end]
+                own = tail[64 * e : 64 * e + 64]
+                assert torch.equal(own[: len(left)], left) and not own[len(left) :].any()
