@@ -44,6 +44,7 @@ BORDERS: dict[str, dict[str, Any]] = {
     "bounds and a cap": made(
         2, 3, 70, 3, 1, 80, F16, softcap=3.0, key_start=ints(5, 40), key_end=ints(70, 41)
     ),
+    "a cap of class attn/2": made(1, 3, 70, 2, 1, 64, softcap=3.0, tangent=2),
     "every query sees all": made(1, 5, 40, 2, 2, 64, causal=False),
     "fewer keys than queries": made(1, 7, 40, 1, 1, 64, key_end=ints(3)),
 }
@@ -79,6 +80,7 @@ def gradients() -> None:
         "bounds and a cap": made(
             2, 30, 40, 2, 1, 80, F16, softcap=3.0, key_start=ints(5, 9), key_end=ints(40, 37)
         ),
+        "a cap of class attn/2": made(1, 30, 40, 2, 1, 64, softcap=3.0, tangent=2),
         "packed": made(1, 40, 40, 2, 1, 64, cu_seqlens_q=ints(0, 3, 3, 31, 40)),
         "every query sees all": made(1, 20, 9, 2, 1, 64, causal=False),
     }

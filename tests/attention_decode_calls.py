@@ -17,7 +17,13 @@ from attention_on_a_cpu import of_attention
 from gluon_on_a_cpu import Device, in_order
 from isobit.frame.launch import run
 from isobit.kernels.hopper import division, heads, pipeline, softmax
-from isobit.ops.attention import kernels_hopper, kernels_hopper_decode, kernels_triton, model
+from isobit.ops.attention import (
+    kernels_hopper,
+    kernels_hopper_decode,
+    kernels_hopper_softcap,
+    kernels_triton,
+    model,
+)
 
 NAN = float("nan")
 
@@ -26,7 +32,15 @@ def on_a_cpu(
     args: dict[str, Any], segment: int = 128, block: int = 64, device: Device | None = None, **changes: Any
 ) -> Any:
     device = of_attention(device or Device(model.CPU, 1))
-    modules = (pipeline, heads, division, softmax, kernels_hopper, kernels_hopper_decode)
+    modules = (
+        pipeline,
+        heads,
+        division,
+        softmax,
+        kernels_hopper_softcap,
+        kernels_hopper,
+        kernels_hopper_decode,
+    )
     scope = device.scope(*modules, wait_for_previous_kernel=lambda: None, **changes)
 
     def launch(kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
@@ -92,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bounds and a cap": bounded(
         made(3, 2, 290, 2, 1, 80, F16, softcap=3.0, key_start=ints(5, 200, 9), key_end=ints(280, 201, 9))
     ),
+    "a cap of class attn/2": made(1, 2, 290, 2, 1, 64, softcap=3.0, tangent=2),
     "every query sees all": made(1, 3, 150, 2, 1, 96, causal=False),
     "fewer keys than queries": bounded(made(1, 7, 150, 1, 1, 64, key_start=ints(0), key_end=ints(3))),
     "blocks of 64 and a tile of 32": made(1, 9, 200, 2, 1, 256),

@@ -11,8 +11,9 @@ from torch import Tensor
 from attention_calls import BF16, ints, made, same
 from attention_on_a_cpu import CASES, SHARES, nan_behind_the_keys, of_attention, slowed
 from gluon_on_a_cpu import Device, in_order
+from isobit.frame.launch import Recorder
 from isobit.kernels.hopper import division, heads, pipeline, softmax
-from isobit.ops.attention import kernels_hopper, model
+from isobit.ops.attention import kernels_hopper, kernels_hopper_items, kernels_hopper_softcap, model
 
 
 def on_a_cpu(
@@ -21,7 +22,8 @@ def on_a_cpu(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Segments and blocks so small that few keys cross their borders."""
     device = of_attention(Device(model.CPU, programs))
-    scope = device.scope(pipeline, heads, division, softmax, kernels_hopper, **changes)
+    own = (kernels_hopper_softcap, kernels_hopper_items, kernels_hopper)
+    scope = device.scope(pipeline, heads, division, softmax, *own, **changes)
     monkeypatch.setattr(kernels_hopper, "block_keys", lambda D: block)
     monkeypatch.setattr(kernels_hopper, "sm_count", lambda device: programs)
 
@@ -43,6 +45,46 @@ def test_bits_are_those_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch)
     nan_behind_the_keys(args)
     ours = on_a_cpu(monkeypatch, args)
     same(name, ours, model.attention(segment=64, block=32, **args))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 40},
+    "packed": {"cu_seqlens_q": ints(0, 3, 3, 80, 150)},
+}
+
+
+@pytest.mark.parametrize(("segment", "pairs"), [(64, 3), (256, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_no_plan_decides_a_bit(
+    D: int, mask: str, segment: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four pairs of a sequence and a KV head a section has one, or three, and the last the fourth. And if
+    all keys are one segment, the kernel has no code that folds."""
+    args = made(1 if mask == "packed" else 2, 150, 150, 4, 2, D, **MASKS[mask])
+    wanted = model.attention(segment=segment, block=32, **args)
+    monkeypatch.setattr(kernels_hopper, "SECTION", pairs * 4 * 150 * D)
+    same(mask, on_a_cpu(monkeypatch, args, segment=segment), wanted)
+
+
+def test_plans_follow_from_sizes() -> None:
+    def plan(*sizes: int, segment: int = 1024, **options: Any) -> tuple[int, bool, bool]:
+        """(pairs in a section, turns, folds)."""
+        recorder = Recorder()
+        kernels_hopper.attention(recorder, segment=segment, **made(*sizes, **options))
+        ((kernel, values, constants),) = recorder.launches
+        pairs = dict(zip(kernel.arg_names, values, strict=False))["pairs"]
+        return pairs, constants["TURNS"], constants["FOLDS"]
+
+    assert plan(2, 70, 1024, 4, 2, 128) == (4, True, False)
+    assert plan(2, 70, 1025, 4, 2, 64) == (4, True, True)
+    assert plan(3, 64, 8192, 4, 1, 256) == (2, False, True)
+    assert plan(1, 64, 16385, 2, 2, 256) == (1, False, True)
+    assert plan(1, 64, 1025, 1, 1, 64, segment=1 << 30)[2], "the kernel of the call, to compare with"
+    short = {"cu_seqlens_q": ints(0, 500, 1025)}
+    assert plan(1, 1025, 1025, 1, 1, 64, **short)[2], "how long packed sequences are is not known"
+    assert not plan(1, 1024, 1024, 1, 1, 64, cu_seqlens_q=ints(0, 500, 1024))[2]
 
 
 def test_quotients_of_any_size_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,16 +33,29 @@ def arguments(T: int, S: int) -> dict[str, Any]:
 
 
 def test_what_is_declared() -> None:
-    kinds = [f"attention{kind}{back}" for kind in ("", "_packed", "_window") for back in ("", "_bwd")]
-    assert list(SERIES) == [*kinds, "attention_decode"]
+    several = ("", "_wide", "_packed", "_window", "_softcap")
+    kinds = [f"attention{kind}{back}" for kind in several for back in ("", "_bwd")]
+    assert list(SERIES) == [*kinds, "attention_few_heads_bwd", "attention_decode", "attention_paged"]
+    assert {case.dims["D"] for case in SERIES["attention_wide"].cases} == {256}
+    assert {case.dims["KV"] for case in SERIES["attention_few_heads_bwd"].cases} == {1, 2}
     for name, series in SERIES.items():
         backward = name.endswith("_bwd")
         assert series.directions == (("bwd",) if backward else ("fwd",))
         assert series.inputs == (("q", "k", "v") if backward else ())
-        assert set(series.rivals) == {"flash", "flex"} | (set() if "window" in name else {"cudnn"})
-        assert bool(series.variants) == (not backward and name != "attention_decode")
+        of_torch = {"flash", "flex"} | (set() if "window" in name else {"cudnn"})
+        of_vllm = {"fa3", "fa3:one split"}
+        if "softcap" in name or name == "attention_paged":
+            of_torch = set()
+        alone = name in ("attention_decode", "attention_few_heads_bwd")
+        assert set(series.rivals) == of_torch | (set() if alone else of_vllm)
+        variants = {"no softcap", "attn/1"} if "softcap" in name else {"one segment"}
+        forward_only = backward and "softcap" not in name
+        none = forward_only or name in ("attention_decode", "attention_paged")
+        assert set(series.variants) == (set() if none else variants)
     sizes = [tuple(case.dims.values()) for case in SERIES["attention"].cases]
     assert sizes[0] == (8, 1024, 1024, 32, 8, 128) and sizes[-1] == (4, 4096, 4096, 16, 8, 64)
+    assert {D for *_, D in sizes} == {64, 128}
+    assert {case.dims["D"] for case in SERIES["attention_softcap"].cases} == {64, 96, 128}
     args = SERIES["attention_packed"].make(Case(PACKED, torch.bfloat16, data="random"), Pool(CPU))[0]
     lengths = args["cu_seqlens_q"].diff().tolist()
     assert (
@@ -128,14 +141,20 @@ def test_it_can_be_timed() -> None:
     """Every series in small."""
     report = run("attention", device="cpu", repetitions=2, skip_check=True, say=lambda text: None)
     assert {row["op"] for row in report["rows"]} == set(SERIES)
-    assert {row["impl"] for row in report["rows"]} == {"isobit", "isobit:one segment", "copy"}
-    judged = [row for row in report["rows"] if "isobit" in row["impl"] and "packed" not in row["op"]]
+    variants = {f"isobit:{name}" for name in ("one segment", "no softcap", "attn/1")}
+    assert {row["impl"] for row in report["rows"]} == {"isobit", "copy"} | variants
+    without = ("attention_packed", "attention_packed_bwd", "attention_paged")
+    # Without its softcap a call has another truth.
+    judged = [row for row in report["rows"] if row["op"] not in without and "isobit" in row["impl"]]
+    judged = [row for row in judged if "no softcap" not in row["impl"]]
     assert all(row["max_abs"] < 0.05 for row in judged) and report["summary"] == []
 
 
 # Goals
 
 CASE = "B=4 T=2048 S=2048 H=32 KV=8 D=128 bf16"
+WIDE = "B=4 T=2048 S=2048 H=16 KV=8 D=256 bf16"
+FEW = "B=1 T=32768 S=32768 H=8 KV=1 D=128 bf16"
 CACHE = "B=16 T=1 S=32768 H=32 KV=8 D=128 bf16"
 
 
@@ -164,6 +183,16 @@ def test_goals() -> None:
     assert met(rows("attention_bwd", "bwd", isobit=1, cudnn=0.69, flash=1.19)) == dict.fromkeys(
         backward, False
     )
+    for op, case, what in (
+        ("attention_wide_bwd", WIDE, ("backward, D = 256", "cudnn")),
+        ("attention_few_heads_bwd", FEW, ("backward, few KV heads", "cudnn")),
+    ):
+        least = 0.90 if case == WIDE else 0.95
+        for cudnn, reached in ((least + 0.01, True), (least - 0.01, False)):
+            assert met(rows(op, "bwd", case, isobit=1, cudnn=cudnn))[what] == reached
+    assert met(rows("attention_wide", "fwd", WIDE, isobit=1, cudnn=0.89)) == {
+        ("forward, D = 256", "cudnn"): False
+    }
     best, copy = (
         ("decoding", "the best rival"),
         ("decoding, bandwidth, 256 MB and more", "copy"),
@@ -173,5 +202,18 @@ def test_goals() -> None:
     assert met(many(CACHE, isobit=1, cudnn=0.91, flash=2.0, copy=0.84)) == {best: False, copy: False}
     short = CACHE.replace("32768", "4096").replace("B=16", "B=1")
     assert met(many(short, isobit=1, cudnn=0.95, copy=0.1)) == {best: True}
+    capped = partial(rows, "attention_softcap_bwd", "bwd", isobit=1.0)
+    key = ("softcap", "isobit:no softcap")
+    assert met(capped(**{"isobit:no_softcap": 0.75}))[key]
+    assert not met(capped(**{"isobit:no_softcap": 0.73}))[key]
+    fa3 = "fa3, the best of its splits"
+    for op, case, what, least in (
+        ("attention", CASE, "forward, D = 128", 0.93),
+        ("attention", CASE.replace("D=128", "D=256"), "forward, D = 256", 0.85),
+        ("attention_paged", CACHE, "decoding from pages of 16", 0.98),
+    ):
+        times = partial(rows, op, "fwd", case, isobit=1.0)
+        assert met(times(fa3=least + 0.01, **{"fa3:one_split": 3.0})) == {(what, fa3): True}
+        assert met(times(fa3=3.0, **{"fa3:one_split": least - 0.01})) == {(what, fa3): False}
     uneven = many(CACHE, isobit=1, cudnn=1.2) + many(short, isobit=1, cudnn=0.79)
     assert met(uneven) == {best: False}

@@ -287,6 +287,7 @@ HELPERS = [
     hopper_lse.compact_kernel, hopper_lse.blank_kernel, hopper_lse.merge_kernel, hopper_product.pack_kernel,
     backward.weigh_kernel, backward.from_probs_kernel, backward.bias_kernel, backward.unpack_kernel,
     forward.zero_kernel, ratio_kl.ratio_kernel, chunk.take_kernel, chunk.move_kernel, chunk.clear_kernel,
+    chunk.round_kernel,
 ]  # fmt: skip
 KERNELS = [
     products.product_kernel, hopper_product.sum_kernel, forward.forward_kernel, backward.slab_kernel,
@@ -382,6 +383,7 @@ def chunk_launches(recorder: launch.Recorder, args: dict[str, Any], full: bool) 
     own |= {"dbias": empty(V, dtype=torch.float32) if full else None, "first": False, "postpone": False}
     for last in (False, True):
         chunk.linear_logp_chunk_bwd(recorder, **own | {"last": last})
+    chunk.linear_logp_chunk_rounded(recorder, sums=own["dhidden"], factor=own["stats"][0, 0], dtype=BF16)
 
 
 def compile_keys(recorder: launch.Recorder) -> dict[str, set[str]]:

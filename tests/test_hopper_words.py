@@ -45,6 +45,8 @@ def compiled() -> dict[str, str]:
     chunk._take(queue, table, four, empty(N, D), slots, slots.count, 0, True, recorder)
     chunk._move(queue, queue, slots.count, slots.count, recorder, table)
     chunk._clear(queue, slots.count, recorder)
+    sums, one = empty(V, D, dtype=torch.float32), empty(dtype=torch.float32)
+    chunk.linear_logp_chunk_rounded(recorder, sums=sums, factor=one, dtype=BF16)
     Slots(empty(N, dtype=torch.int64), None, None, -100, LOG2E, V, False, recorder)
     return {
         name: to_ptx.compiled(source, options).asm["ptx"] for name, source, options in recorder.sources()
@@ -57,7 +59,7 @@ def compiled() -> dict[str, str]:
         ("pack_kernel", 16, 16), ("unpack_kernel", 32, 16), ("blank_kernel", 0, 16),
         ("from_probs_kernel", 4, 2),
         ("bias_kernel", 16, 0), ("compact_kernel", 0, 6), ("take_kernel", 16, 16), ("move_kernel", 8, 8),
-        ("clear_kernel", 0, 16),
+        ("clear_kernel", 0, 16), ("round_kernel", 4, 2),
     ],
 )  # fmt: skip
 def test_whole_words_are_moved(compiled: dict[str, str], kernel: str, loads: int, stores: int) -> None:

@@ -73,9 +73,9 @@ def decodes(call: Call, segment: int = SEGMENT) -> bool:
 
 
 class Factors(NamedTuple):
-    """Scores s become z = s, or cap tanh(s slope), and probabilities are 2^(z c - ...). The gradient of a
-    score times `scale` is the gradient of the product of q and k. Computed in fp64 and passed to kernels as
-    fp32."""
+    """Scores s become z = s, or in class attn/1 cap tanh(s slope), and probabilities are 2^(z c - ...). In
+    attn/2 z is the tanh alone, and `slope` the factor of its exponent. The gradient of a score times `scale`
+    is the gradient of the product of q and k. Computed in fp64 and passed to kernels as fp32."""
 
     c: float
     cap: float
@@ -83,10 +83,17 @@ class Factors(NamedTuple):
     scale: float
 
 
-def factors_of(args: dict[str, Any]) -> Factors:
-    """The factors of a call, from its scale and softcap."""
+def which_tanh(args: dict[str, Any], tangent: int) -> int:
+    """The class whose tanh caps the scores of a call, 1 or 2; 0 if they are not capped."""
+    return 0 if args["softcap"] is None else tangent
+
+
+def factors_of(args: dict[str, Any], tangent: int = 1) -> Factors:
+    """The factors of a call, from its scale and softcap; `tangent` is the class whose tanh caps scores."""
     scale, cap = args["scale"], args["softcap"]
     scale = args["q"].shape[-1] ** -0.5 if scale is None else scale
     if cap is None:
         return Factors(scale * LOG2E, 0.0, 0.0, scale)
+    if tangent == 2:
+        return Factors(cap * LOG2E, cap, -2 * LOG2E * scale / cap, scale)
     return Factors(LOG2E, cap, scale / cap, scale)

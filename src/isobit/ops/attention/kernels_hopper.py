@@ -21,16 +21,25 @@ Each row has the operations of `kernels_triton` in the same order, for every blo
   exponentials earlier affects nothing.
 - Where a segment ends, its state is folded into the totals; acc, the maximum and the sums start again. Z of
   the next block is computed by then, but it depends on no state. Meanwhile the totals of acc are in shared
-  memory (for D = 256, where they do not fit, in global memory). For the first segment they are not read: it
-  is folded into zeros, fma(acc, new, 0).
+  memory (for D = 256, where they do not fit, most of them in global memory, thread by thread). For the first
+  segment they are not read: it is folded into zeros, fma(acc, new, 0).
 - A block that only one of the two consumers sees changes nothing in the other: probabilities are 0, and a is
-  1, or 0 where there has been no key yet.
+  1, or 0 where there has been no key yet. Skipping it gained nothing.
 - Values after a sequence's last key may be anything, NaN too, and 0 NaN is NaN. They are set to zero in
   shared memory unless TMA has done so.
 
-Which program takes which item decides no bit. Items are dealt to programs round-robin, those with most keys
-first and every other round in reverse, so that programs get about the same number of blocks. Heads that share
-keys are neighbours, and so read them from L2 at about the same time.
+What follows decides no bit. Speeds are shares of cuDNN's on an H200, timed with one change at a time.
+
+- Which program takes which item. Items are dealt to programs round-robin, those with most keys first and
+  every other round in reverse, so that programs get about the same number of blocks. Heads that share keys
+  are neighbours, and so read them from L2 at about the same time.
+- Items come in sections whose keys and values take 16 MB together (`SECTION`), so that they stay in L2: with
+  D = 256 0.76 instead of 0.67 for 4 x 2048 queries, and 0.90 instead of 0.83 for 2 x 8192; with D = 128 0.90
+  instead of 0.87 for 4 x 2048, and 0.98 with and without for 1 x 16384.
+- Calls whose keys fit in one segment have a kernel without the code that folds (`FOLDS`). For 8 x 1024
+  queries that is 0.90 instead of 0.69 with D = 256, and 0.82 instead of 0.77 with D = 128.
+- The two consumers issue products in turns (`TURNS`), but not for D = 256, where one would wait while the
+  other folds: 0.83 instead of 0.81 for 2 x 8192.
 
 The backward (`kernels_hopper_bwd`) and decoding (`kernels_hopper_decode`) use the pieces of this file.
 """
@@ -70,20 +79,35 @@ from isobit.kernels.hopper.softmax import (
     per_lane,
     per_row,
     row_maxima,
-    tanh,
     unpacked,
 )
-from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, decodes, factors_of, key_bounds
+from isobit.ops.attention.calls import (
+    SEGMENT,
+    block_keys,
+    call_of,
+    decodes,
+    factors_of,
+    key_bounds,
+    which_tanh,
+)
+from isobit.ops.attention.kernels_hopper_items import CONSUMERS, PLAIN, Item, Problem, like, read_item
+from isobit.ops.attention.kernels_hopper_softcap import capped
 from isobit.ops.attention.kernels_triton import count_tiles
 
 #: Stages of keys and of values by padded D: what fits in 227 KB next to queries and totals.
 STAGES = {64: 2, 128: 2, 256: 2}
 
+#: By padded D: pieces of the totals that fit in shared memory next to them; others are in global memory.
+SHARED_PIECES = {64: 2, 128: 4, 256: 2}
+
+#: By padded D: whether the two consumers issue products in turns.
+TURNS = {64: True, 128: True, 256: False}
+
+#: Bytes of the keys and values of a section: they stay in L2 while its items are computed.
+SECTION = 16 << 20
+
 #: A tile holds queries of one head. From this many queries per sequence on, tiles are full enough.
 MANY_QUERIES = 64
-
-#: Consumer warpgroups of a program; each has 64 rows of an item.
-CONSUMERS = gl.constexpr(2)
 
 #: Registers per thread: of all warps at launch, then of a consumer and of the producer.
 LAUNCH_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, gl.constexpr(240), gl.constexpr(24)
@@ -93,168 +117,15 @@ TOTALS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 #: Columns of acc that are folded at once: more would need too many registers.
 PIECE = gl.constexpr(32)
 PIECE_LAYOUT = gl.constexpr(accumulator_layout(32))
+#: A piece in global memory: each thread's 16 numbers as four vectors of four, [vector, thread, number]. So
+#: a warp loads 512 bytes that lie together. Row by row it would be 32-bit loads from eight rows.
+VECTORS = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
+#: Pieces that are loaded from global memory before the totals in front of them are stored.
+AHEAD = gl.constexpr(2)
 #: A piece of the results in shared memory, on its way to coalesced stores.
 STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
 #: For coalesced stores: a thread has eight neighbouring columns.
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
-#: One number, or a vector, in shared memory; and how a producer warp and a consumer warpgroup hold it.
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PRODUCER_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-CONSUMER_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def like(x, value):
-    """`value` with the type, shape and layout of x. A variable that a loop or a branch changes must keep
-    them, and neither a constant nor a scalar has those of a vector. The compiler folds the product."""
-    return x * 0 + value
-
-
-# Items: which queries, and which keys they see
-
-
-@gluon.jit
-def clamped(at, low, high):
-    """The integer at this address, clamped to [low, high]: unchecked input."""
-    return gl.minimum(gl.maximum(gl.load(at), low), high).to(gl.int32)
-
-
-@gluon.jit
-def packed_piece(cu, tile, length, sequences):
-    """(sequence, where it begins, first of its rows or keys in this tile of 128) for packed sequences with
-    borders `cu`. Sequence s starts at tile cu[s] // 128 + s. That leaves enough tiles for all sequences
-    before it, and some are empty."""
-    PER: gl.constexpr = CONSUMERS * ROWS
-    sequence = gl.to_tensor(0)
-    beyond = sequences
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        begun = clamped(cu + middle, 0, length) // PER + middle <= tile
-        sequence = gl.where(begun, middle, sequence)
-        beyond = gl.where(begun, beyond, middle)
-    first = clamped(cu + sequence, 0, length)
-    return sequence, first, gl.maximum(tile - (first // PER + sequence), 0) * PER
-
-
-@gluon.jit
-def write_fields(items, slot, fields):
-    """Item metadata, by the producer: eight integers, which `read_field` reads by their place."""
-    for i in gl.static_range(8):
-        items.index(slot * 8 + i).store(gl.full((1,), 0, gl.int32, PRODUCER_LAYOUT) + fields[i])
-
-
-@gluon.jit
-def read_field(items, slot, WHICH: gl.constexpr):
-    return gl.max(items.index(slot * 8 + WHICH).load(CONSUMER_LAYOUT), 0)
-
-
-@record
-class Item:
-    """Metadata of 128 queries of a head, and of the keys that some of them see: `blocks` blocks from `begin`
-    on, counted from the sequence's first key."""
-
-    blocks: gl.tensor  # -1: there is no more work
-    begin: gl.tensor
-    keys: gl.tensor  # of the sequence
-    position: gl.tensor  # of the first query, among the keys
-    live: gl.tensor  # queries from the first to the sequence's last
-    row: gl.tensor  # of the first query, in q
-    batch: gl.tensor
-    head: gl.tensor
-
-    @gluon.jit
-    def write(self, items, slot):
-        fields = (
-            self.blocks, self.begin, self.keys, self.position, self.live, self.row, self.batch, self.head
-        )  # fmt: skip
-        write_fields(items, slot, fields)
-
-
-@gluon.jit
-def read_item(items, slot):
-    """The item in this slot. Fields that a caller does not use are not loaded. So a caller that needs some
-    much later reads the item again then: until then they would take registers."""
-    return Item(
-        read_field(items, slot, 0), read_field(items, slot, 1), read_field(items, slot, 2),
-        read_field(items, slot, 3), read_field(items, slot, 4), read_field(items, slot, 5),
-        read_field(items, slot, 6), read_field(items, slot, 7),
-    )  # fmt: skip
-
-
-@record
-class Problem:
-    """A call: where its sequences are, and how it is cut into items."""
-
-    key_start: gl.tensor
-    key_end: gl.tensor
-    cu_q: gl.tensor
-    cu_k: gl.tensor
-    T: gl.tensor
-    S: gl.tensor
-    sequences: gl.tensor
-    window: gl.tensor
-    tiles: gl.tensor  # of 128 rows, for all sequences together: queries, or keys in the kernel of dk and dv
-    heads: gl.tensor  # of these rows: H, or KV in the kernel of dk and dv
-    G: gl.tensor  # query heads that share a head of k and v
-    BLOCK: gl.constexpr
-    PACKED: gl.constexpr
-    STARTS: gl.constexpr
-    ENDS: gl.constexpr
-    CAUSAL: gl.constexpr
-    WINDOWED: gl.constexpr
-
-    @gluon.jit
-    def items(self):
-        return self.tiles * self.heads
-
-    @gluon.jit
-    def key_range(self, sequence):
-        """(first, one past the last) of a sequence's keys in k; the second may be smaller."""
-        first = gl.to_tensor(0)
-        last = self.S
-        if self.PACKED:
-            first = clamped(self.cu_k + sequence, 0, self.S)
-            last = clamped(self.cu_k + sequence + 1, first, self.S)
-        if self.STARTS:
-            first = clamped(self.key_start + sequence, 0, self.S)
-        if self.ENDS:
-            last = clamped(self.key_end + sequence, first, self.S)
-        return first, last
-
-    @gluon.jit
-    def _tile(self, tile):
-        """(sequence, its first row in q, its number of rows, first of them in this tile)."""
-        if self.PACKED:
-            sequence, row, start = packed_piece(self.cu_q, tile, self.T, self.sequences)
-            rows = clamped(self.cu_q + sequence + 1, row, self.T) - row
-        else:
-            # The last queries see most keys: they come first, those of all sequences.
-            sequence = tile % self.sequences
-            start = (tile // self.sequences) * (CONSUMERS * ROWS)
-            row = gl.to_tensor(0)
-            rows = self.T
-        return sequence, row, rows, start
-
-    @gluon.jit
-    def query_item(self, t):
-        """(item t, where its sequence's keys begin in k)."""
-        head = t % self.heads
-        sequence, row, rows, start = self._tile(self.tiles - 1 - t // self.heads)
-        first, last = self.key_range(sequence)
-        keys = gl.maximum(last - first, 0)
-        batch = sequence
-        if self.PACKED:
-            batch = gl.to_tensor(0)
-        position = keys - rows + start
-        begin = gl.to_tensor(0)
-        end = keys
-        if self.CAUSAL:
-            newest = keys - rows + gl.minimum(start + CONSUMERS * ROWS, rows)
-            end = gl.minimum(gl.maximum(newest, 0), keys)
-        if self.WINDOWED:
-            begin = gl.maximum(position - self.window + 1, 0) // self.BLOCK * self.BLOCK
-        blocks = gl.maximum(gl.cdiv(end - begin, self.BLOCK), 0)
-        return Item(blocks, begin, keys, position, rows - start, row + start, batch, head), first
 
 
 # The ring, and the producer
@@ -376,7 +247,29 @@ def item_of_round(i):
 
 
 @gluon.jit
-def load_items(problem, ring):
+def item_in_sections(problem, t, pairs):
+    """The number of the item that comes t-th if all heads of `pairs` pairs of a sequence and a KV head come
+    before those of the next: their keys and values fit in L2 together. Within such a section items are
+    sorted by their work, and every other section in reverse, so that neighbours have about the same."""
+    if not problem.PACKED:
+        kv_heads = problem.heads // problem.G
+        levels = problem.tiles // problem.sequences
+        section = t // (pairs * problem.G * levels)
+        first = section * pairs
+        count = problem.sequences * kv_heads
+        at = t - first * problem.G * levels
+        width = gl.minimum(pairs, count - first) * problem.G
+        level = at // width
+        if (gl.cdiv(count, pairs) - section) % 2 == 0:
+            level = levels - 1 - level
+        pair = first + at % width // problem.G
+        head = pair % kv_heads * problem.G + at % problem.G
+        t = (level * problem.sequences + pair // kv_heads) * problem.heads + head
+    return t
+
+
+@gluon.jit
+def load_items(problem, ring, pairs):
     """The producer. It loads the keys of a block before the values of the previous one: in that order they
     are multiplied, and their stages become empty."""
     stage = gl.to_tensor(0)
@@ -385,7 +278,7 @@ def load_items(problem, ring):
     for i in range(gl.cdiv(problem.items(), gl.num_programs(0))):
         t = item_of_round(i)
         if t < problem.items():
-            item, first = problem.query_item(t)
+            item, first = problem.query_item(item_in_sections(problem, t, pairs))
             if item.live > 0:
                 kv = item.head // problem.G
                 at = first + item.begin
@@ -439,6 +332,21 @@ def clear(buffers, stage, begin, end, SIZE: gl.constexpr):
     fence_async_shared()
 
 
+@gluon.jit
+def as_vectors(piece):
+    """A piece as each thread's four vectors: rows 16 i + 8 j + k, columns 16 m + 8 n + 2 o + p become vector
+    (j, m) of thread (i, k, o), and its number (n, p)."""
+    x = gl.permute(gl.reshape(piece, (4, 2, 8, 2, 2, 4, 2)), (1, 3, 0, 2, 5, 4, 6))
+    return gl.convert_layout(gl.reshape(x, (4, 128, 4)), VECTORS)
+
+
+@gluon.jit
+def from_vectors(x):
+    """The reverse of `as_vectors`."""
+    x = gl.permute(gl.reshape(x, (2, 2, 4, 8, 4, 2, 2)), (2, 0, 3, 1, 5, 4, 6))
+    return gl.convert_layout(gl.reshape(x, (64, 32)), PIECE_LAYOUT)
+
+
 @record
 class State:
     """What a consumer carries from block to block."""
@@ -476,9 +384,10 @@ class Consumer:
     CAPPED: gl.constexpr
     CLEAR: gl.constexpr
     TURNS: gl.constexpr
-    IN_SHARED: gl.constexpr  # where totals are
+    SHARED: gl.constexpr  # pieces of the totals that are in shared memory
     HAS_LSE: gl.constexpr
     SEGMENT: gl.constexpr
+    FOLDS: gl.constexpr  # a sequence may have more than one segment
 
     @gluon.jit
     def scores(self, stage, phase):
@@ -494,7 +403,7 @@ class Consumer:
         """(m, lanes, a, p) after the block of keys from `at`. A row sees the keys from `oldest` to `newest`;
         without MASKED all rows see the whole block."""
         if self.CAPPED:
-            z = self.cap * tanh(z * self.slope)
+            z = capped(z, self.cap, self.slope, self.CAPPED)
         if MASKED:
             key = gl.expand_dims(gl.arange(0, self.ring.BLOCK, gl.SliceLayout(0, self.Z_LAYOUT)), 0)
             sees = key <= gl.expand_dims(newest - at, 1)
@@ -530,10 +439,32 @@ class Consumer:
     @gluon.jit
     def total_at(self, WHERE: gl.constexpr):
         """The addresses of a piece of the totals in global memory."""
-        i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PIECE_LAYOUT)), 1)
-        j = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, PIECE_LAYOUT)), 0)
+        vector = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, VECTORS)))
+        thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, VECTORS)))
+        number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, VECTORS)))
+        own = gl.expand_dims(gl.expand_dims(vector * 512, 1) + gl.expand_dims(thread * 4, 0), 2)
+        own = own + gl.expand_dims(gl.expand_dims(number, 0), 0)
         rows = ((gl.program_id(0) * CONSUMERS + self.WHICH) * (self.ring.D // PIECE) + WHERE) * ROWS
-        return self.scratch + rows.to(gl.int64) * PIECE + (i * PIECE + j)
+        return gl.multiple_of(self.scratch + rows.to(gl.int64) * PIECE + own, (1, 1, 16))
+
+    @gluon.jit
+    def load_total(self, folded, WHERE: gl.constexpr):
+        """A piece of the totals, which are zeros unless `folded`."""
+        if WHERE < self.SHARED:
+            total = gl.zeros((ROWS, PIECE), gl.float32, PIECE_LAYOUT)
+            if folded > 0:
+                total = self.totals.index(self.WHICH * self.SHARED + WHERE).load(PIECE_LAYOUT)
+        else:
+            there = gl.full((4, 128, 4), 0, gl.int32, VECTORS) + folded > 0
+            total = from_vectors(gl.load(self.total_at(WHERE), mask=there, other=0.0))
+        return total
+
+    @gluon.jit
+    def store_total(self, total, WHERE: gl.constexpr):
+        if WHERE < self.SHARED:
+            self.totals.index(self.WHICH * self.SHARED + WHERE).store(total)
+        else:
+            gl.store(self.total_at(WHERE), as_vectors(total))
 
     @gluon.jit
     def fold_sums(self, total_m, total_s, m, lanes):
@@ -550,29 +481,27 @@ class Consumer:
         return gl.where(seen, top, total_m), total_s, old, new, seen
 
     @gluon.jit
-    def fold_piece(self, piece, old, new, seen, folded, WHERE: gl.constexpr):
-        """A piece of the totals, which are zeros unless `folded`, after folding in that of a segment's
-        acc."""
-        total = gl.zeros((ROWS, PIECE), gl.float32, PIECE_LAYOUT)
-        if folded > 0:
-            if self.IN_SHARED:
-                total = self.totals.index(self.WHICH * (self.ring.D // PIECE) + WHERE).load(PIECE_LAYOUT)
-            else:
-                total = gl.load(self.total_at(WHERE))
+    def fold_piece(self, total, piece, old, new, seen):
+        """A piece of the totals after folding in that of a segment's acc."""
         more = gl.fma(piece, per_column(new, PIECE_LAYOUT), total * per_column(old, PIECE_LAYOUT))
         return gl.where(per_column(seen, PIECE_LAYOUT), more, total)
 
     @gluon.jit
     def fold(self, total_m, total_s, folded, m, lanes, acc):
-        """(m, s) of the segments before and this one; acc goes to the totals."""
+        """(m, s) of the segments before and this one; acc goes to the totals. Some pieces are loaded before
+        others are stored: the compiler moves no load from global memory in front of a store."""
         total_m, total_s, old, new, seen = self.fold_sums(total_m, total_s, m, lanes)
         pieces = self.pieces(acc)
-        for i in gl.static_range(len(pieces)):
-            total = self.fold_piece(pieces[i], old, new, seen, folded, i)
-            if self.IN_SHARED:
-                self.totals.index(self.WHICH * (self.ring.D // PIECE) + i).store(total)
-            else:
-                gl.store(self.total_at(i), total)
+        COUNT: gl.constexpr = len(pieces)
+        totals = ()
+        for i in gl.static_range(self.SHARED, min(self.SHARED + AHEAD, COUNT)):
+            totals = totals + (self.load_total(folded, i),)
+        for i in gl.static_range(self.SHARED):
+            self.store_total(self.fold_piece(self.load_total(folded, i), pieces[i], old, new, seen), i)
+        for i in gl.static_range(self.SHARED, COUNT):
+            if i + AHEAD < COUNT:
+                totals = totals + (self.load_total(folded, i + AHEAD),)
+            self.store_total(self.fold_piece(totals[i - self.SHARED], pieces[i], old, new, seen), i)
         return total_m, total_s
 
     @gluon.jit
@@ -594,20 +523,23 @@ class Consumer:
                 turn = turn ^ 1
             z = warpgroup_mma_wait(1, deps=(z,))
             mbarrier.arrive(ring.k_empty.index(k_stage))
-            fresh = at % self.SEGMENT == 0  # the first of a segment
-            top, sums, a, e = self.exponentials(
-                z, gl.where(fresh, float("-inf"), m), gl.where(fresh, 0.0, lanes), at, newest, oldest, MASKED
-            )
+            before, before_lanes = m, lanes
+            if self.FOLDS:
+                fresh = at % self.SEGMENT == 0  # the first of a segment
+                before = gl.where(fresh, float("-inf"), m)
+                before_lanes = gl.where(fresh, 0.0, lanes)
+            top, sums, a, e = self.exponentials(z, before, before_lanes, at, newest, oldest, MASKED)
             # The values are not needed yet. But the compiler moves no arithmetic across a barrier, so this
             # wait keeps the exponentials before the next one: they overlap with the products in flight.
             mbarrier.wait(ring.v_ready.index(k_stage), k_phase)
             acc, e, sums, a = warpgroup_mma_wait(0, deps=(acc, e, sums, a))
             mbarrier.arrive(ring.v_empty.index(stage))
             p = packed(e, ring.v_desc.dtype)  # in the registers of the product that has just ended
-            if fresh:
-                total_m, total_s = self.fold(total_m, total_s, folded, m, lanes, acc)
-                folded = like(folded, 1)
-                acc = gl.zeros_like(acc)
+            if self.FOLDS:
+                if fresh:
+                    total_m, total_s = self.fold(total_m, total_s, folded, m, lanes, acc)
+                    folded = like(folded, 1)
+                    acc = gl.zeros_like(acc)
             acc = acc * per_column(a, self.ACC_LAYOUT)
             m = top
             lanes = sums
@@ -619,7 +551,7 @@ class Consumer:
         """The buffer of a piece of the results: where its totals were, or else the queries."""
         ring = self.ring
         PIECES: gl.constexpr = ring.D // PIECE
-        if self.IN_SHARED:
+        if self.SHARED == PIECES:
             buffer = self.totals.index(self.WHICH * PIECES + WHERE)
         else:
             whole = reinterpreted(ring.q.index(self.WHICH), ring.q_desc.dtype, [PIECES, ROWS, PIECE], STAGED)
@@ -636,7 +568,10 @@ class Consumer:
         pieces = self.pieces(acc)
         totals = ()
         for i in gl.static_range(len(pieces)):
-            totals = totals + (self.fold_piece(pieces[i], old, new, seen, state.folded, i),)
+            total = gl.zeros((ROWS, PIECE), gl.float32, PIECE_LAYOUT)
+            if self.FOLDS:
+                total = self.load_total(state.folded, i)
+            totals = totals + (self.fold_piece(total, pieces[i], old, new, seen),)
         divisor = per_row(s, PIECE_LAYOUT)
         if divides(totals, divisor):
             results = divided(totals, divisor, True)
@@ -702,12 +637,12 @@ class Consumer:
             if item.keys < last:
                 clear(ring.v, state.stage, 0, item.keys - last + ring.BLOCK, ring.BLOCK)
         acc = self.add_values(state.p, state.acc, state.stage)
-        if self.IN_SHARED:
+        if self.SHARED == ring.D // PIECE:  # results are stored through the totals, otherwise the queries
             mbarrier.arrive(ring.q_empty.index(self.WHICH))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.v_empty.index(state.stage))
         self.store(slot, state, acc)
-        if not self.IN_SHARED:
+        if self.SHARED < ring.D // PIECE:
             fence_async_shared()
             mbarrier.arrive(ring.q_empty.index(self.WHICH))
         stage, phase = after(state.stage, state.phase, ring.STAGES)
@@ -754,12 +689,13 @@ def attend_items(consumer):
 
 @kernel
 def attention_kernel(
-    out, lse, scratch, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, c, cap, slope,
-    q_desc, k_desc, v_desc,
+    out, lse, scratch, key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, pairs, c, cap,
+    slope, q_desc, k_desc, v_desc,
     D: gl.constexpr, DP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SEGMENT: gl.constexpr,
     TILE_LAYOUT: gl.constexpr, Z_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, PACKED: gl.constexpr,
     STARTS: gl.constexpr, ENDS: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    CAPPED: gl.constexpr, TURNS: gl.constexpr, IN_SHARED: gl.constexpr, HAS_LSE: gl.constexpr,
+    CAPPED: gl.constexpr, TURNS: gl.constexpr, SHARED: gl.constexpr, HAS_LSE: gl.constexpr,
+    FOLDS: gl.constexpr,
 ):  # fmt: skip
     problem = Problem(
         key_start, key_end, cu_q, cu_k, T, S, sequences, window, tiles, H, G, BLOCK, PACKED, STARTS, ENDS,
@@ -769,20 +705,18 @@ def attention_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(i), count=1)
-    totals = ring.q  # not touched unless IN_SHARED
-    if IN_SHARED:
-        totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS * (DP // PIECE), ROWS, PIECE], TOTALS)
+    totals = gl.allocate_shared_memory(gl.float32, [CONSUMERS * SHARED, ROWS, PIECE], TOTALS)
     CLEAR: gl.constexpr = PACKED or ENDS
     first = Consumer(
         problem, ring, turns, totals, scratch, out, lse, c, cap, slope, D, Z_LAYOUT, ACC_LAYOUT, 0, CAPPED,
-        CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
+        CLEAR, TURNS, SHARED, HAS_LSE, SEGMENT, FOLDS,
     )  # fmt: skip
     second = Consumer(
         problem, ring, turns, totals, scratch, out, lse, c, cap, slope, D, Z_LAYOUT, ACC_LAYOUT, 1, CAPPED,
-        CLEAR, TURNS, IN_SHARED, HAS_LSE, SEGMENT,
+        CLEAR, TURNS, SHARED, HAS_LSE, SEGMENT, FOLDS,
     )  # fmt: skip
     gl.warp_specialize(
-        [(attend_items, (first,)), (attend_items, (second,)), (load_items, (problem, ring))],
+        [(attend_items, (first,)), (attend_items, (second,)), (load_items, (problem, ring, pairs))],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
@@ -830,7 +764,7 @@ def bounds_of(args: dict[str, Any], placeholder: Tensor) -> tuple[Tensor, ...]:
     return tuple(unused(placeholder) if t is None else t for t in given)
 
 
-def flags_of(args: dict[str, Any]) -> dict[str, Any]:
+def flags_of(args: dict[str, Any], tangent: int = 1) -> dict[str, Any]:
     """Which cases a kernel is compiled for."""
     return {
         "PACKED": args["cu_seqlens_q"] is not None,
@@ -838,7 +772,7 @@ def flags_of(args: dict[str, Any]) -> dict[str, Any]:
         "ENDS": args["key_end"] is not None,
         "CAUSAL": args["causal"],
         "WINDOWED": args["window"] is not None,
-        "CAPPED": args["softcap"] is not None,
+        "CAPPED": which_tanh(args, tangent),
     }
 
 
@@ -847,11 +781,15 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": LAUNCH_REGISTERS, "enable_
 
 
 def attention(
-    launch: Launch = run, turns: bool = True, segment: int = SEGMENT, out: Tensor | None = None, **args: Any
+    launch: Launch = run,
+    segment: int = SEGMENT,
+    out: Tensor | None = None,
+    tangent: int = 1,
+    **args: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse); `out` is the memory to write it to, if the caller has some. `turns`: whether the two
-    consumers issue their products in turn; it decides no bit. The class fixes `segment`."""
-    call, factors = call_of(args), factors_of(args)
+    """(out, lse); `out` is the memory to write it to, if the caller has some. The class fixes `segment`, and
+    `tangent` is the class whose tanh caps scores."""
+    call, factors = call_of(args), factors_of(args, tangent)
     q, k, v = args["q"], args["k"], args["v"]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = None
@@ -862,9 +800,11 @@ def attention(
     DP, block = call.padded, block_keys(call.D)
     tiles = count_tiles(call, 128)
     programs = min(tiles * call.H, sm_count(q.device))
-    in_shared = DP <= 128
+    shared = SHARED_PIECES[DP]
+    pairs = max(1, min(SECTION // (4 * call.S * DP), call.sequences * call.KV))
+    folds = min(segment, SEGMENT) < call.S  # a longer segment, to compare with, has the same kernel
     scratch = unused(out)
-    if not in_shared:
+    if folds and shared < DP // PIECE.value:
         scratch = torch.empty((programs, 128, DP), dtype=torch.float32, device=q.device)
     launch(
         attention_kernel,
@@ -873,7 +813,7 @@ def attention(
         unused(out) if lse is None else lse,
         scratch,
         *bounds_of(args, out),
-        *(call.T, call.S, call.sequences, args["window"] or 0, tiles, call.H, call.group),
+        *(call.T, call.S, call.sequences, args["window"] or 0, tiles, call.H, call.group, pairs),
         *(factors.c, factors.cap, factors.slope),
         *(descriptor(q, 64, DP), descriptor(k, block, DP), descriptor(v, block, DP)),
         D=call.D,
@@ -884,10 +824,11 @@ def attention(
         TILE_LAYOUT=tile_layout(DP, q.dtype),
         Z_LAYOUT=accumulator_layout(block),
         ACC_LAYOUT=accumulator_layout(DP),
-        TURNS=turns,
-        IN_SHARED=in_shared,
+        TURNS=TURNS[DP],
+        SHARED=shared,
         HAS_LSE=lse is not None,
-        **flags_of(args),
+        FOLDS=folds,
+        **flags_of(args, tangent),
         **OPTIONS,
     )
     return out, lse

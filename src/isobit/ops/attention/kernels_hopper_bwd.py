@@ -3,9 +3,11 @@
 Two kernels compute dS, each for its own sum: `dq_kernel` sums over keys, `dkv_kernel` over heads and queries.
 So no element is added to by two programs, and no order depends on the batch. In both, a program has two
 consumer warpgroups with 64 rows each and a producer warp that loads by TMA; when a program is done with an
-item of 128 rows, it takes the next one from a counter. Which program that is decides no bit.
+item of 128 rows, it takes the next one from a counter. Which program that is decides no bit. dk and dv come
+first, because with few KV heads they have fewer items than there are SMs: dq starts on the others
+(`launch_pdl`).
 
-dq: rows are queries. Items and their blocks of keys are those of the forward (`kernels_hopper.Problem`). For
+dq: rows are queries. Items and their blocks of keys are those of the forward (`kernels_hopper_items`). For
 every block of keys:
 
     S = Q K^T,  dP = dO V^T      in flight
@@ -23,7 +25,8 @@ multiplied. For every block of queries:
     S^T = K Q^T,  dP^T = V dO^T       in flight
     when S^T is ready:     P = 2^(S c - lse log2e), while dP^T is in flight
     when dP^T is ready:    dv += P^T dO, and meanwhile dS = P (dP - delta)
-    dk += dS^T Q           in flight with the S^T and dP^T of the next block
+    dk += dS^T Q           complete before the next block: a sum that is in flight from one block to the next
+                           makes ptxas wait after every instruction
 
 - S^T and dP^T are chains over D from zero; D is padded with zeros, and steps of zeros change nothing.
 - dk and dv are one chain each over the heads of the group, and in each over blocks of queries in ascending
@@ -48,6 +51,8 @@ from isobit.kernels.hopper.pipeline import (
     accumulator_layout,
     after,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -61,33 +66,38 @@ from isobit.kernels.hopper.pipeline import (
 from isobit.kernels.hopper.softmax import packed, tanh, unpacked
 from isobit.kernels.host.temperature import LOG2E
 from isobit.ops.attention import kernels_hopper
-from isobit.ops.attention.calls import call_of, factors_of
+from isobit.ops.attention.calls import call_of, factors_of, which_tanh
 from isobit.ops.attention.kernels_hopper import (
     BY_ROWS,
     CONSUMER_REGISTERS,
-    CONSUMERS,
     OPTIONS,
-    PLAIN,
-    PRODUCER_LAYOUT,
     PRODUCER_REGISTERS,
-    Problem,
     Ring,
     bounds_of,
-    clamped,
     clear,
     columns,
     flags_of,
-    like,
     offsets,
-    packed_piece,
-    read_field,
-    read_item,
-    write_fields,
 )
+from isobit.ops.attention.kernels_hopper_items import (
+    CONSUMERS,
+    PLAIN,
+    PRODUCER_LAYOUT,
+    KeyItem,
+    Problem,
+    blocks_of_keys,
+    blocks_of_queries,
+    key_item,
+    like,
+    read_item,
+    read_key_item,
+    seen_from,
+)
+from isobit.ops.attention.kernels_hopper_softcap import bent
 from isobit.ops.attention.kernels_triton import count_tiles
-from isobit.ops.attention.kernels_triton_bwd import count_blocks, delta_of
+from isobit.ops.attention.kernels_triton_bwd import COUNTERS, count_blocks, delta_of
 
-#: dq, by padded D: keys of a block, half as many where scores are capped, which takes registers. 64, with
+#: dq, by padded D: keys of a block, half as many for the tanh of attn/1, which takes registers. 64, with
 #: four stages, are faster at 4 x 2048 (0.360 ms, with delta, instead of 0.373), slower at 2 x 8192 (2.362,
 #: 2.322; H200).
 DQ_KEYS = {64: 128, 128: 128}
@@ -95,9 +105,12 @@ DQ_KEYS = {64: 128, 128: 128}
 #: dq, by padded D: stages of keys and of values, what fits in 227 KB next to queries and results.
 DQ_STAGES = {64: 3, 128: 2}
 
-#: dk and dv, by padded D: queries of a block, as many as registers hold; half as many where scores are
-#: capped.
+#: dk and dv, by padded D: queries of a block, as many as registers hold; half as many for the tanh of
+#: attn/1.
 DKV_QUERIES = {64: 128, 128: 64}
+
+#: The same with the tanh of attn/2. 128 would need 400 registers more than there are.
+CAPPED_QUERIES = {64: 64, 128: 64}
 
 #: dk and dv, by padded D: stages of queries; and slots of keys: what fits in 227 KB. Two stages, or four and
 #: one slot, take within 1.5 % of the same time at 4 x 2048 and 2 x 8192 (D = 128, H200).
@@ -114,21 +127,30 @@ _LOG2E = gl.constexpr(LOG2E)
 
 @gluon.jit
 def probabilities(z, base, c, cap, slope, CAPPED: gl.constexpr):
-    """(P, 1 - tanh^2 where scores are capped) of scores. `base` is -lse log2(e), shaped to broadcast: queries
-    are rows or columns."""
+    """(P, bend) of scores. Where scores are capped, bend is 1 - tanh^2 in class attn/1, and P (tanh^2 - 1) in
+    attn/2, which takes one instruction less. `base` is -lse log2(e), shaped to broadcast: queries are rows or
+    columns."""
     bend = z
-    if CAPPED:
+    if CAPPED == 1:
         y = tanh(z * slope)
         z = cap * y
         bend = 1.0 - y * y
-    return gl.exp2(gl.fma(z, gl.full_like(z, c), base)), bend
+    if CAPPED == 2:
+        z = bent(z, slope)
+    p = gl.exp2(gl.fma(z, gl.full_like(z, c), base))
+    if CAPPED == 2:
+        bend = p * gl.fma(z, z, gl.full_like(z, -1.0))
+    return p, bend
 
 
 @gluon.jit
 def gradient_of_scores(p, bend, dp, delta, CAPPED: gl.constexpr):
-    """dS, where a query sees a key; `delta` is shaped to broadcast."""
-    ds = p * (dp - delta)
-    if CAPPED:
+    """dS, where a query sees a key; `delta` is shaped to broadcast. In class attn/2 p is P (tanh^2 - 1)."""
+    if CAPPED == 2:
+        ds = p * (delta - dp)
+    else:
+        ds = p * (dp - delta)
+    if CAPPED == 1:
         ds = ds * bend
     return ds
 
@@ -213,6 +235,7 @@ def load_queries(problem, ring, gradients, counter, lse, delta):
                 stage, phase = after(stage, phase, ring.STAGES)
         t = next_item(counter)
     ring.end(slot)
+    gdc_wait()  # who comes after this kernel relies on the end of the one before it, too
 
 
 # dq: the consumers
@@ -287,6 +310,8 @@ class QueryConsumer:
             z = warpgroup_mma_wait(1, deps=(z,))
             base = gl.expand_dims(rows.base, 1)
             p, bend = probabilities(z, base, self.c, self.cap, self.slope, self.CAPPED)
+            if self.CAPPED == 2:
+                p = bend  # in the registers of p: all that dS needs
             if MASKED:
                 p = gl.where(self.sees(newest - at, oldest - at), p, 0.0)
             # The data has already arrived. But the compiler moves no arithmetic across a barrier, so this
@@ -318,22 +343,9 @@ class QueryConsumer:
         i = gl.arange(0, ROWS, gl.SliceLayout(1, self.Z_LAYOUT))
         newest = like(i, item.keys) - 1
         oldest = here + i - problem.window + 1
-        # This consumer's blocks are those from lo to hi; from inner to outer all queries see all keys.
-        lo, hi, outer = item.begin, end, item.keys
         if problem.CAUSAL:
             newest = gl.minimum(here + i, newest)
-            hi = gl.minimum(end, gl.cdiv(gl.maximum(here + ROWS, 0), ring.BLOCK) * ring.BLOCK)
-            outer = gl.minimum(item.keys, gl.maximum(here + 1, 0))
-        inner = lo
-        if problem.WINDOWED:
-            lo = gl.maximum(item.begin, gl.maximum(here - problem.window + 1, 0) // ring.BLOCK * ring.BLOCK)
-            lo = gl.minimum(lo, end)
-            hi = gl.maximum(hi, lo)
-            youngest = gl.maximum(here + ROWS - problem.window, 0)  # the oldest key of the last query
-            inner = gl.minimum(gl.maximum(lo, gl.cdiv(youngest, ring.BLOCK) * ring.BLOCK), hi)
-        hi = gl.maximum(hi, lo)
-        outer = gl.maximum(inner, gl.minimum(hi, outer // ring.BLOCK * ring.BLOCK))
-
+        lo, inner, outer, hi = blocks_of_keys(problem, item, here, end)
         base = self.gradients.base.index(self.WHICH).load(gl.SliceLayout(1, self.Z_LAYOUT))
         delta = self.gradients.delta.index(self.WHICH).load(gl.SliceLayout(1, self.Z_LAYOUT))
         rows = QueryRows(base, delta, newest, oldest, item.keys)
@@ -416,81 +428,6 @@ def dq_kernel(
     )
 
 
-# dk and dv: items
-
-
-@record
-class KeyItem:
-    """Metadata of 128 keys of a head, and of the queries that see some of them: for each head of the group
-    `blocks` blocks of queries, by their positions among the keys, from position `low` on."""
-
-    blocks: gl.tensor  # -1: there is no more work
-    low: gl.tensor
-    keys: gl.tensor  # of the sequence
-    before: gl.tensor  # the position of query 0
-    start: gl.tensor  # the first of these keys, counted from the sequence's first
-    first: gl.tensor  # the sequence's first key, in k
-    batch: gl.tensor
-    kv: gl.tensor
-
-    @gluon.jit
-    def write(self, items, slot):
-        fields = (
-            self.blocks, self.low, self.keys, self.before, self.start, self.first, self.batch, self.kv
-        )  # fmt: skip
-        write_fields(items, slot, fields)
-
-
-@gluon.jit
-def read_key_item(items, slot, WHICH: gl.constexpr):
-    """The item in this slot, with the `start` of this consumer's keys; see `read_item`. Fields are read in
-    the order in which they are used."""
-    blocks, low = read_field(items, slot, 0), read_field(items, slot, 1)
-    keys, before = read_field(items, slot, 2), read_field(items, slot, 3)
-    start, first = read_field(items, slot, 4) + WHICH * ROWS, read_field(items, slot, 5)
-    kv, batch = read_field(items, slot, 7), read_field(items, slot, 6)
-    return KeyItem(blocks, low, keys, before, start, first, batch, kv)
-
-
-@gluon.jit
-def key_tile(problem, tile):
-    """(sequence, first of its keys in this tile)."""
-    if problem.PACKED:
-        sequence, _, start = packed_piece(problem.cu_k, tile, problem.S, problem.sequences)
-    else:
-        # Most queries see the first keys: they come first, those of all sequences. Heads and sequences are
-        # neighbours, so that items that read the same queries run at about the same time.
-        sequence = tile % problem.sequences
-        start = (tile // problem.sequences) * (CONSUMERS * ROWS)
-    return sequence, start
-
-
-@gluon.jit
-def key_item(problem, t):
-    """(item t, the row of its sequence's query 0 in q)."""
-    kv = t % problem.heads
-    sequence, start = key_tile(problem, t // problem.heads)
-    first, last = problem.key_range(sequence)
-    row = gl.to_tensor(0)
-    rows = problem.T
-    batch = sequence
-    if problem.PACKED:
-        row = clamped(problem.cu_q + sequence, 0, problem.T)
-        rows = clamped(problem.cu_q + sequence + 1, row, problem.T) - row
-        batch = gl.to_tensor(0)
-    keys = gl.maximum(last - first, 0)
-    before = keys - rows
-    low, high = before, keys
-    if problem.CAUSAL:
-        low = gl.maximum(low, start)
-    if problem.WINDOWED:
-        high = gl.minimum(high, start + CONSUMERS * ROWS - 1 + problem.window)
-    low = low & (0 - problem.BLOCK)  # a multiple, also below 0
-    blocks = gl.cdiv(gl.maximum(high - low, 0), problem.BLOCK)
-    blocks = gl.where((start < keys) & (rows > 0), blocks, 0)
-    return KeyItem(blocks, low, keys, before, start, first, batch, kv), row
-
-
 # dk and dv: the ring, and the producer
 
 
@@ -570,6 +507,7 @@ class KeyRing:
 def load_keys(problem, ring, counter, lse, delta):
     """The producer of dk and dv. It loads lse and delta of a block before waiting for its stage, and stores
     them once the stage is empty."""
+    gdc_launch_dependents()  # dq: it reads nothing that this kernel writes
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # of `empty`: a fresh barrier counts as one whose phase 1 is complete
     slot = gl.to_tensor(0)
@@ -654,25 +592,12 @@ class KeyConsumer:
         return (j >= gl.expand_dims(first, 1)) & (j < gl.expand_dims(last, 1))
 
     @gluon.jit
-    def seen_from(self, rows):
-        """(first, last): the positions of the queries that see each key, from first to before last."""
-        problem = self.problem
-        key = rows.own + gl.arange(0, ROWS, gl.SliceLayout(1, self.Z_LAYOUT))
-        first = like(key, rows.before)
-        last = like(key, rows.keys)
-        if problem.CAUSAL:
-            first = gl.maximum(first, key)
-        if problem.WINDOWED:
-            last = gl.minimum(last, key + problem.window)
-        return first, last
-
-    @gluon.jit
     def blocks(self, dk, dv, stage, phase, rows, begin, end, MASKED: gl.constexpr):
         """(dk, dv, stage, phase) after the blocks from `begin` to `end`. Without MASKED all queries see all
         keys."""
         problem, ring = self.problem, self.ring
         keys, before = rows.keys, rows.before
-        first, last = self.seen_from(rows)
+        first, last = seen_from(problem, rows.own, keys, before, self.Z_LAYOUT)
         own = rows.slot * CONSUMERS + self.WHICH
         k, v = ring.k.index(own), ring.v.index(own)
         for at in range(begin, end, ring.BLOCK):
@@ -692,6 +617,8 @@ class KeyConsumer:
             if MASKED:
                 p = gl.where(self.sees(first - at, last - at), p, 0.0)
             words = packed(p, ring.do_desc.dtype)
+            if self.CAPPED == 2:
+                p = bend  # in the registers of p: all that dS needs
             # The data arrived long ago. But the compiler moves no arithmetic across a barrier, so this wait
             # makes the exponentials overlap with the product in flight.
             mbarrier.wait(ring.ready.index(stage), phase)
@@ -723,19 +650,7 @@ class KeyConsumer:
         item = read_key_item(ring.items, slot, self.WHICH)
         low, keys, own = item.low, item.keys, item.start
         high = low + blocks * ring.BLOCK
-        # This consumer's blocks are those from lo to hi; from inner to outer all queries see all keys.
-        lo, hi, inner, outer = low, high, item.before, keys
-        if problem.CAUSAL:
-            lo = gl.maximum(low, own & (0 - ring.BLOCK))
-            inner = gl.maximum(item.before, own + ROWS - 1)
-        if problem.WINDOWED:
-            hi = gl.minimum(hi, (own + ROWS - 1 + problem.window + ring.BLOCK - 1) & (0 - ring.BLOCK))
-            outer = gl.minimum(keys, own + problem.window)
-        hi = gl.where(own < keys, gl.maximum(hi, lo), lo)
-        lo = gl.minimum(lo, high)
-        hi = gl.minimum(hi, high)
-        inner = gl.minimum(gl.maximum((inner + ring.BLOCK - 1) & (0 - ring.BLOCK), lo), hi)
-        outer = gl.minimum(gl.maximum(outer & (0 - ring.BLOCK), inner), hi)
+        lo, inner, outer, hi = blocks_of_queries(problem, item, high)
         rows = KeyRows(own, keys, item.before, slot)
         dk = gl.zeros((ROWS, ring.D), gl.float32, self.ACC_LAYOUT)
         dv = gl.zeros((ROWS, ring.D), gl.float32, self.ACC_LAYOUT)
@@ -820,9 +735,7 @@ def dkv_kernel(
 
 
 def why_not(args: dict[str, Any]) -> str | None:
-    """Why these kernels cannot serve a call, or None."""
-    if args["q"].shape[-1] > 128:
-        return "sums of more than 128 columns do not fit into its registers"
+    """Why these kernels, or those of `kernels_hopper_wide`, cannot serve a call, or None."""
     if args["block_table"] is not None:
         return "keys in pages have no gradient"
     if 0 in args["q"].shape:
@@ -830,26 +743,27 @@ def why_not(args: dict[str, Any]) -> str | None:
     return kernels_hopper.why_not(args)
 
 
-def _readable(t: Tensor) -> Tensor:
+def readable(t: Tensor) -> Tensor:
     """An incoming gradient may have any strides."""
     if t.stride(-1) == 1 and why_not_tma("dout", t) is None:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv), those that are wanted."""
-    call, factors = call_of(args), factors_of(args)
+def attention_bwd(launch: Launch = run, tangent: int = 1, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), those that are wanted. `tangent` is the class whose tanh caps scores."""
+    call, factors = call_of(args), factors_of(args, tangent)
     q, k, v = (args[name] for name in ("q", "k", "v"))
-    lse, dout = args["lse"].contiguous(), _readable(args["dout"])
+    lse, dout = args["lse"].contiguous(), readable(args["dout"])
     want_kv = args["want_k"] or args["want_v"]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if args["want_q"] else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if want_kv else None
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if want_kv else None
-    counters = torch.empty(2, dtype=torch.int32, device=q.device)
+    counters = torch.empty(COUNTERS, dtype=torch.int32, device=q.device)
     delta = delta_of(launch, args, dout, counters)
     DP, programs = call.padded, sm_count(q.device)
-    halves = 1 if args["softcap"] is None else 2
+    halves = 2 if which_tanh(args, tangent) == 1 else 1
+    queries = CAPPED_QUERIES if which_tanh(args, tangent) == 2 else DKV_QUERIES
     pointers = (lse, delta, *bounds_of(args, lse))
     sizes = (call.T, call.S, call.sequences, args["window"] or 0)
 
@@ -863,9 +777,23 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
         "DP": DP,
         "TILE_LAYOUT": tile_layout(DP, q.dtype),
         "ACC_LAYOUT": accumulator_layout(DP),
-        **flags_of(args),
+        **flags_of(args, tangent),
         **OPTIONS,
     }
+    if dk is not None:
+        tiles, block = count_blocks(call, 128), queries[DP] // halves
+        launch(
+            dkv_kernel,
+            (min(tiles * call.KV, programs),),
+            *(dk, dv, counters, *pointers),
+            *(*sizes, tiles, call.KV, call.group, *factors),
+            *boxes(queries=block, keys=64),
+            BLOCK=block,
+            STAGES=DKV_STAGES[DP],
+            SLOTS=DKV_SLOTS,
+            Z_LAYOUT=accumulator_layout(block),
+            **constants,
+        )
     if dq is not None:
         tiles, block = count_tiles(call, 128), DQ_KEYS[DP] // halves
         launch(
@@ -878,19 +806,6 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
             STAGES=DQ_STAGES[DP],
             Z_LAYOUT=accumulator_layout(block),
             **constants,
-        )
-    if dk is not None:
-        tiles, block = count_blocks(call, 128), DKV_QUERIES[DP] // halves
-        launch(
-            dkv_kernel,
-            (min(tiles * call.KV, programs),),
-            *(dk, dv, counters, *pointers),
-            *(*sizes, tiles, call.KV, call.group, *factors),
-            *boxes(queries=block, keys=64),
-            BLOCK=block,
-            STAGES=DKV_STAGES[DP],
-            SLOTS=DKV_SLOTS,
-            Z_LAYOUT=accumulator_layout(block),
-            **constants,
+            launch_pdl=dk is not None,
         )
     return dq, dk if args["want_k"] else None, dv if args["want_v"] else None

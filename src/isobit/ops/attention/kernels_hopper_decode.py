@@ -48,9 +48,11 @@ from isobit.kernels.hopper.pipeline import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from isobit.kernels.hopper.softmax import finite, tanh
-from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, Call, block_keys, call_of, factors_of
-from isobit.ops.attention.kernels_hopper import BY_ROWS, clamped, like
+from isobit.kernels.hopper.softmax import finite
+from isobit.ops.attention.calls import FEW_ROWS, SEGMENT, Call, block_keys, call_of, factors_of, which_tanh
+from isobit.ops.attention.kernels_hopper import BY_ROWS
+from isobit.ops.attention.kernels_hopper_items import clamped, like
+from isobit.ops.attention.kernels_hopper_softcap import capped
 from isobit.ops.attention.kernels_triton import MANY_PROGRAMS, launch_fold, tile_rows
 
 #: Warps of a program, which split the keys of one product and the features of the other. Eight took longer
@@ -290,7 +292,7 @@ def decode_kernel(
     for i in range(blocks):
         at = begin + i * BLOCK
         if CAPPED:
-            z = cap * tanh(z * slope)
+            z = capped(z, cap, slope, CAPPED)
         if (at + BLOCK > whole) | WINDOWED:
             key = gl.expand_dims(at + gl.arange(0, BLOCK, gl.SliceLayout(1, ACC_LAYOUT)), 1)
             sees = key <= gl.expand_dims(newest, 0)
@@ -387,11 +389,12 @@ def _stages(call: Call, N: int, block: int, programs: int, sms: int) -> int:
 
 def attention(
     launch: Launch = run, segment: int = SEGMENT, block: int | None = None, out: Tensor | None = None,
-    **args: Any,
+    tangent: int = 1, **args: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(out, lse); `out` is the memory to write it to, if the caller has some. `segment` and `block` are fixed
-    by the class; tests override them to reach boundaries with few keys."""
-    call, factors = call_of(args), factors_of(args)
+    by the class; tests override them to reach boundaries with few keys. `tangent` is the class whose tanh
+    caps scores."""
+    call, factors = call_of(args), factors_of(args, tangent)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     key_start, key_end = args["key_start"], args["key_end"]
     shape = (call.B, call.H, call.T)
@@ -437,10 +440,10 @@ def attention(
         ENDS=key_end is not None,
         CAUSAL=args["causal"],
         WINDOWED=args["window"] is not None,
-        CAPPED=args["softcap"] is not None,
+        CAPPED=which_tanh(args, tangent),
         num_warps=4,
         enable_fp_fusion=False,
         launch_pdl=True,
     )
-    launch_fold(launch, sums, states, out, lse, args, segment, early=True)
+    launch_fold(launch, sums, states, out, lse, args, segment, early=True, tangent=tangent)
     return out, lse

@@ -28,7 +28,6 @@ The backward (`kernels_triton_bwd`) uses the pieces of this file.
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -48,8 +47,9 @@ from isobit.ops.attention.calls import (
     decodes,
     factors_of,
     key_bounds,
+    which_tanh,
 )
-from isobit.ops.attention.model import fused
+from isobit.ops.attention.kernels_triton_softcap import capped, fma
 
 #: With this many programs even the largest GPUs are full, and splitting the keys further gains nothing.
 MANY_PROGRAMS = 1024
@@ -183,24 +183,12 @@ if INTERPRETED.value:
             total += step + 0.0
         return acc
 
-    def fma(x, y, z):
-        """In the interpreter, whose own `tl.fma` rounds twice up to Triton 3.8."""
-        result = x * y + z  # a tensor of the right shape
-        factor = np.float32(y) if isinstance(y, float) else y.handle.data
-        result.handle.data[...] = fused(x.handle.data, factor, z.handle.data)
-        return result
-
 else:
 
     @triton.jit
     def product(left, right, acc):
         """left [m, k] times right [k, n], added to acc by matrix steps over ascending k."""
         return tl.dot(left, right, acc, input_precision="ieee")
-
-    @triton.jit
-    def fma(x, y, z):
-        """x y + z with one rounding."""
-        return tl.fma(x, y, z)
 
 
 @triton.jit
@@ -230,19 +218,6 @@ def joined(lanes):
 
 
 # Softmax
-
-
-@triton.jit
-def tanh(x):
-    """A series near 0, because the quotient cancels there. Divisions round to nearest."""
-    a = tl.abs(x)
-    e = tl.exp2(a * -2.8853900817779268)  # exp(-2a)
-    far = tl.div_rn(1.0 - e, 1.0 + e)
-    y = x * x
-    near = 0.13333333333333333 + y * (-0.053968253968253968 + y * 0.021869488536155203)
-    near = a + a * y * (-0.33333333333333333 + y * near)
-    size = tl.where(a < 0.25, near, far)
-    return tl.where(x < 0, -size, size)
 
 
 @triton.jit
@@ -281,7 +256,7 @@ def scores(q, k, cap, slope, CAPPED: tl.constexpr):
     """z [rows, keys]."""
     z = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if CAPPED:
-        z = cap * tanh(z * slope)
+        z = capped(z, cap, slope, CAPPED)
     return z
 
 
@@ -545,7 +520,7 @@ def strides_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def launch_fold(
     launch: Launch, sums: Tensor, states: Tensor, out: Tensor, lse: Tensor | None, args: dict[str, Any],
-    segment: int, early: bool = False,
+    segment: int, early: bool = False, tangent: int = 1,
 ) -> None:  # fmt: skip
     """`early`: start while the previous launch is still running (programmatic dependent launch). NVIDIA GPUs
     from Hopper on only."""
@@ -556,7 +531,7 @@ def launch_fold(
         fold_kernel,
         (rows,),
         *(sums, states, out, lse, args["key_start"], args["key_end"]),
-        *(call.T, call.S, args["window"] or 0, segments, factors_of(args).c),
+        *(call.T, call.S, args["window"] or 0, segments, factors_of(args, tangent).c),
         H=call.H,
         D=call.D,
         DP=call.padded,
@@ -577,12 +552,13 @@ def attention(
     block: int | None = None,
     split: bool | None = None,
     out: Tensor | None = None,
+    tangent: int = 1,
     **args: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse); `out` is the memory to write it to, if the caller has some. `segment` and `block` are fixed
     by the class, and sizes decide whether keys are split. Tests override them to reach the boundaries with
-    few keys."""
-    call, factors = call_of(args), factors_of(args)
+    few keys. `tangent` is the class whose tanh caps scores."""
+    call, factors = call_of(args), factors_of(args, tangent)
     q, k, v, table = args["q"], args["k"], args["v"], args["block_table"]
     shape = (call.B, call.H, call.T)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -608,7 +584,7 @@ def attention(
         "PAGE": call.page,
         "CAUSAL": args["causal"],
         "WINDOWED": args["window"] is not None,
-        "CAPPED": args["softcap"] is not None,
+        "CAPPED": which_tanh(args, tangent),
         **compile_options(Tile(M, 0, 0, warps=8 if M == 128 else 4, stages=2)),
     }
     if split is None:  # not if there are many programs without: states would take memory and gain nothing
@@ -622,5 +598,5 @@ def attention(
     states = torch.empty(rows, segments, call.D, dtype=torch.float32, device=q.device)
     grid = (tiles * call.KV, -(-segments // each))
     launch(segments_kernel, grid, q, k, v, sums, states, *given, segments, grid[1], call.KV, **constants)
-    launch_fold(launch, sums, states, out, lse, args, segment)
+    launch_fold(launch, sums, states, out, lse, args, segment, tangent=tangent)
     return out, lse

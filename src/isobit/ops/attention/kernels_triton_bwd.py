@@ -24,11 +24,10 @@ from isobit.frame.launch import Launch, run
 from isobit.kernels.host.temperature import LOG2E
 from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.kernels.triton.tiles import Tile, compile_options
-from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds
+from isobit.ops.attention.calls import Call, call_of, factors_of, key_bounds, which_tanh
 from isobit.ops.attention.kernels_triton import (
     clamped,
     count_tiles,
-    fma,
     keys_of,
     like,
     load_keys,
@@ -37,12 +36,15 @@ from isobit.ops.attention.kernels_triton import (
     product,
     row_sums,
     strides_of,
-    tanh,
     tile_of,
     tile_rows,
 )
+from isobit.ops.attention.kernels_triton_softcap import bent, fma, full, tanh
 
 _LOG2E = tl.constexpr(LOG2E)
+#: Counters that the kernel of delta sets to zero, for kernels that take their work from one.
+COUNTERS = 4
+_COUNTERS = tl.constexpr(COUNTERS)
 _SIZES = ["T", "S", "SEQUENCES", "P", "window", "tiles"]
 
 
@@ -51,10 +53,10 @@ def delta_kernel(
     out, dout, dlse, delta, counters, T, count, o_sb, o_st, o_sh, l_sb, l_sh, l_st, H: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, T] of ROWS rows, which are numbered (b, t, head); and zeros in two counters, if given."""
+    """delta [B, H, T] of ROWS rows, which are numbered (b, t, head); and zeros in the counters, if given."""
     if counters is not None:
         if tl.program_id(0) == 0:
-            tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
+            tl.store(counters + tl.arange(0, _COUNTERS), tl.zeros([_COUNTERS], tl.int32))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < count
     b, t, h = row // (T * H), row // H % T, row % H
@@ -68,21 +70,29 @@ def delta_kernel(
 
 @triton.jit
 def probabilities(left, right, sees, lse, c, cap, slope, CAPPED: tl.constexpr):
-    """(P, 1 - tanh^2) of left times right^T; the second is 1 without a cap. `lse` must broadcast against
-    them."""
+    """(P, bend) of left times right^T; bend is 1 without a cap, 1 - tanh^2 in class attn/1, and
+    P (tanh^2 - 1) in attn/2. `lse` must broadcast against them."""
     z = product(left, tl.trans(right), tl.zeros([left.shape[0], right.shape[0]], tl.float32))
     bend = tl.full(z.shape, 1.0, tl.float32)
-    if CAPPED:
+    if CAPPED == 1:
         y = tanh(z * slope)
         z, bend = cap * y, 1.0 - y * y
-    return tl.where(sees, tl.exp2(fma(z, c, -(lse * _LOG2E))), 0.0), bend
+    if CAPPED == 2:
+        z = bent(z, slope)
+    p = tl.where(sees, tl.exp2(fma(z, c, -(lse * _LOG2E))), 0.0)
+    if CAPPED == 2:
+        bend = p * fma(z, z, full(z, -1.0))
+    return p, bend
 
 
 @triton.jit
 def gradient_of_scores(p, bend, dp, delta, sees, CAPPED: tl.constexpr):
     """dS. It is set to 0 where masked even if dP is NaN: masked keys and queries may hold anything."""
-    ds = p * (dp - delta)
-    if CAPPED:
+    if CAPPED == 2:
+        ds = bend * (delta - dp)
+    else:
+        ds = p * (dp - delta)
+    if CAPPED == 1:
         ds = ds * bend
     return tl.where(sees, ds, 0.0)
 
@@ -219,7 +229,7 @@ def _strides(dout: Tensor, call: Call) -> tuple[int, ...]:
 
 
 def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor, counters: Tensor | None = None) -> Tensor:
-    """delta [B, H, T] in fp32. The same kernel sets two counters, for the kernels that follow, to zero."""
+    """delta [B, H, T] in fp32. The same kernel sets the counters of the kernels that follow to zero."""
     call, dlse, out = call_of(args), args["dlse"], args["out"].contiguous()
     rows = call.B * call.T * call.H
     delta = torch.empty((call.B, call.H, call.T), dtype=torch.float32, device=dout.device)
@@ -239,9 +249,9 @@ def delta_of(launch: Launch, args: dict[str, Any], dout: Tensor, counters: Tenso
     return delta
 
 
-def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv), those that are wanted."""
-    call, factors = call_of(args), factors_of(args)
+def attention_bwd(launch: Launch = run, tangent: int = 1, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), those that are wanted. `tangent` is the class whose tanh caps scores."""
+    call, factors = call_of(args), factors_of(args, tangent)
     q, k, v, table = (args[name] for name in ("q", "k", "v", "block_table"))
     lse, dout = args["lse"].contiguous(), _rows(args["dout"])
     want_kv = args["want_k"] or args["want_v"]
@@ -260,7 +270,7 @@ def attention_bwd(launch: Launch = run, **args: Any) -> tuple[Tensor | None, ...
         "DP": DP,
         "CAUSAL": args["causal"],
         "WINDOWED": args["window"] is not None,
-        "CAPPED": args["softcap"] is not None,
+        "CAPPED": which_tanh(args, tangent),
         **compile_options(Tile(most, most, 0, warps=4, stages=2)),
     }
     if dq is not None and dq.numel():

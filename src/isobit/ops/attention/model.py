@@ -1,22 +1,26 @@
-"""The arithmetic of `attn/1` in numpy, operation by operation. Kernels are compared with it, and it is the
-backend for CPU tensors.
+"""The arithmetic of `attn/1` and `attn/2` in numpy, operation by operation. Kernels are compared with it, and
+it is the backend for CPU tensors.
 
-What one operation of the device does is a parameter (`Arithmetic`). With `CPU` the class is `attn/1/cpu`: the
-bits of the Triton kernels in the interpreter. With the tensor-core steps of `isobit.numerics`, fused
-multiply-adds, and the `exp2` and `log2` of a Hopper GPU it gives the bits of that GPU; the proof checks this.
+What one operation of the device does is a parameter (`Arithmetic`). With `CPU` the class is `attn/1/cpu` or
+`attn/2/cpu`: the bits of the Triton kernels in the interpreter. With the tensor-core steps of
+`isobit.numerics`, fused multiply-adds, and the `exp2` and `log2` of a Hopper GPU it gives the bits of that
+GPU; the proof checks this.
 
 Rows are independent, so all queries of a KV head are computed at once.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from isobit.frame.contract import dtype_name
 from isobit.kernels.host.temperature import LOG2E
-from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, factors_of, key_bounds
+from isobit.ops.attention.calls import SEGMENT, block_keys, call_of, factors_of, key_bounds, which_tanh
+from isobit.ops.attention.softcap import bent, too_large
 
 Array = np.ndarray
 
@@ -140,17 +144,28 @@ class _Scores(NamedTuple):
     c: np.float32
     cap: np.float32
     slope: np.float32
-    capped: bool
+    tangent: int  # the class whose tanh caps scores; 0 without a cap
     do: Arithmetic
     dtype: torch.dtype
 
     def __call__(self, left: Array, right: Array) -> tuple[Array, Array | None]:
         """(z, tanh) of left [m, D] and right [n, D]."""
         z = self.do.product(left, right.T, np.zeros((len(left), len(right)), F32), self.dtype)
-        if not self.capped:
+        if self.tangent == 0:
             return z, None
-        bent = _tanh(z * self.slope, self.do)
-        return self.cap * bent, bent
+        if self.tangent == 2:
+            z = bent(z, self.slope, self.do.exp2, self.do.fma)
+            return z, z
+        y = _tanh(z * self.slope, self.do)
+        return self.cap * y, y
+
+    def gradient(self, p: Array, y: Array | None, gap: Array) -> Array:
+        """dS of probabilities p, of the tanh y, and of dP - delta."""
+        if y is None:
+            return p * gap
+        if self.tangent == 2:
+            return p * self.do.fma(y, y, np.full_like(y, -1.0)) * -gap
+        return p * gap * (F32(1.0) - y * y)
 
 
 def _sees(args: dict[str, Any], rows: int, keys: int) -> Array:
@@ -213,7 +228,18 @@ def _joined(x: Array) -> Array:
     return (x[:, 0] + x[:, 1]) + (x[:, 2] + x[:, 3])
 
 
-# The backend
+# The backends
+
+
+def why_not(args: dict[str, Any]) -> str | None:
+    """Why class attn/1 cannot serve a call, or None."""
+    if args["q"].dtype.itemsize != 2:
+        return f"inputs are {dtype_name(args['q'].dtype)}; the class has 16-bit operands"
+    return None
+
+
+def why_not_2(args: dict[str, Any]) -> str | None:
+    return why_not(args) or too_large(args)
 
 
 def _by_heads(t: Tensor, place: tuple[Any, Any], kv: int, group: int) -> Array:
@@ -221,19 +247,18 @@ def _by_heads(t: Tensor, place: tuple[Any, Any], kv: int, group: int) -> Array:
     return _array(t[place][:, kv * group : (kv + 1) * group].movedim(1, 0).flatten(0, 1))
 
 
-def _scores_of(args: dict[str, Any], do: Arithmetic) -> _Scores:
-    factors = factors_of(args)
-    capped = args["softcap"] is not None
-    return _Scores(F32(factors.c), F32(factors.cap), F32(factors.slope), capped, do, args["q"].dtype)
+def _scores_of(args: dict[str, Any], tangent: int, do: Arithmetic) -> _Scores:
+    c, cap, slope, _ = map(F32, factors_of(args, tangent))
+    return _Scores(c, cap, slope, which_tanh(args, tangent), do, args["q"].dtype)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
 def attention(
-    do: Arithmetic = CPU, segment: int = SEGMENT, block: int | None = None, **args: Any
+    do: Arithmetic = CPU, segment: int = SEGMENT, block: int | None = None, tangent: int = 1, **args: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse)."""
+    """(out, lse). `tangent` is the class whose tanh caps scores."""
     q, k, v = (args[name].detach().cpu() for name in ("q", "k", "v"))
-    call, scores = call_of(args), _scores_of(args, do)
+    call, scores = call_of(args), _scores_of(args, tangent, do)
     out = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
     lse = torch.full((call.B, call.H, call.T), -torch.inf, dtype=torch.float32, device="cpu")
     for one in _sequences(args):
@@ -251,11 +276,11 @@ def attention(
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore")
-def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv), those that are wanted."""
+def attention_bwd(do: Arithmetic = CPU, tangent: int = 1, **args: Any) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), those that are wanted. `tangent` is the class whose tanh caps scores."""
     names = ("q", "k", "v", "out", "dout")
     q, k, v, out, dout = (args[name].detach().cpu() for name in names)
-    call, scores, scale = call_of(args), _scores_of(args, do), F32(factors_of(args).scale)
+    call, scores, scale = call_of(args), _scores_of(args, tangent, do), F32(factors_of(args).scale)
     lse, dlse = args["lse"].cpu(), None if args["dlse"] is None else args["dlse"].cpu()
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device="cpu") for t in (q, k, v))
     for one in _sequences(args):
@@ -276,11 +301,11 @@ def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...
                     delta = delta - _array(dlse[b, g, rows])
                 live = sees.any(1, keepdims=True)  # q and dout of a query that sees no key may be NaN
                 own, do_h = np.where(live, own, F32(0.0)), np.where(live, do_h, F32(0.0))
-                z, bent = scores(own, keys)
+                z, y = scores(own, keys)
                 base = _array(lse[b, g, rows]) * F32(LOG2E)
                 p = np.where(sees, do.exp2(do.fma(z, scores.c, -base[:, None])), F32(0.0))
-                ds = p * (scores.do.product(do_h, values.T, np.zeros_like(p), q.dtype) - delta[:, None])
-                ds = ds if bent is None else ds * (F32(1.0) - bent * bent)
+                dp = do.product(do_h, values.T, np.zeros_like(p), q.dtype)
+                ds = scores.gradient(p, y, dp - delta[:, None])
                 ds = _rounded(np.where(sees, ds, F32(0.0)), q.dtype)
                 own_dq = do.product(ds, keys, np.zeros_like(own), q.dtype) * scale
                 dq[b, rows, g] = torch.from_numpy(own_dq).to(q.dtype)
@@ -292,3 +317,6 @@ def attention_bwd(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...
     wanted = (args["want_q"], args["want_k"], args["want_v"])
     gradients = (t.to(args["q"].device) for t in (dq, dk, dv))
     return tuple(t if want else None for t, want in zip(gradients, wanted, strict=True))
+
+
+attention_2, attention_2_bwd = partial(attention, tangent=2), partial(attention_bwd, tangent=2)

@@ -20,6 +20,7 @@ Backward, with P the probabilities, dz = P (dout V^T - out dout + dlse), times 1
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -50,6 +51,14 @@ ATTN_1_CPU = Numerics(
     " sum to the accumulator; `exp2` and `log2` are numpy's.",
     "any CPU, each numpy version for itself",
 )
+
+ATTN_2 = Numerics(
+    "attn/2",
+    "attn/1 with another tanh: ten operations, no division, an error of at most 2^-20. Bits differ from those"
+    " of attn/1 where scores are capped, and only there.",
+    ATTN_1.hardware,
+)
+ATTN_2_CPU = Numerics("attn/2/cpu", "The order of attn/2 on a CPU, as in attn/1/cpu.", ATTN_1_CPU.hardware)
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 
@@ -123,7 +132,8 @@ def attention(  # overloads take any options
         causal: a query sees no key after its own position.
         scale: factor on the products of q and k; None is D ** -0.5.
         window: a query sees only the last `window` keys, its own included. Needs `causal`.
-        softcap: scores become softcap * tanh(scores / softcap).
+        softcap: scores become softcap * tanh(scores / softcap). Up to 1024 the default class is attn/2,
+            whose tanh is fast and has an error of at most 2^-20; from there on it is attn/1.
         key_start, key_end: [B] int32 or int64: the keys of a sequence are [key_start, key_end); None is 0 and
             S. For left padding, and for caches that are not full. Keys outside affect no result, and their
             gradient is 0.
@@ -134,9 +144,12 @@ def attention(  # overloads take any options
         validate: check the integers on a GPU too (a host sync). None checks on CPU tensors, and everywhere
             with ISOBIT_VALIDATE=1. Without the check, wrong integers give wrong results, but no access is out
             of bounds.
-        numerics: the numerics class that the result must have, "attn/1" on a Hopper GPU; None takes that of
-            the backend that serves. It is an error if no backend can keep it.
-        backend: force "hopper", "triton", "model" (CPU) or "reference"; None takes the first that can serve.
+        numerics: the numerics class that the result must have, on a Hopper GPU "attn/1" or "attn/2". Without
+            a softcap both have the same bits. None takes that of the backend that serves: attn/2 with a
+            softcap of at most 1024, else attn/1. It is an error if no backend can keep it.
+        backend: force "hopper", "triton", "model" (CPU), which are of class attn/1, one of class attn/2:
+            "hopper-attn2", "triton-attn2", "model-attn2"; or "reference". None takes the first that can
+            serve.
 
     Returns:
         out, like q; or (out, lse) with lse [B, H, T] in fp32 (fp64 for fp64 inputs), packed [H, N]. A query
@@ -301,7 +314,7 @@ forward.value_rule(_bounds_hold)
 backward.rule(*_SHARED_RULES)
 
 
-# Backends, fastest first
+# Backends, fastest first. Those of class attn/2 are the same kernels with another tanh.
 
 
 def _hopper_would_waste(args: dict[str, Any]) -> str | None:
@@ -312,43 +325,23 @@ def _hopper_would_waste(args: dict[str, Any]) -> str | None:
     return None if decodes(call_of(args)) else slower_because(args)
 
 
-def _by_hopper(**args: Any) -> Any:
+def by_hopper(**args: Any) -> Any:
     kernels = "kernels_hopper_decode" if decodes(call_of(args)) else "kernels_hopper"
     return resolve(f"{__package__}.{kernels}:attention")(**args)
 
 
-def _of_this_hardware(device: torch.device) -> str:
-    """The class of a `tl.dot` chain. On Hopper it is attn/1. On other GPUs a step is whatever the hardware
-    does, so the class carries its name. The interpreter uses the steps of attn/1/cpu."""
+def gradients_by_hopper(**args: Any) -> Any:
+    kernels = "kernels_hopper_wide" if args["q"].shape[-1] > 128 else "kernels_hopper_bwd"
+    return resolve(f"{__package__}.{kernels}:attention_bwd")(**args)
+
+
+def _of_this_hardware(own: Numerics, on_a_cpu: Numerics, device: torch.device) -> str:
+    """The class of a `tl.dot` chain. On other GPUs than Hopper a step is whatever the hardware does, so the
+    class carries its name. The interpreter uses the steps of the model."""
     if device.type in ("cpu", "meta"):
-        return str(ATTN_1_CPU)
+        return str(on_a_cpu)
     arch = arch_key(device)
-    return str(ATTN_1) if arch == "sm_90" else f"{ATTN_1}/{arch}"
-
-
-_ON_HOPPER: dict[str, Any] = {
-    "numerics": str(ATTN_1), "cannot_run": hopper_cannot_run, "launches": True
-}  # fmt: skip
-forward.backend(
-    "hopper", run=_by_hopper, when="kernels_hopper:why_not", not_by_default=_hopper_would_waste, **_ON_HOPPER
-)
-backward.backend(
-    "hopper", run="kernels_hopper_bwd:attention_bwd", when="kernels_hopper_bwd:why_not",
-    not_by_default="kernels_hopper:slower_because", **_ON_HOPPER,
-)  # fmt: skip
-
-_ON_TRITON: dict[str, Any] = {
-    "numerics": _of_this_hardware, "cannot_run": triton_cannot_run, "when": "kernels_triton:why_not",
-    "interpreted": True, "launches": True,
-}  # fmt: skip
-forward.backend("triton", run="kernels_triton:attention", **_ON_TRITON)
-backward.backend("triton", run="kernels_triton_bwd:attention_bwd", **_ON_TRITON)
-
-
-def _model_cannot_serve(args: dict[str, Any]) -> str | None:
-    if args["q"].dtype.itemsize != 2:
-        return f"inputs are {dtype_name(args['q'].dtype)}; the class has 16-bit operands"
-    return None
+    return str(own) if arch == "sm_90" else f"{own}/{arch}"
 
 
 def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
@@ -357,27 +350,46 @@ def _not_on_the_cpu(args: dict[str, Any]) -> str | None:
     return "it computes on the CPU, thousands of times slower: select it by name to compare"
 
 
-forward.backend(
-    "model",
-    run="model:attention",
-    numerics=str(ATTN_1_CPU),
-    when=_model_cannot_serve,
-    not_by_default=_not_on_the_cpu,
-)
+def _add(name: str, numerics: Any, ahead: dict[str, Any], back: dict[str, Any], **rest: Any) -> None:
+    """A backend of both directions."""
+    default = "softcap:is_not_capped" if name.endswith("attn2") else "softcap:is_capped"
+    rest |= {"numerics": numerics, "other_class_by_default": default}
+    forward.backend(name, **ahead, **rest)
+    backward.backend(name, **back, **rest)
 
 
-backward.backend(
-    "model",
-    run="model:attention_bwd",
-    numerics=str(ATTN_1_CPU),
-    when=_model_cannot_serve,
-    not_by_default=_not_on_the_cpu,
-)
-
-
+_HOPPER: dict[str, Any] = {"cannot_run": hopper_cannot_run, "launches": True}
+_TRITON: dict[str, Any] = {"cannot_run": triton_cannot_run, "interpreted": True, "launches": True}
+_WASTE: dict[str, Any] = {"not_by_default": _hopper_would_waste}
+_SLOW: dict[str, Any] = {"not_by_default": "kernels_hopper:slower_because"}
+_add(
+    "hopper", str(ATTN_1), {"run": by_hopper, "when": "kernels_hopper:why_not", **_WASTE},
+    {"run": gradients_by_hopper, "when": "kernels_hopper_bwd:why_not", **_SLOW}, **_HOPPER,
+)  # fmt: skip
+_add(
+    "hopper-attn2", str(ATTN_2),
+    {"run": "kernels_hopper_softcap:attention", "when": "kernels_hopper_softcap:why_not", **_WASTE},
+    {"run": "kernels_hopper_softcap:attention_bwd", "when": "kernels_hopper_softcap:why_not_bwd", **_SLOW},
+    **_HOPPER,
+)  # fmt: skip
+_add(
+    "triton", partial(_of_this_hardware, ATTN_1, ATTN_1_CPU), {"run": "kernels_triton:attention"},
+    {"run": "kernels_triton_bwd:attention_bwd"}, when="kernels_triton:why_not", **_TRITON,
+)  # fmt: skip
+_add(
+    "triton-attn2", partial(_of_this_hardware, ATTN_2, ATTN_2_CPU),
+    {"run": "kernels_triton_softcap:attention"}, {"run": "kernels_triton_softcap:attention_bwd"},
+    when="kernels_triton_softcap:why_not", **_TRITON,
+)  # fmt: skip
+_add(
+    "model", str(ATTN_1_CPU), {"run": "model:attention"}, {"run": "model:attention_bwd"},
+    when="model:why_not", not_by_default=_not_on_the_cpu,
+)  # fmt: skip
+_add(
+    "model-attn2", str(ATTN_2_CPU), {"run": "model:attention_2"}, {"run": "model:attention_2_bwd"},
+    when="model:why_not_2", not_by_default=_not_on_the_cpu,
+)  # fmt: skip
 forward.backend("reference", run="reference:attention", numerics=NONE)
-
-
 backward.backend("reference", run="reference:attention_bwd", numerics=NONE)
 
 

@@ -1,12 +1,15 @@
 """What people use instead of `attention`, and the sizes at which both are timed.
 
-Series: training and prefill (`attention`, and backward `_bwd`), packed sequences (`_packed`), a window
-(`_window`), and decoding from a cache (`_decode`). Rivals are PyTorch's SDPA on cuDNN and on its flash
-kernel, and FlexAttention with a block mask that is built once. They get [B, H, T, D] tensors, their fastest
-layout.
+Series: training and prefill (`attention`, and backward `_bwd`), heads of 256 numbers (`_wide`), packed
+sequences (`_packed`), a window (`_window`), a softcap (`_softcap`), few KV heads (`_few_heads_bwd`), decoding
+from a cache (`_decode`) and from pages of 16 keys (`_paged`). Rivals are PyTorch's SDPA on cuDNN and on its
+flash kernel, and FlexAttention with a block mask that is built once. They get [B, H, T, D] tensors, their
+fastest layout. Where vLLM is installed, so is the FlashAttention-3 that it ships: forward, with the number of
+splits that it chooses itself (`fa3`), and with one (`fa3:one split`), which makes its bits independent of the
+batch.
 
 `isobit:one segment` is the same kernel with all keys in one segment. It has other bits, and shows what
-segments cost.
+segments cost. `isobit:no softcap` is the call without its softcap, `isobit:attn/1` the call in that class.
 """
 
 from collections.abc import Callable
@@ -21,11 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from isobit.ops.attention.op import forward
+from isobit.ops.attention.op import ATTN_1, ATTN_1_CPU, attention, forward
 from isobit.ops.attention.proof.inputs import BY_TOKEN
+from isobit.ops.attention.proof.inputs import paged as in_pages
 from isobit.ops.attention.proof.truth import formula
 from isobit.spec.proof import Args, Case, Cost
-from isobit.spec.rival import Rival
+from isobit.spec.rival import Rival, cannot_import
 from isobit.spec.series import Series, by_rows
 from isobit.spec.truth import cotangent_like
 
@@ -136,6 +140,54 @@ def _on_gpus(case: Case, device: torch.device) -> str | None:
     return "its kernels need a GPU" if device.type == "cpu" else None
 
 
+def _with_cuts(args: Args) -> Args:
+    """Packed tensors, with the numbers that FlashAttention-3 takes."""
+    (B, T), S, cuts = args["q"].shape[:2], args["k"].shape[1], args["cu_seqlens_q"]
+    table = args["block_table"]
+
+    def each(length: int) -> Tensor:
+        return torch.arange(B + 1, dtype=torch.int32, device=args["q"].device) * length
+
+    dense = {"of_q": each(T), "of_k": each(S), "longest": T, "most_keys": S}
+    if table is not None:
+        dense |= {"of_k": None, "most_keys": S * table.shape[1]}
+    if cuts is not None:
+        longest = int(cuts.diff().max())
+        dense |= {"of_q": cuts, "of_k": cuts, "longest": longest, "most_keys": longest}
+    return args | dense
+
+
+def fa3(splits: int, args: Args) -> Tensor:
+    """FlashAttention-3 as vLLM calls it; 0 splits is its own choice."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    q, window = args["q"], args["window"]
+    k, v = (args[n] if args["block_table"] is not None else args[n].flatten(0, 1) for n in ("k", "v"))
+    out: Tensor = flash_attn_varlen_func(
+        q.flatten(0, 1), k, v, args["longest"], args["of_q"], args["most_keys"], cu_seqlens_k=args["of_k"],
+        seqused_k=args["key_end"], block_table=args["block_table"], softmax_scale=args["scale"],
+        causal=args["causal"], window_size=None if window is None else [window - 1, 0],
+        softcap=args["softcap"] or 0.0, num_splits=splits, fa_version=3,
+    )  # fmt: skip
+    return out.view(q.shape)
+
+
+def fa3_cannot_run(case: Case, device: torch.device) -> str | None:
+    if device.type == "cpu":  # before vLLM is imported, which takes many seconds
+        return "its kernels need a GPU"
+    if (reason := cannot_import("vllm.vllm_flash_attn")) is not None:
+        return reason
+    from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
+
+    return None if is_fa_version_supported(3) else str(fa_version_unsupported_reason(3))
+
+
+_FA3: dict[str, Any] = {
+    "directions": ("fwd",), "prepare": _with_cuts, "available": fa3_cannot_run, "jit": False
+}  # fmt: skip
+FA3 = Rival("fa3", partial(fa3, 0), **_FA3)
+FA3_ONE = Rival("fa3:one split", partial(fa3, 1), **_FA3)
+
 _FOR_GPUS: dict[str, Any] = {"directions": ("fwd", "bwd"), "available": _on_gpus}
 CUDNN = Rival(
     "cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), prepare=_heads_first, jit=False, **_FOR_GPUS
@@ -161,6 +213,21 @@ def one_segment(args: Args) -> Tensor:
     assert served is not None
     out: Tensor = modules[served].attention(segment=1 << 30, return_lse=False, **args)[0]
     return out
+
+
+def no_softcap(args: Args) -> Any:
+    q, k, v = (args[n] for n in BY_TOKEN)
+    return attention(q, k, v, **_options(args) | {"softcap": None})
+
+
+def first_class(args: Args) -> Any:
+    """With the tanh of attn/1."""
+    q, k, v = (args[n] for n in BY_TOKEN)
+    return attention(q, k, v, **_options(args), numerics=ATTN_1 if q.is_cuda else ATTN_1_CPU)
+
+
+def _options(args: Args) -> Args:
+    return {name: value for name, value in args.items() if name not in BY_TOKEN}
 
 
 # The truth
@@ -202,8 +269,9 @@ class OneHead:
 
 
 def _judge(args: Args) -> OneHead | None:
-    """No truth for packed sequences here; the check covers them."""
-    return None if args["cu_seqlens_q"] is not None else OneHead(args)
+    """No truth for packed sequences and pages here; the check covers them."""
+    given = (args["cu_seqlens_q"], args["block_table"])
+    return OneHead(args) if given == (None, None) else None
 
 
 # Sizes
@@ -223,6 +291,16 @@ def packed(args: Args) -> Args:
 def windowed(args: Args) -> Args:
     """A window of a quarter of the keys."""
     return args | {"window": args["k"].shape[1] // 4}
+
+
+def capped(args: Args) -> Args:
+    """The softcap of Gemma 2."""
+    return args | {"softcap": 50.0}
+
+
+def paged(args: Args) -> Args:
+    """Keys in pages of 16, in random order, as vLLM has them."""
+    return args | in_pages(args, 16, torch.Generator().manual_seed(0))
 
 
 def seen(T: int, S: int, change: Change | None = None) -> int:
@@ -262,6 +340,19 @@ TRAINING = [
     _case(1, 16384, 16384, 32, 8, 128),
     _case(4, 4096, 4096, 16, 8, 64),
 ]
+CAPPED = [
+    _case(4, 2048, 2048, 32, 8, 128),
+    _case(2, 8192, 8192, 32, 8, 128),
+    _case(4, 4096, 4096, 16, 8, 96),
+    _case(4, 4096, 4096, 16, 8, 64),
+]
+WIDE = [
+    _case(8, 1024, 1024, 8, 4, 256),
+    _case(4, 2048, 2048, 16, 8, 256),
+    _case(2, 8192, 8192, 16, 8, 256),
+    _case(1, 16384, 16384, 16, 4, 256),
+]
+FEW_HEADS = [_case(5, 777, 777, 16, 2, 64), _case(1, 32768, 32768, 8, 1, 128)]
 PACKED = [_case(1, 32768, 32768, 32, 8, 128)]
 WINDOWED = [_case(1, 16384, 16384, 32, 8, 128)]
 DECODING = [
@@ -271,6 +362,8 @@ DECODING = [
     for group in (1, 4, 8)
     for T in (1, 4)
 ]
+
+PAGED = [_case(B, 1, S, 32, 8, 128) for S in (4096, 32768) for B in (1, 16, 64)][:-1]
 
 #: For a CPU.
 _SMALL = _case(1, 40, 40, 2, 1, 64)
@@ -296,8 +389,10 @@ def _series(
 
 def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], about: str, **rest: Any) -> list[Series]:
     """Forward without autograd, and backward."""
-    variants = {"one segment": one_segment}
+    variants = rest.pop("variants", {"one segment": one_segment})
     back = {k: v for k, v in rest.items() if k not in ("also",)}
+    if variants.keys() != {"one segment"}:  # of the backward too
+        back["variants"] = variants
     return [
         _series(name, cases, rivals, inputs=(), directions=("fwd",), variants=variants, about=about, **rest),
         _series(f"{name}_bwd", cases, rivals, directions=("bwd",), about=f"{about}: backward", **back),
@@ -306,18 +401,34 @@ def _both(name: str, cases: list[Case], rivals: tuple[Rival, ...], about: str, *
 
 SERIES = [
     *_both(
-        "attention", TRAINING, (CUDNN, FLASH, FLEX), "training and prefill", core=TRAINING[1:3],
+        "attention", TRAINING, (CUDNN, FLASH, FLEX, FA3, FA3_ONE), "training and prefill", core=TRAINING[1:3],
         also={"triton": TRAINING[1:3]},
     ),
     *_both(
-        "attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX), "packed sequences", change=packed,
-        core=PACKED,
+        "attention_wide", WIDE, (CUDNN, FLASH, FLEX, FA3, FA3_ONE), "heads of 256 numbers", core=WIDE[1:2],
     ),
     *_both(
-        "attention_window", WINDOWED, (FLASH_OTHER, FLEX), "a sliding window", change=windowed, core=WINDOWED
+        "attention_packed", PACKED, (NESTED, FLASH_OTHER, FLEX, FA3, FA3_ONE), "packed sequences",
+        change=packed, core=PACKED,
+    ),
+    *_both(
+        "attention_window", WINDOWED, (FLASH_OTHER, FLEX, FA3, FA3_ONE), "a sliding window", change=windowed,
+        core=WINDOWED,
+    ),
+    *_both(
+        "attention_softcap", CAPPED, (FA3, FA3_ONE), "a softcap", change=capped, core=CAPPED[::3],
+        variants={"no softcap": no_softcap, "attn/1": first_class},
+    ),
+    _series(
+        "attention_few_heads_bwd", FEW_HEADS, (CUDNN, FLASH, FLEX), directions=("bwd",), core=FEW_HEADS[:1],
+        about="few KV heads: backward",
     ),
     _series(
         "attention_decode", DECODING, (CUDNN, FLASH, FLEX), inputs=(), directions=("fwd",),
         core=DECODING[2:3], small=[_SMALL_DECODING], about="T queries per sequence and a cache of S keys",
+    ),
+    _series(
+        "attention_paged", PAGED, (FA3, FA3_ONE), change=paged, inputs=(), directions=("fwd",),
+        core=PAGED[1:2], small=[_SMALL_DECODING], about="T queries per sequence, S keys in pages of 16",
     ),
 ]  # fmt: skip

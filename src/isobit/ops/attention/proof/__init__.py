@@ -1,6 +1,7 @@
 """What the checker needs for `attention`: inputs that would expose a wrong kernel, the truth, error bounds,
 and other calls that must give the same bits."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def memory(case: Case, backend: str, direction: str) -> int:
     rows, keys = d["B"] * d["T"] * d["H"], d["S"] * (d["H"] + d["KV"])
     if backend == "reference":  # fp32 copies of a sequence, and the scores of some queries
         return 64 * (d["T"] * d["H"] + keys) * d["D"] + (1 << 27)
-    if backend == "model":
+    if backend in ("model", "model-attn2"):
         return 64 * (rows + d["B"] * keys) * d["D"] + 64 * rows * d["S"] + (1 << 20)
     states = rows * -(-d["S"] // 1024) * (d["D"] + 2) * 4 if d["S"] > 1024 else 0
     return states + 8 * rows + (1 << 20)
@@ -102,17 +103,23 @@ def _gradients(out: Tensor, lse: Tensor | None) -> dict[str, Any]:
 
 def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     """Records every kernel with every value of its compile-time branches."""
-    from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, kernels_hopper_decode
+    from isobit.ops.attention import (
+        kernels_hopper,
+        kernels_hopper_bwd,
+        kernels_hopper_decode,
+        kernels_hopper_wide,
+    )
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     ints = {n: empty(2, dtype=torch.int32) for n in ("key_start", "key_end")}
     calls: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-        ((2, 300, 300, 4, 1, 128), {}),
-        ((1, 300, 300, 2, 2, 64), {"window": 200, "cu_seqlens_q": empty(4, dtype=torch.int64)}),
-        ((2, 300, 900, 2, 1, 80), {"causal": False, "softcap": 2.0, **ints}),
-        ((1, 300, 300, 2, 1, 256), {"return_lse": False}),
+        ((2, 300, 1300, 4, 1, 128), {}),
+        ((1, 1300, 1300, 2, 2, 64), {"window": 200, "cu_seqlens_q": empty(4, dtype=torch.int64)}),
+        ((2, 300, 1300, 2, 1, 80), {"causal": False, "softcap": 2.0, **ints}),
+        ((1, 300, 1300, 2, 1, 256), {"return_lse": False}),
+        ((2, 300, 300, 4, 1, 128), {}),  # one segment
     ]
     for (B, T, S, H, KV, D), options in calls if dtype == BF16 else calls[:1]:
         args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
@@ -120,6 +127,9 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         out, lse = kernels_hopper.attention(launch, **args)
         if D < 128 or (D == 128 and dtype != BF16):  # some configurations per dtype
             kernels_hopper_bwd.attention_bwd(launch, **args | _gradients(out, lse))
+        if D == 256:
+            lse = empty(B, H, T, dtype=torch.float32)
+            kernels_hopper_wide.attention_bwd(launch, **args | _gradients(out, lse))
     pages = {n: empty(50, 64, 1, 128) for n in ("k", "v")}
     pages |= {"block_table": empty(2, 40, dtype=torch.int64), "key_end": ints["key_end"]}
     decoding: list[tuple[tuple[int, ...], dict[str, Any]]] = [
@@ -133,6 +143,35 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         args = _base() | {"return_lse": True, "q": empty(B, T, H, D)}
         args |= {n: empty(B, S, KV, D) for n in ("k", "v")} | options
         kernels_hopper_decode.attention(launch, **args)
+
+
+def record_capped_hopper(launch: Any, dtype: torch.dtype) -> None:
+    """Records the kernels that cap scores with the tanh of class attn/2. Without a softcap they are those of
+    attn/1."""
+    from isobit.ops.attention import kernels_hopper, kernels_hopper_bwd, kernels_hopper_decode
+
+    def call(B: int, T: int, S: int, H: int, KV: int, D: int) -> dict[str, Any]:
+        q = torch.empty(B, T, H, D, dtype=dtype, device="meta")
+        keys = {n: torch.empty(B, S, KV, D, dtype=dtype, device="meta") for n in ("k", "v")}
+        return _base() | keys | {"q": q, "return_lse": True, "softcap": 50.0}
+
+    kernels_hopper.attention(launch, tangent=2, **call(2, 300, 1300, 4, 2, 128 if dtype == BF16 else 64))
+    if dtype == BF16:
+        args = call(1, 300, 300, 2, 1, 64)
+        lse = torch.empty(1, 2, 300, dtype=F32, device="meta")
+        kernels_hopper_bwd.attention_bwd(launch, tangent=2, **args | _gradients(args["q"], lse))
+        kernels_hopper_decode.attention(launch, tangent=2, **call(2, 2, 3000, 2, 1, 128))
+
+
+def record_capped(launch: Any, dtype: torch.dtype) -> None:
+    """The same for the Triton kernels."""
+    from isobit.ops.attention import kernels_triton, kernels_triton_bwd
+
+    q, k, v = (torch.empty(1, 60, 2, 80, dtype=dtype, device="meta") for _ in range(3))
+    args = _base() | {"q": q, "k": k, "v": v, "softcap": 2.0}
+    out, lse = kernels_triton.attention(launch, tangent=2, **args, return_lse=True)
+    if dtype == BF16:
+        kernels_triton_bwd.attention_bwd(launch, tangent=2, **args | _gradients(out, lse))
 
 
 def record(launch: Any, dtype: torch.dtype) -> None:
@@ -208,6 +247,8 @@ _HEAVY = [
     _case(2, 50, 1200, 2, 2, 96, BF16, heavy=True, bounds="both", softcap=30.0),
     _case(1, 1250, 1250, 2, 1, 80, BF16, heavy=True, lengths="1090+1+0+159"),
     _case(3, 1, 2500, 8, 1, 128, BF16, heavy=True, page=64, bounds="room"),
+    _case(2, 300, 300, 4, 2, 128, BF16, heavy=True, softcap=50.0),
+    _case(2, 1, 2500, 8, 1, 64, F16, heavy=True, softcap=30.0),
 ]
 #: A single query needs many heads for the order of sums in a score to show: it disappears in most roundings.
 _BITS = [
@@ -218,6 +259,7 @@ _BITS = [
     _case(4, 2, 3000, 8, 2, 128, BF16, heavy=True, bounds="room"),
     _case(3, 200, 1400, 4, 2, 64, F16, heavy=True, bounds="left", window=1100),
     _case(3, 100, 500, 2, 1, 256, BF16, heavy=True),
+    _case(3, 200, 200, 4, 2, 64, BF16, heavy=True, softcap=50.0),
 ]
 #: With a single query and large scores the order of sums in a score shows in the results: it would disappear
 #: in their rounding otherwise.
@@ -228,7 +270,24 @@ _AGREE = [
     _case(2, 600, 600, 4, 1, 80, F16, heavy=True, window=300, softcap=20.0),
     _case(2, 300, 300, 2, 1, 256, BF16, heavy=True),
     _case(2, 1, 4500, 8, 1, 128, BF16, heavy=True, scale=1.0),
+    _case(2, 41, 41, 4, 1, 64, BF16, softcap=30.0),
+    _case(2, 1100, 1100, 4, 2, 128, BF16, heavy=True, softcap=50.0),
+    _case(2, 400, 400, 4, 2, 64, BF16, heavy=True, softcap=5.0),
+    _case(2, 1, 2500, 8, 1, 128, BF16, heavy=True, scale=1.0, softcap=20.0),
 ]
+
+
+def _capped(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if "softcap" in case.options and case.dtype.itemsize == 2]
+
+
+_SECOND: dict[str, Any] = {
+    "scale": partial(scale, tangent=2),
+    "exact": partial(exact, tangent=2),
+    "cases": [_SMALL[0], *_capped(_SMALL + _HEAVY)],
+    "bit_cases": _capped(_BITS),
+    "agree_cases": _capped(_AGREE),
+}
 
 PROOF = Proof(
     op=forward,
@@ -254,12 +313,16 @@ PROOF = Proof(
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record),
+        "hopper-attn2": Kernels(record_capped_hopper, targets=(("cuda", 90, 32),)),
+        "triton-attn2": Kernels(record_capped, targets=(("cuda", 90, 32),)),  # elsewhere as class attn/1
     },
     rows="B P N",
     batch_sizes=(1,),
     exact=exact,
     agree_cases=_AGREE,
-    slow=("model",),
+    slow=("model", "model-attn2"),
+    # Without a softcap the kernels are those of attn/1.
+    differs=dict.fromkeys(("hopper-attn2", "triton-attn2", "model-attn2"), _SECOND),
     positive=("H", "KV", "D"),
     also=same_elsewhere,
     parts=single_queries,

@@ -49,15 +49,16 @@ def arithmetic(device: torch.device) -> model.Arithmetic:
     return model.Arithmetic(_steps, model.fused, exp2, log2)
 
 
-def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
-    """Samples from the last batch element, or from all packed sequences, in the first KV head."""
+def exact(args: Args, cotangents: Sequence[Tensor], tangent: int = 1) -> dict[str, Sample]:
+    """Samples from the last batch element, or from all packed sequences, in the first KV head. `tangent` is
+    the class whose tanh caps scores."""
     do, group = arithmetic(args["q"].device), args["q"].shape[2] // args["k"].shape[2]
     last = slice(max(len(args["q"]) - 1, 0), None)
     one: dict[str, Any] = {p.name: args.get(p.name) for p in forward.contract.params} | {"return_lse": True}
     one |= {n: args[n][last, :, :heads].cpu() for n, heads in (("q", group), ("k", 1), ("v", 1))}
     one |= {n: None if one[n] is None else one[n][last].cpu() for n in ("key_start", "key_end")}
     one |= {n: None if one[n] is None else one[n].cpu() for n in ("cu_seqlens_q", "cu_seqlens_k")}
-    out, lse = model.attention(do=do, **_known(one))
+    out, lse = model.attention(do=do, tangent=tangent, **_known(one))
     assert lse is not None
     here = (last, slice(None), slice(0, group))
     result: dict[str, Sample] = {"out": (here, out), "lse": ((last, slice(0, group)), lse)}
@@ -73,7 +74,7 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
             "want_k": True,
             "want_v": True,
         }
-        grads = model.attention_bwd(do=do, **_known(given))
+        grads = model.attention_bwd(do=do, tangent=tangent, **_known(given))
         places = (here, (last, slice(None), slice(0, 1)), (last, slice(None), slice(0, 1)))
         result |= {
             f"gradient:{n}": (at, g) for n, at, g in zip("qkv", places, grads, strict=True) if g is not None

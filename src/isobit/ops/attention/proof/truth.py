@@ -27,8 +27,8 @@ from isobit.spec.proof import Args
 
 UNIT = 2.0**-23
 
-#: Error of one exp2, and of one tanh, in units.
-POWER, TANGENT = 4.0, 32.0
+#: Error of one exp2, and of one tanh, in units: relative in class attn/1, absolute in attn/2.
+POWER, TANGENT, SECOND_TANGENT = 4.0, 32.0, 8.0
 
 #: Six standard deviations of a rounding error, which is uniform in half a unit to either side.
 SIX = 6 / 3**0.5
@@ -125,13 +125,13 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
     return torch.minimum(a.abs() @ b.abs(), SIX * (a.square() @ b.square()).sqrt())
 
 
-def _errors(args: Args, one: _One, u: float, least: float) -> _Errors:
+def _errors(args: Args, one: _One, u: float, least: float, tangent: int) -> _Errors:
     n, cap = one.k.shape[1], args["softcap"]
     chain, _ = chain_error(one.q, one.k.mT)
     of_z = chain * _scale(args)
     z = _natural(args, one)
     if cap is not None:
-        of_z = of_z + TANGENT * z.abs()
+        of_z = of_z + (TANGENT * z.abs() if tangent == 1 else SECOND_TANGENT * cap)
     seen = torch.where(one.sees, z, -torch.inf)
     w = torch.softmax(seen, -1).nan_to_num(0.0)
     largest = torch.where(one.sees, z.abs(), 0.0).amax(-1, keepdim=True) if n else z.sum(-1, keepdim=True)
@@ -152,8 +152,11 @@ def _errors(args: Args, one: _One, u: float, least: float) -> _Errors:
     return _Errors(w, of_z, of_p, of_out, cut, of_lse, largest, value)
 
 
-def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Error bounds of outputs and gradients, for fp64 arguments."""
+def scale(
+    args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], tangent: int = 1
+) -> dict[str, Tensor]:
+    """Error bounds of outputs and gradients, for fp64 arguments. `tangent` is the class whose tanh caps
+    scores."""
     given = cotangents
     narrow = narrow_dtype(*(args[n] for n in ("q", "k", "v")))
     u = 1.0 if narrow is None else torch.finfo(narrow).eps / 2 / UNIT
@@ -169,7 +172,7 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
     KV, size = k.shape[2], _scale(args)
     for rows, keys in sequences(args):
         one = _one(args, rows, keys, torch.float64)
-        e = _errors(args, one, u, least)
+        e = _errors(args, one, u, least, tangent)
         live = one.live[:, None]
         result["out"][rows] = (twice * torch.where(live, e.out, 0.0) + least).movedim(0, 1)
         result["lse"][rows[0], :, rows[1]] = torch.where(one.live, e.lse, 0.0)
@@ -190,7 +193,8 @@ def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -
         bend, of_bend = torch.ones_like(gap), torch.zeros_like(gap)
         if args["softcap"] is not None:
             y = torch.tanh(one.q @ one.k.mT * size / args["softcap"])
-            bend, of_bend = 1 - y * y, 2 * (e.z / args["softcap"] + TANGENT)
+            of_tanh = TANGENT if tangent == 1 else SECOND_TANGENT
+            bend, of_bend = 1 - y * y, 2 * (e.z / args["softcap"] + of_tanh)
         ds = e.w * gap * bend
         of_ds = e.w * (bend * STEP * (do.shape[-1] / 16 + 1) * dp_size + gap * (bend * (of_p + 8) + of_bend))
         of_ds = torch.where(one.sees, of_ds + least, 0.0)
