@@ -263,8 +263,11 @@ def test_halves_of_flat_rows(N: int) -> None:
 
 @pytest.mark.parametrize(("N", "capacity", "ends"), [
     (10, 4, [4, 8, 10]), (2000, 1100, [1024, 2000]), (1100, 1100, [1100]), (5, 600, [5]), (0, 4, []),
+    (5500, 5300, [3072, 5500]), (28672, 5376, [5120, 10240, 15360, 20480, 25600, 28672]),
 ])  # fmt: skip
-def test_flat_rows_are_cut_after_whole_segments(N: int, capacity: int, ends: list[int]) -> None:
+def test_flat_rows_are_cut_into_about_equal_parts_of_whole_segments(
+    N: int, capacity: int, ends: list[int]
+) -> None:
     assert [chunk.end for chunk in Batch((N,), None).chunks(capacity)] == ends
 
 

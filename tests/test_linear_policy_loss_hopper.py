@@ -31,6 +31,7 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
     "linear_logp_chunk": kernels_hopper_chunk.linear_logp_chunk,
     "linear_logp_chunk_bwd": kernels_hopper_chunk.linear_logp_chunk_bwd,
     "linear_logp_chunk_dw": kernels_hopper_chunk.linear_logp_chunk_dw,
+    "linear_logp_chunk_rounded": kernels_hopper_chunk.linear_logp_chunk_rounded,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.check.laws import LAWS
 from isobit.check.runner import OK, UNSUPPORTED, Cell, Request, run
 from isobit.frame.op import OPS
-from isobit.ops.linear_policy_loss import chunked, op, reference_chunk
+from isobit.ops.linear_policy_loss import autograd, chunked, reference_chunk
 from isobit.ops.linear_policy_loss.batch import Batch, Chunk
 from isobit.spec.proof import Case
 from isobit.spec.trial import Trial
@@ -65,8 +65,10 @@ def test_chunks_that_do_not_accumulate_fail(
 
 
 def test_a_factor_that_is_left_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = op._scaled
-    monkeypatch.setattr(op, "_scaled", lambda g, like, dloss: right(g, like, torch.ones_like(dloss)))
+    right = autograd.rounded
+    monkeypatch.setattr(
+        autograd, "rounded", lambda factor, **others: right(factor=torch.ones_like(factor), **others)
+    )
     assert failing("gradient") == ["gradient:hidden", *SUMS]
 
 

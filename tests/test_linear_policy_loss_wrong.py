@@ -14,16 +14,16 @@ from policy_loss_calls import D, Loss, V, bytes_for, make
 
 
 def test_a_loss_that_raises_says_where_and_leaves_nothing() -> None:
-    hidden, weight, ids = make(20)
+    hidden, weight, ids = make(24)
 
     def loss_fn(logp: Tensor, entropy: Tensor | None, which: Tensor) -> Tensor:
         if which[0] == 8:
             raise KeyError("reward")
         return logp.sum()
 
-    options = {"loss_fn": loss_fn, "inputs": {"which": torch.arange(20)}, "workspace_bytes": bytes_for(8)}
+    options = {"loss_fn": loss_fn, "inputs": {"which": torch.arange(24)}, "workspace_bytes": bytes_for(8)}
     before = [t.detach().clone() for t in (hidden, weight)]
-    with pytest.raises(ContractError, match="raised KeyError on rows 8 to 16 of 20: 'reward'") as caught:
+    with pytest.raises(ContractError, match="raised KeyError on rows 8 to 16 of 24: 'reward'") as caught:
         linear_policy_loss(hidden, weight, ids, **options)
     assert isinstance(caught.value.__cause__, KeyError)
     assert hidden.grad is None and weight.grad is None
@@ -142,7 +142,7 @@ def test_sums_must_be_the_same_for_all_chunks() -> None:
     with pytest.raises(
         ContractError, match=r"the same sums for all chunks; got \['first'\], then \['last'\]"
     ):
-        linear_policy_loss(*make(20), loss_fn=loss_fn, workspace_bytes=bytes_for(8), validate=False)
+        linear_policy_loss(*make(15), loss_fn=loss_fn, workspace_bytes=bytes_for(8), validate=False)
 
 
 @pytest.mark.parametrize(

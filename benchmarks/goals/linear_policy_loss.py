@@ -16,9 +16,17 @@ def _most_mb(workspace: int) -> Base:
     return Base("dweight in fp32 and the workspace", figure)
 
 
-def _in(name: str) -> Callable[[Cell], bool]:
-    return lambda cell: cell.op == name
+def _most_mb_of_rows(group: Group) -> float | None:
+    """One fp32 dweight, one fp32 dhidden, and the workspace."""
+    sizes = sizes_of(next(iter(group.values()))["case"])
+    return (4 * (sizes["V"] + sizes["N"]) * sizes["D"] + 13 * GIB // 10) / MB
 
+
+def _in(name: str, chooses: Callable[[dict[str, int]], bool] = lambda sizes: True) -> Callable[[Cell], bool]:
+    return lambda cell: cell.op == name and chooses(cell.sizes)
+
+
+_MORE = "linear_policy_loss_more"
 
 GOALS = tuple(
     goal
@@ -32,4 +40,12 @@ GOALS = tuple(
 ) + tuple(
     Goal(f"against {rival}", _in("linear_policy_loss"), most=1.0, against=rival)
     for rival in ("liger", "trl", "torch.compile")
+) + (
+    Goal("N >= 6000, D >= 2560", _in(_MORE, lambda n: n["N"] >= 6000 and n["D"] >= 2560), most=3.6,
+         against=BASELINE),
+    Goal("N = 1024", _in(_MORE, lambda n: n["N"] == 1024), most=4.2, against=BASELINE),
+    Goal("D = 896", _in(_MORE, lambda n: n["D"] == 896), most=4.5, against=BASELINE),
+    Goal("other shapes, memory", _in(_MORE), most=1.0, figure="extra_mb",
+         against=Base("dweight and dhidden in fp32 and the workspace", _most_mb_of_rows)),
+    Goal("other shapes, against torch.compile", _in(_MORE), most=1.05, against="torch.compile"),
 )  # fmt: skip

@@ -13,12 +13,14 @@ Rows are [n], or [B, T] with one sequence per line. Gradients go to `logp` and `
 constant.
 """
 
+from isobit.losses.by_rows import by_rows
 from isobit.losses.entropy import entropy_bonus
 from isobit.losses.kl import k1, k2, k3
 from isobit.losses.policy import cispo, dapo, dr_grpo, dual_clip_ppo, grpo, gspo
 from isobit.losses.weights import truncated_weights
 
 __all__ = [
+    "by_rows",
     "cispo",
     "dapo",
     "dr_grpo",

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from isobit.losses.by_rows import by_rows
 from isobit.losses.rows import Rows, Stats
 
 
+@by_rows
 def entropy_bonus(
     logp: Tensor,
     entropy: Tensor | None = None,

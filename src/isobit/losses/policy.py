@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from isobit.losses.by_rows import by_rows
 from isobit.losses.kl import Estimator
 from isobit.losses.rows import INF, Rows, Stats
 from isobit.losses.terms import Extras, clipped, finite_if_unused, summed
@@ -83,6 +84,7 @@ def grpo(
     return summed(rows, policy, log_ratio, clips, extras, normalizer, rows.lengths())
 
 
+@by_rows
 def dapo(
     logp: Tensor,
     entropy: Tensor | None = None,
@@ -136,6 +138,7 @@ def dapo(
     return summed(rows, policy, log_ratio, clips, extras, normalizer)
 
 
+@by_rows
 def dr_grpo(
     logp: Tensor,
     entropy: Tensor | None = None,
@@ -193,6 +196,7 @@ def dr_grpo(
     return summed(rows, policy, log_ratio, clips, extras, normalizer)
 
 
+@by_rows
 def dual_clip_ppo(
     logp: Tensor,
     entropy: Tensor | None = None,
@@ -312,6 +316,7 @@ def gspo(
     return summed(rows, policy, log_ratio, clips, extras, normalizer, lengths)
 
 
+@by_rows
 def cispo(
     logp: Tensor,
     entropy: Tensor | None = None,
@@ -366,7 +371,7 @@ def cispo(
     log_ratio = rows.log_ratio(old_logp)
     ratio = log_ratio.detach().exp()
     A = rows.constant("advantages", advantages, per_sequence=True)
-    weight = -finite_if_unused(ratio.clamp(low, high), A) * A
+    weight = -finite_if_unused(ratio.clamp(low, high), A, high) * A
     # A token of probability 0 that has no weight: 0 * -inf must be 0 here.
     policy = weight * torch.where((weight == 0) & (rows.logp == -INF), 0.0, rows.logp)
     clips = {"clip_low": rows.total(ratio < low), "clip_high": rows.total(ratio > high)}

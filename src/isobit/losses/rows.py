@@ -142,6 +142,8 @@ class Rows:
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the live rows, for stats."""
+        if self.live is None:
+            return x.detach().sum(dtype=self.dtype)
         return (x.detach() * self.active).sum()
 
     def normalized(self, x: Tensor, normalizer: float | Tensor) -> Tensor:

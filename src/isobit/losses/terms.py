@@ -30,7 +30,7 @@ def clipped(
     ratio = log_ratio.detach().exp()
     is_low, is_high = (ratio < low) & (A < 0), (ratio > high) & (A > 0)
     stats = {"clip_low": rows.total(is_low), "clip_high": rows.total(is_high)}
-    is_constant, constant = is_low | is_high | (A == 0), finite_if_unused(ratio.clamp(low, high), A)
+    is_constant, constant = is_low | is_high | (A == 0), finite_if_unused(ratio.clamp(low, high), A, high)
     if dual_clip is not None:
         is_dual = (ratio > rows.number("dual_clip", dual_clip, 1)) & (A < 0)
         is_constant, constant = is_constant | is_dual, torch.where(is_dual, dual_clip, constant)
@@ -39,9 +39,10 @@ def clipped(
     return -A * torch.where(is_constant, constant, torch.where(is_constant, 0.0, log_ratio).exp()), stats
 
 
-def finite_if_unused(ratio: Tensor, A: Tensor) -> Tensor:
-    """The ratio, with 1 in place of an infinite one whose advantage is 0: 0 * inf must be 0 there."""
-    return torch.where((A == 0) & (ratio == INF), 1.0, ratio)
+def finite_if_unused(ratio: Tensor, A: Tensor, most: float) -> Tensor:
+    """The ratio, at most `most`, with 1 in place of an infinite one whose advantage is 0: 0 * inf must be 0
+    there."""
+    return ratio if most < INF else torch.where((A == 0) & (ratio == INF), 1.0, ratio)
 
 
 class Extras(NamedTuple):
@@ -64,14 +65,19 @@ def summed(
     clips: Stats,
     extras: Extras,
     normalizer: float | Tensor,
-    lengths: Tensor | float = 1.0,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
-    """(loss, stats) from the terms of the policy: apply weights, add KL and entropy, sum."""
+    """(loss, stats) from the terms of the policy: apply weights, add KL and entropy, divide by lengths, sum.
+    With few rows the GPU waits for the host meanwhile, so no operation is made that is not needed."""
     weights, beta, ref_logp, kl_estimator, unbiased_kl, entropy, entropy_coef = extras
     if weights is not None:
         policy = policy * rows.constant("rollout_weights", weights, per_sequence=True)
-    terms, stats = policy, {"policy_loss": rows.normalized(policy.detach() / lengths, normalizer), **clips}
-    stats |= {"ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
+
+    def share(terms: Tensor) -> Tensor:
+        return rows.normalized(terms if lengths is None else terms / lengths, normalizer)
+
+    terms = policy
+    stats = {**clips, "ratio": rows.total(log_ratio.detach().exp()), "tokens": rows.active.sum()}
     if kl_estimator not in ESTIMATORS:  # a mistake, even if beta is 0 so far
         raise rows.error("kl_estimator", kl_estimator, f"must be one of {', '.join(ESTIMATORS)}")
     if rows.finite("beta", beta, 0) != 0:  # otherwise 0 times a KL that overflows would be NaN
@@ -82,4 +88,6 @@ def summed(
         stats["entropy"] = rows.total(rows.differentiable("entropy", entropy))
     if rows.finite("entropy_coef", entropy_coef) != 0:
         terms = terms - entropy_coef * rows.differentiable("entropy", entropy)
-    return rows.normalized(terms / lengths, normalizer), stats
+    loss = share(terms)
+    of_policy = loss.detach().clone() if terms is policy else share(policy.detach())
+    return loss, {"policy_loss": of_policy, **stats}

@@ -2,11 +2,13 @@
 
 Rows are flat [N], sequences of equal length [B, T], or sequences packed one after another, [N] with their
 bounds. Chunks hold whole sequences; flat rows may be split anywhere. A chunk has as many rows as fit in the
-workspace. A sequence that does not fit is a chunk of its own, and none of its probabilities are stored.
+workspace. A sequence that does not fit becomes several chunks if the loss is a sum over rows. Otherwise it is
+a chunk of its own, and none of its probabilities are stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +21,7 @@ from isobit.kernels.host.token_stream import SEGMENT
 @dataclass(frozen=True)
 class Chunk:
     """Rows `first` to `end`, which are the units `begin` to `stop`: sequences, or single rows if rows are
-    flat. `fits`: their probabilities fit in the workspace."""
+    flat; or a part of one sequence. `fits`: their probabilities fit in the workspace."""
 
     first: int
     end: int
@@ -34,6 +36,18 @@ class Chunk:
     def joined(self, other: "Chunk") -> "Chunk":
         """Both as one, where the other begins at the end of this one."""
         return Chunk(self.first, other.end, self.begin, other.stop, False)
+
+
+def cuts(first: int, end: int, capacity: int) -> list[int]:
+    """Where to cut rows, from the first to the end, so that as few parts as possible have at most `capacity`
+    rows. They are about equally long: a short one would leave most SMs idle. And they end after whole
+    segments where that is possible, so that no row has to be queued if all rows are live."""
+    most = capacity // SEGMENT * SEGMENT or capacity
+    parts = -(-(end - first) // most)
+    step = -(-(end - first) // parts)
+    if most % SEGMENT == 0:
+        step = -(-step // SEGMENT) * SEGMENT
+    return [*range(first, end, step), end]
 
 
 @dataclass(frozen=True)
@@ -59,35 +73,40 @@ class Batch:
             N *= size
         return N
 
-    @property
+    @cached_property
     def everything(self) -> Chunk:
         """All rows, as a chunk that does not fit."""
         return Chunk(0, self.rows, 0, self.rows if self.bounds is None else len(self.bounds) - 1, False)
 
-    def chunks(self, capacity: int | None) -> list[Chunk]:
-        """All rows in chunks of at most `capacity` rows; None: one chunk that does not fit."""
+    def chunks(self, capacity: int | None, by_rows: bool = False) -> list[Chunk]:
+        """All rows in chunks of at most `capacity` rows; None: one chunk that does not fit. `by_rows`:
+        sequences may be split."""
         N, bounds = self.rows, self.bounds
         if N == 0:
             return []
         if capacity is None or capacity >= N:
             return [replace(self.everything, fits=capacity is not None)]
         if bounds is None:
-            # A multiple of a segment, so that no row has to be queued if all rows are live.
-            step = capacity // SEGMENT * SEGMENT or capacity
-            return [Chunk(a, b, a, b, True) for a in range(0, N, step) for b in (min(a + step, N),)]
+            return [Chunk(a, b, a, b, True) for a, b in pairwise(cuts(0, N, capacity))]
         made, begin, last = list[Chunk](), 0, len(bounds) - 1
         while begin < last:
             stop = begin + 1
             while stop < last and bounds[stop + 1] - bounds[begin] <= capacity:
                 stop += 1
-            rows = bounds[stop] - bounds[begin]
-            made.append(Chunk(bounds[begin], bounds[stop], begin, stop, rows <= capacity))
+            first, end = bounds[begin], bounds[stop]
+            if by_rows and end - first > capacity:
+                made += [Chunk(a, b, begin, stop, True) for a, b in pairwise(cuts(first, end, capacity))]
+            else:
+                made.append(Chunk(first, end, begin, stop, end - first <= capacity))
             begin = stop
         return made
 
     def halves(self, chunk: Chunk) -> list[Chunk]:
-        """A chunk in two parts of about equal length; an empty list if it is a single unit."""
+        """A chunk in two parts of about equal length; an empty list if it is a single unit. A part of a
+        sequence is cut once more."""
         cut = middle = (chunk.first + chunk.end) // 2
+        if self.is_part(chunk):
+            return [] if chunk.rows == 1 else [replace(chunk, end=cut), replace(chunk, first=cut)]
         if self.bounds is not None:  # the closest start of a sequence
             inner = range(chunk.begin + 1, chunk.stop)
             middle = min(inner, default=chunk.begin, key=lambda unit: abs(self.bounds[unit] - cut))  # type: ignore[index]
@@ -101,15 +120,25 @@ class Batch:
         """The chunk's part of a tensor with one entry per row; anything else unchanged."""
         if not isinstance(t, Tensor) or t.ndim == 0:
             return t
-        if len(self.shape) == 2:
-            return t[chunk.begin : chunk.stop]
-        return t[chunk.first : chunk.end]
+        return self.part(t, chunk, self.everything)
 
     def part(self, t: Tensor, part: Chunk, of: Chunk) -> Tensor:
         """A part of a tensor that has the rows of a chunk, or of several."""
-        if len(self.shape) == 2:
-            return t[part.begin - of.begin : part.stop - of.begin]
-        return t[part.first - of.first : part.end - of.first]
+        if part.rows == of.rows:  # slicing takes a while on the host
+            return t
+        if len(self.shape) == 1:
+            return t[part.first - of.first : part.end - of.first]
+        lines = t[part.begin - of.begin : part.stop - of.begin]
+        if not self.is_part(part):
+            return lines
+        before = of.first if self.is_part(of) else part.begin * self.shape[1]
+        return lines[:, part.first - before : part.end - before]
+
+    def is_part(self, chunk: Chunk) -> bool:
+        """Whether it is a part of a sequence."""
+        if self.bounds is None:
+            return False
+        return chunk.rows < self.bounds[chunk.stop] - self.bounds[chunk.begin]
 
     # The inputs of a loss
 

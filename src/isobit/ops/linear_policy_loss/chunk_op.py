@@ -9,8 +9,8 @@ Sums over tokens are made in segments of 512 rows, but a chunk may end anywhere.
 segment wait in the *queue*, with their d-logits, for the next chunk. So dweight and dbias have the bits of
 `linear_logp` on all rows at once, wherever chunks end.
 
-If all rows are one chunk, dweight may be postponed. A separate op then computes it, multiplies it by a factor
-and rounds it.
+When the gradient of the loss is known, one more op multiplies them by it and rounds them. If all rows are one
+chunk, dweight may be postponed: then yet another op computes it, multiplies it and rounds it.
 
 Two backends support this: `hopper`, which stores probabilities in 16 bits, and `reference`, which stores
 logits in fp32, needs no queue and postpones nothing. On `triton` all rows are one chunk, and its logits are
@@ -19,6 +19,7 @@ computed twice.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.frame.backend import NONE
@@ -84,9 +85,21 @@ def finish(
     """factor dz^T hidden: dweight from the `count` rows in memory and queue, times a factor, rounded once."""
 
 
+@op("linear_logp_chunk_rounded")
+def rounded(
+    sums: F32[Tensor, "*"], factor: F32[Tensor, ""], dtype: torch.dtype
+) -> Float[Tensor, "* in dtype"]:
+    """sums * factor, rounded once."""
+
+
 def _has_rows(contract: Contract, args: dict[str, Any]) -> None:
     if args["token_ids"].numel() == 0:
         raise contract.error("token_ids", args["token_ids"], "a chunk has at least one row")
+
+
+def _contiguous(contract: Contract, args: dict[str, Any]) -> None:
+    if not args["sums"].is_contiguous():
+        raise contract.error("sums", args["sums"], "must be contiguous")
 
 
 def _postponed(contract: Contract, args: dict[str, Any]) -> None:
@@ -96,6 +109,7 @@ def _postponed(contract: Contract, args: dict[str, Any]) -> None:
 
 forward.rule(tokens.scalars, _has_rows)
 backward.rule(tokens.scalars, _has_rows, tokens.entropy_is_there, _postponed)
+rounded.rule(_contiguous)
 
 
 # Backends, fastest first
@@ -142,7 +156,19 @@ finish.backend(
 )
 
 
-for declared in (forward, backward, finish):
+rounded.backend(
+    "hopper",
+    run="kernels_hopper:linear_logp_chunk_rounded",
+    numerics="lse/1",
+    cannot_run=hopper_cannot_run,
+    launches=True,
+)
+
+
+rounded.backend("reference", run="reference_chunk:linear_logp_chunk_rounded", numerics=NONE)
+
+
+for declared in (forward, backward, finish, rounded):
     declared.not_differentiable(
         "isobit.linear_logp_chunk is a part of a chunked call that computes gradients itself: call it under "
         "torch.no_grad()."

@@ -74,7 +74,8 @@ class Call:
     @cached_property
     def chunks(self) -> list[Chunk]:
         hidden, (V, D) = self.args["hidden"], self.args["weight"].shape
-        return self.batch.chunks(capacity(self.backend, V, D, hidden.dtype, self.workspace_bytes))
+        most = capacity(self.backend, V, D, hidden.dtype, self.workspace_bytes)
+        return self.batch.chunks(most, self.loss.by_rows)
 
     @property
     def fits(self) -> bool:
@@ -158,8 +159,9 @@ class Sums:
         those of two chunks."""
         before, self._last = self._last, now
         whole, logp, entropy, known = now.chunk, now.logp, now.entropy, {now.chunk: now.share}
-        parts = self._call.batch.halves(whole)
-        if not parts and before is None:
+        batch = self._call.batch
+        parts = batch.halves(whole)
+        if not parts and (before is None or batch.is_part(before.chunk) or batch.is_part(whole)):
             return
         if not parts and before is not None:
             parts, known[before.chunk] = [before.chunk, whole], before.share

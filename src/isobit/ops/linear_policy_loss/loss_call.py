@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,15 @@ class Loss:
 
     def __init__(self, contract: Contract, loss_fn: LossFn) -> None:
         self._contract, self._loss_fn = contract, loss_fn
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it is declared to be a sum over rows (`isobit.losses.by_rows`), itself or what a partial
+        calls."""
+        fn: Any = self._loss_fn
+        while isinstance(fn, partial) and not hasattr(fn, "by_rows"):
+            fn = fn.func
+        return getattr(fn, "by_rows", False) is True
 
     def error(self, rule: str) -> Exception:
         return self._contract.error("loss_fn", self._loss_fn, rule)

@@ -12,7 +12,8 @@ next chunk begins:
 
 So there is never more of [N, V] in memory than one chunk, and no logit is computed twice. `linear_logp` needs
 a fourth product: it computes all rows before its backward begins. Logits are computed twice here too if the
-entropy has a gradient, and for a sequence that does not fit in the workspace.
+entropy has a gradient, and for a sequence that does not fit in the workspace, unless the loss is a sum over
+rows (`isobit.losses.by_rows`): then the sequence is split.
 
 Gradients stay in fp32 from the forward to the backward. There they are multiplied by the gradient of the
 loss and rounded once. If all rows are one chunk, Hopper does product 3 there, in a kernel that multiplies and
@@ -25,23 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.frame.autograd import Refusal
 from isobit.frame.composed import composed
 from isobit.frame.contract import F32, Contract, Float, Int, Mask
 from isobit.kernels.host import bounds, bounds_of_lists
 from isobit.numerics import Numerics
 from isobit.ops.linear_logp import op as linear_logp
 from isobit.ops.linear_policy_loss.batch import Batch
-from isobit.ops.linear_policy_loss.chunked import (
-    PLAIN,
-    Call,
-    Gradients,
-    Postponed,
-    Sums,
-    differentiate,
-    evaluate,
-    without_probs,
-)
+from isobit.ops.linear_policy_loss.chunked import PLAIN, Call, evaluate
 from isobit.ops.linear_policy_loss.loss_call import Loss
 
 
@@ -80,10 +71,11 @@ def linear_policy_loss(
         weight: [V, D], of the same dtype: the weight of the LM head.
         token_ids: [N] or [B, T], int32 or int64; ids outside the vocabulary as in `linear_logp`.
         loss_fn: called as loss_fn(logp, entropy, **inputs) with the rows of a chunk: [n], or [b, T] with
-            whole sequences. Plain PyTorch. It returns the chunk's share of the loss, a scalar, or (loss,
-            sums), where sums is a dict of other values to be summed over chunks. Shares must add up: return a
-            sum over rows divided by a fixed number, not a mean over the rows of the chunk. `isobit.losses`
-            has some. Without rows it is called once, with empty tensors.
+            whole sequences, or [1, t] with a part of one that does not fit in the workspace, if the loss is
+            declared by `isobit.losses.by_rows`. Plain PyTorch. It returns the chunk's share of the loss, a
+            scalar, or (loss, sums), where sums is a dict of other values to be summed over chunks. Shares
+            must add up: return a sum over rows divided by a fixed number, not a mean over the rows of the
+            chunk. `isobit.losses` has some. Without rows it is called once, with empty tensors.
         inputs: other arguments of loss_fn, by name. Tensors with the shape of token_ids are split like the
             rows; tensors [B] (with cu_seqlens: one element per sequence, and sequences without rows are left
             out) like the sequences; values without dimensions are passed unchanged. They get no gradient.
@@ -95,13 +87,14 @@ def linear_policy_loss(
         temperature: a positive number that divides the logits, or an fp32 tensor with one for every row.
         entropy: pass the entropies to loss_fn too; otherwise it gets None. If the loss uses their gradient,
             logits are computed twice.
-        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences. A
-            list, a numpy array or a tensor; one on a GPU is read by the host, which waits once. Not needed
-            for rows [B, T].
+        cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences, or a
+            part of one as above. A list, a numpy array or a tensor; one on a GPU is read by the host, which
+            waits once. Not needed for rows [B, T].
         workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
             rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
-            chunk. Logits are computed twice for a sequence that does not fit, and for all rows if fewer than
-            1024 fit. That changes bits of gradients; where chunks end does not.
+            chunk. Logits are computed twice for a sequence that does not fit, unless the loss is declared by
+            `isobit.losses.by_rows`, and for all rows if fewer than 1024 fit. That changes bits of gradients;
+            where chunks end does not.
         validate: check ids and temperatures on a GPU too, and also run loss_fn on both halves of a chunk, or
             on two chunks as one, to see whether shares add up (host syncs). None does it on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
@@ -151,14 +144,9 @@ def linear_policy_loss(
         with torch.no_grad():
             sums = evaluate(call)
         return sums.loss, sums.stats
-    total: Tensor
-    if call.fits:
-        kept: list[Sums] = []
-        total = _PolicyLoss.apply(call, kept, _Root.apply(*tensors), *tensors)
-        return total, kept[0].stats
-    sums, share, results = without_probs(call)
-    total = _Known.apply(sums.loss, [share.dlogp, share.dentropy], *results)
-    return total, sums.stats
+    from isobit.ops.linear_policy_loss.autograd import with_gradients  # only training needs it
+
+    return with_gradients(call, tensors)
 
 
 def _input_error(name: str, value: Any, rule: str) -> Exception:
@@ -232,80 +220,3 @@ def batch_of(args: dict[str, Any]) -> Batch:
     starts = bounds_of_lists.numbers(declared.contract, "cu_seqlens", given) if is_list else given.tolist()
     bounds.check(declared.contract, "cu_seqlens", given, starts, shape.numel(), of="rows")
     return Batch.packed(starts)
-
-
-# Autograd
-
-_ONCE = (
-    "isobit.linear_policy_loss has no second derivative: it computes gradients while it computes the loss. "
-    "Differentiate a log_softmax of the logits instead where you need one."
-)
-
-
-class _Root(torch.autograd.Function):
-    """An empty tensor that depends on the inputs in autograd's graph. Gradients that were made in advance do
-    not, so a double backward would silently return None. Saved with them, this tensor makes it an error, and
-    does not keep hidden states alive."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor | None) -> Tensor:
-        ctx.count = len(tensors)
-        first = next(t for t in tensors if t is not None)
-        return first.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return (None,) * ctx.count
-
-
-class _PolicyLoss(torch.autograd.Function):
-    """The forward already computes the gradients (except a postponed dweight); the backward scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, made: list[Sums], root: Tensor, *tensors: Tensor | None) -> Tensor:
-        wanted = dict(zip(Gradients._fields, ctx.needs_input_grad[3:], strict=True))
-        result = differentiate(call, wanted)
-        ctx.save_for_backward(root, *result.gradients, *(result.postponed or ()))
-        ctx.like = [t if t is None else (t.shape, t.dtype) for t in tensors]
-        made.append(result.sums)
-        return result.sums.loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        root, *saved = ctx.saved_tensors
-        count = len(Gradients._fields)
-        gradients = Gradients(*saved[:count])
-        postponed = Postponed(*saved[count:]) if len(saved) > count else None
-        with torch.no_grad():
-            scaled = [_scaled(g, like, dloss) for g, like in zip(gradients, ctx.like, strict=True)]
-            if postponed is not None:
-                scaled[1] = postponed.dweight(ctx.like[1][0][0], dloss.float())
-        if torch.is_grad_enabled():  # a graph of the backward is wanted
-            scaled = [g if g is None else Refusal.apply(_first, _ONCE, g, dloss, root) for g in scaled]
-        return None, None, None, *scaled
-
-
-def _first(gradient: Tensor, dloss: Tensor, root: Tensor) -> Tensor:
-    return gradient.view_as(gradient)
-
-
-def _scaled(gradient: Tensor | None, like: tuple[torch.Size, torch.dtype], dloss: Tensor) -> Tensor | None:
-    """Multiplied in fp32 and rounded once, to the shape and dtype of its parameter."""
-    if gradient is None:
-        return None
-    shape, dtype = like
-    out = torch.empty(shape, dtype=dtype, device=gradient.device)
-    return torch.mul(gradient.view(shape), dloss.to(gradient.dtype), out=out)
-
-
-class _Known(torch.autograd.Function):
-    """A loss whose gradients with respect to log-probabilities and entropies are already known."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *results: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients[: len(results)])
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        return None, None, *(g if g is None else g * dloss.to(g.dtype) for g in ctx.saved_tensors)

@@ -57,6 +57,12 @@ def linear_logp_chunk_bwd(**args: Any) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=hidden.device)
 
 
+def linear_logp_chunk_rounded(**args: Any) -> Tensor:
+    """sums * factor."""
+    out = torch.empty_like(args["sums"], dtype=args["dtype"])
+    return torch.mul(args["sums"], args["factor"], out=out)
+
+
 def _stored_logits(args: dict[str, Any], head: Head) -> Tensor:
     """The logits of this chunk in memory, [rows, V]."""
     rows: Tensor = args["memory"][: args["token_ids"].numel() * head.vocab]

@@ -1,9 +1,10 @@
 """What people use instead of `linear_policy_loss`, and the shapes at which both are timed.
 
 N tokens in sequences of 1024, with D features and a vocabulary of V; a clipped policy loss, its value and the
-gradients of hidden states and weight. Two series:
+gradients of hidden states and weight. Three series:
 
     linear_policy_loss         with a workspace of 1.3 GiB
+    linear_policy_loss_more    the same for few rows, few features, and many chunks
     linear_policy_loss_small   with 256 MB
 
 The baseline is G, one bare matrix product of that size, as for `linear_logp`. The loss needs three such
@@ -11,7 +12,7 @@ products, or four if logits are computed twice.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -37,6 +38,12 @@ from isobit.spec.trial import cloned
 from isobit.spec.truth import ROWS, cotangent_like, spread_evenly
 
 SHAPES = ((4096, 2048, 131072), (8192, 4096, 151936), (16384, 4096, 128256))
+
+#: Few rows, few features, a number of rows that is no multiple of a segment, and many chunks.
+MORE = (
+    (1024, 2560, 102400), (4096, 896, 151936), (6000, 4096, 151936), (28672, 2560, 102400),
+    (65536, 2560, 102400),
+)  # fmt: skip
 
 #: Tokens per sequence, for rivals that need it.
 LENGTH = 1024
@@ -207,23 +214,31 @@ class Sampled:
 # Series
 
 
-CASES = [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in SHAPES]
+def _cases(shapes: Sequence[tuple[int, int, int]]) -> list[Case]:
+    return [Case({"N": N, "D": D, "V": V}, torch.bfloat16, data="random") for N, D, V in shapes]
 
 
 def _call(args: Args, backend: str | None) -> Tensor:
     return linear_policy_loss(**args, backend=backend)[0]
 
 
-def _series(name: str, workspace_bytes: int, rivals: dict[str, Rival], about: str) -> Series:
+def _series(
+    name: str, shapes: Sequence[tuple[int, int, int]], workspace_bytes: int, rivals: dict[str, Rival],
+    about: str,
+) -> Series:  # fmt: skip
+    cases = _cases(shapes)
     return Series(
-        op=declared, name=name, cases=CASES, make=make, call=_call, cost=cost_of_training, judge=Sampled,
+        op=declared, name=name, cases=cases, make=make, call=_call, cost=cost_of_training, judge=Sampled,
         rivals=rivals, inputs=("hidden", "weight"), options={"workspace_bytes": workspace_bytes},
         takes=tuple(known_options(declared)), directions=("fwd_bwd",), against=BASELINE, copy=False,
-        core=CASES[:2], about=about,
+        core=cases[:2], about=about,
     )  # fmt: skip
 
 
+_COMPILED = [rival for rival in _OTHERS if rival.compiled]
+
 SERIES = (
-    _series("linear_policy_loss", LARGE, _rivals(*_OTHERS), "loss and gradients"),
-    _series("linear_policy_loss_small", SMALL, _rivals(), "the same with 256 MB of workspace"),
+    _series("linear_policy_loss", SHAPES, LARGE, _rivals(*_OTHERS), "loss and gradients"),
+    _series("linear_policy_loss_more", MORE, LARGE, _rivals(*_COMPILED), "the same for other shapes"),
+    _series("linear_policy_loss_small", SHAPES, SMALL, _rivals(), "the same with 256 MB of workspace"),
 )

@@ -85,6 +85,8 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
         kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own)
         left = {"memory": shared["memory"], "queue": shared["queue"], "count": own["queued"], "vocab": V}
         kernels_hopper_chunk.linear_logp_chunk_dw(launch, **left, factor=_empty())
+        sums = own["dbias"][:-1] if full else own["dweight"]
+        kernels_hopper_chunk.linear_logp_chunk_rounded(launch, sums=sums, factor=_empty(), dtype=narrow)
         if dtype != BF16:
             return  # its branches are the same
     kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"dentropy": _empty(N)})
