@@ -213,6 +213,23 @@ def _attention(B: int, T: int, S: int, D: int = 128, backend: str = "hopper", **
     return Call("attention", backend, {**given, **more})
 
 
+def _experts(backend: str, **more: Any) -> Call:
+    given = {"x": shape(70, 64), "weight": shape(5, 96, 64), "offsets": shape(6, dtype=INT64)}
+    return Call("det_grouped_linear", backend, {**given, **more})
+
+
+def _experts_bwd(backend: str) -> Call:
+    given = _experts(backend).given | {"dy": shape(70, 96), "bias_dtype": F32}
+    return Call(
+        "det_grouped_linear_bwd", backend, given | dict.fromkeys(("want_x", "want_weight", "want_bias"), True)
+    )
+
+
+def _experts_dw(backend: str) -> Call:
+    given = {"x": shape(70, 64), "dy": shape(70, 96), "offsets": shape(6, dtype=INT64)}
+    return Call("det_grouped_dw", backend, given)
+
+
 def _attention_bwd(B: int, T: int, S: int, D: int = 128, backend: str = "triton", **more: Any) -> Call:
     given: dict[str, Any] = dict.fromkeys(
         ("dlse", "scale", "window", "softcap", "key_start", "key_end", "cu_seqlens_q", "cu_seqlens_k",
@@ -303,6 +320,9 @@ CALLS = {
         "memory": shape(448 * 768), "queue": shape(448, 64), "count": shape(1, dtype=INT32),
         "factor": shape(dtype=F32), "vocab": 600,
     }),
+    "chunk, rounded": Call("linear_logp_chunk_rounded", "hopper", {
+        "sums": shape(300, 64, dtype=F32), "factor": shape(dtype=F32), "dtype": BF16,
+    }),
     "logp, few rows": _logits(5, 20000, **_ALL),
     "logp, many rows": _logits(_MANY, 1100, mask=shape(_MANY, dtype=BOOL)),
     "logp, short rows": _logits(5, 1000, temperature=0.7),
@@ -349,6 +369,17 @@ CALLS = {
     ),
     "attention backward": _attention_bwd(2, 70, 200, dlse=shape(2, 4, 70, dtype=F32)),
     "attention backward, hopper": _attention_bwd(2, 70, 200, 64, "hopper", key_end=shape(2, dtype=INT32)),
+    **{
+        f"attention, softcap on {each}": _attention(2, 70, 200, 64, each, softcap=30.0)
+        for each in ("hopper-attn2", "triton-attn2")
+    },
+    **{
+        f"attention backward, softcap on {each}": _attention_bwd(2, 70, 200, 64, each, softcap=30.0)
+        for each in ("hopper-attn2", "triton-attn2")
+    },
+    **{f"experts, {each}": _experts(each, bias=shape(5, 96)) for each in ("hopper", "triton")},
+    **{f"experts backward, {each}": _experts_bwd(each) for each in ("hopper", "triton")},
+    **{f"experts dw, {each}": _experts_dw(each) for each in ("hopper", "triton")},
     "group_advantages": Call(
         "group_advantages", "triton", {"rewards": shape(8, dtype=F32), "samples_per_prompt": 2}
     ),

@@ -22,6 +22,7 @@ from replay_calls import (
     by_entries_alone,
     differs,
     on_hopper,
+    shape,
     tensors_of,
     without_a_call,
 )
@@ -240,11 +241,11 @@ def recorded(name: str) -> tuple[bool, int, dict[str, Any], bool]:
 
 
 def sharing() -> list[bool]:
-    """Whether calls can be recorded: with inputs in one memory, with the same apart, with a hook, without."""
+    """Whether calls can be recorded: with one input twice, with two in one memory, with a hook, without."""
     both, apart = torch.ones(2, 64), torch.ones(64)
     found = []
     with on_hopper():
-        found += [replay.recordable(list(both)), replay.recordable([both[0], apart])]
+        found += [replay.recordable([both[0], both[:1]]), replay.recordable(list(both))]
         with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", lambda metadata: None):
             found.append(replay.recordable([apart]))
         found.append(replay.recordable([apart]))
@@ -252,14 +253,14 @@ def sharing() -> list[bool]:
 
 
 def shared_then_apart() -> list[tuple[dict[str, Any], bool]]:
-    """Calls of an op whose operands share memory, then of the same kind with separate memory: the differences
-    to ordinary ones, and whether the last of each avoids Triton's path."""
-    call = CALLS["linear, few tokens"]
-    memory = torch.empty(33 * 256 + 512 * 256, dtype=torch.bfloat16)
-    in_one = {"x": memory[: 33 * 256].view(33, 256), "weight": memory[33 * 256 :].view(512, 256)}
+    """Calls of an op whose operands are one tensor, then of the same kind with two parts of one, then with
+    separate memory: the differences to ordinary ones, and whether the last of each avoids Triton's path."""
+    call = CALLS["linear, few tokens"].but(x=shape(512, 256))
+    memory = torch.empty(2, 512, 256, dtype=torch.bfloat16)
+    one, in_one = {"x": memory[0], "weight": memory[0]}, {"x": memory[0], "weight": memory[1]}
     found = []
     with on_hopper():
-        for named in (in_one, call.named()):
+        for named in (one, in_one, call.named()):
             different = [differs(call, named) for _ in range(4)][-1]
             try:
                 with by_entries_alone():
@@ -397,12 +398,12 @@ def test_only_calls_that_just_launch_are_recorded(name: str) -> None:
     assert count and not different and same
 
 
-def test_inputs_that_share_memory_are_not_recorded() -> None:
+def test_inputs_at_one_address_are_not_recorded() -> None:
     assert run(sharing) == [False, True, False, True, False]  # the last on a CPU
 
 
-def test_calls_are_recorded_as_soon_as_inputs_share_no_memory() -> None:
-    assert run(shared_then_apart) == [({}, False), ({}, True)]
+def test_calls_are_recorded_as_soon_as_inputs_have_addresses_of_their_own() -> None:
+    assert run(shared_then_apart) == [({}, False), ({}, True), ({}, True)]
 
 
 # Entries

@@ -66,6 +66,8 @@ UNTRACEABLE = {
     "gemm backward, hopper-tree8": "len()",
     "gemm, triton-tree8": "len()",
     "gemm backward, triton-tree8": "len()",
+    "experts backward, triton": "expand",
+    "experts backward, hopper": "Ellipsis",
     **dict.fromkeys([name for name in CALLS if name.startswith("chunk backward")], "iterable"),
 }
 
@@ -181,7 +183,9 @@ def on_the_short_path(kernel: Any, grid: tuple[int, ...], *args: Any, **options:
 def like_a_gpu() -> Iterator[None]:
     """On top of `on_hopper`: backends are chosen as for tensors of a GPU, and launched on the short path."""
 
-    def why(self: Backend, args: dict[str, Any], device: torch.device) -> str | None:
+    def why(
+        self: Backend, args: dict[str, Any], device: torch.device, numerics: str | None = None
+    ) -> str | None:
         return self.not_by_default(args) or self.when(args)
 
     code = launch.run.__code__  # launchers have the function itself as a default

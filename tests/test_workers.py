@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.check import runner, workers
+from isobit.check import process, runner, workers
 from isobit.check.laws import LAWS
 from isobit.check.process import ask
 from isobit.check.request import Request
@@ -23,6 +23,9 @@ from isobit.frame.op import OPS
 from isobit.spec.proofs import proof_of
 
 F32 = torch.float32
+
+#: `serve` without the rest of the package: importing PyTorch takes seconds.
+SERVE = f"import runpy\nserve = runpy.run_path({process.__file__!r})['serve']\n"
 
 #: A case of the invariant law alone.
 BITS = "N=5 V=3001 fp32 random each=True"
@@ -119,8 +122,7 @@ def test_a_process_answers_with_what_it_says_and_ends_with_the_one_that_asked() 
     """What is printed is no part of an answer: a line that is not ended hid its end, and whoever asked waited
     forever. If nobody is there to hear the rest of an answer, the process ends in the middle of it."""
     code = (
-        "import os, time\n"
-        "from isobit.check.process import serve\n"
+        f"{SERVE}import os, time\n"
         "def answer(request, say):\n"
         "    print('done', flush=True)\n"
         "    os.write(1, b'done')\n"
@@ -146,8 +148,7 @@ def test_a_process_that_is_done_ends_without_taking_python_apart() -> None:
     """Triton 3.9 reports every object that outlives it as a leak, in the middle of a check. Handlers of
     `atexit` are still called: they end children and remove files."""
     code = (
-        "import atexit, sys\n"
-        "from isobit.check.process import serve\n"
+        f"{SERVE}import atexit, sys\n"
         "class Leaked:\n"
         "    def __del__(self, say=sys.stderr.write):\n"
         "        say('leaked')\n"

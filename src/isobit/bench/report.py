@@ -39,6 +39,7 @@ MORE_COLUMNS = {
     "tokens": ("tokens", "d"),
     "that differ": ("tokens_differ", "d"),
     "k3 KL": ("k3", ".1e"),
+    "adding": ("adding", "d"),
     "tokens/s": ("tokens_per_s", ".5g"),
     "first ms": ("first_ms", ".4g"),
 }

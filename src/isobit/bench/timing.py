@@ -54,6 +54,9 @@ ONCE_CALLS = WARM_CALLS + HOST_BLOCKS * (HOST_CALLS + 1)
 STEPS, MIN_STEPS, STEPS_MS = 15, 7, 2000.0
 #: Sleep before a replay: longer than launching a graph of hundreds of kernels takes. Cycles at 2 GHz.
 GRAPH_BACKLOG_US, CYCLES_PER_US = 200.0, 2000
+
+#: The longest of several calls. cuDNN plans anew for every size, which takes the host up to 0.1 s a call.
+MAX_BACKLOG_US = 20000.0
 MB = 1 << 20
 
 
@@ -226,7 +229,9 @@ def _measure(
         _time_the_host(list(lanes.values()), device)
         for lane in lanes.values():
             _make_sample(lane, min(32, math.ceil(1 / lane.call_ms)))
-            often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / (lane.call_ms * lane.count))
+            host_ms = (lane.host_us or 0.0) / 1e3 if lane.method == "event" else 0.0
+            each_ms = host_ms if host_ms > 2 * lane.call_ms else lane.call_ms
+            often = _within(REPETITIONS, MIN_REPETITIONS, SAMPLES_MS / (each_ms * lane.count))
             lane.repetitions = repetitions or often
         _sample_with_events(list(lanes.values()), device)
     else:
@@ -325,9 +330,11 @@ def _make_sample(lane: _Lane, calls: int) -> None:
     if graph is not None:
         lane.method, lane.sample, lane.backlog_us = "graph", graph.replay, GRAPH_BACKLOG_US
         return
-    lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS)
+    waits_us = 1.5 * (lane.host_us or 0.0)  # of the device for one call, so that it never waits for the host
+    few = int(MAX_BACKLOG_US / max(waits_us, 1.0))
+    lane.method, lane.count = "event", min(lane.count, MAX_EVENT_CALLS, max(1, few))
     lane.sample = lane.turns(lane.count)
-    lane.backlog_us = GRAPH_BACKLOG_US + 1.5 * (lane.host_us or 0.0) * lane.count
+    lane.backlog_us = GRAPH_BACKLOG_US + waits_us * lane.count
 
 
 def _sample_with_events(lanes: Sequence[_Lane], device: torch.device) -> None:

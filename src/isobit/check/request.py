@@ -173,9 +173,11 @@ def small_args(op: Op, device: torch.device) -> Args:
     return proof.make(small_case(proof), device, InputOptions())
 
 
-def cases_of(op: Op, law: str, request: Request) -> list[Case]:
-    """The cases on which a law runs: declared ones, or the one that the command line describes."""
+def cases_of(op: Op, law: str, request: Request, backend: str | None = None) -> list[Case]:
+    """The cases on which a law runs: declared ones, or the one that the command line describes. A backend may
+    have some of them only."""
     proof, chosen, request = proof_of(op), LAWS[law], request.for_law(law)
+    proof = proof if backend is None else proof.of(backend)
     if request.dims is not None:
         dims = _check_dims(op, request.dims)
         made = [Case(dims, d, request.data) for d in (request.dtypes or (small_case(proof).dtype,))]

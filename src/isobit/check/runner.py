@@ -206,7 +206,7 @@ def _elsewhere(op: Op, backend: str, request: Request) -> list[Request]:
     return [
         replace(request.for_law(law), ops=(op.name,), backends=(backend,), laws=(law,))
         for law in laws
-        if cases_of(op, law, request)
+        if cases_of(op, law, request, backend)
     ]
 
 
@@ -216,7 +216,8 @@ def _light_enough(op: Op, backend: str, law: str, request: Request) -> list[Case
     slow = _interpretable(op, backend, request) or backend in proof_of(op).slow or not request.heavy
     slow = slow or (isinstance(op, Candidate) and request.device.type == "cpu")
     no_gpu = request.device.type == "cpu"
-    return [c for c in cases_of(op, law, request) if not (c.heavy and slow) and not (c.gpu_gb and no_gpu)]
+    cases = cases_of(op, law, request, backend)
+    return [c for c in cases if not (c.heavy and slow) and not (c.gpu_gb and no_gpu)]
 
 
 def how_many(request: Request) -> int:

@@ -124,8 +124,8 @@ def _memory(device: torch.device) -> int:
 def _gigabytes(request: Request) -> int:
     if request.device.type != "cuda":
         return 0
-    (op,), (law,) = request.ops, request.laws
-    cases = cases_of(known_op(op), law, request)
+    (op,), (backend,), (law,) = request.ops, request.backends, request.laws
+    cases = cases_of(known_op(op), law, request, backend)
     return max((case.gpu_gb or (HEAVY_GB if case.heavy else SMALL_GB) for case in cases), default=0)
 
 

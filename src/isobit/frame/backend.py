@@ -74,6 +74,8 @@ class Backend:
     `interpreted`: its Triton kernels also run on CPU tensors, in Triton's interpreter. That is for checking
     kernels, so there it is used only if it is requested by name.
     `not_by_default(args)`: any other reason to use it only if it is requested by name.
+    `other_class_by_default(args)`: the reason why a call that names no numerics class gets another one. It
+    must depend on scalars only, so that all calls of a model agree.
     `launches`: its run takes `launch`, and uses it for all of its launches. If there are only allocations and
     views between them, they are recorded once, and repeated without its run.
     `paths`: those of its functions that are named by a path.
@@ -90,6 +92,7 @@ class Backend:
     not_by_default: Callable[[Args], str | None]
     launches: bool = False
     paths: tuple[str, ...] = ()
+    other_class_by_default: Callable[[Args], str | None] = lambda args: None
 
     def numerics_on(self, device: torch.device) -> str:
         return self.numerics if isinstance(self.numerics, str) else self.numerics(device)
@@ -100,8 +103,10 @@ class Backend:
             return None
         return f"its numerics class here is {own!r}, not {numerics!r}"
 
-    def why_not(self, args: Args, device: torch.device) -> str | None:
-        """The reason not to choose this backend by default."""
+    def why_not(self, args: Args, device: torch.device, numerics: str | None = None) -> str | None:
+        """The reason not to choose this backend by default, for a call that requires this class, or none."""
+        if numerics is None and (reason := self.other_class_by_default(args)) is not None:
+            return reason
         if self.interpreted and device.type == "cpu":
             return "CPU tensors run only in Triton's interpreter: select it by name to test its kernels"
         return self.not_by_default(args) or self.when(args)
@@ -153,7 +158,7 @@ def choose(
     for backend in sorted(backends, key=lambda b: b.name != prefer):
         if backend.other_class(numerics, device) is None:
             # The preferred backend was requested by name before, so `not_by_default` does not apply.
-            reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device)
+            reason = backend.when(args) if backend.name == prefer else backend.why_not(args, device, numerics)
             if reason is None:
                 return backend
             reasons[backend.name] = reason
@@ -169,7 +174,7 @@ def explain(
     forced, numerics = controls["backend"], controls["numerics"]
     if numerics is not None:
         _knows_class(contract, backends, numerics, device)
-    reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device) for b in backends}
+    reasons = {b.name: b.other_class(numerics, device) or b.why_not(args, device, numerics) for b in backends}
     if not forced and None not in reasons.values():
         return Explanation(contract.name, None, None, reasons)
     chosen = choose(contract, backends, args, controls, device)

@@ -105,17 +105,6 @@ class CallPlan(Body):
             return self.run_backend(tensors)
         return recorded(tensors)
 
-    def run_into(self, out: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Run the backend with its first result in memory that the caller has. A launcher takes `out`; what
-        another backend returns is copied."""
-        if self._must_check():
-            self._check(self.values(tensors))
-        args = dict(zip(self._names, self.values(tensors), strict=False))
-        if self._backend.launches:
-            self._backend.run(**args, out=out)
-        else:
-            out.copy_(self._backend.run(**args)[0])
-
     def _must_check(self) -> bool:
         """Whether tensor values must be checked."""
         return validates(self._validate)

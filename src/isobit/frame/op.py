@@ -129,19 +129,19 @@ class Op:
         interpreted: bool = False,
         not_by_default: Callable[[Args], str | None] | str = lambda args: None,
         launches: bool = False,
+        other_class_by_default: Callable[[Args], str | None] | str = lambda args: None,
     ) -> None:
         """Add a backend; the order of declaration is the order of preference.
 
-        `run`, `when` and `not_by_default` are functions, or their paths: "kernels_triton:logp" is a function
-        in a module of the op's package, imported at its first use. `cannot_run(device)` is asked before
-        `when` and `not_by_default`, so that a module is not imported where its kernels cannot run.
+        "kernels_triton:logp" is the path of a function in a module of the op's package, imported at its first
+        use: if `cannot_run(device)` gives a reason, it is not, because `when` is asked afterwards.
         """
-        given = (run, when, not_by_default)
+        given = (run, when, not_by_default, other_class_by_default)
         named: list[Any] = [whole_path(f, self.package) if isinstance(f, str) else f for f in given]
-        cannot_serve, rather_not = (after_device(cannot_run, reason) for reason in named[1:])
-        paths = tuple(f for f in named if isinstance(f, str))
-        made = Backend(name, named[0], numerics, cannot_serve, interpreted, rather_not, launches, paths)
-        self.backends.append(made)
+        cannot_serve, rather_not = (after_device(cannot_run, reason) for reason in named[1:3])
+        other_class = after_device(lambda device: None, named[3])
+        rest = (launches, tuple(f for f in named if isinstance(f, str)), other_class)
+        self.backends += [Backend(name, named[0], numerics, cannot_serve, interpreted, rather_not, *rest)]
         self.forget()
 
     def rule(self, *checks: Callable[[Contract, Args], None]) -> None:

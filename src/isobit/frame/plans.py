@@ -17,6 +17,7 @@ class Plans(dict[CacheKey, CallPlan]):
     def __init__(self, contract: Contract) -> None:
         super().__init__()
         self.families: dict[CacheKey, CallPlan] = {}
+        self.into: dict[CacheKey, CallPlan] = {}  # by keys with the memory of a result (`isobit.frame.into`)
         self.varying: Varying | None = None
         self._contract = contract
 

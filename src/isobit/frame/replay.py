@@ -273,9 +273,8 @@ class Plan:
 
 
 def recordable(inputs: Sequence[Tensor]) -> bool:
-    """Whether a call can be recorded now. If two inputs share a storage, an address could belong to
-    either."""
-    return inputs[0].is_cuda and len({_base(t) for t in inputs}) == len(inputs) and unhooked()
+    """Whether a call can be recorded now. If two inputs begin at one address, it could belong to either."""
+    return inputs[0].is_cuda and len({t.data_ptr() for t in inputs}) == len(inputs) and unhooked()
 
 
 def record(
@@ -288,6 +287,7 @@ def record(
     """(what a backend's run returns, a plan for calls like it, or None if there can be none). `inputs` are
     the tensors among `args`. If other calls have other `sizes`, `shape_of` gives the shape and the strides of
     an argument by them, and the plan can be made for other sizes, unless the run cannot be traced."""
+    args, inputs = _apart(args, inputs)
     with Tape() as tape:
         outputs = run(**args, launch=tape)
     results = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
@@ -310,6 +310,23 @@ def record(
         except Exception as error:  # anything that a launcher may do, and a trace cannot
             plan.untraceable = str(error)
     return outputs, plan
+
+
+def _apart(args: dict[str, Any], inputs: Sequence[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    """The same with inputs of which no two share a storage, so that the storage of a view tells which of them
+    it is a view of. Of parts of one tensor, such as the keys and values of a cache, each gets a storage that
+    begins at its own address, in the same memory."""
+    bases = [_base(t) for t in inputs]
+    own = {
+        id(t): _with_own_storage(t) for t, base in zip(inputs, bases, strict=True) if bases.count(base) > 1
+    }
+    return {name: own.get(id(t), t) for name, t in args.items()}, [own.get(id(t), t) for t in inputs]
+
+
+def _with_own_storage(t: Tensor) -> Tensor:
+    storage = t.untyped_storage()[t.storage_offset() * t.element_size() :]
+    with torch.no_grad():
+        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
 # Plans for other sizes
