@@ -38,7 +38,7 @@ def named(report: Report) -> dict[str, list[str]]:
 
 def test_a_model_without_drift_has_none() -> None:
     report = measured(tuple(axis for axis in ALL if axis != "autocast"), (20, 12, 20))
-    assert not report.skipped and len(report.rows) == 11
+    assert not report.skipped and len(report.rows) == 13
     for row in report.rows:
         assert row.differ == 0 and row.where is not None and not row.where.adding, row.setting
         assert all(found.inputs_equal == found.outputs_equal == found.tokens for found in row.where.found)
@@ -57,47 +57,105 @@ def has_padding(q: Tensor, k: Tensor, mask: Tensor) -> bool:
 
 
 LAYERS = MODEL.model.layers
+FOUR = made(layers=4)
+ATTENTION = "model.layers.0.self_attn:attention"
 
 
 @pytest.mark.parametrize(
-    ("fault", "axis", "setting", "kind", "name"),
+    ("fault", "named_at", "kind", "name"),
     [
-        (lambda: planted(LAYERS[0].self_attn.k_proj, in_batches), "batch", "5 rows", "linear",
-         "model.layers.0.self_attn.k_proj"),
-        (lambda: planted(LAYERS[1].mlp.down_proj, in_batches), "batch", "5 rows", "linear",
-         "model.layers.1.mlp.down_proj"),
-        (lambda: planted(LAYERS[1].input_layernorm, lambda x: x.shape[1] == 1), "decode", "dynamic cache",
-         "norm", "model.layers.1.input_layernorm"),
-        (lambda: planted(LAYERS[0].mlp.act_fn, lambda x: x.shape[1] == 7), "chunk", "7 tokens", "activation",
+        (lambda: planted(LAYERS[0].self_attn.k_proj, in_batches),
+         {"batch: 5 rows", "batch: 5 rows, other places"}, "linear", "model.layers.0.self_attn.k_proj"),
+        (lambda: planted(LAYERS[1].input_layernorm, lambda x: x.shape[1] == 1),
+         {"decode: dynamic cache", "decode: static cache", "decode: 4 rows, padded on the left"}, "norm",
+         "model.layers.1.input_layernorm"),
+        (lambda: planted(LAYERS[0].mlp.act_fn, lambda x: x.shape[1] == 7), {"chunk: 7 tokens"}, "activation",
          "model.layers.0.mlp.act_fn"),
-        (lambda: planted(MODEL.lm_head, lambda x: x.shape[1] > 30), "length", "twice as long", "linear",
+        (lambda: planted(MODEL.lm_head, lambda x: x.shape[1] > 30), {"length: twice as long"}, "linear",
          "lm_head"),
-        (lambda: planted_attention(has_padding), "padding", "3 on the left", "attention",
-         "model.layers.0.self_attn:attention"),
-        (lambda: planted_attention(lambda q, k, mask: k.shape[2] > 30), "length", "twice as long",
-         "attention", "model.layers.0.self_attn:attention"),
+        (lambda: planted_attention(has_padding), {"padding: 3 on the left"}, "attention", ATTENTION),
+        (lambda: planted_attention(lambda q, k, mask: k.shape[2] > 30), {"length: twice as long"},
+         "attention", ATTENTION),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_named_and_nothing_else(
-    fault: Any, axis: str, setting: str, kind: str, name: str
+    fault: Any, named_at: set[str], kind: str, name: str
 ) -> None:
     with fault():
         report = measured(("batch", "padding", "chunk", "decode", "length"), (17,))
-    (key, *_), names = list(named(report)), named(report)
-    decoding = {"decode: static cache"} if axis == "decode" else set()
-    assert key == f"{axis}: {setting}" and set(names) - decoding == {key}
-    row = next(row for row in report.rows if (row.axis, row.setting) == (axis, setting))
-    assert row.where is not None and row.where.first is not None
-    assert (row.where.first.name, row.where.first.kind) == (name, kind) and row.differ
-    others = {found.name for found in row.where.adding} - {name}
-    assert others <= ({"model.layers.1.self_attn:attention"} if kind == "attention" else set())
-    assert name in str(report) and kind in report.remedies
+    assert set(named(report)) == named_at
+    for row in report.rows:
+        assert row.where is not None
+        if f"{row.axis}: {row.setting}" not in named_at:
+            assert row.differ == 0 and not row.where.adding
+            continue
+        assert row.where.first is not None
+        assert (row.where.first.name, row.where.first.kind) == (name, kind) and row.differ
+        others = {found.name for found in row.where.adding} - {name}
+        assert others <= ({"model.layers.1.self_attn:attention"} if kind == "attention" else set())
+    assert name in str(report) and set(report.remedies) == {kind}
+    assert "so few say little" in str(report)  # of those that are equal
+
+
+def test_a_fault_in_one_layer_of_four_is_named() -> None:
+    with planted(FOUR.model.layers[3].mlp.down_proj, in_batches):
+        report = measured(("batch", "length"), (9,), FOUR)
+    assert named(report) == {
+        f"batch: 5 rows{more}": ["model.layers.3.mlp.down_proj"] for more in ("", ", other places")
+    }
+    first = report.rows[1].where
+    assert first is not None and [set(line) for line in first.heat] == [{0}, {0}, {0}, {2}]
+
+
+def test_a_fault_beyond_1024_keys_is_named() -> None:
+    model = made(layers=1, num_attention_heads=1)
+    with planted_attention(lambda q, k, mask: k.shape[2] > 1024):
+        report = isobit.drift.measure(model, sequences((520,)), vs=["length"])
+    assert named(report) == {"length: twice as long": [ATTENTION]}
+    assert report.differ and report.rows[0].metrics["tokens"] == 519 and "so few" not in str(report)
+
+
+def test_only_equal_bits_can_be_of_too_few_tokens() -> None:
+    with planted(LAYERS[0].mlp.up_proj, lambda x: x.shape[1] > 9):
+        report = isobit.drift.measure(MODEL, sequences((8,)), vs=["length"], locate=False)
+    assert report.differ > 0 and "so few" not in str(report)
+
+
+def test_a_place_in_a_batch_is_a_setting_of_its_own() -> None:
+    """An op that treats the last line of a batch differently. The one sequence is in the first line at first,
+    then in another one."""
+    forward = LAYERS[0].mlp.up_proj.forward
+
+    def wrong(x: Tensor) -> Tensor:
+        y = forward(x)
+        return torch.cat((y[:2], nudged(y[2:]))) if len(x) == 5 else y
+
+    LAYERS[0].mlp.up_proj.forward = wrong
+    try:
+        report = measured(("batch",), (12,))
+    finally:
+        del LAYERS[0].mlp.up_proj.forward
+    assert named(report) == {"batch: 5 rows, other places": ["model.layers.0.mlp.up_proj"]}
+
+
+def test_decoding_in_a_batch_finds_a_fault_of_padding_in_a_cache() -> None:
+    """One that no sequence alone has, and no forward without a cache."""
+
+    def when(q: Tensor, k: Tensor, mask: Tensor) -> bool:
+        return bool(len(q) > 1 and q.shape[2] == 1 and not mask[1, 0, -1, 0])
+
+    with planted_attention(when):
+        report = measured(("padding", "decode", "micro-batch"), (20, 12))
+    assert set(named(report)) == {"decode: 4 rows, padded on the left"}
+    (row,) = (row for row in report.rows if row.differ)
+    assert row.where is not None and row.where.first is not None and row.where.first.name == ATTENTION
+    assert row.metrics["tokens"] == 16 - 2  # half of each sequence, and none after the last token
 
 
 def test_what_is_inherited_is_not_called_added() -> None:
     """A fault in keys reaches the outputs of attention, and everything behind it."""
     with planted(LAYERS[0].self_attn.k_proj, in_batches):
-        (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows
+        (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows[:1]
     assert row.where is not None
     by_name = {found.name: found for found in row.where.found}
     attention = by_name["model.layers.0.self_attn:attention"]
@@ -109,7 +167,7 @@ def test_what_is_inherited_is_not_called_added() -> None:
     assert by_name["model.layers.0.self_attn.v_proj"].outputs_equal == 12
     # A second fault behind the first is seen by a replay, where inputs are never equal.
     with planted(LAYERS[0].self_attn.k_proj, in_batches), planted(LAYERS[1].mlp.up_proj, in_batches):
-        (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows
+        (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows[:1]
     assert row.where is not None
     both = [found.name for found in row.where.found if found.adds_replayed]
     assert both == ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"]
@@ -123,7 +181,7 @@ def test_own_code_of_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return (nudged(q) if in_batches(q) else q), k
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", wrong)
-    (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows
+    (row,) = isobit.drift.measure(MODEL, sequences((12,)), vs=["batch"], batch_sizes=[5]).rows[:1]
     assert row.where is not None and row.where.first is not None
     assert row.where.first.name == "model.layers.0.self_attn, its own code before attention"
     assert {(found.kind, found.name[:15]) for found in row.where.adding} == {
@@ -158,7 +216,10 @@ def test_windows_heads_in_front_and_caches_that_drop_keys(family: str) -> None:
         when = (lambda x: x.shape[-2] == 1 or x.shape[1] == 1) if fault else (lambda x: False)
         with planted(getattr(layer, fault or "q_proj"), when):
             report = isobit.drift.measure(model, sequences((15,)), vs=["chunk", "decode"], chunk=2)
-        assert not report.skipped and len(report.rows) == 3
+        assert not report.skipped and [row.setting for row in report.rows][1:4] == [
+            "dynamic cache", "sliding cache", "static cache"
+        ]  # fmt: skip
+        assert len(report.rows) == 5 and not report.remarks  # 15 tokens are more than the window
         for row in report.rows:
             assert row.where is not None and len(row.where.found) >= 26
             adding = [found.name for found in row.where.adding]  # also in chunks: the last one has one token
@@ -203,7 +264,10 @@ def test_little_memory_gives_the_same_replay(monkeypatch: pytest.MonkeyPatch) ->
         ({"vs": ["sideways"]}, "unknown; known: batch, padding"),
         ({"vs": "batch"}, "a list of axes"),
         ({"vs": ["batch", "batch"]}, "given twice"),
+        ({"prompts": [["a", "b"]]}, "token ids, integers"),
         ({"batch_sizes": [0]}, "an integer from 1 on"),
+        ({"batch_sizes": []}, "batch_sizes.: none"),
+        ({"chunk": 1.5}, "chunk: 1.5.: an integer"),
         ({"model": torch.nn.Linear(2, 2)}, "not a causal LM"),
     ],
 )
@@ -236,9 +300,9 @@ def test_zero_drift_is_tried_and_undone() -> None:
     assert decoding.differ and decoding.where is not None and decoding.where.first is not None
     assert decoding.where.first.kind == "attention"
     assert report.tried is not None and report.tried.refused is None and report.tried.differ == 0
-    assert (
-        len(report.tried.rows) == 4 and report.tried.after_ms and "the same bits in all of 4" in str(report)
-    )
+    assert len(report.tried.rows) == 5 and report.tried.after_ms
+    before = sum(row.differ for row in report.rows)
+    assert f"the same bits in all of 5 comparisons, 0 tokens differ instead of {before};" in str(report)
     assert type(model.lm_head) is torch.nn.Linear  # the model is restored
     # A module that depends on the batch and that isobit does not compute is a reason to refuse the model.
     with planted(model.model.norm, lambda x: x.shape[1] == 1):
@@ -246,8 +310,9 @@ def test_zero_drift_is_tried_and_undone() -> None:
     assert refused is not None and "Qwen3RMSNorm" in str(refused) and not refused.rows
 
 
-def test_the_example_runs() -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(isobit.drift.measure, "measure")
+@pytest.mark.parametrize("name", ["measure", "verl_metrics"])
+def test_the_example_runs(name: str) -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(isobit.drift, name), name)
     assert test.examples and doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
@@ -259,3 +324,44 @@ def test_kinds_of_modules() -> None:
         "act_fn": "activation", "input_layernorm": "norm", "post_attention_layernorm": "norm", "norm": "norm",
         "rotary_emb": "rope", "lm_head": "linear",
     }  # fmt: skip
+
+
+def test_a_layer_that_isobit_does_not_serve_is_said() -> None:
+    """A quantised layer, and a LayerNorm: nothing of isobit removes what they add."""
+
+    class Int8Linear(torch.nn.Linear):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__(linear.in_features, linear.out_features, bias=False)
+            del self.weight
+            self.register_buffer("weight", (linear.weight * 50).round().to(torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [torch.nn.functional.linear(row[None], self.weight / 50) for row in x.flatten(0, -2)]
+            return torch.cat(rows).reshape(*x.shape[:-1], -1)
+
+    model = made(layers=1)
+    model.model.layers[0].mlp.up_proj = Int8Linear(model.model.layers[0].mlp.up_proj)
+    model.model.norm = torch.nn.LayerNorm(16)
+    with planted(model.model.layers[0].mlp.up_proj, in_batches), planted(model.model.norm, in_batches):
+        report = measured(("batch",), (9,), model)
+    assert report.rows[1].where is not None and report.rows[1].where.first is not None
+    assert report.rows[1].where.first.kind == "quantised"
+    assert {kind: each["call"].partition(";")[0] for kind, each in report.remedies.items()} == {
+        "quantised": "nothing of isobit: a quantised layer",
+        "layer norm": "nothing of isobit: it has RMSNorm, no LayerNorm",
+    }
+
+
+def test_what_does_not_fit_into_memory_is_skipped_and_the_rest_is_kept() -> None:
+    def full(x: Tensor) -> bool:
+        if len(x) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return False
+
+    with planted(LAYERS[0].mlp.up_proj, full):
+        report = measured(("padding", "batch", "length"), (9,))
+    assert [row.axis for row in report.rows] == ["padding", "padding", "batch", "length"]
+    assert "batch, 5 rows, did not run: it does not fit into the memory of the GPU" in str(report)
+    short = isobit.drift.measure(MODEL, [[1, 2]], vs=["decode", "length"], locate=False)
+    assert [row.axis for row in short.rows] == ["length"]
+    assert "decode, dynamic cache, did not run: no sequence is long enough" in str(short)

@@ -1,10 +1,12 @@
 """The pictures of pages in the documents: `python tools/shots.py` writes docs/img.
 
-They are of committed results, and of a kernel with a fault that is checked here. Fonts are those of the
+They are of committed results, of a kernel with a fault that is checked here, and of a small model whose drift
+is measured here. Fonts are those of the
 machine, so the bytes are not the same everywhere; what they show is.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,14 @@ CHECK = ("--op", "logp", "--candidate", "my_kernels:logp", "--law", "accuracy", 
          "--law", "repeatable", "--law", "invariant", "--device", "cpu")  # fmt: skip
 
 
+#: A small Llama with random weights.
+SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 500, "hidden_size": 128,
+         "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "initializer_range": 0.06}  # fmt: skip
+DRIFT = ("--random", "--dtype", "fp32", "--vs", "padding", "--tokens", "320", "--length", "64",
+         "--device", "cpu")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Shot:
     """One picture: of which page, how wide, and how much of it."""
@@ -46,20 +56,25 @@ SHOTS = {
     "bench.png": Shot("bench", 1000, 1300),
     "broken.png": Shot("broken", 1000, 640),
     "phone.png": Shot("broken", 390, 760, dark=True),
+    "drift.png": Shot("drift", 1000, 1060),
+    "drift_phone.png": Shot("drift", 390, 900, dark=True),
 }
 
 
 def pages(folder: Path) -> dict[str, Path]:
     """The pages that pictures are taken of, written into a folder."""
-    paths = {name: folder / f"{name}.html" for name in ("check", "bench", "broken")}
+    paths = {name: folder / f"{name}.html" for name in ("check", "bench", "broken", "drift")}
     results = ROOT / "results" / "h200"
     paths["check"].write_text(page([read_report(results / "check_linear_logp.json")], "isobit check"))
     paths["bench"].write_text(page([read_report(results / "logp.json")], "isobit bench"))
     (folder / "my_kernels.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "isobit", "check", *CHECK, "--html", str(paths["broken"])]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if not paths["broken"].is_file():
-        raise SystemExit(done.stdout + done.stderr)
+    (folder / "tiny-llama").mkdir()
+    (folder / "tiny-llama" / "config.json").write_text(json.dumps(SIZES))
+    for name, arguments in (("broken", ("check", *CHECK)), ("drift", ("drift", "tiny-llama", *DRIFT))):
+        command = [sys.executable, "-m", "isobit", *arguments, "--html", str(paths[name])]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if not paths[name].is_file():
+            raise SystemExit(done.stdout + done.stderr)
     return paths
 
 

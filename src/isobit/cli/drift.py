@@ -18,9 +18,11 @@ from isobit.cli.check import Files
 from isobit.cli.html import page
 from isobit.drift.axes import DEFAULT
 from isobit.drift.load import load_model, read_prompts
-from isobit.drift.measure import facts, made_up, measure
+from isobit.drift.measure import measure
 from isobit.drift.report import Report, verdict
-from isobit.drift.rollout import measure_rollout, read_rollouts
+from isobit.drift.rollout import measure_rollout
+from isobit.drift.rollout_file import read_rollouts
+from isobit.drift.subject import made_up, subject
 from isobit.frame.contract import ContractError
 
 
@@ -63,7 +65,7 @@ class Drift:
             else:
                 sequences: Any = prompts
                 if sequences is None:
-                    sequences = made_up(facts(model)[2], self.tokens or 1024, self.length)
+                    sequences = made_up(subject(model).vocab, self.tokens or 1024, self.length)
                 report = measure(
                     model, sequences, vs=self.axes, tokens=self.tokens or None, locate=self.locate,
                     try_zero_drift=self.try_it,

@@ -88,6 +88,26 @@ TIMED = sorted({OPS[name].folder: name for name in sorted(PUBLIC, key=lambda n: 
 # Panels of --help.
 INPUTS, CANDIDATE, FILES, RUN = "Inputs", "Your own function", "Files", "How to run"
 
+# Options of several commands.
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device", rich_help_panel=RUN)]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="write the report here, - for standard output", rich_help_panel=FILES),
+]
+HtmlFile = Annotated[
+    Path | None, typer.Option(help="write the report as an HTML page", rich_help_panel=FILES)
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(help="my_mod:adapt, adapt(fn) -> fn, maps its names and outputs", rich_help_panel=CANDIDATE),
+]
+Varied = Annotated[
+    Names,
+    typer.Option(
+        help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable", rich_help_panel=INPUTS
+    ),
+]
+
 
 @app.command()
 def check(
@@ -101,7 +121,7 @@ def check(
             help=f"law; repeatable: {', '.join(LAWS)}; or compile=TARGET, with {', '.join(TARGETS)}"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    device: Device = "auto",
     tolerances: Annotated[
         Path | None, typer.Option(help="file with your own tolerances (docs/check_my_kernel.md)")
     ] = None,
@@ -118,23 +138,13 @@ def check(
             rich_help_panel=INPUTS,
         ),
     ] = None,
-    option: Annotated[
-        Names,
-        typer.Option(
-            help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable", rich_help_panel=INPUTS
-        ),
-    ] = None,
+    option: Varied = None,
     data: Annotated[Names, typer.Option(help=DATA_HELP, rich_help_panel=INPUTS)] = None,
     candidate: Annotated[
         str | None,
         typer.Option(help="check it in place of one --op: my_pkg.my_mod:my_fn", rich_help_panel=CANDIDATE),
     ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            help="my_mod:adapt, adapt(fn) -> fn, maps its names and outputs", rich_help_panel=CANDIDATE
-        ),
-    ] = None,
+    adapter: Adapter = None,
     output_dtype: Annotated[
         str | None,
         typer.Option(help="dtype of its outputs, if it is not the op's", rich_help_panel=CANDIDATE),
@@ -157,13 +167,8 @@ def check(
         str | None,
         typer.Option(help="my_mod:other, the same with another order of its sums", rich_help_panel=CANDIDATE),
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="write the report here, - for standard output", rich_help_panel=FILES),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="write the report as an HTML page", rich_help_panel=FILES)
-    ] = None,
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
     results: Annotated[
         Path | None, typer.Option(help="write <results>/<gpu>/check_<op>.json", rich_help_panel=FILES)
     ] = None,
@@ -274,21 +279,14 @@ def bench(
             rich_help_panel=INPUTS,
         ),
     ] = None,
-    option: Annotated[
-        Names,
-        typer.Option(
-            help="option of every case, NAME=VALUE, e.g. temperature=0.7; repeatable", rich_help_panel=INPUTS
-        ),
-    ] = None,
+    option: Varied = None,
     core: Annotated[
         bool,
         typer.Option(
             "--core", help="only representative cases: minutes, not an hour", rich_help_panel=INPUTS
         ),
     ] = False,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, or any torch device", rich_help_panel=RUN)
-    ] = "auto",
+    device: Device = "auto",
     skip_check: Annotated[
         bool,
         typer.Option("--skip-check", help="time without checking; the stamp says so", rich_help_panel=RUN),
@@ -319,12 +317,7 @@ def bench(
         str | None,
         typer.Option(help="my_pkg.my_mod:my_fn, next to the rivals of one --op", rich_help_panel=CANDIDATE),
     ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            help="my_mod:adapt, adapt(fn) -> fn, maps its names and outputs", rich_help_panel=CANDIDATE
-        ),
-    ] = None,
+    adapter: Adapter = None,
     json_path: Annotated[
         Path | None,
         typer.Option("--json", help="write the results of one op or suite here", rich_help_panel=FILES),
@@ -365,7 +358,8 @@ def bench(
 @app.command("report")
 def report_on(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="JSON files of check, memcheck and bench, shown together")
+        list[Path] | None,
+        typer.Argument(help="JSON files of check, memcheck, bench and drift"),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write these files as an HTML page")] = None,
     against: Annotated[
@@ -390,9 +384,7 @@ def drift(
         str, typer.Argument(help="folder of a Hugging Face checkpoint, or with --random a config")
     ],
     random: Annotated[bool, typer.Option("--random", help="random weights; only the config is read")] = False,
-    vs: Annotated[
-        str, typer.Option(help=f"what is compared, of {','.join(AXES)}", show_default=True)
-    ] = ",".join(DEFAULT),
+    vs: Annotated[str, typer.Option(help=f"what is compared, of {', '.join(AXES)}")] = ",".join(DEFAULT),
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -418,14 +410,9 @@ def drift(
     try_it: Annotated[
         bool, typer.Option("--try", help="measure it once more under zero_drift: slow on a CPU")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="write the report here, - for standard output", rich_help_panel=FILES),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="write the report as an HTML page", rich_help_panel=FILES)
-    ] = None,
+    device: Device = "auto",
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Compute the same tokens in several ways: what differs, and in which module it begins. Exit code 1 if
     bits differ."""
@@ -454,7 +441,7 @@ def demo(
     zero_drift: Annotated[
         bool, typer.Option("--zero-drift", help="train with isobit's functions, too: slow on a CPU")
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    device: Device = "auto",
     steps: Annotated[int | None, typer.Option(help="number of training steps")] = None,
     seed: Annotated[int, typer.Option(help="random seed of weights, prompts and samples")] = 0,
     html: Annotated[Path, typer.Option(help="write the page here")] = Path("demo.html"),
@@ -469,7 +456,7 @@ def demo(
 
 @app.command()
 def info(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or any torch device")] = "auto",
+    device: Device = "auto",
     try_them: Annotated[
         bool, typer.Option("--try", help="enable and disable isobit in TRL, verl, FLA and vLLM: seconds")
     ] = False,

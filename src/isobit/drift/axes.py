@@ -4,22 +4,23 @@ The reference is `alone`: each sequence in one forward, as a trainer would with 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from isobit.drift.calls import Call, Piece, Plan
+from isobit.drift.calls import DYNAMIC, OWN, STATIC, Call, Piece, Plan
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that the axes use."""
+    """The sizes that the axes use. `window` is that of the model's attention, if it has one."""
 
     batches: tuple[int, ...] = (2, 8)
     padding: int = 13
     chunk: int = 16
     micro_batch: int = 4
+    window: int | None = None
 
 
 #: The plans of one setting of an axis, by what it is in words.
@@ -31,12 +32,17 @@ def alone(sequences: Sequence[Tensor]) -> list[Plan]:
 
 
 def batch(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:
-    """Next to other sequences of the same length, in different lines. Where there are not enough of them,
-    the batch is filled with tokens of others."""
-    return {f"{size} rows": _batches(sequences, size) for size in sizes.batches}
+    """Next to other sequences of the same length, in different lines; the largest batch a second time, with
+    every sequence in another line. Where there are not enough sequences, a batch is filled with tokens of
+    others."""
+    settings = {f"{size} rows": _batches(sequences, size) for size in sizes.batches}
+    largest = max(sizes.batches)
+    if largest > 1:
+        settings[f"{largest} rows, other places"] = _batches(sequences, largest, largest // 2)
+    return settings
 
 
-def _batches(sequences: Sequence[Tensor], size: int) -> list[Plan]:
+def _batches(sequences: Sequence[Tensor], size: int, shift: int = 0) -> list[Plan]:
     by_length: dict[int, list[int]] = {}
     for i, ids in enumerate(sequences):
         by_length.setdefault(len(ids), []).append(i)
@@ -46,7 +52,7 @@ def _batches(sequences: Sequence[Tensor], size: int) -> list[Plan]:
             here = group[start : start + size]
             others = [_stretched(sequences, here[0] + 1 + n, T) for n in range(size - len(here))]
             lines = [sequences[i] for i in here] + others
-            turn = len(plans) % size  # another line for each batch
+            turn = (len(plans) + shift) % size  # another line for each batch
             lines = lines[-turn:] + lines[:-turn] if turn else lines
             pieces = tuple(Piece(i, (n + turn) % size, 0, 0, T) for n, i in enumerate(here))
             plans.append(Plan((Call(torch.stack(lines), pieces),)))
@@ -84,16 +90,19 @@ def _padded(rows: Sequence[tuple[int, Tensor]], width: int, left: bool) -> Plan:
 
 def micro_batch(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:
     """In the order they came, some at a time, padded to the longest: as trainers do."""
-    numbered = list(enumerate(sequences))
-    size = sizes.micro_batch
-    groups = [numbered[start : start + size] for start in range(0, len(numbered), size)]
-    width = [max(len(ids) for _, ids in group) for group in groups]
     return {
-        f"{size} rows, padded on the {side}": [
-            _padded(group, w, left=side == "left") for group, w in zip(groups, width, strict=True)
+        f"{sizes.micro_batch} rows, padded on the {side}": [
+            _padded(group, max(len(ids) for _, ids in group), left=side == "left")
+            for group in _in_order(sequences, sizes.micro_batch)
         ]
         for side in ("left", "right")
     }  # fmt: skip
+
+
+def _in_order(sequences: Sequence[Tensor], size: int) -> list[list[tuple[int, Tensor]]]:
+    """Numbered sequences, some at a time."""
+    numbered = list(enumerate(sequences))
+    return [numbered[start : start + size] for start in range(0, len(numbered), size)]
 
 
 def chunk(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:
@@ -101,21 +110,31 @@ def chunk(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:
     plans = []
     for i, ids in enumerate(sequences):
         cuts = list(range(0, len(ids), sizes.chunk))
-        plans.append(_cached(i, ids, cuts, [True] * len(cuts), "dynamic"))
+        plans.append(_cached(i, ids, cuts, [True] * len(cuts), OWN))
     return {f"{sizes.chunk} tokens": plans}
 
 
 def decode(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:
-    """The first half at once, and the rest token by token from a cache. Only the rest is measured."""
+    """The first half at once, and the rest token by token from a cache: each sequence alone, and several in a
+    batch. Only the rest is measured."""
+    caches = {"dynamic": OWN, "static": STATIC}
+    if sizes.window is not None:  # the model's own cache drops keys that no token reads any more
+        caches = {"dynamic": DYNAMIC, "sliding": OWN, "static": STATIC}
     settings = {}
-    for cache in ("dynamic", "static"):
+    for name, cache in caches.items():
         plans = []
         for i, ids in enumerate(sequences):
-            half = max(1, len(ids) // 2)
+            half = _prefilled(ids)
             cuts = [0, *range(half, len(ids))]
             plans.append(_cached(i, ids, cuts, [False] + [True] * (len(cuts) - 1), cache))
-        settings[f"{cache} cache"] = plans
+        settings[f"{name} cache"] = plans
+    groups = _in_order(sequences, sizes.micro_batch)
+    settings[f"{sizes.micro_batch} rows, padded on the left"] = [_decoded_together(group) for group in groups]
     return settings
+
+
+def _prefilled(ids: Tensor) -> int:
+    return max(1, len(ids) // 2)
 
 
 def _cached(i: int, ids: Tensor, cuts: Sequence[int], measured: Sequence[bool], cache: str) -> Plan:
@@ -126,6 +145,26 @@ def _cached(i: int, ids: Tensor, cuts: Sequence[int], measured: Sequence[bool], 
         mask = ids.new_ones(1, end)
         calls.append(Call(ids[None, start:end], (piece,), mask, positions, past=start))
     return Plan(tuple(calls), cache)
+
+
+def _decoded_together(rows: Sequence[tuple[int, Tensor]]) -> Plan:
+    """As `generate` does: prompts padded on the left, then a token for each row. A row that has ended goes
+    on with token 0, which nothing compares."""
+    prompts = [_prefilled(ids) for _, ids in rows]
+    width = max(prompts)
+    (prefill,) = _padded([(i, ids[:n]) for (i, ids), n in zip(rows, prompts, strict=True)], width, True).calls
+    assert prefill.mask is not None
+    calls = [replace(prefill, pieces=tuple(replace(piece, measured=False) for piece in prefill.pieces))]
+    mask, first = prefill.mask, torch.tensor(prompts, device=prefill.ids.device)[:, None]
+    for step in range(max(len(ids) - n for (_, ids), n in zip(rows, prompts, strict=True))):
+        tokens, pieces = mask.new_zeros(len(rows), 1), []
+        for line, ((i, ids), n) in enumerate(zip(rows, prompts, strict=True)):
+            if n + step < len(ids):
+                tokens[line, 0] = ids[n + step]
+                pieces.append(Piece(i, line, 0, n + step, 1))
+        mask = torch.cat((mask, torch.ones_like(tokens)), 1)
+        calls.append(Call(tokens, tuple(pieces), mask, first + step, past=width + step))
+    return Plan(tuple(calls), OWN)
 
 
 def length(sequences: Sequence[Tensor], sizes: Sizes) -> Settings:

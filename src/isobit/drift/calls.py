@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.logp import logp
+from isobit.drift.readings import RAW, Read, read_as
+
+#: Caches: the one that the model makes, which drops keys behind a window if its attention has one; one that
+#: keeps all keys; one of a fixed size.
+CACHES = OWN, DYNAMIC, STATIC = "own", "dynamic", "static"
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Plan:
-    """Calls in their order. `cache` is "", "dynamic" or "static"."""
+    """Calls in their order. `cache` is one of `CACHES`, or "" for none."""
 
     calls: tuple[Call, ...]
     cache: str = ""
@@ -76,7 +80,7 @@ class Run:
 
     @torch.no_grad()
     def logits(self, plan: Plan) -> Iterator[tuple[Call, Tensor]]:
-        cache = self._static_cache(plan) if plan.cache == "static" else None
+        cache = self._cache(plan)
         for call in plan.calls:
             self.before(call)
             options: dict[str, Any] = {"use_cache": bool(plan.cache)}
@@ -88,12 +92,17 @@ class Run:
                 cache = made.past_key_values
             yield call, made.logits
 
-    def logps(
-        self, plans: Sequence[Plan], sequences: Sequence[Tensor], temperature: float = 1.0
-    ) -> list[Tensor]:
+    def logps(self, plans: Sequence[Plan], sequences: Sequence[Tensor]) -> list[Tensor]:
         """For each sequence, fp32 [T]: the log-probability of each token given those before it. NaN where
         nothing was computed or measured, and for the first one."""
-        logps = [torch.full((len(ids),), torch.nan) for ids in sequences]
+        (logps,) = self.read(plans, sequences, [read_as(RAW)])
+        return logps
+
+    def read(
+        self, plans: Sequence[Plan], sequences: Sequence[Tensor], reads: Sequence[Read]
+    ) -> list[list[Tensor]]:
+        """The same in several readings of the logits of one forward: for each, a list as of `logps`."""
+        made = [[torch.full((len(ids),), torch.nan) for ids in sequences] for _ in reads]
         for plan in plans:
             for call, logits in self.logits(plan):
                 for piece in call.pieces:
@@ -101,25 +110,22 @@ class Run:
                     targets = ids[piece.first + 1 : piece.first + piece.count + 1]
                     if not piece.measured or not len(targets):
                         continue
-                    rows = logits[piece.line, piece.columns][: len(targets)]
+                    rows = logits[piece.line, piece.columns][: len(targets)].float()
                     here = slice(piece.first + 1, piece.first + 1 + len(targets))
-                    logps[piece.sequence][here] = _logp(rows.float(), targets, temperature).cpu()
-        return logps
+                    for logps, read in zip(made, reads, strict=True):
+                        logps[piece.sequence][here] = read(rows, targets, piece.sequence).cpu()
+        return made
 
-    def _static_cache(self, plan: Plan) -> Any:
-        columns = max(call.past + call.ids.shape[1] for call in plan.calls)
-        return import_module("transformers").StaticCache(config=self.model.config, max_cache_len=columns)
+    def _cache(self, plan: Plan) -> Any:
+        """None for the one that the model makes."""
+        if plan.cache == DYNAMIC:
+            return import_module("transformers").DynamicCache()
+        if plan.cache == STATIC:
+            columns = max(call.past + call.ids.shape[1] for call in plan.calls)
+            return import_module("transformers").StaticCache(config=self.model.config, max_cache_len=columns)
+        return None
 
     def _autocast(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:
         if plan.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=plan.autocast)
-
-
-def _logp(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """[N]. The kernels of a GPU give a row the same bits in any number of rows. On a CPU nothing promises
-    that, so each row is computed alone."""
-    if logits.is_cuda:
-        return logp(logits, targets, temperature=temperature)
-    scaled = logits / temperature
-    return torch.stack([z[token] - z.logsumexp(0) for z, token in zip(scaled, targets, strict=True)])

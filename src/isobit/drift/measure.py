@@ -15,13 +15,15 @@ from isobit.drift.calls import Plan, Run
 from isobit.drift.metrics import differing, metrics
 from isobit.drift.replay import replay
 from isobit.drift.report import Report, Row, Tried
+from isobit.drift.subject import Progress, Prompts, checked_sequences, made_up, subject
 from isobit.drift.where import Where, compared, traced
-from isobit.frame.contract import ContractError, dtype_name
+from isobit.frame.contract import ContractError
 from isobit.integrations.hf.drift import zero_drift
 from isobit.integrations.hf.errors import HFError
 from isobit.integrations.hf.trial import evaluating
 
-Prompts = Sequence[Sequence[int]] | Sequence[Tensor]
+#: What a model that cannot compute something in a certain way raises.
+CANNOT = (TypeError, AttributeError, NotImplementedError, ValueError, ImportError, torch.OutOfMemoryError)
 
 
 def measure(
@@ -37,7 +39,7 @@ def measure(
     locate: bool = True,
     try_zero_drift: bool = False,
     random_weights: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Compute the log-probabilities of the same tokens in several ways, and say what differs, and where it
     begins. The reference is one forward of each sequence alone, as in training.
@@ -65,70 +67,100 @@ def measure(
         >>> sizes = dict(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
         >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=1)
         >>> model = transformers.LlamaForCausalLM(config)
-        >>> report = isobit.drift.measure(model, [[7, 3, 11, 2], [5, 8, 1]], vs=["batch"], batch_sizes=[2])
+        >>> report = isobit.drift.measure(model, [[7, 3, 11, 2], [5, 8, 1]], vs=["padding"])
         >>> [(row.axis, row.setting, row.metrics["tokens"]) for row in report.rows]
-        [('batch', '2 rows', 5)]
+        [('padding', '13 on the left', 5), ('padding', '13 on the right', 5)]
     """
     say = progress or (lambda line: None)
     _check_axes(vs)
-    device, dtype, vocab = facts(model)
-    sizes = Sizes(_positive("batch_sizes", batch_sizes), *_positive("sizes", (padding, chunk, micro_batch)))
-    rows = checked_sequences(made_up(vocab) if prompts is None else prompts, vocab, tokens, device)
-    run = Run(model, device)
-    compared_rows: list[Row] = []
-    skipped: dict[str, str] = {}
+    about = subject(model, random_weights)
+    sizes = _checked(Sizes(tuple(batch_sizes), padding, chunk, micro_batch, about.window))
+    given = made_up(about.vocab) if prompts is None else prompts
+    rows = checked_sequences(given, about.vocab, tokens, about.device)
+    run = Run(model, about.device)
+    work = _Comparison(run, rows, locate and isinstance(model, nn.Module), say)
     with evaluating(model) if isinstance(model, nn.Module) else nullcontext():
         say(f"reference: {len(rows)} sequences, each alone")
-        reference = axes.alone(rows)
-        expected = run.logps(reference, rows)
+        work.expected = run.logps(work.reference, rows)
         for axis in vs:
             for setting, plans in AXES[axis](rows, sizes).items():
-                say(f"{axis}: {setting}")
-                try:
-                    logps = run.logps(plans, rows)
-                except (TypeError, AttributeError, NotImplementedError, ValueError, ImportError) as error:
-                    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                    skipped[f"{axis}, {setting},"] = f"the model does not take it ({why})"
-                    continue
-                there = [~logp.isnan() for logp in logps]
-                numbers = metrics(*(
-                    [x[keep] for x, keep in zip(side, there, strict=True)] for side in (expected, logps)
-                ))  # fmt: skip
-                where = None
-                if locate and isinstance(model, nn.Module):
-                    worst = _worst(expected, logps)
-                    say(f"{axis}: {setting}: where it begins")
-                    where = located(run, reference[worst], plans, worst, len(rows[worst]))
-                compared_rows.append(Row(axis, setting, numbers, where))
+                work.compare(axis, setting, plans)
     tried = None
     if try_zero_drift:
         again = partial(
             measure, model, rows, vs=vs, batch_sizes=batch_sizes, padding=padding, chunk=chunk,
             micro_batch=micro_batch, locate=False, progress=lambda line: say(f"zero_drift: {line}"),
         )  # fmt: skip
-        tried = under_zero_drift(run, rows, again)
-    return Report(
-        model=type(model).__name__,
-        device=str(device),
-        dtype=dtype,
-        random_weights=random_weights,
-        sequences=len(rows),
-        tokens=sum(map(len, rows)),
-        rows=compared_rows,
-        skipped=skipped,
-        tried=tried,
+        tried = under_zero_drift(run, rows, again, sum(row.differ for row in work.compared))
+    return about.report(
+        len(rows), sum(map(len, rows)), work.compared, skipped=work.skipped, tried=tried,
+        remarks=_remarks(vs, rows, about.window),
+    )  # fmt: skip
+
+
+class _Comparison:
+    """Rows of a report, one by one. What a model cannot do, or what does not fit into memory, is skipped with
+    the reason, and nothing that was measured before is lost."""
+
+    def __init__(self, run: Run, rows: Sequence[Tensor], locate: bool, say: Progress) -> None:
+        self.run, self.rows, self.locate, self.say = run, rows, locate, say
+        self.reference = axes.alone(rows)
+        self.expected: list[Tensor] = []
+        self.compared: list[Row] = []
+        self.skipped: dict[str, str] = {}
+
+    def compare(self, axis: str, setting: str, plans: Sequence[Plan]) -> None:
+        self.say(f"{axis}: {setting}")
+        try:
+            logps = self.run.logps(plans, self.rows)
+        except CANNOT as error:
+            self.skipped[f"{axis}, {setting},"] = _why(error)
+            return
+        there = [~logp.isnan() for logp in logps]
+        numbers = metrics(*(
+            [x[keep] for x, keep in zip(side, there, strict=True)] for side in (self.expected, logps)
+        ))  # fmt: skip
+        if not numbers:
+            self.skipped[f"{axis}, {setting},"] = "no sequence is long enough"
+            return
+        where = None
+        if self.locate:
+            worst = _worst(self.expected, logps)
+            self.say(f"{axis}: {setting}: where it begins")
+            try:
+                where = located(self.run, self.reference[worst], plans, worst, len(self.rows[worst]))
+            except torch.OutOfMemoryError as error:
+                self.skipped[f"{axis}, {setting}, where it begins"] = _why(error)
+        self.compared.append(Row(axis, setting, numbers, where))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return "it does not fit into the memory of the GPU"
+    return (
+        f"the model does not take it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     )
 
 
-def under_zero_drift(run: Run, rows: Sequence[Tensor], measure_again: Callable[[], Report]) -> Tried:
+def _remarks(vs: Sequence[str], rows: Sequence[Tensor], window: int | None) -> list[str]:
+    longest = max(map(len, rows))
+    if window is None or longest > window or not {"chunk", "decode"} & set(vs):
+        return []
+    return [f"no sequence is longer than the window of {window} tokens: a sliding cache has dropped nothing"]
+
+
+def under_zero_drift(
+    run: Run, rows: Sequence[Tensor], measure_again: Callable[[], Report], differ: int
+) -> Tried:
     """The same measurement under `zero_drift`, or why the model is refused."""
     before_ms = _forward_ms(run, rows)
     try:
         with zero_drift(run.model):
             after_ms = _forward_ms(run, rows)
-            return Tried(measure_again().rows, before_ms, after_ms)
+            return Tried(measure_again().rows, before_ms, after_ms, differ)
     except HFError as error:
-        return Tried([], before_ms, None, str(error).splitlines()[0])
+        return Tried([], before_ms, None, differ, str(error).splitlines()[0])
 
 
 def _forward_ms(run: Run, rows: Sequence[Tensor], times: int = 3) -> float:
@@ -155,23 +187,6 @@ def located(run: Run, reference: Plan, plans: Sequence[Plan], sequence: int, len
     return where
 
 
-def made_up(vocab: int, tokens: int = 1024, longest: int = 128) -> list[Tensor]:
-    """Random ids, `tokens` in all, in sequences of several lengths."""
-    lengths: list[int] = []
-    for share in _repeated((1.0, 0.5, 0.75, 0.5)):
-        here = min(max(2, int(longest * share)), tokens - sum(lengths))
-        if here < 2:
-            break
-        lengths.append(here)
-    ids = torch.randint(vocab, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    return list(ids.split(lengths))
-
-
-def _repeated(shares: tuple[float, ...]) -> Any:
-    while True:
-        yield from shares
-
-
 def _worst(expected: Sequence[Tensor], logps: Sequence[Tensor]) -> int:
     """The sequence with the most tokens that differ."""
     differ = [int((differing(a, b) & ~b.isnan()).sum()) for a, b in zip(expected, logps, strict=True)]
@@ -188,42 +203,11 @@ def _check_axes(vs: Sequence[str]) -> None:
             raise ContractError(f"drift(vs: {axis!r}): given twice")
 
 
-def _positive(name: str, sizes: Sequence[int]) -> Any:
-    for size in sizes:
-        if not isinstance(size, int) or size < 1:
+def _checked(sizes: Sizes) -> Sizes:
+    named = {"padding": sizes.padding, "chunk": sizes.chunk, "micro_batch": sizes.micro_batch}
+    for name, size in (*(("batch_sizes", size) for size in sizes.batches), *named.items()):
+        if type(size) is not int or size < 1:
             raise ContractError(f"drift({name}: {size!r}): an integer from 1 on")
-    return tuple(sizes) if name == "batch_sizes" else list(sizes)
-
-
-def facts(model: Any) -> tuple[torch.device, str, int]:
-    """(device, dtype, size of the vocabulary) of a causal LM."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not callable(model):
-        raise ContractError(f"drift(model: {type(model).__name__}): not a causal LM: it has no LM head "
-                            "(get_output_embeddings)")  # fmt: skip
-    weight = head.weight
-    return weight.device, dtype_name(weight.dtype), weight.shape[0]
-
-
-def checked_sequences(prompts: Prompts, vocab: int, tokens: int | None, device: torch.device) -> list[Tensor]:
-    """Checked, cut to a number of tokens, and on the device."""
-    rows, left = [], tokens
-    for i, prompt in enumerate(prompts):
-        ids = torch.as_tensor(prompt)
-        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ContractError(
-                f"drift(prompts[{i}]: {list(ids.shape)}): token ids of one sequence, integers"
-            )
-        if len(ids) < 2:
-            raise ContractError(f"drift(prompts[{i}]): {len(ids)} tokens: a log-probability needs 2")
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            wrong = int(ids.max()) if int(ids.max()) >= vocab else int(ids.min())
-            raise ContractError(f"drift(prompts[{i}]): id {wrong} is outside the vocabulary of {vocab}")
-        if left is not None:
-            ids = ids[: max(0, left)]
-            left -= len(ids)
-        if len(ids) >= 2:
-            rows.append(ids.long().to(device))
-    if not rows:
-        raise ContractError("drift(prompts): no sequence of at least 2 tokens")
-    return rows
+    if not sizes.batches:
+        raise ContractError("drift(batch_sizes): none")
+    return sizes

@@ -13,11 +13,12 @@ The arithmetic is fp64, so that a difference in the last bit of a log-probabilit
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 #: verl limits the logarithm of a ratio to this before it squares the ratio.
 LOG_RATIO_LIMIT = 20.0
@@ -39,20 +40,32 @@ def differing(training: Tensor, rollout: Tensor) -> Tensor:
 def metrics(training: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, Any]:
     """The metrics of log-probabilities in fp32, one tensor [T] for each sequence on both sides. Sequences
     without a token are left out."""
-    pairs = [(a.cpu(), b.cpu()) for a, b in zip(training, rollout, strict=True) if len(a)]
-    trained32, rolled32 = (torch.cat([pair[side] for pair in pairs]) for side in (0, 1))
-    trained, rolled = trained32.double(), rolled32.double()
+    padded = [pad_sequence([x.cpu() for x in side], batch_first=True) for side in (training, rollout)]
+    lengths = torch.tensor([len(x) for x in training])
+    return batch_metrics(padded[0], padded[1], torch.arange(padded[0].shape[1]) < lengths[:, None])
+
+
+def batch_metrics(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The same of log-probabilities [B, T], where only tokens with a mask that is not 0 count. They are
+    computed on the device of the tensors. Without a single token there are no metrics: an empty dict."""
+    live = mask.bool()
+    some = live.any(1)
+    live, trained32, rolled32 = live[some], training.float()[some], rollout.float()[some]
+    if not len(live):
+        return {}
+    # Zeros where nothing counts: no NaN of padding reaches a sum.
+    both = [x.double().masked_fill(~live, 0.0) for x in (trained32, rolled32)]
+    counts, sums = live.sum(1), (both[0] - both[1]).sum(1)
+    log_ppl = [-x.sum(1) / counts for x in both]
+    log_ppl_diff = log_ppl[0] - log_ppl[1]
+    trained, rolled = (x[live] for x in both)
     log_ratio = trained - rolled
     ratio, p, q = log_ratio.exp(), trained.exp(), rolled.exp()
     probs_diff = (p - q).abs()
-    lengths = [len(a) for a, _ in pairs]
-    sums = torch.stack([x.sum() for x in log_ratio.split(lengths)])
-    log_ppl = [-torch.stack([x.mean() for x in side.split(lengths)]) for side in (trained, rolled)]
-    log_ppl_diff = log_ppl[0] - log_ppl[1]
     return {
         "tokens": len(trained),
-        "sequences": len(pairs),
-        "differ": int(differing(trained32, rolled32).sum()),
+        "sequences": len(live),
+        "differ": int(differing(trained32[live], rolled32[live]).sum()),
         "logp_diff_mean": log_ratio.abs().mean().item(),
         "logp_diff_max": log_ratio.abs().max().item(),
         "kl": (rolled - trained).mean().item(),
@@ -78,6 +91,18 @@ def metrics(training: Sequence[Tensor], rollout: Sequence[Tensor]) -> dict[str, 
     }  # fmt: skip
 
 
+def flat(several: Mapping[str, Any], prefix: str = "drift/") -> dict[str, float]:
+    """Metrics as a logger of numbers takes them: `drift/k3_kl`, `drift/ratio_percentiles/99`. The histogram
+    is left out, and so is what is not defined."""
+    numbers: dict[str, float] = {}
+    for name, value in several.items():
+        if isinstance(value, Mapping) and name != "histogram":
+            numbers |= {f"{prefix}{name}/{part}": each for part, each in value.items()}
+        elif isinstance(value, int | float):
+            numbers[prefix + name] = value
+    return numbers
+
+
 def _mean_square_minus_1(log_ratio: Tensor) -> float:
     limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(2 * limited).mean().item()
@@ -86,7 +111,7 @@ def _mean_square_minus_1(log_ratio: Tensor) -> float:
 def _quantiles(x: Tensor, percentiles: Sequence[int]) -> list[float]:
     """With linear interpolation. torch.quantile has a limit on the number of elements."""
     ordered = x.sort().values
-    at = torch.tensor(percentiles, dtype=torch.float64) / 100 * (len(x) - 1)
+    at = torch.tensor(percentiles, dtype=torch.float64, device=x.device) / 100 * (len(x) - 1)
     low = at.floor().long()
     high = (low + 1).clamp(max=len(x) - 1)
     return torch.lerp(ordered[low], ordered[high], at - low).tolist()
@@ -106,5 +131,6 @@ def _histogram(log_ratio: Tensor) -> dict[str, int]:
     """{lower edge of |log r|: tokens}, by decades. Zeros are not in it; the first decade has everything
     smaller, the last everything larger."""
     size = log_ratio.abs()
-    decade = size[size > 0].log10().floor().clamp(DECADES[0], DECADES[-1]).long()
-    return {f"1e{at}": int((decade == at).sum()) for at in DECADES}
+    decade = size[size > 0].log10().floor().clamp(DECADES[0], DECADES[-1]).long() - DECADES[0]
+    counts = torch.bincount(decade, minlength=len(DECADES)).tolist()
+    return {f"1e{at}": count for at, count in zip(DECADES, counts, strict=True)}

@@ -31,6 +31,8 @@ ATTENTION = ":attention"
 def kind_of(module: nn.Module) -> str:
     """What a module without children computes, by its class."""
     name = type(module).__name__.lower()
+    if _is_quantised(module):
+        return "quantised"
     gpt2_linear = name == "conv1d" and hasattr(module, "nf")
     if isinstance(module, nn.Linear) or name.endswith("linear") or gpt2_linear:
         return "linear"
@@ -39,7 +41,7 @@ def kind_of(module: nn.Module) -> str:
     if "rotary" in name or "rope" in name:
         return "rope"
     if "norm" in name:
-        return "norm"
+        return "layer norm" if isinstance(module, nn.LayerNorm) else "norm"
     if "dropout" in name or isinstance(module, nn.Identity):
         return "identity"
     if type(module).__module__ == "torch.nn.modules.activation" or "activation" in name or "elu" in name:
@@ -47,8 +49,16 @@ def kind_of(module: nn.Module) -> str:
     return "other"
 
 
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether its weight is of integers, or of floating-point numbers of 8 bits."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(x.ndim >= 2 and (not x.is_floating_point() or x.element_size() == 1) for x in tensors)
+
+
 #: Kinds that compute each token from that token alone. Others may read those before it.
-TOKEN_BY_TOKEN = ("linear", "embedding", "rope", "norm", "identity", "activation", "attention")
+TOKEN_BY_TOKEN = (
+    "linear", "embedding", "rope", "norm", "layer norm", "quantised", "identity", "activation", "attention"
+)  # fmt: skip
 
 
 @dataclass

@@ -5,6 +5,8 @@ REMEDIES = {
     "linear": "isobit.det_linear: isobit.nn.swap_linear(model) or zero_drift",
     "attention": 'isobit.attention: attn_implementation="isobit" or zero_drift',
     "norm": "isobit.rms_norm, if it is an RMSNorm: zero_drift",
+    "layer norm": "nothing of isobit: it has RMSNorm, no LayerNorm",
+    "quantised": "nothing of isobit: a quantised layer; its own kernels decide",
     "rope": "isobit.rope, if queries and keys are rotated as in Llama",
     "activation": "isobit.swiglu, if it is the SiLU of a gate: its product is computed with it",
 }

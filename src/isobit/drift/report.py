@@ -36,6 +36,7 @@ class Tried:
     rows: list[Row]
     before_ms: float
     after_ms: float | None
+    before_differ: int = 0  # tokens of all rows without it
     refused: str | None = None
 
     @property
@@ -45,6 +46,7 @@ class Tried:
     def to_json(self) -> dict[str, Any]:
         return {
             "rows": [row.to_json() for row in self.rows],
+            "before_differ": self.before_differ,
             "before_ms": self.before_ms,
             "after_ms": self.after_ms,
             "refused": self.refused,
@@ -55,8 +57,10 @@ class Tried:
             return f"zero_drift refuses this model: {self.refused}"
         differ = sum(row.differ > 0 for row in self.rows)
         what = f"other bits in {differ}" if differ else "the same bits in all"
-        return (f"tried zero_drift: {what} of {len(self.rows)} comparisons; a forward of the longest "
-                f"sequence takes {self.after_ms:.3g} ms instead of {self.before_ms:.3g}")  # fmt: skip
+        tokens = sum(row.differ for row in self.rows)
+        return (f"tried zero_drift: {what} of {len(self.rows)} comparisons, {tokens} tokens differ instead "
+                f"of {self.before_differ}; a forward of the longest sequence takes {self.after_ms:.3g} ms "
+                f"instead of {self.before_ms:.3g}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Report:
     rows: list[Row]
     skipped: dict[str, str] = field(default_factory=dict)  # axes that could not run, and why
     causes: list[str] = field(default_factory=list)  # of a rollout: what is wrong before any kernel is
+    remarks: list[str] = field(default_factory=list)  # what else a reader must know
     tried: Tried | None = None
 
     @property
@@ -82,13 +87,13 @@ class Report:
     @property
     def notes(self) -> list[str]:
         notes = []
-        fewest = min((row.metrics["tokens"] for row in self.rows), default=0)
+        fewest = min((row.metrics["tokens"] for row in self.rows if not row.differ), default=FEW)
         if fewest < FEW:
             notes.append(f"only {fewest} tokens were compared on an axis: equal bits of so few say little")
         if self.random_weights:
             notes.append("the weights are random: probabilities are flat, and differences smaller or larger "
                          "than in a trained model")  # fmt: skip
-        return notes + [f"{axis} did not run: {why}" for axis, why in self.skipped.items()]
+        return notes + self.remarks + [f"{axis} did not run: {why}" for axis, why in self.skipped.items()]
 
     @property
     def remedies(self) -> dict[str, dict[str, Any]]:

@@ -1,40 +1,39 @@
 """The log-probabilities of a rollout engine against the trainer's forward of the same tokens.
 
-A rollout is a file with one JSON object a line:
+The first row of a report is the file as it is. Then the trainer's forward is repeated as the engine's options
+say, one option after the other: temperature and top-k or top-p of processed log-probabilities, the dtype of
+the weights, an LM head in fp32. Each row is what is left with all options so far, so that the last one is
+what no option explains.
 
-    {"prompt_ids": [1, 5, 9], "output_ids": [7, 2], "logprobs": [-0.25, -1.5],
-     "logprob_bits": ["be800000", "bfc00000"], "engine": "vllm", "version": "0.26.0",
-     "options": {"temperature": 1.0}}
-
-`logprob_bits` are the fp32 bits in hexadecimal; without them the decimal numbers are rounded to fp32. The
-last three may be left out.
-
-Before anything is said about kernels, mistakes that look like drift are tried: another temperature, ids that
-are shifted by one, a missing or an additional BOS. One is named if it explains most of the difference. If
-none does and the difference is large, the log-probabilities are of another model.
+Before anything is said about kernels, mistakes that look like drift are tried on that rest: another
+temperature, log-probabilities that are shifted by one token, a missing or an additional BOS. One is named if
+it explains most of the difference. If none does and the difference is large, the log-probabilities are of
+another model.
 """
 
-import json
-import math
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isobit.drift import axes
 from isobit.drift.calls import Run
-from isobit.drift.measure import checked_sequences, facts
 from isobit.drift.metrics import metrics
+from isobit.drift.readings import RAW, Read, Sampling, processed, read_as
 from isobit.drift.report import Report, Row
-from isobit.frame.contract import ContractError
+from isobit.drift.rollout_file import Rollout, read_rollouts
+from isobit.drift.subject import Progress, Subject, checked_sequences, subject
+from isobit.frame.contract import ContractError, dtype_name
 from isobit.integrations.hf.trial import evaluating
 
-#: Temperatures that are tried in addition to the one in the options.
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
+#: Temperatures that are tried, and then more around the best of them.
+TEMPERATURES = tuple(n / 10 for n in range(3, 21))
+CLOSER = tuple(n / 100 for n in range(-9, 10))
 
 #: A mean difference of log-probabilities that kernels alone do not make, and how much smaller it must be for
 #: a mistake to be its cause.
@@ -44,80 +43,13 @@ LARGE, EXPLAINED = 0.02, 0.2
 OTHER_WEIGHTS = 0.3
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """One line of the file."""
-
-    prompt_ids: list[int]
-    output_ids: list[int]
-    logprobs: Tensor  # fp32 [T]
-    engine: str = "engine"
-    version: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.prompt_ids, *self.output_ids]
-
-
-def read_rollouts(path: Path) -> list[Rollout]:
-    """All lines of a file; an error names the first one that is wrong."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ContractError(f"--rollout {path}: cannot be read ({error})") from None
-    rollouts = [_rollout(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not rollouts:
-        raise ContractError(f"--rollout {path}: no lines in it")
-    return rollouts
-
-
-def _rollout(line: str, place: str) -> Rollout:
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise ContractError(f"{place}: not JSON ({error}); each line is an object") from None
-    if not isinstance(given, dict):
-        raise ContractError(f"{place}: not an object with prompt_ids, output_ids and logprobs")
-    missing = [
-        key for key in ("prompt_ids", "output_ids", "logprobs") if not isinstance(given.get(key), list)
-    ]
-    if missing:
-        raise ContractError(f"{place}: {', '.join(missing)} missing: lists of numbers")
-    prompt, output, decimal = given["prompt_ids"], given["output_ids"], given["logprobs"]
-    if not prompt or not output or not all(type(i) is int for i in (*prompt, *output)):
-        raise ContractError(f"{place}: prompt_ids and output_ids are lists of integers, with one at least")
-    if len(decimal) != len(output):
-        raise ContractError(f"{place}: {len(decimal)} logprobs for {len(output)} output_ids")
-    wrong = [x for x in decimal if not isinstance(x, int | float) or not math.isfinite(x) or x > 1e-3]
-    if wrong:
-        raise ContractError(f"{place}: {wrong[0]!r} is not a log-probability")
-    logprobs = torch.tensor(decimal, dtype=torch.float32)
-    if given.get("logprob_bits") is not None:
-        logprobs = _from_bits(given["logprob_bits"], logprobs, place)
-    options = given.get("options") or {}
-    return Rollout(
-        prompt, output, logprobs, str(given.get("engine", "engine")), str(given.get("version", "")), options
-    )  # fmt: skip
-
-
-def _from_bits(words: Any, decimal: Tensor, place: str) -> Tensor:
-    try:
-        bits = torch.tensor([struct.unpack(">f", bytes.fromhex(word))[0] for word in words])
-    except (ValueError, TypeError, struct.error):
-        raise ContractError(f"{place}: logprob_bits are strings of 8 hexadecimal digits") from None
-    if len(bits) != len(decimal) or not torch.allclose(bits, decimal, rtol=1e-3, atol=1e-3):
-        raise ContractError(f"{place}: logprob_bits are not those of logprobs")
-    return bits
-
-
 def measure_rollout(
     model: Any,
     rollouts: Path | str | Sequence[Rollout],
     *,
     tokens: int | None = None,
     random_weights: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Compare the log-probabilities of a rollout with those of a model's forward, each sequence alone.
 
@@ -129,87 +61,211 @@ def measure_rollout(
         progress: called with a line of text before each step.
 
     Returns:
-        A report. `causes` names mistakes that were recognised. The first row is the rollout as it is in the
-        file; if a cause was recognised, the second is what is left without it.
+        A report. The first row is the rollout as it is in the file. Each option of the engine that differs
+        from the trainer's has a row, and so has a mistake that was recognised: what is left without it.
+        `causes` names them.
     """
     say = progress or (lambda line: None)
-    given = read_rollouts(Path(rollouts)) if isinstance(rollouts, Path | str) else list(rollouts)
-    given = _limited(given, tokens)
-    device, dtype, vocab = facts(model)
-    checked_sequences([one.ids for one in given], vocab, None, device)  # errors before anything runs
-    trainer = _Trainer(model, device, given)
+    every = read_rollouts(Path(rollouts)) if isinstance(rollouts, Path | str) else list(rollouts)
+    if not every:
+        raise ContractError("drift(rollouts): none")
+    given = _limited(every, tokens)
+    about = subject(model, random_weights)
+    checked_sequences([one.ids for one in given], about.vocab, None, about.device)  # errors before it runs
+    trainer = _Trainer(about, given)
     with evaluating(model):
-        say(f"the trainer's forward of {len(given)} sequences")
-        plain = trainer.compared()
-        rows = [Row("rollout", _engine(given), metrics(*plain))]
-        causes = []
-        before = _mean_difference(plain)
-        if before > LARGE:
-            say("the difference is large: trying temperature, shift and BOS")
-            cause, left = min(trainer.mistakes(), key=lambda tried: _mean_difference(tried[1]))
-            if _mean_difference(left) < EXPLAINED * before:
-                causes.append(cause)
-                rows.append(Row("rollout", "without that", metrics(*left)))
-            elif before > OTHER_WEIGHTS:
-                causes.append("the log-probabilities are of another model: other weights, or another prompt "
-                              "than in the file")  # fmt: skip
-    return Report(
-        model=type(model).__name__,
-        device=str(device),
-        dtype=dtype,
-        random_weights=random_weights,
-        sequences=len(given),
-        tokens=sum(len(one.output_ids) for one in given),
-        rows=rows,
-        causes=causes,
-    )
+        rows, causes, remarks = _explained(trainer, say)
+    if len(given) < len(every):
+        beyond = f"the others are beyond {tokens} tokens"
+        remarks.append(f"{len(given)} of {len(every)} sequences were compared: {beyond}")
+    outputs = sum(len(one.output_ids) for one in given)
+    return about.report(len(given), outputs, rows, causes=causes, remarks=remarks)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How the trainer's log-probabilities are computed. `samplings` has one for each sequence; `prefix` comes
+    in front of each prompt, and `drop` of its first tokens are left out."""
+
+    samplings: tuple[Sampling, ...]
+    dtype: torch.dtype | None = None
+    fp32_head: bool = False
+    prefix: tuple[int, ...] = ()
+    drop: int = 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the engine that differs from the trainer's, and what it changes in the forward. It may not
+    be `said` that log-probabilities are processed; then they are if that is nearer."""
+
+    name: str
+    differs: str
+    change: dict[str, Any]
+    said: bool = True
 
 
 Pairs = tuple[list[Tensor], list[Tensor]]
+
+
+def _explained(trainer: "_Trainer", say: Progress) -> tuple[list[Row], list[str], list[str]]:
+    """(rows, causes, remarks)."""
+    given = trainer.given
+    say(f"the trainer's forward of {len(given)} sequences")
+    forward = Forward((RAW,) * len(given))
+    left = trainer.compared(forward)
+    before = _mean_difference(left)
+    rows, causes, remarks = [Row("rollout", _engine(given), metrics(*left))], list[str](), list[str]()
+    for option in trainer.options():
+        say(f"the same with {option.name}")
+        changed = replace(forward, **option.change)
+        now = trainer.compared(changed)
+        after = _mean_difference(now)
+        if not option.said and after > before:
+            remarks.append(f"{option.name} is in the options, and log-probabilities are nearer to those "
+                           "without it: the engine returns raw ones")  # fmt: skip
+            continue
+        rows.append(Row("rollout", f"with {option.name}", metrics(*now)))
+        causes.append(f"{option.differs}: a mean difference of {before:.2g}, and {after:.2g} with that")
+        forward, before = changed, after
+    if before > LARGE:
+        say("the difference is large: trying temperature, shift and BOS")
+        cause, rest = min(trainer.mistakes(forward), key=lambda tried: _mean_difference(tried[1]))
+        if _mean_difference(rest) < EXPLAINED * before:
+            causes.append(cause)
+            rows.append(Row("rollout", "without that", metrics(*rest)))
+        else:
+            causes.append(_unexplained(before))
+    return rows, causes, remarks
+
+
+def _unexplained(difference: float) -> str:
+    if difference > OTHER_WEIGHTS:
+        return "the log-probabilities are of another model: other weights, or another prompt than in the file"
+    return (
+        f"a mean difference of {difference:.2g} is more than kernels make, and no temperature, shift or BOS "
+        "explains it: weights of another step, a quantised engine, or another prompt than in the file"
+    )
 
 
 @dataclass
 class _Trainer:
     """The forward of a model, of the file's sequences or of some that are changed."""
 
-    model: Any
-    device: torch.device
+    about: Subject
     given: list[Rollout]
 
-    def compared(self, temperature: float = 1.0, prefix: Sequence[int] = (), drop: int = 0) -> Pairs:
-        """(the trainer's log-probabilities of outputs, the engine's), with tokens in front of each prompt or
-        with some of its first ones dropped."""
-        ids = [
-            torch.tensor([*prefix, *one.ids[drop:]], dtype=torch.long, device=self.device)
-            for one in self.given
-        ]
-        logps = Run(self.model, self.device).logps(axes.alone(ids), ids, temperature)
-        outputs = [x[len(x) - len(one.output_ids) :] for x, one in zip(logps, self.given, strict=True)]
-        return outputs, [one.logprobs for one in self.given]
+    def options(self) -> list[Option]:
+        """Those of the engine that differ from the trainer's."""
+        differing, given = [], [one.options for one in self.given]
+        samplings = tuple(RAW if options.processed is False else options.sampling for options in given)
+        name = " or ".join(dict.fromkeys(str(each) for each in samplings if each != RAW))
+        if name:
+            text = f"the engine's log-probabilities are of {name}, the trainer's of logits as they are"
+            said = all(options.processed is not None for options in given)
+            differing.append(Option(name, text, {"samplings": samplings}, said))
+        dtype, own = self._of_all("dtype"), _head(self.about.model).weight.dtype
+        if dtype not in (None, own):
+            text = f"the engine's weights are in {dtype_name(dtype)}, the trainer's in {dtype_name(own)}"
+            differing.append(Option(f"weights in {dtype_name(dtype)}", text, {"dtype": dtype}))
+        if self._of_all("fp32_head") and (dtype or own) != torch.float32:
+            text = f"the engine's LM head is in fp32, the trainer's in {dtype_name(own)}"
+            differing.append(Option("an LM head in fp32", text, {"fp32_head": True}))
+        return differing
 
-    def mistakes(self) -> list[tuple[str, Pairs]]:
+    def _of_all(self, name: str) -> Any:
+        values = {getattr(one.options, name) for one in self.given}
+        if len(values) > 1:
+            raise ContractError(f"drift(rollouts): lines differ in options.{name}: one file is of one engine")
+        return values.pop()
+
+    def compared(self, forward: Forward) -> Pairs:
+        """(the trainer's log-probabilities of outputs, the engine's)."""
+
+        def read(logits: Tensor, targets: Tensor, sequence: int) -> Tensor:
+            return processed(logits, targets, forward.samplings[sequence])
+
+        (pairs,) = self.read(forward, [read])
+        return pairs
+
+    def read(self, forward: Forward, reads: Sequence[Read]) -> list[Pairs]:
+        """The same in several readings of the logits of one forward."""
+        given = ([*forward.prefix, *one.ids[forward.drop :]] for one in self.given)
+        ids = [torch.tensor(each, dtype=torch.long, device=self.about.device) for each in given]
+        with _as_the_engine(self.about.model, forward) as call:
+            made = Run(call, self.about.device).read(axes.alone(ids), ids, reads)
+        theirs = [one.logprobs for one in self.given]
+        return [
+            ([x[len(x) - len(one.output_ids) :] for x, one in zip(logps, self.given, strict=True)], theirs)
+            for logps in made
+        ]
+
+    def mistakes(self, forward: Forward) -> list[tuple[str, Pairs]]:
         """(what could be wrong, what is compared without it)."""
-        tried = []
-        stated = {float(t) for one in self.given if (t := one.options.get("temperature")) not in (None, 0, 1)}
-        for temperature in sorted({*stated, *TEMPERATURES}):
-            name = f"the engine's log-probabilities are of temperature {temperature:g}, the trainer's of 1"
-            tried.append((name, self.compared(temperature)))
-        ours, theirs = self.compared()
+        return [*self._temperatures(forward), *self._shifts(forward), *self._bos(forward)]
+
+    def _temperatures(self, forward: Forward) -> list[tuple[str, Pairs]]:
+        tried = self._at(forward, TEMPERATURES)
+        best = min(tried, key=lambda t: _mean_difference(tried[t]))
+        tried |= self._at(forward, tuple(round(best + more, 2) for more in CLOSER))
+        said = " or ".join(dict.fromkeys(f"{each.temperature:g}" for each in forward.samplings))
+        text = "the engine's log-probabilities are of temperature {:g}, the trainer's of {}"
+        return [(text.format(t, said), pairs) for t, pairs in tried.items()]
+
+    def _at(self, forward: Forward, temperatures: Sequence[float]) -> dict[float, Pairs]:
+        reads = [read_as(Sampling(t)) for t in temperatures]
+        return dict(zip(temperatures, self.read(forward, reads), strict=True))
+
+    def _shifts(self, forward: Forward) -> list[tuple[str, Pairs]]:
+        ours, theirs = self.compared(forward)
         later = [x[1:] for x in ours], [x[:-1] for x in theirs]
         sooner = [x[:-1] for x in ours], [x[1:] for x in theirs]
-        if any(len(x) for x in later[0]):
-            text = "log-probabilities are shifted by one: each belongs to the token {}"
-            tried += [(text.format("after it"), later), (text.format("before it"), sooner)]
-        bos = getattr(getattr(self.model, "config", None), "bos_token_id", None)
-        if isinstance(bos, int) and not any(one.prompt_ids[0] == bos for one in self.given):
+        if not any(len(x) for x in later[0]):
+            return []
+        text = "log-probabilities are shifted by one: each belongs to the token {}"
+        return [(text.format("after it"), later), (text.format("before it"), sooner)]
+
+    def _bos(self, forward: Forward) -> list[tuple[str, Pairs]]:
+        bos = getattr(getattr(self.about.model, "config", None), "bos_token_id", None)
+        if not isinstance(bos, int):
+            return []
+        if not any(one.prompt_ids[0] == bos for one in self.given):
             name = f"a BOS is missing: the engine had token {bos} in front of each prompt"
-            tried.append((name, self.compared(prefix=[bos])))
-        if isinstance(bos, int) and all(
-            one.prompt_ids[0] == bos and one.prompt_ids[1:] for one in self.given
-        ):
+            return [(name, self.compared(replace(forward, prefix=(bos,))))]
+        if all(one.prompt_ids[0] == bos and one.prompt_ids[1:] for one in self.given):
             name = f"a BOS too much: the engine did not have token {bos} in front of each prompt"
-            tried.append((name, self.compared(drop=1)))
-        return tried
+            return [(name, self.compared(replace(forward, drop=1)))]
+        return []
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+@contextmanager
+def _as_the_engine(model: nn.Module, forward: Forward) -> Iterator[Callable[..., Any]]:
+    """The model with weights of the engine's dtype, and with its LM head in fp32. The model keeps its own."""
+    hook = _head(model).register_forward_hook(_in_fp32) if forward.fp32_head else None
+    try:
+        if forward.dtype is None:
+            yield model
+        else:
+            cast = {
+                name: p.to(forward.dtype) for name, p in model.named_parameters() if p.is_floating_point()
+            }  # buffers, such as the frequencies of rotary embeddings, stay
+            yield partial(_called, model, cast)
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def _called(model: nn.Module, parameters: dict[str, Tensor], **inputs: Any) -> Any:
+    return torch.func.functional_call(model, parameters, kwargs=inputs)
+
+
+def _in_fp32(head: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    bias = getattr(head, "bias", None)
+    return nn.functional.linear(given[0].float(), head.weight.float(), None if bias is None else bias.float())
 
 
 def _mean_difference(pairs: Pairs) -> float:
@@ -218,16 +274,13 @@ def _mean_difference(pairs: Pairs) -> float:
 
 
 def _limited(given: list[Rollout], tokens: int | None) -> list[Rollout]:
-    if tokens is None:
-        return given
-    kept, left = [], tokens
-    for one in given:
-        left -= len(one.ids)
-        if left < 0:
+    """The first sequences with so many tokens together; the first one in any case."""
+    kept, left = given[:1], None if tokens is None else tokens - len(given[0].ids)
+    for one in given[1:]:
+        left = None if left is None else left - len(one.ids)
+        if left is not None and left < 0:
             break
         kept.append(one)
-    if not kept:
-        raise ContractError(f"--tokens {tokens}: the first sequence has {len(given[0].ids)}")
     return kept
 
 

@@ -15,6 +15,8 @@ COLUMNS = {
 
 #: Pixels of the heat map and of the histogram, and of the words around them.
 WIDTH, CELL, LEFT, TOP, BARS = 320, 10, 46, 8, 110
+#: Rows of the report that a table of all metrics has side by side.
+ROWS = 8
 #: Tokens that the heat map shows one by one; more are shown several to a column.
 TOKENS = 160
 
@@ -90,21 +92,31 @@ def _detail(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _all_metrics(rows: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Every metric with its value in each row; those that are several numbers are taken apart."""
-    flat = []
-    for row in rows:
-        numbers: dict[str, Any] = {}
-        for key, value in row["metrics"].items():
-            if isinstance(value, dict):
-                numbers |= {f"{key} {part}": x for part, x in value.items() if key != "histogram"}
-            else:
-                numbers[key] = value
-        flat.append(numbers)
-    return [
-        (key, [(_name(row), _number(numbers[key])) for row, numbers in zip(rows, flat, strict=True)])
-        for key in flat[0]
-    ]
+def _all_metrics(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tables of every metric with its value in each row, some rows at a time. Metrics that are several
+    numbers are taken apart."""
+    tables = []
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        flat = [_numbers(row["metrics"]) for row in some]
+        tables.append({
+            "names": [_name(row) for row in some],
+            "lines": [
+                (key, [(_name(row), _number(each[key])) for row, each in zip(some, flat, strict=True)])
+                for key in flat[0]
+            ],
+        })  # fmt: skip
+    return tables
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if isinstance(value, dict):
+            numbers |= {f"{key} {part}": x for part, x in value.items() if key != "histogram"}
+        else:
+            numbers[key] = value
+    return numbers
 
 
 def heat_map(layers: list[str], heat: list[str]) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 from isobit.bench.goals import tally
 from isobit.cli.html.memcheck import runs
+from isobit.drift.report import verdict
 from isobit.frame.contract import ContractError
 
 #: What a report holds, and the kind of report that this makes it.
-KINDS = {"candidates": "a check", "runs": "a memcheck", "rows": "a benchmark"}
+KINDS = {"candidates": "a check", "runs": "a memcheck", "rows": "a benchmark", "axes": "a drift report"}
 
 
 def kind_of(report: dict[str, Any]) -> str:
@@ -18,14 +19,14 @@ def kind_of(report: dict[str, Any]) -> str:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of check, memcheck or bench."""
+    """A report of check, memcheck, bench or drift."""
     try:
         report = json.loads(path.read_text())
         known = isinstance(report, dict) and "stamp" in report and any(kind in report for kind in KINDS)
     except (OSError, ValueError) as error:
         raise ContractError(f"{path}: cannot be read ({error})") from None
     if not known:
-        raise ContractError(f"{path}: not a report of isobit check, memcheck or bench")
+        raise ContractError(f"{path}: not a report of isobit check, memcheck, bench or drift")
     return dict(report)
 
 
@@ -40,6 +41,8 @@ def summary_line(report: dict[str, Any]) -> str:
         ops = ", ".join(dict.fromkeys(run["op"] for run in mine))
         calls, failed = sum(run["calls"] for run in mine), sum(not run["passed"] for run in report["runs"])
         return f"memcheck of {ops or 'nothing'}: {calls} calls, {failed} of {len(report['runs'])} runs failed"
+    if "axes" in report:
+        return f"drift of {report.get('model_name', report['model'])}: {verdict(report)}"
     met = tally(report.get("summary", []), " goals met")
     ops = ", ".join(dict.fromkeys(row["op"] for row in report["rows"]))
     return f"bench of {ops}: {len(report['rows'])} rows{', ' if met else ''}{met}"
@@ -63,7 +66,10 @@ def compare(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Cha
     kinds = {"older": kind_of(old), "newer": kind_of(new)}
     if kinds["older"] != kinds["newer"]:
         raise ContractError(f"{kinds['newer']} and {kinds['older']} cannot be compared")
-    changes = _verdicts(old, new) if "rows" not in old else _times(old, new, slower)
+    if "rows" in old:
+        changes = _times(old, new, slower)
+    else:
+        changes = _drifts(old, new) if "axes" in old else _verdicts(old, new)
     return sorted(changes, key=lambda change: not change.worse)
 
 
@@ -84,6 +90,29 @@ def _verdicts(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
         if was != is_now:
             changes.append(Change(name, was, is_now, is_now == "FAIL" or was == "ok"))
     return changes
+
+
+def _drifts(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """Comparisons with another share of tokens that differ; more, or not compared any more, is worse."""
+    before, now = (
+        {f"{row['axis']}: {row['setting']}": row["metrics"] for row in report["axes"]}
+        for report in (old, new)
+    )
+    changes = []
+    for name in dict.fromkeys((*before, *now)):
+        was, is_now = before.get(name), now.get(name)
+        if _share(was) != _share(is_now):
+            worse = is_now is None or (_share(is_now) or 0.0) > (_share(was) or 0.0)
+            changes.append(Change(name, _differ(was), _differ(is_now), worse))
+    return changes
+
+
+def _share(metrics: dict[str, Any] | None) -> float | None:
+    return None if metrics is None else float(metrics["differ"] / metrics["tokens"])
+
+
+def _differ(metrics: dict[str, Any] | None) -> str:
+    return "not there" if metrics is None else f"{metrics['differ']} of {metrics['tokens']} tokens differ"
 
 
 def _times(old: dict[str, Any], new: dict[str, Any], slower: float) -> list[Change]:
