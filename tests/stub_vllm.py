@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import stub_vllm_v2
 from isobit.integrations.vllm import disable, switch
 from isobit.integrations.vllm import versions as v
+from stub_vllm_v2 import Gathered
 
 BACKEND = "vllm.v1.attention.backend"
 FLASH = "vllm.v1.attention.backends.flash_attn"
@@ -171,12 +173,6 @@ def register_backend(backend: _Member, class_path: str | None = None, is_mamba: 
     backend.override = class_path
 
 
-class Gathered(NamedTuple):
-    logprob_token_ids: Tensor
-    logprobs: Tensor
-    selected_token_ranks: Tensor
-
-
 @dataclass
 class Metadata:
     """What a sampler is given."""
@@ -184,19 +180,59 @@ class Metadata:
     temperature: list[float]
     max_num_logprobs: int | None = 0
     logprob_token_ids: dict[int, list[int]] | None = None
+    allowed_token_ids_mask: Tensor | None = None
+    bad_words_token_ids: dict[int, Any] | None = None
+    no_penalties: bool = True
+    processors: tuple[Any, ...] = ()
+
+    @property
+    def logitsprocs(self) -> Any:
+        return SimpleNamespace(non_argmax_invariant=self.processors)
+
+
+class MinTokensLogitsProcessor:
+    """One of vLLM's own, which is there for requests that do not use it too."""
+
+    def __init__(self, min_toks: dict[int, int]) -> None:
+        self.min_toks = min_toks
 
 
 class Sampler(nn.Module):
-    """Takes the most probable token but two, and changes the logits as filters do."""
+    """Takes the most probable token but two. Penalties change logits in place, and so does the temperature,
+    and filters after it."""
+
+    written = (0, 0)  # the addresses of logits that processors and filters may have changed
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.topk_topp_sampler = SimpleNamespace(logprobs_mode="processed_logprobs")
 
     def forward(
         self, logits: Tensor, sampling_metadata: Metadata, predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:  # fmt: skip
         logits = logits.float()  # of fp32 this is no copy
+        logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
         sampled = logits.topk(3).indices[:, 2]
+        processed = logits.data_ptr()
+        logits = self.apply_temperature(logits, torch.tensor(sampling_metadata.temperature), False)
+        self.written = processed, logits.data_ptr()
         logits.fill_(-torch.inf)
         return SimpleNamespace(sampled_token_ids=sampled.int()[:, None], logprobs_tensors=None)
+
+    def apply_logits_processors(
+        self, logits: Tensor, sampling_metadata: Metadata, predict_bonus_token: bool
+    ) -> Tensor:
+        if sampling_metadata.allowed_token_ids_mask is not None:
+            logits.masked_fill_(sampling_metadata.allowed_token_ids_mask, -torch.inf)
+        used = any(getattr(each, "min_toks", True) for each in sampling_metadata.processors)
+        if used or sampling_metadata.bad_words_token_ids or not sampling_metadata.no_penalties:
+            logits[:, 5:9] = -torch.inf
+        return logits
+
+    @staticmethod
+    def apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
+        return logits.div_(torch.where(temp < 1e-5, 1.0, temp)[:, None])
 
     @staticmethod
     def compute_logprobs(logits: Tensor) -> Tensor:
@@ -242,6 +278,9 @@ def runner_class() -> type:
 
         def load_model(self, load_dummy_weights: bool = False) -> None:
             self.model = Graph(self.given) if self.vllm_config.graphs else self.given
+
+        def profile_run(self) -> None:
+            self.profiled = getattr(self, "profiled", 0) + 1
 
         def get_model(self) -> Any:
             return self.model.runnable if isinstance(self.model, Graph) else self.model
@@ -292,7 +331,7 @@ def modules(version: str = "0.26.0") -> dict[str, ModuleType]:
         },
     }
     made: dict[str, ModuleType] = {}
-    for name, content in contents.items():
+    for name, content in (contents | stub_vllm_v2.contents()).items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):  # packages above it
             made.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
@@ -356,9 +395,10 @@ class Qwen3ForCausalLM(nn.Module):
             setattr(self, name, module)
 
 
-def runner_of(model: Any, /, **other: Any) -> Any:
+def runner_of(model: Any, /, v2: bool = False, **other: Any) -> Any:
     """A model runner that has loaded a model."""
-    runner = import_module(v.GPU_RUNNER).GPUModelRunner(settings(**other), model)
+    place = v.GPU_RUNNER_V2 if v2 else v.GPU_RUNNER
+    runner = import_module(place).GPUModelRunner(settings(**{"use_v2_model_runner": v2} | other), model)
     runner.load_model()
     return runner
 

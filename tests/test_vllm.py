@@ -19,6 +19,7 @@ from transformers.models.qwen3 import modeling_qwen3 as hf
 import isobit
 import stub_vllm as stub
 from isobit.integrations import vllm
+from isobit.integrations.hf import warmup
 from isobit.integrations.vllm import layers, rotary, switch, versions
 from stub_vllm import Qwen3ForCausalLM, loaded, runner_of
 
@@ -71,6 +72,8 @@ def test_arguments_that_a_newer_version_adds_do_no_harm(engine: dict[str, Module
 
         def get_model(self) -> None: ...
 
+        def profile_run(self) -> None: ...
+
         def sample_tokens(self, grammar_output: Any, more: Any = None) -> None: ...
 
     engine[versions.GPU_RUNNER].GPUModelRunner = GPUModelRunner  # type: ignore[attr-defined]
@@ -98,7 +101,7 @@ def state(engine: dict[str, ModuleType]) -> list[Any]:
 
 
 def test_on_and_off(engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(switch.RUNNER, "1")
+    monkeypatch.setenv(switch.RUNNER, "0")
     before = state(engine)
     with vllm.enable() as on:
         enabled = state(engine)
@@ -178,6 +181,18 @@ def test_every_module_is_served_and_counted(engine: dict[str, ModuleType]) -> No
     assert loaded(Qwen3ForCausalLM()).proj(x).dtype == x.dtype and on.served == 6  # a new one is vLLM's own
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_an_engine_says_how_it_is_served(engine: dict[str, ModuleType], v2: bool) -> None:
+    def of(runner: Any) -> Any:
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        return switch.options_of(SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor)))
+
+    with vllm.enable(logits_dtype=torch.bfloat16):
+        served = runner_of(Qwen3ForCausalLM(), v2=v2)
+    assert of(served) == switch.Options(logits_dtype="bfloat16")  # after disable, too
+    assert of(runner_of(Qwen3ForCausalLM(), v2=v2)) is None
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -198,6 +213,24 @@ def test_a_module_that_is_not_served_is_named(engine: dict[str, ModuleType], oth
         loaded(Qwen3ForCausalLM(other=other()))
         assert sum(on.passed.values()) == 1
         assert "LEFT TO vLLM" in str(vllm.report()) and reason in str(vllm.report())
+
+
+def test_parameters_of_a_subclass_are_passed_on_as_tensors(
+    engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call with a tensor of another class has no plan: it is checked and chosen anew every time."""
+
+    class Weight(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+
+    seen: list[type] = []
+    monkeypatch.setattr(layers, "det_linear", lambda x, *given: seen.extend(map(type, given)) or x)
+    layer = SimpleNamespace(quant_method=SimpleNamespace(), weight=Weight(torch.ones(2, 2)))
+    layers._serve_linear(layer, lambda name: None)
+    layer.quant_method.apply(layer, torch.ones(1, 2), Weight(torch.ones(2)))
+    assert seen == [torch.Tensor, torch.Tensor]
 
 
 def test_a_model_that_is_captured_into_graphs_is_served(engine: dict[str, ModuleType]) -> None:
@@ -293,7 +326,6 @@ def test_a_model_with_unknown_roundings_is_refused(engine: dict[str, ModuleType]
             {"compilation_config": SimpleNamespace(mode=3), "additional_config": object()},
             "additional_config is no dictionary",
         ),
-        ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"model": {"dtype": torch.float32}}, "dtype=torch.float32"),
         ({"model": {"disable_cascade_attn": False}}, "pass disable_cascade_attn=True"),
         ({"model": {"logprobs_mode": "processed_logits"}}, "logprobs_mode='processed_logits' returns logits"),
@@ -360,3 +392,22 @@ def test_a_rotary_module_that_models_share_stays_vllms_own(engine: dict[str, Mod
     assert torch.equal(second(positions - 7, x)[0], before)  # other positions are looked up
     table.zero_()  # what vLLM restores after a sleep is what is read
     assert not first(positions, x)[0].any()
+
+
+def test_the_first_run_of_an_engine_is_rehearsed_if_that_is_wanted(
+    engine: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[Any] = []
+
+    def rehearse(call: Any) -> None:
+        rehearsed.append((call(), runner.profiled))
+
+    monkeypatch.setattr(warmup, "warmup", rehearse)
+    with vllm.enable(warm_up=True):
+        assert os.environ[switch.VARIABLE] == "1,warm_up"
+        assert switch.Options.read("1,warm_up").warm_up
+        runner = engine[versions.GPU_RUNNER].GPUModelRunner(None, None)
+        runner.profile_run()
+        assert rehearsed == [(None, 1)] and runner.profiled == 2
+    runner.profile_run()
+    assert len(rehearsed) == 1 and runner.profiled == 3

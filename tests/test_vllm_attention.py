@@ -2,6 +2,7 @@
 vLLM: `make engines` runs the real one."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -181,31 +182,24 @@ def test_graphs_are_those_of_decoding_and_pages_are_those_of_the_kernel(
 # Memory that the caller has
 
 
-class Launcher:
-    """A backend that launches kernels, and one that does not."""
-
-    def __init__(self, launches: bool) -> None:
-        self.launches, self.seen = launches, list[Any]()
-
-    def run(self, **args: Any) -> Any:
-        self.seen.append(args)
-        args.get("out", torch.empty_like(args["q"])).fill_(3.0)
-        return torch.full_like(args["q"], 3.0), None
-
-
 @pytest.mark.parametrize("launches", [True, False])
 def test_results_are_written_to_the_memory_that_is_given(
     monkeypatch: pytest.MonkeyPatch, launches: bool
 ) -> None:
     """By a launcher itself, which is chosen once for calls of one form."""
-    launcher, choices = Launcher(launches), []
+    seen, choices = [], []
+
+    def run(**args: Any) -> Any:
+        seen.append(args)
+        args.get("out", torch.empty_like(args["q"])).fill_(3.0)
+        return torch.full_like(args["q"], 3.0), None
 
     def choose(*given: Any) -> Any:
         choices.append(given)
-        return launcher
+        return replace(op.forward.backend_named("model"), run=run, launches=launches)
 
     monkeypatch.setattr(frame_op, "choose", choose)
-    monkeypatch.setattr(into, "_plans", {})
+    op.forward.forget()
     q, k = torch.randn(2, 3, 2, 64).bfloat16(), torch.randn(2, 9, 1, 64).bfloat16()
     memory = torch.zeros(10, 2, 64).bfloat16()
     out = memory[2:8].view(2, 3, 2, 64)
@@ -214,16 +208,19 @@ def test_results_are_written_to_the_memory_that_is_given(
     packed = q.view(6, 2, 64)
     into.attention_into(memory[2:8], packed, packed, packed, cu_seqlens_q=ints([0, 6]))
     assert len(choices) == 2 and (out == 3).all() and not memory[:2].any() and not memory[8:].any()
-    for args in launcher.seen:
+    for args in seen:
         assert (args.pop("out").data_ptr() == out.data_ptr()) if launches else ("out" not in args)
         assert set(args) == {p.name for p in op.forward.own_params} and args["q"].ndim == 4
-    assert [args["window"] for args in launcher.seen] == [4, 4, None]
+    assert [args["window"] for args in seen] == [4, 4, None]
+    op.forward.forget()
 
 
 def test_memory_of_another_form_is_refused() -> None:
     q = torch.randn(1, 3, 2, 64).bfloat16()
     for out in (q.float(), q[:, :2], torch.empty(1, 3, 2, 128).bfloat16()[..., ::2]):
-        with pytest.raises(isobit.ContractError, match="must be contiguous and like q"):
+        with pytest.raises(
+            isobit.ContractError, match=r"attention\(out: .*must be contiguous and like the result"
+        ):
             into.attention_into(out, q, q, q)
 
 

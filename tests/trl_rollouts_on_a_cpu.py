@@ -76,7 +76,7 @@ def logged(**options: Any) -> dict[str, Any]:
     """By metric of rollouts: its value at each step; and whether the trainer is restored afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         trained = trainer(folder, **{"max_steps": 1} | options)
-        with isobit.integrations.trl.zero_drift(trained) as on:
+        with isobit.integrations.trl.zero_drift(trained, lengths=8) as on:
             trained.train()
             shown = str(on).splitlines()[0]
     steps = [entry for entry in trained.state.log_history if "loss" in entry]
@@ -113,9 +113,9 @@ def refused() -> dict[str, str]:
         made = trainer(folder)
         refuse("another", object())
         for name, owner, attribute in (
-            ("generate", made, "use_transformers_continuous_batching"), ("vllm", made, "use_vllm"),
+            ("generate", made, "use_transformers_continuous_batching"),
             ("fp32 head", made.args, "cast_lm_head_to_fp32"),
-        ):  # fmt: skip
+        ):
             with mock.patch.object(owner, attribute, not getattr(owner, attribute)):
                 refuse(name, made)
         with isobit.integrations.trl.zero_drift(made):

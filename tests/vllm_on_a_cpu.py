@@ -108,7 +108,8 @@ def one_family(folder, given, more=False):
             "isobit.logp",
         }  # fmt: skip
         counts |= requests(llm, given, trainer) | controls(llm, given, trainer)
-        counts |= optimizer_steps(llm, given, trainer, folder)
+        for name, rows, wanted in vr.optimizer_steps(llm, given, trainer, folder, logps, NEW, lr=0.01):
+            counts[name] = different(rows, wanted)
     del llm
     vr.free()
     say(os.path.basename(folder), counts)
@@ -153,32 +154,6 @@ def controls(llm, given, trainer):
         counts["control: SwiGLU that rounds once"] = different(rows, vr.trained(trainer, given, rows, logps))
     finally:
         layers.swiglu = ours
-    return counts
-
-
-def optimizer_steps(llm, given, trainer, folder):
-    """Rollouts, a loss, a step, and the new weights in the engine: in place, at other addresses, and from a
-    file."""
-    counts, optimizer = {}, torch.optim.AdamW(trainer.parameters(), lr=0.01)
-    for step in ("in place", "other addresses", "reloaded"):
-        rows = vr.rollout(llm, given, 1.0)
-        for prompt, (tokens, _) in zip(given, rows, strict=True):
-            logp = vr.token_logps(trainer, torch.tensor([prompt + tokens]), 1.0)[0, len(prompt) - 1 :]
-            advantage = 1.0 if sum(tokens) % 2 else -1.0
-            (-advantage * (logp - logp.detach()).exp().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        old = different(rows, vr.trained(trainer, given, rows, logps, 1.0))
-        counts[f"control: before the weights of a step are {step}"] = old
-        if step == "other addresses":
-            vr.move_parameters(llm)
-        if step == "reloaded":
-            trainer.save_pretrained(folder)
-            llm.collective_rpc("reload_weights")
-        else:
-            vr.load(llm, trainer)
-        rows = vr.rollout(llm, given, 1.0)
-        counts[f"a step, {step}"] = different(rows, vr.trained(trainer, given, rows, logps, 1.0))
     return counts
 
 
@@ -230,6 +205,7 @@ def main():
         assert different(vr.rollout(llm, given), greedy) == 0
         (theirs,) = llm.collective_rpc(isobit.integrations.vllm.report)
         assert theirs.calls["isobit.attention"] > 0 and theirs.variables[switch.VARIABLE] == "1"
+        assert theirs.runner == "V1, since V2 is served on GPUs alone"
         say("a worker in another process has loaded the plugin: the same bits")
         del llm
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

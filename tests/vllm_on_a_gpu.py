@@ -201,27 +201,8 @@ def a_family(family, **options):
 def steps():
     given, folder = prompts()[:8], saved("Qwen3", 2)
     llm, trainer = engine(folder), vr.trainer_of(folder, DEVICE)
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3)
-    for step in ("in place", "at other addresses", "reloaded"):
-        rows = vr.rollout(llm, given, 1.0, NEW)
-        for prompt, (tokens, _) in zip(given, rows, strict=True):
-            ids = torch.tensor([prompt + tokens], device=DEVICE)
-            logp = token_logps(trainer, ids, 1.0)[0, len(prompt) - 1 :]
-            advantage = 1.0 if sum(tokens) % 2 else -1.0
-            (-advantage * (logp - logp.detach()).exp().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted = trained(trainer, given, rows, token_logps, 1.0)
-        CASES.same(f"control: the old weights, before a step {step}", rows, wanted, control=True)
-        if step == "at other addresses":
-            vr.move_parameters(llm)
-        if step == "reloaded":
-            trainer.save_pretrained(folder)
-            llm.collective_rpc("reload_weights")
-        else:
-            vr.load(llm, trainer)
-        rows = vr.rollout(llm, given, 1.0, NEW)
-        CASES.same(f"a step, weights {step}", rows, trained(trainer, given, rows, token_logps, 1.0))
+    for name, rows, wanted in vr.optimizer_steps(llm, given, trainer, folder, token_logps, NEW, lr=1e-3):
+        CASES.same(name, rows, wanted, control=name.startswith("control"))
 
 
 def log_softmax():

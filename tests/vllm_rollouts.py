@@ -186,6 +186,33 @@ def trained(model, given, rows, logps, temperatures=0.0):
     return result
 
 
+def optimizer_steps(llm, given, trainer, folder, logps, new, lr):
+    """Three times a rollout, a loss, a step, and the new weights in the engine: in place, at other addresses,
+    and from a file. Yields (name, rows, the trainer's): a control before the engine has the new weights, and
+    what must be equal afterwards."""
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=lr)
+    for way in ("in place", "at other addresses", "reloaded"):
+        rows = rollout(llm, given, 1.0, new)
+        for prompt, (tokens, _) in zip(given, rows, strict=True):
+            ids = torch.tensor([prompt + tokens], device=trainer.device)
+            logp = token_logps(trainer, ids, 1.0)[0, len(prompt) - 1 :]
+            advantage = 1.0 if sum(tokens) % 2 else -1.0
+            (-advantage * (logp - logp.detach()).exp().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        old = trained(trainer, given, rows, logps, 1.0)
+        yield f"control: the old weights, before a step {way}", rows, old
+        if way == "at other addresses":
+            move_parameters(llm)
+        if way == "reloaded":
+            trainer.save_pretrained(folder)
+            llm.collective_rpc("reload_weights")
+        else:
+            load(llm, trainer)
+        rows = rollout(llm, given, 1.0, new)
+        yield f"a step, weights {way}", rows, trained(trainer, given, rows, logps, 1.0)
+
+
 def log_softmax(model, ids, temperature):
     """Of the model's own logits, rounded to its dtype."""
     logits = model(ids).logits[:, :-1].log_softmax(-1, dtype=torch.float32)

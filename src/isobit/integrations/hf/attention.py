@@ -18,6 +18,7 @@ result that come from zeros are dropped. That is a copy of the keys in every cal
 """
 
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -196,22 +197,49 @@ _HARMLESS = frozenset((
 ))  # fmt: skip
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Called by a layer: query [B, H, T, D], key and value [B, KV, S, D]; returns [B, T, H, D]."""
+class LayerCall(NamedTuple):
+    """What a layer passes: query [B, H, T, D], key and value [B, KV, S, D]."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attention_mask: Tensor | None
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+    softcap: float | None
+    more: dict[str, Any]  # the arguments of a forward, and of some models
+
+
+def for_layers(function: Callable[[LayerCall], Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """A function of transformers' attention interface, by one that returns [B, T, H, D]."""
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        given = module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap
+        return function(LayerCall(*given, more)), None
+
+    return attend
+
+
+@for_layers
+def attend(call: LayerCall) -> Tensor:
+    module, attention_mask, more = call.module, call.attention_mask, call.more
+    scaling, sliding_window = call.scaling, call.sliding_window
     _check_packing(more, attention_mask)
-    check_layer(module, query, value, dropout, more, _HARMLESS)
-    q, k, v = (t.transpose(1, 2) for t in in_one_dtype(query, key, value))
+    check_layer(call, _HARMLESS)
+    q, k, v = (t.transpose(1, 2) for t in in_one_dtype(call.query, call.key, call.value))
     D = q.shape[-1]
     if D not in HEAD_SIZES:
         scaling = D**-0.5 if scaling is None else scaling
@@ -232,17 +260,17 @@ def attend(
         raise refusal(f"{layer_name(module)} has {k.shape[1]} keys, and its mask is for {info.keys}")
     if info.dropped and info.window is None:  # not earlier: a model may make a mask that no layer uses
         raise refusal(f"the cache has dropped keys that {layer_name(module)} sees")
-    options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": softcap}
+    options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": call.softcap}
     if info.packed:
         assert numbers is not None
         B, T = q.shape[:2]
         q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))
-        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0, ..., :D], None
+        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0, ..., :D]
     if info.front:
         k, v = (nn.functional.pad(t, (0, 0, 0, 0, info.front, 0)) for t in (k, v))
     options["key_start"] = numbers[0] if numbers and info.starts else None
     options["key_end"] = numbers[1] if numbers and info.ends else None
-    return attention(q, k, v, **options)[..., :D], None
+    return attention(q, k, v, **options)[..., :D]
 
 
 def wider(module: nn.Module, D: int) -> int:
@@ -260,20 +288,19 @@ def _check_packing(more: dict[str, Any], mask: Tensor | None) -> None:
             raise refusal(f"{name} needs position_ids that restart at 0 for every sequence")
 
 
-def check_layer(
-    module: nn.Module, query: Tensor, value: Tensor, dropout: float, more: dict[str, Any],
-    harmless: frozenset[str],
-) -> None:  # fmt: skip
-    """An error if a layer needs what `isobit.attention` does not have. `more` are its other arguments."""
-    if dropout:
-        raise refusal(f"dropout={dropout} of {layer_name(module)}: set attention_dropout to 0 in its config")
-    for name, given in more.items():
+def check_layer(call: LayerCall, harmless: frozenset[str]) -> None:
+    """An error if a layer needs what `isobit.attention` does not have."""
+    module, query, value = call.module, call.query, call.value
+    if call.dropout:
+        dropout = f"dropout={call.dropout} of {layer_name(module)}"
+        raise refusal(f"{dropout}: set attention_dropout to 0 in its config")
+    for name, given in call.more.items():
         if given is None or given is False or name in harmless:
             continue
         if name == "output_attentions":
             raise refusal("output_attentions=True: probabilities are never stored")
         raise refusal(f"{layer_name(module)} passes {name}, which isobit.attention does not have")
-    if more.get("is_causal") is False:
+    if call.more.get("is_causal") is False:
         raise refusal(f"is_causal=False for {layer_name(module)}")
     if query.shape[-1] != value.shape[-1]:
         sizes = f"{query.shape[-1]} elements for queries and {value.shape[-1]} for values"

@@ -4,7 +4,7 @@
         print(on)
         model.generate(...)
 
-Everything that sums is computed by isobit: attention, linear layers, the LM head, norms, LoRA adapters. The
+Everything that sums is computed by isobit: attention, linear layers, the LM head, experts, norms. The
 rest (embeddings, rotary embeddings, activations, other norms) stays torch's, and is tested: see `trial`. A
 model with other modules, or that fails the test, is refused and stays unchanged. One that is changed later is
 noticed by the next forward: see `guard`.
@@ -12,20 +12,24 @@ noticed by the next forward: see `guard`.
 
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from isobit.integrations.hf import adapters, guard, refusals, trial
 from isobit.integrations.hf.attention import NAME, PAGED, register_attention
 from isobit.integrations.hf.errors import HFError, by_reason
-from isobit.integrations.hf.norms import DetRMSNorm
+from isobit.integrations.hf.experts import DetRouter
+from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import refusal
 from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
+from isobit.integrations.hf.warmup import of_calls, of_model
 from isobit.integrations.patch import Handle, Patch, Switch
 from isobit.layers.classes import Classes
+from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear, class_here
 from isobit.numerics import CHAIN16
@@ -70,6 +74,7 @@ class Report:
 def _report(model: Any, tried: Tried, since: dict[str, str] | None = None) -> Report:
     """By what a model is computed now."""
     kinds: dict[str, Any] = {"isobit.det_linear": DetLinear, "isobit.rms_norm": DetRMSNorm}
+    kinds |= {"isobit.nn.DetExperts": DetExperts, "isobit router": DetRouter}
     changed = {"isobit.attention": _attention_layers(model)}
     changed |= {key: [n for n, m in model.named_modules() if isinstance(m, kinds[key])] for key in kinds}
     left, untried, new = Counter[str](), Counter[str](), Counter[str]()
@@ -97,7 +102,16 @@ def _attention_layers(model: Any) -> list[str]:
 
 def _leaves(model: nn.Module) -> list[nn.Module]:
     """Modules without children that isobit does not compute, except empty containers."""
-    not_these = (DetLinear, DetRMSNorm, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+    not_these = (
+        DetLinear,
+        DetRMSNorm,
+        DetExperts,
+        DetRouter,
+        nn.ModuleDict,
+        nn.ModuleList,
+        nn.ParameterDict,
+        nn.ParameterList,
+    )
     return [m for m in model.modules() if not [*m.children()] and not isinstance(m, not_these)]
 
 
@@ -198,23 +212,34 @@ class ZeroDrift(Handle):
 _switches: "weakref.WeakKeyDictionary[nn.Module, Switch]" = weakref.WeakKeyDictionary()
 
 
-def zero_drift(model: Any, *, numerics: Classes = None) -> ZeroDrift:
+def zero_drift(
+    model: Any,
+    *,
+    numerics: Classes = None,
+    batch: int | Sequence[int] = 1,
+    lengths: int | Sequence[int] = (),
+    train: bool = False,
+) -> ZeroDrift:
     """Make a causal LM of transformers give every token the same bits: in training, in prefill at once or in
     chunks, in decoding with a cache, alone or in any batch. `generate` and everything else stay as they are.
 
     Attention goes through `isobit.attention` (`register_attention`), linear layers and the LM head through
-    `isobit.det_linear`, norms through `isobit.rms_norm`. All other modules stay torch's. Each class of them
-    is tested on this machine, and so is the model as a whole: see `trial`. A static cache lets `generate`
-    compile its steps on a GPU; that is turned off, because compiled code rounds in other places.
+    `isobit.det_linear`, experts through `isobit.nn.DetExperts`, norms through `isobit.rms_norm`. All other
+    modules stay torch's. Each class of them is tested on this machine, and so is the model as a whole: see
+    `trial`. A static cache lets `generate` compile its steps on a GPU; that is turned off, because compiled
+    code rounds in other places.
 
     Args:
         model: a `PreTrainedModel` with an LM head, in bf16 or fp16; or in fp32, and called under autocast.
-            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are covered by isobit's tests; others are tested by
-            this call. It may have LoRA adapters, in its dtype or in fp32, and may be in a `PeftModel`.
+            Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, and the mixtures of experts Qwen3-MoE, Mixtral and
+            OLMoE are covered by isobit's tests; others are tested by this call. It may have LoRA adapters, in
+            its dtype or in fp32, and may be in a `PeftModel`.
         numerics: the numerics class of linear layers, "chain16" or "tree8"; or a map {name: class}, as for
             `isobit.nn.swap_linear`: names may be glob patterns such as "*.down_proj", and layers that are not
             in the map are chain16, like all layers without a map. Adapters are always chain16. None keeps
             the classes of a model that is enabled already.
+        batch, lengths, train: what to compile in parallel beforehand, as for `isobit.warmup`, together with
+            what the test of the model needs. Without lengths kernels are compiled when they are first used.
 
     Returns:
         A handle: `print` it, `check()` or `disable()` it, or use it as a context manager. `changed` and
@@ -245,28 +270,50 @@ def zero_drift(model: Any, *, numerics: Classes = None) -> ZeroDrift:
     if switch is None:
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(given).__name__})")
     with switch.lock:
-        patch, new = switch.applied(None, lambda: _apply(model, numerics))
+        sizes = Warmup(given, batch, lengths, train)
+        patch, new = switch.applied(None, lambda: _apply(model, numerics, sizes))
         assert isinstance(patch, _Patch)
         if not new:
             check_numerics(model, numerics)
         if not new and not guard.is_unchanged(model):  # what was added since
-            again = _apply(model, numerics)
+            again = _apply(model, numerics, sizes)
             patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
     _switches[model] = switch
     return ZeroDrift(switch, patch, new and not patch.adopted)
 
 
-def _apply(model: Any, numerics: Classes) -> _Patch:
+class Warmup(NamedTuple):
+    """What to compile before a model is tested: nothing if there are no lengths."""
+
+    model: Any  # with its adapters
+    batch: int | Sequence[int]
+    lengths: int | Sequence[int]
+    train: bool
+
+    def of_norms(self, norms: Callable[[], object]) -> None:
+        """Before it is known by what norms are computed."""
+        if self.lengths != ():
+            of_calls(self.model, norms)
+
+    def of_all(self, trial: Callable[[], object]) -> None:
+        """Of its layers, for the trial and for calls of these sizes."""
+        if self.lengths != ():
+            of_model(self.model, self.batch, self.lengths, self.train, None, False, trial)
+
+
+def _apply(model: Any, numerics: Classes, warmup: Warmup) -> _Patch:
     _check_refusals(model)
     check_numerics(model, numerics)
     register_attention()
     adopted = is_on(model)
     with or_as_before(model):
+        warmup.of_norms(partial(options_of_all, model))
         skipped = turn_on(model, numerics)
         if skipped:
             raise refusal(model, by_reason(skipped))
         if not _attention_layers(model):
             raise refusal(model, "no module in it uses transformers' AttentionInterface")
+        warmup.of_all(partial(trial.of_model, model, _vocab(model), ()))
         tried = _tried(model)
     guard.put_on(model)
     report = _report(model, tried)
@@ -284,11 +331,15 @@ def _check_refusals(model: Any) -> None:
         raise refusal(model, by_reason(refused))
 
 
+def _vocab(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
 def _tried(model: Any) -> Tried:
     """The classes of modules that torch computes, and whether they were called; raises an error if one
     depends on the batch, or the model as a whole."""
     left: Collection[trial.ModuleClass] = set(map(trial.class_of_module, _leaves(model)))
-    differing, calls = trial.of_model(model, model.get_output_embeddings().weight.shape[0], left)
+    differing, calls = trial.of_model(model, _vocab(model), left)
     wrong = {each[0].__name__: reason for each, call in calls.items() if (reason := trial.of_module(call))}
     if wrong:
         raise refusal(model, f"these depend on the batch on this machine: {by_reason(wrong)}")

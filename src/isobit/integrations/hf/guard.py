@@ -22,8 +22,10 @@ from isobit.frame.caller import warn
 from isobit.integrations.hf import adapters
 from isobit.integrations.hf.attention import NAME, PAGED
 from isobit.integrations.hf.errors import HFError, by_reason
+from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm
 from isobit.integrations.hf.refusals import is_compiled, of_module, refusal
+from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear
 
@@ -155,7 +157,6 @@ class Guard:
         _snapshots[model] = Snapshot(model)
         self.snapshots += 1
 
-    @torch.compiler.assume_constant_result  # the tracer calls it, and what it makes does not
     def tell_compiled(self) -> None:
         """Say it once."""
         if not self.told:
@@ -180,8 +181,9 @@ class Guard:
 
     def _new(self, module: nn.Module) -> str | None:
         kind = class_of(module)
-        if isinstance(module, DetLinear | DetRMSNorm):
-            ours = type(module).forward in (DetLinear.forward, DetRMSNorm.forward)
+        if isinstance(module, DetLinear | DetRMSNorm | DetExperts | DetRouter):
+            served = (DetLinear, DetRMSNorm, DetExperts, DetRouter)
+            ours = type(module).forward in [each.forward for each in served]
             return None if ours else f"its class is {kind.__name__} now"
         if kind is nn.Linear:
             return "a Linear that torch computes"
@@ -226,6 +228,9 @@ COMPILED = (
 def put_on(model: Any, guard: Guard | None = None) -> None:
     """Guard a model as it is now; or as it was for a guard that was taken off."""
     take_off(model)
+    # The tracer calls it, and what it makes does not. Not as a decorator: this imports all of
+    # `torch._dynamo`, two seconds of every command that has no model.
+    torch.compiler.assume_constant_result(Guard.tell_compiled)
     if guard is None:
         guard = Guard(model)
         _snapshots[model] = Snapshot(model)

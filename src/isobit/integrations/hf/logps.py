@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.frame.contract import ContractError, describe
+from isobit.frame.rehearsed import is_rehearsed
 from isobit.integrations.hf.adapters import adds_tokens, base_of
 from isobit.integrations.hf.errors import HFError
 from isobit.layers.fsdp import class_of, in_forward
@@ -238,7 +239,7 @@ class Head:
                 hook.remove()
         if "logps" not in seen:
             raise _refusal(self.model, "its forward does not call its backbone and its head")
-        if self.model not in _compared:
+        if self.model not in _compared and not is_rehearsed():
             self._compare(seen["made"].detach(), logits.detach())
             _compared.add(self.model)
         return seen["logps"]

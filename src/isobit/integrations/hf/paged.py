@@ -24,16 +24,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.hf.attention import PAGED, check_layer, in_one_dtype, layer_name, refusal, wider
+from isobit.integrations.hf.attention import (
+    PAGED,
+    LayerCall,
+    check_layer,
+    for_layers,
+    in_one_dtype,
+    layer_name,
+    refusal,
+    wider,
+)
 from isobit.ops.attention.model import SEGMENT
 from isobit.ops.attention.op import HEAD_SIZES, attention
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-#: What a forward of continuous batching passes to layers, and they do not need.
+#: What a forward of continuous batching passes to layers: what is read here, and what is not needed.
 _HARMLESS = frozenset((
+    "isobit_plan", "cache", "block_table", "read_index", "write_index", "cu_seq_lens_k", "cu_seq_lens_q",
     "position_ids", "use_cache", "is_causal", "logits_indices", "logits_processor_args", "max_length_q",
-    "max_length_k", "max_seqlen_q", "max_seqlen_k", "cu_seq_lens_q", "output_hidden_states",
+    "max_length_k", "max_seqlen_q", "max_seqlen_k", "output_hidden_states",
 ))  # fmt: skip
 
 
@@ -160,55 +170,40 @@ def _in_place(ends: Tensor, lengths: Tensor, given: dict[str, Any], read: int) -
     return moved, (ends[request] + offset).clamp(max=read - 1)
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    cache: Any = None,
-    cu_seq_lens_k: Any = None,
-    read_index: Any = None,
-    write_index: Any = None,
-    block_table: Tensor | None = None,
-    isobit_plan: Plan | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Called by a layer: query [1, H, tokens, D], key and value [1, KV, tokens, D]; the result has the shape
-    [1, tokens, H, D]."""
-    if isobit_plan is None or cache is None:
+@for_layers
+def attend(call: LayerCall) -> Tensor:
+    """All tokens of a forward are in one row."""
+    module, sliding_window = call.module, call.sliding_window
+    plan, cache, block_table = (call.more.get(name) for name in ("isobit_plan", "cache", "block_table"))
+    if plan is None or cache is None:
         raise refusal(
             "the model is in a manager of continuous batching, and this forward is not one of the manager's: "
             "stop the manager first"
         )
-    check_layer(module, query, value, dropout, more, _HARMLESS)
-    query, key, value = in_one_dtype(query, key, value)
+    check_layer(call, _HARMLESS)
+    query, key, value = in_one_dtype(call.query, call.key, call.value)
     kind = FULL if sliding_window is None else SLIDING
-    if kind not in isobit_plan.keys:
+    if kind not in plan.keys:
         raise refusal(f"{layer_name(module)} has a window of {sliding_window}, and its cache does not")
-    keys, layer = isobit_plan.keys[kind], _layer_of(cache, module.layer_idx)
-    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+    keys, layer = plan.keys[kind], _layer_of(cache, module.layer_idx)
+    options: dict[str, Any] = {"scale": call.scaling, "window": sliding_window, "softcap": call.softcap}
     if block_table is not None:
         assert keys.slots is not None
         k, v = layer.pages()
         for pages, new in ((k, key), (v, value)):
             pages.view(-1, *pages.shape[2:]).index_copy_(0, keys.slots, new[0].transpose(0, 1))
         options |= {"block_table": block_table[layer.group], "key_end": keys.lengths}
-        return attention(query.permute(2, 0, 1, 3), k, v, **options).transpose(0, 1), None
+        return attention(query.permute(2, 0, 1, 3), k, v, **options).transpose(0, 1)
     k, v = (t[0].transpose(0, 1) for t in (key, value))
-    k, v = layer.update(k, v, read_index, write_index)
+    k, v = layer.update(k, v, call.more["read_index"], call.more["write_index"])
     if keys.source is not None:
         k, v = (t.index_select(0, keys.source) for t in (k, v))
     q, D = query[0].transpose(0, 1), query.shape[-1]
     if D not in HEAD_SIZES:
-        options["scale"] = D**-0.5 if scaling is None else scaling
+        options["scale"] = D**-0.5 if call.scaling is None else call.scaling
         q, k, v = (nn.functional.pad(t, (0, wider(module, D) - D)) for t in (q, k, v))
-    out = attention(q, k, v, cu_seqlens_q=isobit_plan.starts, cu_seqlens_k=keys.ends, **options)
-    return out[None, ..., :D], None
+    out = attention(q, k, v, cu_seqlens_q=plan.starts, cu_seqlens_k=keys.ends, **options)
+    return out[None, ..., :D]
 
 
 def register() -> None:

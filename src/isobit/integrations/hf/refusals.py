@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.integrations.hf import adapters
+from isobit.integrations.hf import adapters, experts
 from isobit.integrations.hf.errors import HFError
 from isobit.ops.attention.op import HEAD_SIZES
 
@@ -15,6 +15,8 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 
 #: The method of a model by which `generate` decides whether to compile its steps.
 COMPILES = "_valid_auto_compile_criteria"
+
+NARROW = (torch.bfloat16, torch.float16)
 
 _EAGER = "compiled code rounds in other places than eager code, so run it without torch.compile"
 
@@ -49,6 +51,8 @@ def of_model(model: Any) -> str | None:
         return "its attention does not use transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
         return f"attention_dropout={config.attention_dropout} in its config; set it to 0"
+    if (mixture := experts.why_not(model)) is not None:
+        return mixture
     sharded = next((name for name, p in model.named_parameters() if hasattr(p, "full_tensor")), None)
     if sharded is not None:
         return f"{sharded} is sharded (a DTensor); call zero_drift before fully_shard"
@@ -96,7 +100,8 @@ def of_module(module: nn.Module) -> str | None:
             f"{type(module).__name__} has heads of {sizes[0]} elements for queries and {sizes[1]} for "
             "values; isobit.attention takes equal ones"
         )
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    served = nn.Linear | nn.Embedding | experts.DetExperts | experts.DetRouter
+    if not isinstance(module, served) and experts.swapped_class(module) is None:
         own = [key for key, p in module.named_parameters(recurse=False) if p.ndim > 1]
         if own:
             return f"{type(module).__name__} multiplies by its {', '.join(own)} in a way of its own"
@@ -105,7 +110,10 @@ def of_module(module: nn.Module) -> str | None:
 
 def _of_dtype(module: nn.Module) -> str | None:
     """Outside autocast the operands of a product must have 16 bits."""
-    if not isinstance(module, nn.Linear) or module.weight.dtype in (torch.bfloat16, torch.float16):
+    if isinstance(module, experts.DetExperts | experts.DetRouter) or experts.swapped_class(module):
+        wide = [p.dtype for p in module.parameters(recurse=False) if p.dtype not in NARROW]
+        return f"its weight is {wide[0]}; cast the model to bf16" if wide else None
+    if not isinstance(module, nn.Linear) or module.weight.dtype in NARROW:
         return None
     kind = module.weight.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):

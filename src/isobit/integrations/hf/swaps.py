@@ -16,6 +16,7 @@ from torch import nn
 from isobit.integrations.hf import adapters, guard
 from isobit.integrations.hf.attention import NAME
 from isobit.integrations.hf.batching import KEPT, MAKES, Makes
+from isobit.integrations.hf.experts import DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
 from isobit.layers.classes import (
@@ -27,6 +28,7 @@ from isobit.layers.classes import (
     layers_of_adapters,
     plain_name,
 )
+from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of
 from isobit.layers.linear import DetLinear, Swap, class_here, default_class, linear_layers, swap_linear
 
@@ -85,6 +87,12 @@ def turn_on(model: Any, numerics: Classes) -> dict[str, str]:
         setattr(module, CLASS, type(module))
         module.__class__ = DetRMSNorm
         module.options = options  # type: ignore[assignment]  # of the new class
+    for module in model.modules():
+        if (other := swapped_class(module)) is not None:
+            if other is DetRouter:
+                module.routing = routing_of(module)
+            setattr(module, CLASS, type(module))
+            module.__class__ = other
     if not is_on(model):
         setattr(model, ATTENTION, model.config._attn_implementation)
     setattr(model, COMPILES, never)
@@ -115,7 +123,7 @@ def turn_off(model: Any) -> None:
     nothing is touched: undo that first."""
     modules = marked(model)
     for name, module in modules.items():
-        if class_of(module) is not DetLinear and type(module) is not DetRMSNorm:
+        if class_of(module) is not DetLinear and type(module) not in (DetRMSNorm, DetExperts, DetRouter):
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
     model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
     if KEPT in vars(model):
@@ -155,5 +163,8 @@ def _restore(modules: Collection[nn.Module]) -> None:
         if isinstance(module, DetRMSNorm):
             module.__class__ = getattr(module, CLASS)
             del module.options
+        elif isinstance(module, DetExperts | DetRouter):
+            module.__class__ = getattr(module, CLASS)
+            vars(module).pop("routing", None)
         delattr(module, CLASS)
     Swap(_layers=linears).undo()

@@ -8,12 +8,21 @@ with rollouts of vLLM is done here with these: the log-probability at which each
 with that of the trainer, and the difference and the ratio are logged under TRL's names. TRL computes neither
 if transformers generates. Nothing else changes in the trainer: no loss is corrected, since the ratio is 1.
 
+Or vLLM generates, in the process of the trainer (`vllm_mode="colocate"`), with isobit inside:
+
+    isobit.integrations.vllm.enable()  # before the trainer makes its engine
+    trainer = trl.GRPOTrainer(...)
+    isobit.integrations.trl.zero_drift(trainer)
+
+Then TRL itself compares, and its correction multiplies by 1. The engine has the weights that TRL copies into
+it at every step.
+
 TRL pads prompts on the left and passes no positions. Those of a prompt then begin behind its padding, while a
 rollout begins at 0. Rotary embeddings differ then, and so do bits. So positions are counted from the first
 token of a row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import TracebackType
@@ -25,6 +34,7 @@ from torch import Tensor, nn
 from isobit.integrations import hf
 from isobit.integrations.hf.batching import recording
 from isobit.integrations.trl.logps import TRLError, enable
+from isobit.integrations.vllm.switch import options_of
 
 DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 
@@ -32,8 +42,13 @@ DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sa
 GENERATES, SCORES = "_generate_single_turn", "_generate_and_score_completions"
 COMPUTES = "_get_per_token_logps_and_entropies"
 
+#: An attribute of a trainer that this is on for.
+ON = "_isobit_zero_drift"
 
-def zero_drift(trainer: Any, *, numerics: Any = None) -> "ZeroDriftTrainer":
+
+def zero_drift(
+    trainer: Any, *, numerics: Any = None, lengths: int | Sequence[int] = ()
+) -> "ZeroDriftTrainer":
     """Give rollouts of a GRPO trainer the bits of its training, and log how far they are apart. Call this
     before `trainer.train()`.
 
@@ -42,9 +57,13 @@ def zero_drift(trainer: Any, *, numerics: Any = None) -> "ZeroDriftTrainer":
     of the old policy anyway.
 
     Args:
-        trainer: a `trl.GRPOTrainer` with `use_transformers_continuous_batching=True`, and a model in bf16 or
-            fp16.
+        trainer: a `trl.GRPOTrainer` with a model in bf16 or fp16, and with
+            `use_transformers_continuous_batching=True`, or with `use_vllm=True, vllm_mode="colocate"` and an
+            engine that was made after `isobit.integrations.vllm.enable()`.
         numerics: numerics classes of linear layers, as for `isobit.integrations.hf.zero_drift`.
+        lengths: tokens of prompts with answers, for which kernels are compiled in parallel beforehand, as by
+            `isobit.warmup` with the trainer's batch. Kernels for pages of a cache are compiled when the first
+            answers are generated.
 
     Returns:
         An object whose `disable()` restores the trainer and its model; the end of a with-block does so too.
@@ -62,7 +81,7 @@ def zero_drift(trainer: Any, *, numerics: Any = None) -> "ZeroDriftTrainer":
     reason = _why_not(trainer)
     if reason is not None:
         raise TRLError(f"isobit.integrations.trl.zero_drift({type(trainer).__name__}): {reason}")
-    return ZeroDriftTrainer(trainer, numerics)
+    return ZeroDriftTrainer(trainer, numerics, lengths)
 
 
 def _why_not(trainer: Any) -> str | None:
@@ -71,14 +90,30 @@ def _why_not(trainer: Any) -> str | None:
     lacking = [name for name in (GENERATES, SCORES, COMPUTES, "_metrics") if not hasattr(trainer, name)]
     if lacking:
         return f"TRL {import_module('trl').__version__} has no {lacking[0]}; 1.16 is tested"
-    if trainer.use_vllm:
-        return "vLLM generates; isobit.integrations.vllm.enable() before the trainer is made serves that"
-    if not getattr(trainer, "use_transformers_continuous_batching", False):
+    if not trainer.use_vllm and not getattr(trainer, "use_transformers_continuous_batching", False):
         return "set use_transformers_continuous_batching=True in its GRPOConfig"
     if trainer.args.cast_lm_head_to_fp32:
         return "cast_lm_head_to_fp32=True; isobit keeps logits of a 16-bit head in fp32 anyway"
-    if vars(trainer).get(GENERATES) is not None:
+    if vars(trainer).get(ON) is not None:
         return "it is on already; call disable() first"
+    return _why_not_vllm(trainer) if trainer.use_vllm else None
+
+
+def _why_not_vllm(trainer: Any) -> str | None:
+    """The same for a trainer that generates by vLLM."""
+    if trainer.vllm_mode != "colocate":
+        return f"vllm_mode={trainer.vllm_mode!r}: the engine of another process was not tried; set 'colocate'"
+    if getattr(trainer.model, "peft_config", None):
+        return "with an adapter TRL gives vLLM merged weights, which have other bits than the trainer's"
+    llm = trainer.vllm_generation.llm
+    options = options_of(llm)
+    if options is None:
+        return "its engine is without isobit: call isobit.integrations.vllm.enable() before it is made"
+    if (options.logprobs, options.logits_dtype) != ("linear_logp", "float32"):
+        return "its engine has other log-probabilities: call enable() without logprobs and logits_dtype"
+    dtype = llm.llm_engine.model_config.dtype
+    if dtype != trainer.model.dtype:
+        return f"its engine has {dtype}, as the checkpoint, and the model {trainer.model.dtype}"
     return None
 
 
@@ -86,24 +121,40 @@ class ZeroDriftTrainer:
     """The result of `zero_drift`. `print` it to see by what the model is computed; `disable()`, or the end of
     a with-block, restores the trainer and the model."""
 
-    def __init__(self, trainer: Any, numerics: Any) -> None:
+    def __init__(self, trainer: Any, numerics: Any, lengths: int | Sequence[int] = ()) -> None:
         self.trainer = trainer
+        #: Gets the log-probabilities of each generation: by the trainer, by the rollout, and their mask.
+        self.heard: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        size = trainer.args.per_device_train_batch_size
         with ExitStack() as undo:  # of what was done, if the rest fails
             models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
-            handles = [undo.enter_context(hf.zero_drift(model, numerics=numerics)) for model in models]
+            handles = [
+                undo.enter_context(
+                    hf.zero_drift(model, numerics=numerics, batch=size, lengths=lengths, train=not reference)
+                )
+                for reference, model in enumerate(models)
+            ]
             self.model: hf.ZeroDrift = handles[0]
             self.logps = undo.enter_context(enable())
             for model in models:
                 hook = model.register_forward_pre_hook(with_positions, with_kwargs=True)
                 undo.callback(hook.remove)
-            config = trainer.continuous_batching_config
-            undo.callback(setattr, config, "return_logprobs", config.return_logprobs)
-            config.return_logprobs = True
+            if not trainer.use_vllm:
+                config = trainer.continuous_batching_config
+                undo.callback(setattr, config, "return_logprobs", config.return_logprobs)
+                config.return_logprobs = True
             self._own_generate, self._own_score = getattr(trainer, GENERATES), getattr(trainer, SCORES)
-            for name, ours in ((GENERATES, self._generate), (SCORES, self._score)):
+            for name, ours in ((ON, self), *self._methods()):
                 undo.callback(delattr, trainer, name)
                 setattr(trainer, name, ours)
             self._undo = undo.pop_all()
+
+    def _methods(self) -> list[tuple[str, Any]]:
+        """Of the trainer, that are replaced. With vLLM TRL has log-probabilities, and compares them itself if
+        it corrects the loss."""
+        if not self.trainer.use_vllm:
+            return [(GENERATES, self._generate), (SCORES, self._score)]
+        return [] if self.trainer.vllm_importance_sampling_correction else [(SCORES, self._score)]
 
     def disable(self) -> None:
         """Restore the trainer and its model. Does nothing the second time."""
@@ -140,6 +191,8 @@ class ZeroDriftTrainer:
             logps = self._logps(batch, mode)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         self._log(mode, (logps - batch["sampling_per_token_logps"])[mask.bool()])
+        if self.heard is not None:
+            self.heard(logps, batch["sampling_per_token_logps"], mask)
         return batch
 
     def _logps(self, batch: dict[str, Any], mode: str) -> Tensor:

@@ -1,7 +1,7 @@
 """isobit inside vLLM: rollouts with the bits of a trainer under `zero_drift`.
 
     isobit.integrations.vllm.enable()
-    llm = vllm.LLM(model, dtype="bfloat16", enforce_eager=True)
+    llm = vllm.LLM(model, dtype="bfloat16")
     print(isobit.integrations.vllm.report())
 
 An engine that is made after `enable` computes linear layers, the LM head, norms, rotary embeddings, SwiGLU
@@ -11,7 +11,9 @@ that isobit does not serve is refused when it is loaded. See `versions` for what
 versions    which versions of vLLM, and the names in it that are used
 rotary      rotary embeddings, with the roundings and frequencies of transformers
 layers      which modules of a model are served, how, and which are refused
-logprobs    log-probabilities of tokens: those of `isobit.linear_logp`
+scores      log-probabilities of tokens: those of `isobit.linear_logp`
+sampler_v1, sampler_v2   how the samplers of vLLM's two model runners get them
+logprobs    which of the two, and whether it can be done
 attention   `isobit.attention` on vLLM's pages of keys and values
 groups      which requests of a batch one call of attention computes
 switch      on, off, the report, and the plugin that worker processes load

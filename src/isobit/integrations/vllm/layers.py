@@ -79,9 +79,15 @@ def _logits(processor: Any) -> str | None:
 def _serve_linear(layer: Any, count: Count) -> None:
     def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         count("isobit.det_linear")
-        return det_linear(x, layer.weight, bias)
+        return det_linear(x, _plain(layer.weight), None if bias is None else _plain(bias))
 
     layer.quant_method.apply = apply
+
+
+def _plain(parameter: Tensor) -> Tensor:
+    """vLLM's parameters are of a subclass, which calls take the long way through the dispatcher for: it would
+    cost a layer with a long prompt more time on the host than on the GPU. Compilers read the parameter."""
+    return parameter if torch.compiler.is_compiling() else parameter.data
 
 
 def _serve_norm(norm: Any, count: Count) -> None:
@@ -197,8 +203,11 @@ def _turns(module: nn.Module) -> bool:
 # The configuration of an engine
 
 
-def wrong_settings(config: Any, logprobs: str, logits_dtype: str = "float32") -> Iterator[str]:
-    """What in the configuration of an engine isobit cannot serve, with these log-probabilities."""
+def wrong_settings(
+    config: Any, logprobs: str, logits_dtype: str = "float32", why_v1: str | None = None
+) -> Iterator[str]:
+    """What in the configuration of an engine isobit cannot serve, with these log-probabilities. `why_v1`: why
+    it should not have the V2 model runner."""
     ranks = config.parallel_config.tensor_parallel_size
     if ranks != 1:
         yield f"tensor_parallel_size={ranks}: sums are split over ranks"
@@ -211,7 +220,10 @@ def wrong_settings(config: Any, logprobs: str, logits_dtype: str = "float32") ->
     if _is_compiled(config) and not isinstance(config.additional_config, dict):
         yield "additional_config is no dictionary, and compiled code is kept by it: pass enforce_eager=True"
     if getattr(config, "use_v2_model_runner", False):
-        yield "the V2 model runner has its own log-softmax: set VLLM_USE_V2_MODEL_RUNNER=0"
+        if why_v1 is not None:
+            yield f"it has the V2 model runner, and should have V1, since {why_v1}"
+        elif logprobs != "linear_logp":
+            yield f"the V2 model runner has no logprobs={logprobs!r}: set VLLM_USE_V2_MODEL_RUNNER=0"
     if not getattr(config.model_config, "disable_cascade_attn", True):
         yield "cascade attention merges two sums: pass disable_cascade_attn=True"
     if config.model_config.dtype not in (torch.bfloat16, torch.float16):

@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 
 from isobit.frame.backend import UnsupportedError
+from isobit.integrations.hf import warmup
 from isobit.integrations.hf.errors import by_reason
 from isobit.integrations.patch import Enabled, Patch, Switch
 from isobit.integrations.vllm import layers
 from isobit.integrations.vllm import logprobs as rollout_logprobs
 from isobit.integrations.vllm import versions as v
-from isobit.integrations.vllm.logprobs import DTYPES, KINDS
+from isobit.integrations.vllm.scores import DTYPES, KINDS
 from isobit.integrations.vllm.versions import INSTALL as INSTALL
 from isobit.integrations.vllm.versions import PROVEN, refusal
 
@@ -25,7 +26,8 @@ from isobit.integrations.vllm.versions import PROVEN, refusal
 #: isobit. Its value is 1, or 1 and the options: "1,allow_others,logprobs=log_softmax".
 VARIABLE = "ISOBIT_VLLM"
 
-#: The V2 model runner computes log-probabilities by its own kernel. Both variables are restored by `disable`.
+#: Of vLLM: 1 for its V2 model runner, which has another sampler, 0 for V1. Unless it is set, vLLM takes V2
+#: for dense models. Where isobit cannot serve V2, `enable` sets it to 0. `disable` restores both variables.
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 SWITCH = Switch("isobit.integrations.vllm")
@@ -36,6 +38,10 @@ BACKENDS = {
     "cuda": ("FLASH_ATTN", "isobit.integrations.vllm.flash_attention.Backend"),
 }
 RUNNERS = {"cpu": (v.CPU_RUNNER, "CPUModelRunner"), "cuda": (v.GPU_RUNNER, "GPUModelRunner")}
+RUNNER_V2 = (v.GPU_RUNNER_V2, "GPUModelRunner")
+
+#: An attribute of a model that is served in an engine: the `Options` that it is served with.
+SERVED = "isobit_options"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Options:
     allow_others: bool = False
     logprobs: str = KINDS[0]
     logits_dtype: str = "float32"
+    warm_up: bool = False
 
     def text(self) -> str:
         """For the variable: those that are not the default."""
@@ -72,7 +79,8 @@ class VLLMReport:
 
     version: str  # of vLLM
     proven: str  # what was run with this version
-    variables: dict[str, str]  # of the environment, that enable() has set
+    variables: dict[str, str]  # of the environment, for workers
+    runner: str  # which of vLLM's model runners an engine may have, and why
     logprobs: str  # by which function the log-probabilities of tokens are computed
     models: list[str]  # loaded since, with their modules that are served, by class
     calls: dict[str, int]  # that were served, by Python
@@ -82,6 +90,7 @@ class VLLMReport:
     def __str__(self) -> str:
         lines = [f"isobit in vLLM {self.version} ({self.proven})"]
         lines += [f"  {name}={value}" for name, value in self.variables.items()]
+        lines.append(f"  model runner: {self.runner}")
         lines.append(f"  log-probabilities of {self.logprobs}")
         lines += [f"  {model}" for model in self.models]
         lines += [f"  {name:18s} {count:7d} calls served" for name, count in sorted(self.calls.items())]
@@ -96,6 +105,7 @@ class VLLMReport:
 class _Patch(Patch):
     version: str
     device: str
+    why_v1: str | None  # why vLLM may not choose its V2 model runner
     options: Options
     calls: Counter[str] = field(default_factory=Counter)
     models: list[str] = field(default_factory=list)
@@ -109,8 +119,10 @@ class _Patch(Patch):
         try:
             self._set_variables()
             self._register_attention()
-            place, name = RUNNERS[self.device]
-            self._replace(v.find(place, name), "load_model", self._loading)
+            for place, name in (RUNNERS[self.device], *([] if self.why_v1 else [RUNNER_V2])):
+                self._replace(v.find(place, name), "load_model", self._loading)
+                if self.options.warm_up and self.device == "cuda":
+                    self._replace(v.find(place, name), "profile_run", _rehearsing)
             if self.device == "cpu":
                 # vLLM would pack the weights for its own kernels, and drop the originals.
                 for place, name in (
@@ -132,10 +144,14 @@ class _Patch(Patch):
         self.calls[what] += 1
 
     def _set_variables(self) -> None:
-        self.variables = {VARIABLE: self.options.text(), RUNNER: "0"}
+        self.variables = {VARIABLE: self.options.text()}
+        if self.why_v1 is not None:
+            self.variables[RUNNER] = "0"
         for name, value in self.variables.items():
             self.undos.append(functools.partial(_restore_variable, name, os.environ.get(name)))
             os.environ[name] = value
+        if RUNNER in os.environ:  # the user's own, for the report
+            self.variables[RUNNER] = os.environ[RUNNER]
 
     def _register_attention(self) -> None:
         name, ours = BACKENDS[self.device]
@@ -165,7 +181,8 @@ class _Patch(Patch):
         return load_model
 
     def _check_settings(self, config: Any) -> None:
-        wrong = list(layers.wrong_settings(config, self.options.logprobs, self.options.logits_dtype))
+        given = self.options.logprobs, self.options.logits_dtype, self.why_v1
+        wrong = list(layers.wrong_settings(config, *given))
         if wrong:
             raise refusal(f"this engine cannot have the trainer's bits: {'; '.join(wrong)}")
 
@@ -191,7 +208,10 @@ class _Patch(Patch):
             )
             if why_not is not None:
                 self._leave("log-probabilities", f"{name} keeps vLLM's log-probabilities: {why_not}")
-        self.models.append(f"{name}: " + ", ".join(f"{n} {kind}" for kind, n in sorted(served.items())))
+        setattr(model, SERVED, self.options)
+        which = "V2" if v.is_v2(runner) else "V1"
+        modules = ", ".join(f"{n} {kind}" for kind, n in sorted(served.items()))
+        self.models.append(f"{name}, {which} model runner: {modules}")
 
     def _leave(self, what: str, reason: str) -> None:
         self.count_passed(reason)
@@ -201,10 +221,26 @@ class _Patch(Patch):
         own, dtype = self.options.logprobs == "linear_logp", self.options.logits_dtype
         ours = "isobit.linear_logp" + (f", logits_dtype={dtype}" if dtype != "float32" else "")
         return VLLMReport(
-            self.version, PROVEN.get(self.version, "not tried"), dict(self.variables),
+            self.version, PROVEN.get(self.version, "not tried"), dict(self.variables), self._runner(),
             ours if own else "torch.log_softmax, of rounded logits", list(self.models),
             dict(self.calls), list(self.uncounted), dict(self.left),
         )  # fmt: skip
+
+    def _runner(self) -> str:
+        if self.why_v1 is not None:
+            return f"V1, since {self.why_v1}"
+        return "V2 if vLLM chooses it, as for dense models, or V1: both are served"
+
+
+def _rehearsing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The run by which an engine measures its memory is the first that computes. It is rehearsed before."""
+
+    @functools.wraps(theirs)
+    def profile_run(*args: Any, **kwargs: Any) -> Any:
+        warmup.warmup(functools.partial(theirs, *args, **kwargs))
+        return theirs(*args, **kwargs)
+
+    return profile_run
 
 
 def _keep(method: Any, layer: Any) -> None:
@@ -218,14 +254,30 @@ def _restore_variable(name: str, before: str | None) -> None:
         os.environ[name] = before
 
 
+def _why_v1(version: str, device: str, logprobs: str) -> str | None:
+    """Why vLLM may not choose its V2 model runner, or None. Where a user has chosen V2, what cannot be served
+    is an error instead."""
+    asked = os.environ.get(RUNNER)
+    if device == "cpu":
+        return "V2 is served on GPUs alone"
+    if asked is not None:
+        return f"{RUNNER}=0 is set" if asked == "0" else None
+    if logprobs != "linear_logp":
+        return f"V2 is not served with logprobs={logprobs!r}"
+    if any(v.differences(v.V2_NAMES)):
+        return f"V2 of vLLM {version} is not the one that isobit was tried with"
+    return None
+
+
 def _on(options: Options) -> Enabled:
     def apply() -> _Patch:
         version = v.installed_version(options.allow_untested)
         device = v.platform()
-        v.check_names(version, device)
+        why_v1 = _why_v1(version, device, options.logprobs)
+        v.check_names(version, device, v2=why_v1 is None)
         patch = _Patch(
             backend=None, instead=f"{SWITCH.name}: vLLM's own code serves a module", version=version,
-            device=device, options=options,
+            device=device, why_v1=why_v1, options=options,
         )  # fmt: skip
         patch.do()
         return patch
@@ -246,6 +298,7 @@ def enable(
     allow_others: bool = False,
     logprobs: Literal["linear_logp", "log_softmax"] = "linear_logp",
     logits_dtype: torch.dtype | None = None,
+    warm_up: bool = False,
 ) -> Enabled:
     """Let engines of vLLM that are made from here on compute with isobit: until `disable`, or as a context
     manager until the end of its block. Their worker processes too: they load isobit's plugin, and find the
@@ -264,6 +317,7 @@ def enable(
             are rounded to the model's dtype, and everything after that is vLLM's.
         logits_dtype: of `linear_logp`, for a trainer that gives it too. bf16 or fp16, that of the model,
             rounds logits, also for the sampler. None keeps fp32.
+        warm_up: compile the kernels of the engine's first run in several processes, as `isobit.warmup` does.
 
     Returns:
         A handle with `served`, the number of calls that isobit has computed in this process, and `passed`,
@@ -277,7 +331,7 @@ def enable(
     Example:
         >>> import isobit
         >>> with isobit.integrations.vllm.enable():  # doctest: +SKIP
-        ...     llm = vllm.LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", enforce_eager=True)
+        ...     llm = vllm.LLM("Qwen/Qwen3-0.6B", dtype="bfloat16")
         ...     outputs = llm.generate(prompts, vllm.SamplingParams(logprobs=0))
         ...     print(isobit.integrations.vllm.report())
     """
@@ -287,7 +341,7 @@ def enable(
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype={logits_dtype} is not bf16, fp16 or None")
     if logprobs != "linear_logp" and logits_dtype is not None:
         raise UnsupportedError(f"{SWITCH.name}.enable: logits_dtype is for logprobs='linear_logp'")
-    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype]))
+    return _on(Options(allow_untested, allow_others, logprobs, DTYPES[logits_dtype], warm_up))
 
 
 def disable() -> None:
@@ -305,6 +359,13 @@ def report(worker: Any = None) -> VLLMReport | None:
     """
     patch = SWITCH.patch
     return patch.report() if isinstance(patch, _Patch) else None
+
+
+def options_of(llm: Any) -> Options | None:
+    """The options with which isobit serves an engine whose worker is in this process, or None."""
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    options: Options | None = getattr(runner.get_model(), SERVED, None)
+    return options
 
 
 def load_plugin() -> None:

