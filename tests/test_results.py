@@ -55,7 +55,7 @@ def test_every_key_of_a_benchmark_is_on_the_page() -> None:
     assert set(report) <= documented("key") and report["schema"] == 2
     assert set(report["stamp"]) <= documented("key")
     of_some = {"mean_abs", "max_rel", "rel_rms", "tokens", "tokens_differ", "predicted_ms", "max_diff"}
-    of_some |= {"k3", "first_ms", "tokens_per_s"}
+    of_some |= {"k3", "first_ms", "tokens_per_s", "adding"}
     assert set(ROW) == set(rows[0]) == documented("key of a row") - of_some
     assert set(entry) == documented("key of a summary")
 
@@ -168,6 +168,15 @@ def test_committed_checks_can_be_read(path: Path) -> None:
     report = json.loads(path.read_text())
     assert report["schema"] in (1, 2) and report["passed"]
     assert stale.examine(path, ROOT / "results").command.startswith("isobit check --op ")
+
+
+@pytest.mark.parametrize("path", files("candidates"), ids=lambda path: path.name)
+def test_every_class_has_kept_its_bits_in_a_committed_check(path: Path) -> None:
+    """A law whose control cannot run is unsupported in every cell, and nothing of it was tried."""
+    for candidate in json.loads(path.read_text())["candidates"]:
+        if candidate["numerics"] != "none":
+            kept = [c for c in candidate["cases"] if (c["law"], c["status"]) == ("invariant", "ok")]
+            assert kept, f"{candidate['op']} on {candidate['candidate']}: law invariant was never tried"
 
 
 def test_files_of_today_can_be_read(new: Path) -> None:
