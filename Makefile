@@ -24,11 +24,17 @@ RELEASE := .venv/.release
 BROWSER := .venv/.browser
 APT := apt-get -qq -o Acquire::http::Timeout=30 -o Acquire::Retries=1
 FLA := 0.6.0 0.5.2
-# --no-compile: Python compiles a module when it is first imported, and most of the 12,000 never are.
+# --no-compile: Python compiles a module when it is first imported, and most of the 12,000 never are. It must
+# then be allowed to keep the result, or each of the hundreds of processes of the tests would compile PyTorch's
+# 2,000 modules again. Some containers forbid it.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 INTO_VENV := $(PIP) $(INSTALL) -c constraints.txt
 INTO_PARITY := $(PIP) --python .parity/bin/python $(INSTALL)
+# One process of tests more than there are cores: with as many, a fifth of two cores was idle, since tests wait for
+# processes, browsers and timeouts. They take 1.5 GB each, so no more than four.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))' 2>/dev/null || echo 2)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: check test lint demo compat parity engines bench tables stale shots docs release-check hub clean
@@ -37,7 +43,7 @@ check: $(READY)
 	$(BIN)/isobit check --json check.json
 
 test: $(READY) $(PARITY) $(BROWSER) $(DOCS)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -64,6 +70,7 @@ bench: $(READY)
 tables: $(READY)
 	$(PUBLISH).tables
 	$(PUBLISH).vocabulary_chart results/h200/linear_logp.json docs/linear_logp.svg
+	$(PUBLISH).drift results/h200/drift.json docs/drift.svg
 
 stale: $(READY)
 	$(PUBLISH).stale --only

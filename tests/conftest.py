@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     the check, and what needs the kernels of the first file: at the same time, two processes would compile
     each of them twice."""
     first = ("test_replay.py", "test_hopper_pieces.py", "test_workers.py", "test_zero_drift.py")
-    first += ("test_wrong_candidates.py", *PARITY)
+    first += ("test_wrong_candidates.py", "test_repo.py", "test_site_browser.py", *PARITY)
     last = ("test_ops.py", "test_replay_ops.py")
     items.sort(key=lambda item: (item.path.name in last) - (item.path.name in first))
 

@@ -392,6 +392,13 @@ def clear_kernel(grid: tuple[int, ...], k: Any) -> None:
     strided(k.out, first + k.ROWS, columns, columns)[first:] = 0.0
 
 
+def round_kernel(grid: tuple[int, ...], k: Any) -> None:
+    size = k.size * (8 if k.WHOLE else 1)
+    assert grid[0] * k.BLOCK >= size == k.sums.numel() == k.out.numel()
+    assert_apart(k.out, k.sums, k.factor)
+    k.out.view(-1).copy_((k.sums.view(-1) * k.factor).to(k.out.dtype))
+
+
 def unpack_kernel(grid: tuple[int, ...], k: Any) -> None:
     slots, columns = min(grid[0] * k.SLOTS, int(k.count)), min(grid[1] * k.COLUMNS, k.words * 8)
     row, token = k.rows[:slots].long(), k.ids[:slots, None]
@@ -438,7 +445,7 @@ MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     for meaning in (
         compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel,
         from_probs_kernel, sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel,
-        take_kernel, move_kernel, clear_kernel,
+        take_kernel, move_kernel, clear_kernel, round_kernel,
     )
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Candidates for every op as others would write them: plain PyTorch, few options, right on what they take."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -89,6 +90,18 @@ def det_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def det_gemm_dw(x: Tensor, dy: Tensor) -> Tensor:
     return dy.float().flatten(0, -2).T @ x.float().flatten(0, -2)
+
+
+def det_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    rows, bounds = x.flatten(0, -2), offsets.tolist()
+    parts = [det_linear(rows[first:end], weight[e]) for e, (first, end) in enumerate(pairwise(bounds))]
+    parts.append(x.new_zeros(len(rows) - bounds[-1], weight.shape[1]))
+    return torch.cat(parts).view(*x.shape[:-1], weight.shape[1])
+
+
+def det_grouped_dw(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+    return torch.stack([det_gemm_dw(x[a:b], dy[a:b]) for a, b in pairwise(offsets.tolist())])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

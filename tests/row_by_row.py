@@ -48,10 +48,9 @@ AttentionMaskInterface.register(NAME, mask_of_all)
 
 def made(layers: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.3, **options,
-    )  # fmt: skip
+    sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": layers,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}  # fmt: skip
+    config = transformers.LlamaConfig(**sizes | options)
     model = transformers.LlamaForCausalLM(config).eval()
     by_rows(model)
     return model

@@ -2,7 +2,9 @@
 imports go in a circle is a contract of import-linter (`make lint`)."""
 
 import ast
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import isobit
@@ -61,3 +63,14 @@ def test_the_wheel_has_the_package_and_nothing_else() -> None:
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not {name.partition(".")[0] for name in names} & outside, path
+
+
+def test_processes_of_make_keep_the_bytecode_of_what_they_import() -> None:
+    """Without it each of hundreds of processes compiled PyTorch anew: a third of the time of the tests."""
+    makefile = f"include {ROOT / 'Makefile'}\nvariables:\n\t@env\n"
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-f", "-", "variables"], input=makefile, capture_output=True,
+        text=True, check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "KEPT": "1"},
+    )  # fmt: skip
+    there = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert "KEPT" in there and "PYTHONDONTWRITEBYTECODE" not in there

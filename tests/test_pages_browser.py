@@ -9,6 +9,8 @@ import pytest
 from chromium import Chromium, Tab
 from isobit.cli.html import page
 from isobit.cli.html.saved import read_report
+from isobit.drift import measure
+from row_by_row import made, planted, sequences
 from test_pages import report_of_a_check
 
 LOOK = Path(__file__).with_name("look.js").read_text()
@@ -31,7 +33,7 @@ COPIED = """(async () => {
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of all there is: a check that fails, a run of nothing, a check that passes, a memcheck, two
-    benchmarks, one of them with goals and charts, and the curves of a demo."""
+    benchmarks, one of them with goals and charts, the curves of a demo, and drift."""
     reason = "0:logp: 3 of 4 beyond the bound; worst at [1, 0]: ours 2.25, torch 2.2500002, truth 2.25000019"
     broken = report_of_a_check(status="FAIL", reason=reason)
     broken["tolerances"] = {"file": "own.json", "looser": ["logprob forward bf16: 3 units, isobit allows 1"]}
@@ -39,7 +41,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nothing = report_of_a_check() | {"passed": False, "nothing_ran": "nothing was checked: no kernels here"}
     saved = [read_report(RESULTS / name) for name in FILES]
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(page([broken, nothing, *saved, demo()], "isobit report"))
+    path.write_text(page([broken, nothing, *saved, demo(), drift()], "isobit report"))
     return path
 
 
@@ -54,6 +56,19 @@ def demo() -> dict[str, Any]:
     head = {"suite": "isobit demo", "stamp": report_of_a_check()["stamp"], "command": "isobit demo"}
     said = {"passed": True, "verdict": "solved: mean reward 0.99", "drift": "decoding against training: 0"}
     return head | said | {"steps": steps, "trained_with": "torch"}
+
+
+def drift() -> dict[str, Any]:
+    """A report on two faults in four layers, with ten rows."""
+    model = made(layers=4)
+    layers = model.model.layers
+    with (
+        planted(layers[1].mlp.down_proj, lambda x: x.shape[1] == 1),
+        planted(layers[2].post_attention_layernorm, lambda x: x.shape[1] < 8),
+    ):
+        found = measure(model, sequences((12,)), random_weights=True)
+    head = {"stamp": report_of_a_check()["stamp"], "command": "isobit drift tiny --random"}
+    return found.to_json() | head | {"model_name": "a/rather-long-name-of-a-checkpoint-7b-instruct"}
 
 
 def looked_at(browser: Chromium, path: Path, width: int, dark: bool) -> tuple[Tab, list[str]]:
@@ -71,7 +86,7 @@ def test_a_page_looks_well(browser: Chromium, shown: Path, width: int, dark: boo
     saved = [(name, row) for name in FILES for row in read_report(RESULTS / name).get("rows", ())]
     cases = {(name, row["op"], row["case"], row["direction"]) for name, row in saved}
     assert tab.run("document.querySelectorAll('details.case').length") == len(cases) > 20
-    assert closed > len(cases) and tab.run("document.querySelectorAll('section').length") == 7
+    assert closed > len(cases) and tab.run("document.querySelectorAll('section').length") == 8
     tab.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert tab.run(LOOK) == []
     papers = tab.run("getComputedStyle(document.body).backgroundColor")

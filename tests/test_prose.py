@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,14 @@ NAMING = [
 NAMING += [ROOT / name for name in ("Makefile", "pyproject.toml", ".ci/run")]
 FILE = re.compile(r"\.(py|json|html|md|js|css|svg|txt|toml)$")
 WORD = re.compile(r"[A-Za-z_]\w*")
-WORDS = {
-    word
-    for path in NAMING
-    for text in (str(path.relative_to(ROOT)), path.read_text())
-    for word in WORD.findall(text)
-}
+
+
+@cache
+def words() -> set[str]:
+    texts = (text for path in NAMING for text in (str(path.relative_to(ROOT)), path.read_text()))
+    return {word for text in texts for word in WORD.findall(text)}
+
+
 #: Modules of the package that pages call by their own name.
 MODULES = {"drift", "losses", "nn", "testing", "numerics", "integrations"}
 
@@ -176,13 +179,14 @@ def bad_names(text: str) -> Iterator[str]:
     for span in spans(text):
         for name in re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", span):
             head = name.partition(".")[0]
-            unknown = [word for word in name.split(".") if word not in WORDS]
+            unknown = [word for word in name.split(".") if word not in words()]
             if head in MODULES and head != name and not FILE.search(name):
                 unknown += [] if resolves(f"isobit.{name}") else [name]
             if unknown and name not in NOT_OURS:
                 yield name
 
 
+@cache
 def takes() -> dict[str, set[str]]:
     """Parameters by function, and fields by class; of functions of one name, those of any."""
     found: dict[str, set[str]] = {}
@@ -204,9 +208,6 @@ def takes() -> dict[str, set[str]]:
     return found
 
 
-TAKES = takes()
-
-
 def bad_keywords(text: str) -> Iterator[str]:
     """Keyword arguments of calls in spans that the function of this package does not have."""
     for span in spans(text):
@@ -216,7 +217,7 @@ def bad_keywords(text: str) -> Iterator[str]:
             continue
         for call in calls:
             name = ast.unparse(call.func)
-            known = TAKES.get(name.rpartition(".")[2], {"**"})
+            known = takes().get(name.rpartition(".")[2], {"**"})
             if name.startswith("torch.") or "**" in known:
                 continue
             yield from (f"{name}({k.arg}=)" for k in call.keywords if k.arg and k.arg not in known)

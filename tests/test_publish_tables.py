@@ -56,6 +56,24 @@ def test_markdown_shows_ours_against_the_copy_and_each_rival(tmp_path: Path) -> 
     )
 
 
+def test_rollouts_have_tokens_a_second_and_tokens_with_other_bits(tmp_path: Path) -> None:
+    def row(impl: str, ms: float, run: str = "graphs", **more: Any) -> dict[str, Any]:
+        figures = {"tokens_per_s": 5e3 / ms, "first_ms": ms / 4, "tokens": 64, "tokens_differ": 0, "k3": 0.0}
+        return a_row(impl, ms, run, **figures | more)
+
+    rival = {"tokens_differ": 63, "k3": 4.2e-5}
+    write_results(tmp_path, row("plain", 8.0, **rival), row("isobit", 10.0), row("isobit", 40.0, "eager"))
+    path = tmp_path / "logp.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"against": "plain"}))
+    assert tables.render_op(path).startswith(
+        "`logp`\n\n| case | run | isobit tokens/s | plain tokens/s | ms to the first token: isobit / plain "
+        "| tokens with other bits: isobit / plain | k3 KL: isobit / plain |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| N=8 V=9 bf16 | graphs | 500 | 625 (0.80x) | 2 / 2 | 0 of 64 / 63 of 64 | 0 / 4.2e-05 |\n"
+        "| N=8 V=9 bf16 | eager | 125 | - | 10 / - | 0 of 64 / - | 0 / - |\n"
+    )
+
+
 def test_markdown_shows_the_floor_where_operations_and_not_bytes_decide_it(tmp_path: Path) -> None:
     other = {"case": "other"}
     products = a_row("isobit", 1.0), a_row("copy", 0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chromium import Chromium
+from chromium import Chromium, Tab
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,9 +45,19 @@ def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "html"
 
 
-def wrong(browser: Chromium, page: Path, dark: bool = False) -> Iterator[str]:
+def wrong(browser: Chromium, *pages: Path, dark: bool = False) -> list[str]:
+    """What is wrong with these pages, which one tab shows one after another."""
+    tab = browser.open(pages[0], WIDTHS[0], dark)
+    found = [said for page in pages for said in wrong_there(tab, page)]
+    tab.close()
+    return found
+
+
+def wrong_there(tab: Tab, page: Path) -> Iterator[str]:
     """At which widths a page does not fit, and what is too faint on it."""
-    tab = browser.open(page, WIDTHS[0], dark)
+    tab.resize(WIDTHS[0])
+    tab.show(page)
+    assert tab.run("location.href") == page.resolve().as_uri()
     for width in WIDTHS:
         tab.resize(width)
         wide, room = tab.run(SIZES)
@@ -58,17 +68,16 @@ def wrong(browser: Chromium, page: Path, dark: bool = False) -> Iterator[str]:
             yield f"{page.stem}: {tables} tables are too wide"
     # Tables and blocks of code scroll, so their text may be beyond the edge.
     yield from (f"{page.stem}: {said}" for said in tab.run(LOOK) if said.startswith("contrast "))
-    tab.close()
 
 
 def test_every_page_of_the_site_fits(browser: Chromium, site: Path) -> None:
     pages = [*sorted(site.glob("*.html")), *sorted((site / "docs").rglob("*.html"))]
     assert {"README", "CONTRIBUTING", "linear_logp", "adding_an_op"} <= {page.stem for page in pages}
-    assert not [said for page in pages for said in wrong(browser, page)]
+    assert not wrong(browser, *pages)
 
 
 def test_code_can_be_read_in_the_dark(browser: Chromium, site: Path) -> None:
-    assert not list(wrong(browser, site / "docs" / "linear_logp.html", dark=True))
+    assert not wrong(browser, site / "docs" / "linear_logp.html", dark=True)
 
 
 def test_code_can_be_copied(browser: Chromium, site: Path) -> None:

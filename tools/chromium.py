@@ -96,8 +96,7 @@ class Chromium:
         tab.resize(width, height, scale)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.ask("Emulation.setEmulatedMedia", features=[scheme])
-        tab.ask("Page.navigate", url=page.resolve().as_uri())
-        self.wait(lambda: tab.loaded)
+        tab.show(page)
         return tab
 
     def ask(self, method: str, session: str | None = None, **params: Any) -> Message:
@@ -144,6 +143,12 @@ class Tab:
 
     def ask(self, method: str, **params: Any) -> Message:
         return self._browser.ask(method, self._session, **params)
+
+    def show(self, page: Path) -> None:
+        """Another file. A new tab takes as long as most pages."""
+        self.loaded = False
+        self.ask("Page.navigate", url=page.resolve().as_uri())
+        self._browser.wait(lambda: self.loaded)
 
     def resize(self, width: int, height: int = 900, scale: float = 1.0) -> None:
         """Narrow ones are phones."""

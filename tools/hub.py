@@ -186,7 +186,7 @@ def without_what_is_left_out(text: str) -> str:
             isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         )
         if removable and needs(node, parts):
-            gone |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+            gone |= {node.name} if isinstance(node, ast.FunctionDef) else imported_from(node, parts)
             assert node.end_lineno is not None
             for n in range(node.lineno - 1, node.end_lineno):
                 lines[n] = ""
@@ -199,6 +199,13 @@ def without_what_is_left_out(text: str) -> str:
                 lines[node.lineno - 1 : node.end_lineno] = [f"__all__ = {json.dumps(kept)}\n"]
             break
     return "".join(lines)
+
+
+def imported_from(node: ast.AST, parts: set[str]) -> set[str]:
+    """The names that it imports from these parts of the package: they are loaded at their first use."""
+    found = [each for each in ast.walk(node) if isinstance(each, ast.ImportFrom) and each.module]
+    inside = [each for each in found if parts & set(str(each.module).split("."))]
+    return {name.asname or name.name for each in inside for name in each.names}
 
 
 def needs(node: ast.AST, parts: set[str]) -> bool:

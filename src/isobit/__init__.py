@@ -11,6 +11,7 @@ from isobit.frame.op import OPS, known_op
 from isobit.ops.attention import attention
 from isobit.ops.delta_rule import chunk_gated_delta_rule_bwd_dhu
 from isobit.ops.det_gemm import det_gemm, det_gemm_dw, det_linear
+from isobit.ops.det_grouped_linear import det_grouped_dw, det_grouped_linear
 from isobit.ops.grpo_loss import group_advantages, grpo_loss
 from isobit.ops.linear_logp import linear_logp
 from isobit.ops.linear_policy_loss import linear_policy_loss
@@ -22,6 +23,7 @@ from isobit.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
     from isobit import drift, integrations, nn
+    from isobit.integrations.hf.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -44,8 +46,10 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.drift`, `isobit.integrations` and `isobit.nn` are imported when they are first used: many
-    programs use none of them."""
+    """`isobit.drift`, `isobit.integrations`, `isobit.nn` and `isobit.warmup` are imported when they are first
+    used: many programs use none of them."""
+    if name == "warmup":
+        return import_module("isobit.integrations.hf.warmup").warmup
     if name in __all__:  # everything else in it is here already
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -60,6 +64,8 @@ __all__ = [
     "chunk_gated_delta_rule_bwd_dhu",
     "det_gemm",
     "det_gemm_dw",
+    "det_grouped_dw",
+    "det_grouped_linear",
     "det_linear",
     "drift",
     "explain",
@@ -75,4 +81,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "warmup",
 ]

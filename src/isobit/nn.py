@@ -6,11 +6,13 @@ decides the bits of a model of transformers. `propose_classes` proposes a numeri
 of a module that FSDP2 has sharded are gathered.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from isobit.layers.classes import Classes, merged_class
+from isobit.layers.experts import DetExperts
 from isobit.layers.fsdp import class_of, in_forward
 from isobit.layers.linear import DetLinear, Swap, swap_linear
 from isobit.layers.propose import propose_classes
@@ -19,15 +21,23 @@ if TYPE_CHECKING:
     from isobit.integrations.hf import ZeroDrift
 
 __all__ = [
-    "DetLinear", "Swap", "class_of", "in_forward", "merged_class", "propose_classes", "swap_linear",
-    "zero_drift",
+    "DetExperts", "DetLinear", "Swap", "class_of", "in_forward", "merged_class", "propose_classes",
+    "swap_linear", "zero_drift",
 ]  # fmt: skip
 
 
-def zero_drift(model: nn.Module, *, numerics: Classes = None) -> "ZeroDrift":
+def zero_drift(
+    model: nn.Module,
+    *,
+    numerics: Classes = None,
+    batch: int | Sequence[int] = 1,
+    lengths: int | Sequence[int] = (),
+    train: bool = False,
+) -> "ZeroDrift":
     """`isobit.integrations.hf.zero_drift` under a shorter name: a causal LM of transformers gives every token
     the same bits in training, prefill and decoding, alone or in any batch. It needs transformers. `numerics`
-    is the numerics class of its linear layers, or a map {name: class}.
+    is the numerics class of its linear layers, or a map {name: class}. With `lengths` kernels are compiled in
+    parallel beforehand (`isobit.warmup`).
 
     Example:
         >>> import torch, transformers, isobit
@@ -41,4 +51,4 @@ def zero_drift(model: nn.Module, *, numerics: Classes = None) -> "ZeroDrift":
     """
     from isobit.integrations import hf
 
-    return hf.zero_drift(model, numerics=numerics)
+    return hf.zero_drift(model, numerics=numerics, batch=batch, lengths=lengths, train=train)

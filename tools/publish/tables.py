@@ -9,12 +9,14 @@ An op that is timed against one rival is shown relative to that rival's speed: i
 all sizes of one, else with a line per case, next to the other rivals, their memory and their errors. Others
 have a line per case too, relative to a copy of their bytes, or to the floor where operations decide. Every
 table has the host time of an eager call; a file whose figure that is (`launch`) has little else. Whole steps
-have a line per case, next to their baseline. A missing file leaves a line that says how to make it.
+have a line per case, next to their baseline, and rollouts have tokens/s (`rollouts`). A missing file leaves a
+line that says how to make it.
 
     <!-- results:linear_logp linear_logp_train -->   only these kinds of calls of a file
     <!-- results:summary -->                         a short table for users (`headline`)
     <!-- results:every -->                           a line or two per file (`overview`)
     <!-- results:proven -->                          what was checked and timed (`proven`)
+    <!-- results:drift-picture -->                   the first picture of the README (`drift`)
     <!-- op:logp --> ... <!-- /op -->                the declaration of an op (`declared`)
 """
 
@@ -34,14 +36,16 @@ from isobit.bench.resume import UNFINISHED
 from isobit.bench.suites import suite_names
 from isobit.check.stamp import why_stale
 from isobit.frame.op import public_ops
+from publish import drift
 from publish.declared import render_declared
 from publish.headline import headlines, origin
 from publish.overview import OLDER, legend, limit_of, overview, shown_of
 from publish.proven import proven
+from publish.rollouts import are_rollouts, rollouts
 
 RESULTS = Path("results/h200")
 #: The names in a mark for the tables over all files.
-SUMMARY, EVERY, PROVEN = "summary", "every", "proven"
+SUMMARY, EVERY, PROVEN, PICTURE = "summary", "every", "proven", "drift-picture"
 
 #: At the start of a line: an indented mark is an example.
 _MARKED = re.compile(
@@ -64,9 +68,21 @@ def render_op(path: Path, series: Sequence[str] = ()) -> str:
     for note in report.get("notes", ()):
         if note.startswith(UNFINISHED):
             stamp += f"; {note}"
-    body = _grids(report, series) if report.get("against") else _by_kind(report, series)
-    parts = [*_goals(report), body]
+    parts = [*_goals(report), *_body(report, path.stem, series)]
     return "\n\n".join([*parts, f"<sub>{stamp}</sub>\n"])
+
+
+def _body(report: Report, name: str, series: Sequence[str]) -> list[str]:
+    if name == "drift":
+        return [_markdown(lines, left=2 if i == 0 else 1) for i, lines in enumerate(drift.tables(report))]
+    return [_grids(report, series) if report.get("against") else _by_kind(report, series)]
+
+
+def render_picture(results_dir: Path) -> str:
+    """The picture of drift for the README; nothing where it was not measured."""
+    if not (results_dir / "drift.json").is_file():
+        return ""
+    return "![Tokens with other bits, before and after zero_drift](docs/drift.svg)\n"
 
 
 def render_summary(results_dir: Path) -> str:
@@ -218,8 +234,12 @@ def _grids(report: Report, series: Sequence[str]) -> str:
     every = dict.fromkeys(row["op"] for row in report["rows"])
     _all_known(series, every)
     for op in series or every:
+        own = [row for row in report["rows"] if row["op"] == op]
+        if are_rollouts(own):
+            parts.append(f"`{op}`\n\n{_markdown(rollouts(own), left=2)}")
+            continue
         if op not in known:  # timed without the baseline: show what there is, line by line
-            parts.append(f"`{op}`\n\n{_lines([row for row in report['rows'] if row['op'] == op])}")
+            parts.append(f"`{op}`\n\n{_lines(own)}")
             continue
         mine = _by_options([cell for cell in all_cells if cell.op == op])
         if op not in steps and all(map(_fills_a_grid, mine.values())):
@@ -402,7 +422,9 @@ def _grid(some: Sequence[Cell]) -> str:
     return "\n\n".join(grids)
 
 
-_OVER_ALL = {SUMMARY: render_summary, EVERY: render_every, PROVEN: render_proven}
+_OVER_ALL = {
+    SUMMARY: render_summary, EVERY: render_every, PROVEN: render_proven, PICTURE: render_picture
+}  # fmt: skip
 
 
 def updated(text: str, results_dir: Path) -> str:
