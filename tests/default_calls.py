@@ -159,6 +159,10 @@ def _written_calls() -> dict[str, Call]:
         ),
         "swiglu": Call("swiglu", "gate", "up", gate=randn(2, 9, dtype=BF16), up=randn(2, 9, dtype=BF16)),
         "swiglu of nothing": Call("swiglu", "gate", "up", gate=randn(0, 9), up=randn(0, 9)),
+        "attention_sink": Call(
+            "attention_sink", "x", "lse", "sinks", x=randn(2, 3, 2, 8, dtype=BF16), lse=randn(2, 3, 2),
+            sinks=randn(2),
+        ),
         "logp of one row": Call("logp", "logits", logits=randn(9), token_ids=torch.tensor(3)),
         "det_gemm": Call("det_gemm", "a", "b", a=a, b=b),
         "det_gemm in fp32": Call("det_gemm", "a", "b", a=a, b=b, out_dtype=F32),

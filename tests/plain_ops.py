@@ -122,6 +122,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     return rotated(q), rotated(k)
 
 
+def attention_sink(x: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    seen = lse != -torch.inf
+    score = torch.where(seen, lse, 0.0) - sinks.to(lse.dtype)
+    return (x * torch.where(seen, F.logsigmoid(score).exp(), 0.0)[..., None]).to(x.dtype)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 

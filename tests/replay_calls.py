@@ -186,6 +186,11 @@ def _swiglu(N: int, D: int, **more: Any) -> Call:
     return Call("swiglu_bwd" if more else "swiglu", "triton", {**given, **more})
 
 
+def _sink(N: int, **more: Any) -> Call:
+    given = {"x": shape(N, 4, 64), "lse": shape(N, 4, dtype=F32), "sinks": shape(4)}
+    return Call("attention_sink_bwd" if more else "attention_sink", "triton", {**given, **more})
+
+
 def _loss(B: int, T: int, V: int, backend: str = "triton", **more: Any) -> Call:
     given = {
         "policy_logits": shape(B, T, V),
@@ -347,6 +352,10 @@ CALLS = {
     "rope backward": _rope_bwd(33),
     "swiglu": _swiglu(33, 1100),
     "swiglu backward": _swiglu(33, 1100, dout=shape(33, 1100), want_gate=True, want_up=True),
+    "attention_sink": _sink(33),
+    "attention_sink backward": _sink(
+        33, dout=shape(33, 4, 64), want_x=True, want_lse=True, want_sinks=True
+    ),
     "grpo_loss": _loss(4, 3, 1000),
     "grpo_loss, many rows": _loss(16, 132, 1100, normalizer=shape(dtype=INT64), reduction="sequence_mean"),
     "grpo_loss, boundaries": _loss(

@@ -26,6 +26,7 @@ CALLS = {
     "linear_logp": lambda: isobit.linear_logp(x.requires_grad_(), half(8, 16), ids, backend="triton"),
     "rms_norm": lambda: isobit.rms_norm(x, half(16), backend="triton"),
     "rope": lambda: isobit.rope(q, q, half(3, 64), half(3, 64), backend="triton"),
+    "attention_sink": lambda: isobit.attention_sink(q, q.float().sum(-1), half(2), backend="triton"),
     "swiglu": lambda: isobit.swiglu(x, x, backend="triton"),
     "det_linear": lambda: isobit.det_linear(x, half(4, 16).requires_grad_(), backend="triton"),
     "det_gemm_dw": lambda: isobit.det_gemm_dw(x.detach(), half(2, 4), backend="triton"),

@@ -83,7 +83,9 @@ EXPECTED_CASES |= {
 }
 EXPECTED_CASES |= {("attention", backend): "inputs are fp" for backend in ("triton", "model")}
 EXPECTED_CASES |= {("rope", "triton"): "q is fp64", ("swiglu", "triton"): "gate is fp64"}
-EXPECTED_CASES |= {("rms_norm", backend): "x is fp64" for backend in ("triton", "model")}
+EXPECTED_CASES |= {
+    (op, backend): "x is fp64" for op in ("rms_norm", "attention_sink") for backend in ("triton", "model")
+}
 
 
 @pytest.fixture(scope="module")

@@ -45,6 +45,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/grpo_loss": "grpo_loss",
         "docs/det_gemm": "Matrix products",
         "docs/attention": "Attention",
+        "docs/attention_sink": "Attention sinks",
         "docs/rms_norm": "RMSNorm",
         "docs/rope": "Rotary embedding",
         "docs/swiglu": "SwiGLU",

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from isobit.integrations.hf.errors import HFError
 from isobit.ops.attention.model import SEGMENT
 from isobit.ops.attention.op import HEAD_SIZES, attention
+from isobit.ops.attention_sink import attention_sink
 
 NAME = "isobit"
 
@@ -190,10 +191,11 @@ def _padding(given: Tensor, end: int | Tensor) -> tuple[Tensor, bool]:
 #: Of packed sequences.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
-#: Arguments that layers pass in addition to those of `attend`, and that change no result. Others may.
+#: Arguments that layers pass in addition to those of `attend`, and that change no result, or are served:
+#: `s_aux` are sinks. Others may.
 _HARMLESS = frozenset((
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits",
-    "num_items_in_batch", "max_length_q", "max_length_k", "is_causal", *_PACKING,
+    "num_items_in_batch", "max_length_q", "max_length_k", "is_causal", "s_aux", *_PACKING,
 ))  # fmt: skip
 
 
@@ -261,16 +263,25 @@ def attend(call: LayerCall) -> Tensor:
     if info.dropped and info.window is None:  # not earlier: a model may make a mask that no layer uses
         raise refusal(f"the cache has dropped keys that {layer_name(module)} sees")
     options: dict[str, Any] = {"scale": scaling, "window": info.window, "softcap": call.softcap}
+    sinks = more.get("s_aux")
     if info.packed:
         assert numbers is not None
         B, T = q.shape[:2]
         q, k, v = (t.reshape(1, B * t.shape[1], *t.shape[2:]) for t in (q, k, v))
-        return attention(q, k, v, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0, ..., :D]
+        return _attended(q, k, v, sinks, cu_seqlens_q=numbers[0], **options).unflatten(1, (B, T))[0, ..., :D]
     if info.front:
         k, v = (nn.functional.pad(t, (0, 0, 0, 0, info.front, 0)) for t in (k, v))
     options["key_start"] = numbers[0] if numbers and info.starts else None
     options["key_end"] = numbers[1] if numbers and info.ends else None
-    return attention(q, k, v, **options)[..., :D]
+    return _attended(q, k, v, sinks, **options)[..., :D]
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any) -> Tensor:
+    """Attention, with one more logit per head if there are sinks."""
+    if sinks is None:
+        return attention(q, k, v, **options)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return attention_sink(out, lse.transpose(-1, -2), sinks)
 
 
 def wider(module: nn.Module, D: int) -> int:
@@ -356,10 +367,10 @@ def register_attention() -> None:
     """Register `attn_implementation="isobit"` with transformers. This changes no model: select it with
     `from_pretrained(..., attn_implementation="isobit")` or `model.set_attn_implementation("isobit")`.
 
-    It supports causal attention in bf16 and fp16 with padding, sliding windows, softcaps, grouped heads,
-    dynamic and static caches, prefill in chunks, and sequences packed by `position_ids`. What
-    `isobit.attention` does not support is refused with an `HFError`: dropout, attention sinks, masks with
-    gaps or of other patterns.
+    It supports causal attention in bf16 and fp16 with padding, sliding windows, softcaps, sinks, grouped
+    heads, dynamic and static caches, prefill in chunks, and sequences packed by `position_ids`. What
+    `isobit.attention` does not support is refused with an `HFError`: dropout, masks with gaps or of other
+    patterns.
 
     Example:
         >>> import torch, transformers, isobit
