@@ -32,6 +32,7 @@ from isobit.frame.op import Op, op
 from isobit.frame.public_op import public_op
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, TREE8, Numerics
 from isobit.ops.det_gemm import calls
+from isobit.ops.det_gemm.dtensors import is_dtensor, linear_of_dtensors
 
 
 def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
@@ -125,7 +126,8 @@ def det_linear(
 
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
-        weight: [N, K], of the same dtype, any strides.
+        weight: [N, K], of the same dtype, any strides. It may be a DTensor that is cut over the ranks of a
+            mesh, `Shard(0)` or `Shard(1)`: see isobit.parallel.
         bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
         operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
             gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
@@ -158,6 +160,11 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
+    if type(weight) is not Tensor and is_dtensor(weight):
+        return linear_of_dtensors(
+            x, weight, bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
+            numerics=numerics, backend=backend,
+        )  # fmt: skip
     return linear(
         x=x, weight=weight, bias=bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
         numerics=numerics, backend=backend,

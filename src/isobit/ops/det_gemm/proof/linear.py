@@ -216,9 +216,9 @@ LINEAR = Proof(
     parts=merged_layers,
     shards=SHARDS,
     shard_cases=[
-        Case({"M": 24, "K": 192, "N": 64}, BF16, options={"bias": F32}),
+        Case({"M": 16, "K": 192, "N": 64}, BF16, options={"bias": F32}),
         Case({"B": 8, "T": 2, "K": 64, "N": 32}, F32, options={"bias": "own", "operand": F16, "out": F32}),
-        Case({"M": 24, "K": 192, "N": 64}, BF16, data="special", options={"out": F32}),
+        Case({"M": 16, "K": 128, "N": 64}, BF16, data="special", options={"out": F32}),
         Case({"M": 8, "K": 4096, "N": 4096}, BF16, data="random", heavy=True),
         Case({"M": 264, "K": 14336, "N": 1536}, BF16, data="random", heavy=True, options={"bias": F32}),
         Case({"B": 8, "T": 130, "K": 4096, "N": 6144}, F16, data="random", heavy=True),
