@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import isobit
+from interpreted import in_interpreter
 from isobit import parallel
 from isobit.ranks import Group, ordered, ordered_scatter, ordered_sum
 
@@ -128,6 +129,10 @@ def test_ranks_in_turn_that_make_other_calls_end_with_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         parallel.in_turn(2, lambda group: group.all_gather(torch.zeros(1 // group.rank)))
     assert threading.active_count() == before
+
+
+def test_kernels_of_ranks_have_the_order_of_the_tree() -> None:
+    assert in_interpreter(ROOT / "tests" / "rank_kernels.py") == "28\n"
 
 
 def test_the_last_dimension_holds_no_tokens() -> None:

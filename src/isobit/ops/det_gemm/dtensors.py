@@ -8,6 +8,7 @@ x may be a DTensor, and then y is one; or the tensor that this rank has, and the
 """
 
 import sys
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,13 +24,18 @@ def is_dtensor(t: Any) -> bool:
     return distributed is not None and isinstance(t, distributed.DTensor)
 
 
+def _kinds() -> tuple[Any, Any, Any]:
+    """DTensor, Replicate, Shard: whoever has a DTensor has imported them."""
+    distributed = import_module("torch.distributed.tensor")
+    return distributed.DTensor, distributed.Replicate, distributed.Shard
+
+
 def linear_of_dtensors(
     x: Tensor, weight: Any, bias: Any, *, validate: bool | None, sequence_dim: int | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     """`det_linear` of a weight that is a DTensor. `options` are those of `det_linear`."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
+    DTensor, Replicate, Shard = _kinds()
     mesh, cut = weight.device_mesh, weight.shape
     if mesh.ndim != 1:
         raise _error(
@@ -63,8 +69,7 @@ def _on_every_rank(
     x: Any, weight: Any, bias: Any, validate: bool | None, sequence_dim: int | None, options: dict[str, Any]
 ) -> Tensor:
     """Every rank has the whole weight."""
-    from torch.distributed.tensor import DTensor, Replicate
-
+    DTensor, Replicate, _ = _kinds()
     if sequence_dim is not None:
         raise _error("weight", weight, "is whole on every rank, where sequence_dim has no meaning")
     local = [_local(n, t, weight.device_mesh, Replicate()) for n, t in (("x", x), ("bias", bias))]
