@@ -73,7 +73,8 @@ def multiplied(
     added = torch.randn(N, generator=torch.Generator().manual_seed(3)) if bias else None
     out, device = torch.full((M, N), torch.nan, dtype=out_dtype), Emulated()
     kernels_hopper_tree._multiply(out, descriptors.matrix(a), descriptors.matrix(b), added, plan, device)
-    expected = tree(a, b) if added is None else tree(a, b) + added
+    summed = tree(a, b, leaves=plan.total)
+    expected = summed if added is None else summed + added
     return out, expected.to(out_dtype), device
 
 
@@ -123,6 +124,22 @@ def test_leaves_of_several_steps(parts: int, monkeypatch: pytest.MonkeyPatch) ->
         planned(2, 128, False, parts), 70, 136, 1088, (True, True), monkeypatch, BF16, bias=True
     )
     assert torch.equal(ours, model)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "parts", "whole"), [(2, 1, True), (2, 2, False), (4, 1, True), (4, 2, True), (4, 4, False)]
+)
+@pytest.mark.parametrize(("consumers", "columns", "swapped"), [(1, 80, False), (1, 24, True)])
+def test_the_leaves_of_a_rank_have_the_bits_of_the_model(
+    consumers: int, columns: int, swapped: bool, leaves: int, parts: int, whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Ranks that share k have 4 or 2 of the eight leaves; 1 is a chain."""
+    plan = planned_or_none(consumers, columns, swapped, 4, parts, whole, leaves)
+    assert plan is not None
+    ours, _, _ = multiplied(plan, 85, 170, 24 * leaves, (True, True), monkeypatch)
+    a, b = operand(85, 24 * leaves, True, 1), operand(24 * leaves, 170, False, 2)
+    assert torch.equal(ours, tree(a, b, leaves=leaves))
 
 
 def test_one_chain_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,7 @@ RUN_ELSEWHERE = {
     "docs/verl.md": "tests/test_verl.py",
     "docs/fla.md": "tests/test_fla.py",
     "docs/lora.md": "tests/test_lora.py",
+    "docs/parallel.md": "tests/test_parallel.py",
     "docs/check_my_kernel.md": "tests/test_candidate.py",
     "docs/check_any_function.md": "tests/test_testing_rows_command.py",
     "docs/dev/adding_an_op.md": "tests/test_repo.py",

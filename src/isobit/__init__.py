@@ -23,7 +23,7 @@ from isobit.ops.rope import rope
 from isobit.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
-    from isobit import drift, integrations, nn
+    from isobit import drift, integrations, nn, parallel
     from isobit.integrations.hf.warmup import warmup
 
 __version__ = "0.1.0"
@@ -47,8 +47,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Explanation:
 
 
 def __getattr__(name: str) -> Any:
-    """`isobit.drift`, `isobit.integrations`, `isobit.nn` and `isobit.warmup` are imported when they are first
-    used: many programs use none of them."""
+    """`isobit.drift`, `isobit.integrations`, `isobit.nn`, `isobit.parallel` and `isobit.warmup` are imported
+    when they are first used: many programs use none of them."""
     if name == "warmup":
         return import_module("isobit.integrations.hf.warmup").warmup
     if name in __all__:  # everything else in it is here already
@@ -79,6 +79,7 @@ __all__ = [
     "logp",
     "losses",
     "nn",
+    "parallel",
     "ratio_kl",
     "rms_norm",
     "rope",

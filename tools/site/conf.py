@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "docs/drift": "Measure drift",
         "docs/rollouts": "vLLM",
         "docs/lora": "LoRA",
+        "docs/parallel": "More than one GPU",
         "docs/check_my_kernel": "A kernel of your own",
         "docs/check_any_function": "Any function of rows",
     },

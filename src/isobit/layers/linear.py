@@ -15,6 +15,7 @@ from isobit.layers.classes import Classes, check_class, check_k, check_keys, cla
 from isobit.layers.fsdp import class_of, set_class
 from isobit.numerics import CHAIN16, Numerics
 from isobit.ops.det_gemm import det_linear
+from isobit.ops.det_gemm.dtensors import linear_of_dtensors
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -51,6 +52,8 @@ class DetLinear(nn.Linear):
     """
 
     operand_dtype: torch.dtype | None = None  # of layers that were pickled before there was this option
+    #: The dimension of tokens that ranks share before or after this layer; `isobit.parallel` sets it.
+    sequence_dim: int | None = None
 
     def __init__(
         self,
@@ -104,6 +107,11 @@ class DetLinear(nn.Linear):
                     f"DetLinear(weight: {describe(weight)}): parameters must be bf16 or fp16; call "
                     ".to(torch.bfloat16) on the module, or run it under torch.autocast"
                 )
+        if self.sequence_dim is not None:
+            return linear_of_dtensors(
+                input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
+                validate=None, numerics=self.numerics, backend=self.backend, sequence_dim=self.sequence_dim,
+            )  # fmt: skip
         return det_linear(
             input, weight, self.bias, operand_dtype=operand_dtype, out_dtype=self.out_dtype,
             numerics=self.numerics, backend=self.backend,
@@ -141,7 +149,7 @@ class Swap:
                 )
         for layer in self._layers:
             set_class(layer, nn.Linear)
-            for option in _OPTIONS:
+            for option in (*_OPTIONS, "sequence_dim"):
                 vars(layer).pop(option, None)
         self._layers.clear()
 

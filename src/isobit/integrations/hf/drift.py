@@ -26,6 +26,7 @@ from isobit.integrations.hf.experts import DetRouter
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import refusal
 from isobit.integrations.hf.swaps import check_numerics, is_on, or_as_before, own_layers, turn_off, turn_on
+from isobit.integrations.hf.tensor_parallel import check_tp, cut
 from isobit.integrations.hf.warmup import of_calls, of_model
 from isobit.integrations.patch import Handle, Patch, Switch
 from isobit.layers.classes import Classes
@@ -216,6 +217,7 @@ def zero_drift(
     model: Any,
     *,
     numerics: Classes = None,
+    tp: Any = None,
     batch: int | Sequence[int] = 1,
     lengths: int | Sequence[int] = (),
     train: bool = False,
@@ -238,6 +240,10 @@ def zero_drift(
             `isobit.nn.swap_linear`: names may be glob patterns such as "*.down_proj", and layers that are not
             in the map are chain16, like all layers without a map. Adapters are always chain16. None keeps
             the classes of a model that is enabled already.
+        tp: a DeviceMesh of one dimension whose ranks share the linear layers, 1, 2, 4 or 8 of them: all call
+            this with the same model, whole, and keep their parts of it. All layers that are cut must be of
+            class tree8; logits, and gradients of what every rank has, then have the bits of one rank. See
+            isobit.parallel. With `disable()`, which all ranks must call, the model is whole again.
         batch, lengths, train: what to compile in parallel beforehand, as for `isobit.warmup`, together with
             what the test of the model needs. Without lengths kernels are compiled when they are first used.
 
@@ -271,12 +277,17 @@ def zero_drift(
         switch = Switch(f"isobit.integrations.hf.zero_drift(model: {type(given).__name__})")
     with switch.lock:
         sizes = Warmup(given, batch, lengths, train)
-        patch, new = switch.applied(None, lambda: _apply(model, numerics, sizes))
+        if tp is not None:
+            _check_refusals(model)
+            check_tp(model, tp, numerics)
+        patch, new = switch.applied(None, lambda: _apply(model, numerics, sizes, tp))
         assert isinstance(patch, _Patch)
         if not new:
             check_numerics(model, numerics)
+            if tp is not None:
+                raise refusal(model, "tp: zero_drift was called already; call disable() first")
         if not new and not guard.is_unchanged(model):  # what was added since
-            again = _apply(model, numerics, sizes)
+            again = _apply(model, numerics, sizes, None)
             patch.tried, patch.report, patch.snapshots = again.tried, again.report, 0
     _switches[model] = switch
     return ZeroDrift(switch, patch, new and not patch.adopted)
@@ -301,7 +312,7 @@ class Warmup(NamedTuple):
             of_model(self.model, self.batch, self.lengths, self.train, None, False, trial)
 
 
-def _apply(model: Any, numerics: Classes, warmup: Warmup) -> _Patch:
+def _apply(model: Any, numerics: Classes, warmup: Warmup, tp: Any) -> _Patch:
     _check_refusals(model)
     check_numerics(model, numerics)
     register_attention()
@@ -315,6 +326,8 @@ def _apply(model: Any, numerics: Classes, warmup: Warmup) -> _Patch:
             raise refusal(model, "no module in it uses transformers' AttentionInterface")
         warmup.of_all(partial(trial.of_model, model, _vocab(model), ()))
         tried = _tried(model)
+    if tp is not None:
+        cut(model, tp)
     guard.put_on(model)
     report = _report(model, tried)
     return _Patch(

@@ -19,6 +19,7 @@ from isobit.integrations.hf.batching import KEPT, MAKES, Makes
 from isobit.integrations.hf.experts import DetRouter, routing_of, swapped_class
 from isobit.integrations.hf.norms import DetRMSNorm, options_of_all
 from isobit.integrations.hf.refusals import COMPILES, refusal
+from isobit.integrations.hf.tensor_parallel import join
 from isobit.layers.classes import (
     Classes,
     as_map,
@@ -125,7 +126,8 @@ def turn_off(model: Any) -> None:
     for name, module in modules.items():
         if class_of(module) is not DetLinear and type(module) not in (DetRMSNorm, DetExperts, DetRouter):
             raise refusal(model, f"{name} is now a {type(module).__name__}; undo that change first")
-    model.set_attn_implementation(getattr(model, ATTENTION))  # first: all else cannot fail
+    join(model)
+    model.set_attn_implementation(getattr(model, ATTENTION))  # all else cannot fail
     if KEPT in vars(model):
         model.destroy_cached_continuous_batching_manager()
     guard.take_off(model)

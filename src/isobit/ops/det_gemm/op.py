@@ -32,6 +32,7 @@ from isobit.frame.op import Op, op
 from isobit.frame.public_op import public_op
 from isobit.numerics import CHAIN16, NO_CLASS, SEG16_512, TREE8, Numerics
 from isobit.ops.det_gemm import calls
+from isobit.ops.det_gemm.dtensors import is_dtensor, linear_of_dtensors
 
 
 def _flops(first: str, second: str) -> Callable[[dict[str, Any]], int]:
@@ -125,7 +126,8 @@ def det_linear(
 
     Args:
         x: [*, K] in bf16 or fp16, any leading shape and strides.
-        weight: [N, K], of the same dtype, any strides.
+        weight: [N, K], of the same dtype, any strides. It may be a DTensor that is cut over the ranks of a
+            mesh, `Shard(0)` or `Shard(1)`: see isobit.parallel.
         bias: [N], of the same dtype or fp32. It is added to the fp32 sum before the one rounding.
         operand_dtype: bf16 or fp16. x, weight and bias may then be fp32 and are rounded to it first. Their
             gradients are rounded to it too, and then converted to the dtypes of x, weight and bias. Autocast
@@ -158,6 +160,11 @@ def det_linear(
         >>> weight.grad[0]
         tensor([6., 6., 6., 6.], dtype=torch.bfloat16)
     """
+    if type(weight) is not Tensor and is_dtensor(weight):
+        return linear_of_dtensors(
+            x, weight, bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
+            numerics=numerics, backend=backend,
+        )  # fmt: skip
     return linear(
         x=x, weight=weight, bias=bias, operand_dtype=operand_dtype, out_dtype=out_dtype, validate=validate,
         numerics=numerics, backend=backend,
@@ -188,6 +195,14 @@ def linear_bwd(
     With operand_dtype the sums over tokens are rounded to it too, and then converted to the dtype of their
     parameter. These roundings happen inside the op, because outside it a compiler may remove a rounding
     that is followed by a conversion to a wider dtype."""
+
+
+@op("det_gemm_subtree", flops=_flops("a", "b"))
+def subtree(
+    a: Half[Tensor, "M K; any strides"], b: Half[Tensor, "K N; any strides"], leaves: int
+) -> F32[Tensor, "M N"]:
+    """The fp32 sum over k of some consecutive leaves of class tree8, 1, 2, 4 or 8 of them: what one rank
+    contributes to a product whose k is shared by several. Bits are those of that node of the tree."""
 
 
 @public_op("det_gemm_dw", flops=_flops("x", "dy"))
@@ -313,6 +328,7 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
 
 
 gemm.rule(one_dtype("a", "b"), _out_dtype)
+subtree.rule(one_dtype("a", "b"))
 gemm_bwd.rule(_needs("b", "want_a"), _needs("a", "want_b"))
 linear.rule(_operand_dtypes, _out_dtype)
 linear_bwd.rule(_needs("x", "want_weight"))
@@ -364,6 +380,11 @@ def _add_backend(
         target.backend(
             name, run=partial(run, kernels), numerics=numerics,
             cannot_run=cannot_run, when=when, **options,
+        )  # fmt: skip
+    if of_sums is None:  # of class tree8: it has subtrees
+        subtree.backend(
+            name, run=partial(calls.run_subtree, kernels), numerics=of_products, cannot_run=cannot_run,
+            when=partial(calls.why_not_subtree, kernels), **options,
         )  # fmt: skip
 
 
@@ -434,6 +455,7 @@ linear.derivative(
 )
 gemm_bwd.not_differentiable(_WHY.format("det_gemm"))
 linear_bwd.not_differentiable(_WHY.format("det_linear"))
+subtree.not_differentiable("a part of a sum has no gradient of its own: isobit.parallel has that of the sum")
 gemm_dw.not_differentiable(
     "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
     "detached tensors."

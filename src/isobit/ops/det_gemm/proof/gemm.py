@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.numerics import chain
+from isobit.kernels.triton.tree_fold import fold
+from isobit.numerics import LEAVES, chain
 from isobit.numerics.trees import tree
 from isobit.ops.det_gemm.op import gemm
 from isobit.ops.det_gemm.proof import inputs, truth
@@ -88,6 +89,8 @@ def record_product(bias: bool) -> dict[str, Kernels]:
             b = b if out_dtype == F32 else b.mT
             added = torch.empty(N, dtype=dtype, device="meta") if bias else None
             kernels.product(a, b, added, out_dtype, launch=launch)
+        if module.endswith("_tree"):
+            record_ranks(kernels, launch, dtype, 2 if bias else 4)
 
     return {
         "hopper": Kernels(partial(record, "kernels_hopper"), targets=HOPPER),
@@ -95,6 +98,14 @@ def record_product(bias: bool) -> dict[str, Kernels]:
         "hopper-tree8": Kernels(partial(record, "kernels_hopper_tree"), targets=HOPPER),
         "triton-tree8": Kernels(partial(record, "kernels_triton_tree")),
     }
+
+
+def record_ranks(kernels: Any, launch: Any, dtype: torch.dtype, leaves: int) -> None:
+    """What ranks compute that share k: the sum of some leaves, and the sum over ranks."""
+    a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((72, 2048), (4096, 2048)))
+    kernels.product(a, b.t(), None, F32, leaves, launch=launch)
+    parts = torch.empty(LEAVES // leaves, 4096, dtype=F32, device="meta")
+    fold(parts, torch.empty(4096, dtype=dtype, device="meta"), 0, 4096, dtype, launch=launch)
 
 
 def memory_product(case: Case, backend: str, direction: str) -> int:

@@ -1,0 +1,98 @@
+"""Parallel styles for `torch.distributed.tensor.parallel.parallelize_module`: linear layers that the ranks of
+a mesh share, with the bits of one rank."""
+
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from isobit.frame.contract import ContractError
+from isobit.layers.classes import check_class, check_k
+from isobit.layers.linear import DetLinear, swap_linear
+from isobit.numerics import CHAIN16, LEAVES, TREE8, Numerics
+from isobit.ranks import as_group
+
+
+class _Style(ParallelStyle):
+    """What both styles do: the layer becomes a `DetLinear`, if it is none, and its parameters DTensors."""
+
+    kind: Literal["column", "row"]
+
+    def __init__(self, *, sequence_dim: int | None = None, numerics: str | Numerics | None = None) -> None:
+        super().__init__()
+        check_class(type(self).__name__, numerics)
+        self.sequence_dim, self.numerics = sequence_dim, None if numerics is None else str(numerics)
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        what = type(self).__name__
+        if not isinstance(module, nn.Linear):
+            raise ContractError(f"{what}: the module is a {type(module).__name__}, and must be an nn.Linear")
+        group = as_group(what, device_mesh)
+        layer = self._as_det_linear(module)
+        N, K = layer.weight.shape
+        cut, name = (N, "out_features") if self.kind == "column" else (K, "in_features")
+        if cut % LEAVES:
+            raise ContractError(
+                f"{what}: {name}={cut} must be a multiple of {LEAVES}, to be cut over {group.size} ranks as "
+                "over any other number of them"
+            )
+        if self.sequence_dim is not None:
+            layer.sequence_dim = self.sequence_dim
+        placed: dict[str, Any] = {"weight": Shard(0) if self.kind == "column" else Shard(1)}
+        placed["bias"] = Shard(0) if self.kind == "column" else Replicate()
+        for each, placement in placed.items():
+            parameter = getattr(layer, each)
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            made = distribute_tensor(parameter.data, device_mesh, [placement])
+            setattr(layer, each, nn.Parameter(made, requires_grad=parameter.requires_grad))
+        return layer
+
+    def _as_det_linear(self, module: nn.Linear) -> DetLinear:
+        """A layer that was swapped keeps its class if the style names none, and must be of tree8."""
+        if not isinstance(module, DetLinear):
+            swap_linear(module, [""], numerics=self.numerics or TREE8)
+        assert isinstance(module, DetLinear)
+        if self.numerics is not None:
+            check_k(type(self).__name__, self.numerics, module.in_features)
+            module.numerics = self.numerics
+        given = None if module.numerics is None else str(module.numerics).split("/")[0]
+        if given != TREE8 and self.kind == "row":
+            raise ContractError(
+                f"{type(self).__name__}: the layer is of class {module.numerics or CHAIN16}, which has no "
+                f'sum over ranks. Ask for numerics="{TREE8}", on one rank as on several'
+            )
+        return module
+
+
+class DetColwise(_Style):
+    """A linear layer whose columns of the output are cut over the ranks of a mesh.
+
+    The input is whole on every rank; the output is this rank's columns, a plain tensor. The gradient of the
+    input is a sum over ranks in the order of class tree8: 1, 2, 4 and 8 ranks have the same bits.
+
+    Args:
+        sequence_dim: the dimension of the input along which ranks share the tokens: it is gathered first,
+            and its gradient is cut again. None: every rank has all tokens.
+        numerics: the class of the layer, "tree8", or "chain16" for a model without gradients; None is the
+            class of a layer that is a `DetLinear` already, and else tree8.
+    """
+
+    kind = "column"
+
+
+class DetRowwise(_Style):
+    """A linear layer whose columns of the input are cut over the ranks of a mesh.
+
+    The input is this rank's columns; the output is a sum over ranks in the order of class tree8, whole on
+    every rank, with the same bits on 1, 2, 4 and 8 of them. The bias is whole, and added once.
+
+    Args:
+        sequence_dim: the dimension of the output along which ranks share the tokens afterwards. None: every
+            rank has all of them.
+        numerics: the class of the layer, "tree8"; None is the class of a layer that is a `DetLinear`
+            already, and else tree8.
+    """
+
+    kind = "row"

@@ -1,0 +1,331 @@
+"""Layers that several processes on a CPU share over gloo, and the same layers on one: a program.
+
+    python tests/ranks_on_cpus.py
+
+It prints JSON: by number of ranks and rank, what each case found. True is: the bits of one rank.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which FSDP2 imports at its first forward
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import isobit
+from isobit.nn import DetLinear, swap_linear
+from isobit.parallel import DetColwise, DetRowwise, RanksError, column_linear, row_linear
+
+BF16 = torch.bfloat16
+K, N = 64, 32
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def differentiated(call: Callable[..., Tensor], dy: Tensor, *tensors: Tensor) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = call(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+# Functions
+
+
+def functions(rank: int, ranks: int, rows: int) -> dict[str, bool]:
+    """With few rows partial sums are gathered whole, with many each rank folds a slice."""
+    group, numerics = dist.group.WORLD, "tree8"
+    x, weight, bias, dy = drawn(1, rows, K), drawn(2, N, K), drawn(3, N), drawn(4, rows, N)
+
+    def mine(t: Tensor, dim: int) -> Tensor:
+        return t.chunk(ranks, dim)[rank]
+
+    def plain(*tensors: Tensor) -> Tensor:
+        return isobit.det_linear(*tensors, numerics=numerics)
+
+    y, dx, dw, db = differentiated(plain, dy, x, weight, bias)
+    if rank == ranks - 1:
+        time.sleep(0.3)  # one that is late
+    row = differentiated(lambda *t: row_linear(*t, group=group), dy, mine(x, 1), mine(weight, 1), bias)
+    column = differentiated(
+        lambda *t: column_linear(*t, group=group), mine(dy, 1), x, mine(weight, 0), mine(bias, 0)
+    )
+    return {
+        f"row, {rows}": equal(row, [y, mine(dx, 1), mine(dw, 1), db]),
+        f"column, {rows}": equal(column, [mine(y, 1), dx, mine(dw, 0), mine(db, 0)]),
+    }
+
+
+# Modules
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(K, N), nn.Linear(N, K)
+        for i, parameter in enumerate(self.parameters()):
+            parameter.data = drawn(10 + i, *parameter.shape) / 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
+
+
+def modules(rank: int, mesh: DeviceMesh, tokens: bool) -> dict[str, bool]:
+    """Styles on layers, swapped before or after, and tokens cut between layers."""
+    found, ranks = {}, mesh.size()
+    x, dy = drawn(5, 8, 3, K), drawn(6, 8, 3, K)
+    whole = Mlp()
+    swap_linear(whole, numerics="tree8")
+    given = x.clone().requires_grad_()
+    y = whole(given)
+    y.backward(dy)
+    assert given.grad is not None
+    for first in ("swap", "shard"):
+        model, dim = Mlp(), 0 if tokens else None
+        if first == "swap":
+            swap_linear(model, numerics="tree8")
+        plan = {"up": DetColwise(sequence_dim=dim), "down": DetRowwise(sequence_dim=dim)}
+        parallelize_module(model, mesh, plan)
+        assert isinstance(model.up, DetLinear) and isinstance(model.up.weight, DTensor)
+
+        def own(t: Tensor) -> Tensor:
+            return t.chunk(ranks)[rank] if tokens else t
+
+        mine = own(x).clone().requires_grad_()
+        ours = model(mine)
+        ours.backward(own(dy))
+        assert mine.grad is not None
+        theirs = [own(y), own(given.grad), *gradients(whole)]
+        found[f"{first} first{', tokens cut' if tokens else ''}"] = equal(
+            [ours, mine.grad, *gradients(model)], theirs
+        )
+    return found
+
+
+def dtensors(rank: int, mesh: DeviceMesh) -> dict[str, bool]:
+    """DTensors in and out."""
+    x, weight, bias = drawn(1, 5, K), drawn(2, N, K), drawn(3, N)
+    y = isobit.det_linear(x, weight, bias, numerics="tree8")
+
+    def spread(t: Tensor, placement: Any) -> Tensor:
+        return distribute_tensor(t, mesh, [placement])
+
+    def product(*placements: Any) -> Any:
+        tensors = [spread(t, p) for t, p in zip((x, weight, bias), placements, strict=True)]
+        return isobit.det_linear(*tensors, numerics="tree8")
+
+    column = product(Replicate(), Shard(0), Shard(0))
+    row = product(Shard(1), Shard(1), Replicate())
+    whole = product(Replicate(), Replicate(), Replicate())
+    return {
+        "DTensor column": column.placements == (Shard(1),) and torch.equal(column.full_tensor(), y),
+        "DTensor row": row.placements == (Replicate(),) and torch.equal(row.to_local(), y),
+        "DTensor whole": torch.equal(whole.to_local(), y),
+    }
+
+
+def with_fsdp(rank: int) -> dict[str, bool]:
+    """FSDP2 on one dimension of a mesh, ranks that share layers on the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, whole = Mlp(), Mlp()
+    swap_linear(whole, numerics="tree8")
+    parallelize_module(model, mesh["tp"], {"up": DetColwise(), "down": DetRowwise()})
+    fully_shard(model, mesh=mesh["dp"])
+    x, dy = drawn(20 + rank // 2, 8, K), drawn(6, 8, K)
+    y = model(x)
+    y.backward(dy)
+    theirs = whole(x)
+    theirs.backward(dy)
+    own, together = gradients(whole), gradients(model)
+    other = drawn(20 + 1 - rank // 2, 8, K)
+    whole.zero_grad()
+    whole(other).backward(dy)
+    means = [(a.float() + b.float()) / 2 for a, b in zip(own, gradients(whole), strict=True)]
+    near = all(
+        torch.allclose(a.float(), b, rtol=0.02, atol=0.02) for a, b in zip(together, means, strict=True)
+    )
+    return {"FSDP2: forward": torch.equal(y, theirs), "FSDP2: gradients are means": near}
+
+
+# A model
+
+
+#: The head stays whole, and its vocabulary is no multiple of 8.
+CLASSES = {"model.layers.*": "tree8"}
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=53, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        **{"num_key_value_heads": 4} | options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(BF16).eval()
+
+
+def run(model: Any) -> dict[str, Any]:
+    """Logits, loss, gradients, and a step of decoding."""
+    ids = torch.randint(0, 53, (2, 5), generator=torch.Generator().manual_seed(1))
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    with torch.no_grad():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        step = model(ids[:, 4:], past_key_values=cache).logits
+    found = {"logits": out.logits, "loss": out.loss, "step": step, "keys": cache.layers[1].keys}
+    return {name: t.detach() for name, t in found.items()} | {"gradients": gradients(model)}
+
+
+def on_one(place: str) -> None:
+    """What the others are compared with, by a model that knows of no ranks."""
+    model = llama()
+    isobit.nn.zero_drift(model, numerics=CLASSES)
+    torch.save(run(model), f"{place}/whole")
+
+
+def a_model(rank: int, mesh: DeviceMesh, place: str) -> dict[str, Any]:
+    """With heads, and their keys and values, cut."""
+    model, whole = llama(), torch.load(f"{place}/whole")
+    on = isobit.nn.zero_drift(model, numerics=CLASSES, tp=mesh)
+    ours = run(model)
+    found = {f"model: {name}": torch.equal(ours[name], whole[name]) for name in ("logits", "loss", "step")}
+    found["model: gradients"] = equal(ours["gradients"], whole["gradients"])
+    found["model: heads are cut"] = torch.equal(ours["keys"], whole["keys"].chunk(mesh.size(), 1)[rank])
+    found["model: a step is a row"] = torch.equal(ours["step"][:, 0], ours["logits"][:, 4])
+    on.disable()
+    pairs = zip(model.parameters(), llama().parameters(), strict=True)
+    found["model: whole again"] = all(type(a) is nn.Parameter and torch.equal(a, b) for a, b in pairs)
+    return found
+
+
+def refused_models(mesh: DeviceMesh) -> dict[str, str]:
+    few, plain = llama(num_key_value_heads=1), llama()
+    return {
+        "few heads": told(lambda: isobit.nn.zero_drift(few, numerics=CLASSES, tp=mesh)),
+        "a model of chain16": told(lambda: isobit.nn.zero_drift(plain, tp=mesh)),
+    }
+
+
+# Errors
+
+
+def told(call: Callable[[], Any], kind: type[Exception] = isobit.ContractError) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
+    group, ranks = dist.group.WORLD, mesh.size()
+    x, weight = drawn(1, 3, K), drawn(2, N, K)
+    part = [t.chunk(ranks, 1)[rank] for t in (x, weight)]
+    columns = weight.chunk(ranks)[rank]
+    needs_x = x.clone().requires_grad_()
+    uneven = distribute_tensor(drawn(2, N, 30), mesh, [Shard(1)])
+    flat = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))
+    two = distribute_tensor(weight, flat, [Shard(0), Shard(1)])
+    cut = distribute_tensor(weight, mesh, [Shard(1)])
+    odd = weight[: 5 * ranks].chunk(ranks)[rank]
+    return {
+        "another class": told(lambda: column_linear(
+            x, columns, group=group, numerics="chain16" if rank == 1 else "tree8")),
+        "another dtype": told(lambda: row_linear(
+            *part, group=group, out_dtype=torch.float32 if rank == 0 else None)),
+        "other rows": told(lambda: row_linear(part[0][: 2 + (rank == 1)], part[1], group=group)),
+        "refused on one": told(lambda: row_linear(
+            part[0] if rank else part[0].half(), part[1], group=group)),
+        "chain16": told(lambda: row_linear(*part, group=group, numerics="chain16")),
+        "chain16 and a gradient": told(lambda: column_linear(
+            needs_x, columns, group=group, numerics="chain16")),
+        "odd": told(lambda: column_linear(needs_x, odd, group=group)),
+        "parts": told(lambda: column_linear(x, columns, group=group, parts=(8, 8))),
+        "two dimensions": told(lambda: isobit.det_linear(x, two, numerics="tree8")),
+        "a mesh": told(lambda: column_linear(x, columns, group=flat)),
+        "no class": told(lambda: isobit.det_linear(part[0], cut)),
+        "uneven": told(lambda: isobit.det_linear(drawn(1, 3, 7), uneven, numerics="tree8")),
+        "no group": told(lambda: column_linear(x, columns, group=7)),
+    }  # fmt: skip
+
+
+def deaths(rank: int) -> dict[str, Any]:
+    """The last rank ends in the middle of a call; others must not wait for the time-out."""
+    ranks = dist.get_world_size()
+    part = drawn(1, 300, K).chunk(ranks, 1)[rank], drawn(2, N, K).chunk(ranks, 1)[rank]
+    row_linear(*part, group=dist.group.WORLD)
+    if rank == ranks - 1:
+        os._exit(0)
+    begun = time.monotonic()
+    said = told(lambda: row_linear(*part, group=dist.group.WORLD), RanksError)
+    return {"said": said, "seconds": time.monotonic() - begun}
+
+
+def main(rank: int, ranks: int, place: str, dies: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if ranks == 1:
+        on_one(place)
+        return
+    store = dist.FileStore(f"{place}/store of {ranks} {dies}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    if dies:
+        found = deaths(rank)
+    else:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        found |= functions(rank, ranks, 5) | functions(rank, ranks, 520)
+        found |= modules(rank, mesh, False) | modules(rank, mesh, True) | dtensors(rank, mesh)
+        if ranks == 4:
+            found |= with_fsdp(rank)
+        found |= a_model(rank, mesh, place)
+        found["refusals"] = refusals(rank, mesh) | refused_models(mesh)
+    Path(place, str(rank)).write_text(json.dumps(found))
+    if not dies:
+        dist.destroy_process_group()
+    else:
+        os._exit(0)  # an orderly end would wait for the rank that is no more
+
+
+def on(place: str, ranks: int, dies: bool = False) -> list[Any]:
+    fork = multiprocessing.get_context("fork")  # so that imports, which take the longest, are made once
+    processes = [fork.Process(target=main, args=(rank, ranks, place, dies)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(f"the processes ended with {[process.exitcode for process in processes]}")
+    left = range(ranks - 1) if dies else range(ranks)
+    return [json.loads(Path(place, str(rank)).read_text()) for rank in left] if ranks > 1 else []
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        on(place, 1)
+        print(json.dumps({"2": on(place, 2), "4": on(place, 4), "a death": on(place, 4, dies=True)}))
