@@ -1,0 +1,21 @@
+"""Ranks that compute one result together: who they are, how they exchange tensors, and sums over them whose
+order is fixed.
+
+    Group            what a rank knows: its number, how many there are, two collectives
+    as_group         a group of torch.distributed, or a one-dimensional mesh, as a `Group`
+    in_turn          the same code on several ranks of one process, one after another on one device
+    agree            all ranks make the same call, or every one of them raises the same error
+    ordered_sum      the sum of all ranks' fp32 tensors as a balanced tree, rounded once, on every rank
+    ordered_scatter  the same, of which a rank keeps its own rows
+"""
+
+from isobit.ranks.agreement import agree
+from isobit.ranks.fold import fold
+from isobit.ranks.group import SIZES, Group, Processes, RanksError, as_group
+from isobit.ranks.in_turn import in_turn
+from isobit.ranks.ordered import gather_rows, ordered_scatter, ordered_sum
+
+__all__ = [
+    "SIZES", "Group", "Processes", "RanksError", "agree", "as_group", "fold", "gather_rows", "in_turn",
+    "ordered_scatter", "ordered_sum",
+]  # fmt: skip

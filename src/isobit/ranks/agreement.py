@@ -1,0 +1,83 @@
+"""All ranks of a group make the same call, or every one of them raises an error that says how they differ.
+
+A rank that passes another option would wait for others that never come, or give them numbers of another
+class. So before a call exchanges anything, ranks exchange a hash of what they are about to do: 8 bytes each.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from isobit.frame.call_plan import validates
+from isobit.frame.contract import ContractError
+from isobit.ranks.group import Group
+
+T = TypeVar("T")
+
+#: Bytes of a description that others are shown.
+_SHOWN = 512
+
+#: What ranks have agreed about, by group.
+_agreed: "WeakKeyDictionary[Any, set[bytes]]" = WeakKeyDictionary()
+
+
+def agree(
+    group: Group, what: str, call: Callable[[], T], describe: Callable[[T], str], device: torch.device,
+    validate: bool | None = None,
+) -> T:  # fmt: skip
+    """What `call` returns: it checks the arguments of this rank and exchanges nothing. If it raises a
+    ContractError, or if what it returns is described otherwise on another rank, every rank raises an error.
+
+    With validate=None that is done in every call on CPU tensors and with ISOBIT_VALIDATE=1, elsewhere at the
+    first call of its kind: reading the answer is a host sync. validate=True does it in every call, and
+    validate=False in none. In a CUDA graph that is being captured nothing is exchanged.
+    """
+    error, made = None, None
+    try:
+        made = call()
+        text = describe(made)
+    except ContractError as raised:
+        error, text = raised, f"error: {raised}"
+    if group.size > 1 and _asks(group, text, device, validate):
+        _exchange(group, what, text, device, error)
+    if error is not None:
+        raise error
+    assert made is not None
+    return made
+
+
+def _asks(group: Group, text: str, device: torch.device, validate: bool | None) -> bool:
+    if validate is False or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    if validate or device.type == "cpu" or validates(None):
+        return True
+    owner = getattr(group, "group", group)
+    return _hash(text) not in _agreed.setdefault(owner, set())
+
+
+def _exchange(group: Group, what: str, text: str, device: torch.device, error: ContractError | None) -> None:
+    own = torch.frombuffer(bytearray(_hash(text)), dtype=torch.uint8).to(device)
+    hashes = group.all_gather(own).cpu()
+    if bool((hashes == hashes[0]).all()):
+        if error is None:
+            _agreed.setdefault(getattr(group, "group", group), set()).add(_hash(text))
+        return
+    data = bytearray(text.encode()[:_SHOWN].ljust(_SHOWN))
+    texts = group.all_gather(torch.frombuffer(data, dtype=torch.uint8).to(device)).cpu()
+    if error is not None:
+        raise error
+    said = [_read(row) for row in texts]
+    calls = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each not in said[:rank])
+    raise ContractError(f"{what}: the ranks of the group do not make the same call: {calls}")
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _read(row: Tensor) -> str:
+    return bytes(row.tolist()).decode(errors="ignore").rstrip()

@@ -1,0 +1,127 @@
+"""A group of ranks: processes of torch.distributed, or ranks of one process that run in turn (`in_turn`).
+
+A group moves bytes and adds nothing. Sums over ranks are made of its two collectives, `all_gather` and
+`all_to_all`, so no order is left to a library, and the bits do not depend on who moves the bytes.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.frame.contract import ContractError
+
+#: How many ranks may share a sum: what divides the eight leaves of the trees.
+SIZES = (1, 2, 4, 8)
+
+
+class RanksError(RuntimeError):
+    """Ranks could not exchange a tensor: one of them has ended, or took longer than the time-out."""
+
+
+class Group(ABC):
+    """One rank's view of its group."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, t: Tensor) -> Tensor:
+        """[size, *t.shape]: the tensor of every rank, in the order of ranks. Shape and dtype are the same on
+        all ranks."""
+
+    @abstractmethod
+    def all_to_all(self, t: Tensor) -> Tensor:
+        """t is [size, ...]. t[i] goes to rank i; what comes from rank i is result[i]."""
+
+    @abstractmethod
+    def __hash__(self) -> int: ...
+
+    @abstractmethod
+    def __eq__(self, other: object) -> bool: ...
+
+
+class Processes(Group):
+    """A process group of torch.distributed: NCCL, gloo, or any other with these two collectives."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        if self.size == 1:
+            return t[None]
+        given = t.contiguous()
+        out = given.new_empty((self.size * given.numel(),))
+        self._run("all_gather_into_tensor", t, out, given.view(-1))
+        return out.view(self.size, *t.shape)
+
+    def all_to_all(self, t: Tensor) -> Tensor:
+        if self.size == 1:
+            return t
+        given = t.contiguous()
+        out = torch.empty_like(given)
+        self._run("all_to_all_single", t, out, given)
+        return out
+
+    def _run(self, collective: str, given: Tensor, *tensors: Tensor) -> None:
+        import torch.distributed as dist
+
+        try:
+            getattr(dist, collective)(*tensors, group=self.group)
+        except RuntimeError as error:
+            raise RanksError(
+                f"rank {self.rank} of {self.size}: {collective} of {list(given.shape)} {given.dtype} failed. "
+                f"Another rank has ended, makes another call, or took longer than the group's time-out"
+                f"{self._timeout()}, which init_process_group and new_group take as `timeout`: {error}"
+            ) from error
+
+    def _timeout(self) -> str:
+        """The time-out in words, if the backend says it."""
+        options = getattr(_backend_of(self.group), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        return "" if timeout is None else f" of {timeout.total_seconds():g} s"
+
+    def __hash__(self) -> int:
+        return id(self.group)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Processes) and other.group is self.group
+
+    def __repr__(self) -> str:
+        return f"Processes(rank {self.rank} of {self.size})"
+
+
+def _backend_of(group: Any) -> Any:
+    try:
+        return group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        return None
+
+
+def as_group(what: str, group: Any) -> Group:
+    """The group that a user gives: a ProcessGroup, a one-dimensional DeviceMesh, or a `Group`. `what` begins
+    the message if it is none of them, or has a number of ranks that the trees cannot be cut into."""
+    if not isinstance(group, Group):
+        from torch.distributed import ProcessGroup
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ContractError(
+                    f"{what}(group: a mesh of {group.ndim} dimensions {group.mesh_dim_names}): must have one "
+                    'dimension; select it by name: mesh["tp"]'
+                )
+            group = group.get_group()
+        if not isinstance(group, ProcessGroup):
+            raise ContractError(
+                f"{what}(group: {type(group).__name__}): must be a ProcessGroup of torch.distributed that "
+                "this rank belongs to, or a DeviceMesh of one dimension"
+            )
+        group = Processes(group)
+    if group.size not in SIZES:
+        raise ContractError(
+            f"{what}(group: {group.size} ranks): must have 1, 2, 4 or 8 ranks: sums are trees of eight leaves"
+        )
+    return group
