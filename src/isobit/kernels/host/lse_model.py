@@ -111,7 +111,9 @@ class Merged(NamedTuple):
 
     def stats(self, factor: float) -> Array:
         """[2, N]: the maximum times a factor on all logits, and s relative to the maximum itself."""
-        return np.stack((self.m * F32(factor), self.s * self.do.exp2(-self.do.fma(self.m, self.c, -self.base))))
+        return np.stack(
+            (self.m * F32(factor), self.s * self.do.exp2(-self.do.fma(self.m, self.c, -self.base)))
+        )
 
 
 def merge(states: Array, c: Array, do: Arithmetic = CPU) -> Merged:
