@@ -25,6 +25,7 @@ from isobit.ops.linear_logp import kernels_hopper as forward
 from isobit.ops.linear_logp import kernels_hopper_bwd as lse_1
 from isobit.ops.linear_logp import kernels_hopper_shards as shards
 from isobit.ops.linear_logp import model
+from isobit.ops.linear_logp.pending import Pending
 from test_hopper_backward import DEFAULTS, new_memory_is_nan, one_thread  # noqa: F401
 from test_hopper_pieces import FEW, MANY, MODULES
 
@@ -210,7 +211,7 @@ def test_gradients_are_near_the_model(
 
 def test_shards_are_added_as_a_tree() -> None:
     device = Device()
-    pending = shards._Pending(8, 1, 64, torch.device("cpu"))
+    pending = Pending(8, 1, 64, torch.device("cpu"))
     leaves = torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(0))
     for leaf in leaves:
         pending.next().copy_(leaf)

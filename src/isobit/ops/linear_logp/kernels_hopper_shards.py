@@ -9,7 +9,6 @@ sums at a time: those of 0-3, 4-5, 6 and 7.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from isobit.frame.device import sm_count
@@ -18,9 +17,8 @@ from isobit.frame.traced import decides
 from isobit.kernels.hopper.bias import in_words
 from isobit.kernels.hopper.lse import Slots
 from isobit.kernels.hopper.product import pack, sum_into
-from isobit.kernels.hopper.shards import make_empty, new_states, tokens_here
+from isobit.kernels.hopper.shards import all_splits, make_empty, new_states, tokens_here
 from isobit.kernels.host.vocab_shards import TILE, Shards, shards_of
-from isobit.kernels.triton.tree_fold import BLOCK, fold_slice
 from isobit.ops.linear_logp.kernels_hopper import (
     fold_splits,
     packed_slots,
@@ -36,6 +34,7 @@ from isobit.ops.linear_logp.kernels_hopper_bwd import (
     unpack,
     weigh,
 )
+from isobit.ops.linear_logp.pending import Pending
 from isobit.ops.linear_logp.shard_calls import vocabulary_of
 from isobit.ops.linear_logp.slabs import Slab, block_slots, default_slab_bytes, slabs
 
@@ -84,36 +83,17 @@ def linear_logp_states(**args: Any) -> Tensor:
     return states
 
 
+def linear_logp_merged(**args: Any) -> tuple[Tensor | None, ...]:
+    """(logp, entropy, lse, stats) from the states of all ranks."""
+    ids, V = args["token_ids"], args["vocab"]
+    head = {"weight": args["states"], "vocab_size": V}
+    slots, factor = packed_slots(args | head, args["mask"] is not None, run)
+    partial, picked = all_splits(args["states"], slots, args["padded_vocab"])
+    flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
+    return slots.merge(partial, picked, ids.shape, V, factor, *flags, run, len(partial))
+
+
 # Backward
-
-
-class _Pending:
-    """Sums of dhidden that wait for their neighbours in the tree: [sums, rows, D]."""
-
-    def __init__(self, shards: int, rows: int, D: int, device: torch.device) -> None:
-        self.sums = torch.empty((shards.bit_length(), rows, D), dtype=torch.float32, device=device)
-        self.waiting = self.done = 0
-
-    def next(self) -> Tensor:
-        """Where the next shard's sum goes."""
-        return self.sums[self.waiting]
-
-    def add(self, launch: Launch) -> None:
-        """The next shard's sum is there: add every pair of neighbours that is complete."""
-        self.waiting, self.done = self.waiting + 1, self.done + 1
-        pairs = self.done
-        while pairs % 2 == 0:
-            left, count = self.sums[self.waiting - 2], self.sums[0].numel()
-            launch(
-                fold_slice, (triton.cdiv(count, BLOCK),), left, None, left, count, count, 0, 1,
-                PARTS=2, BLOCK=BLOCK, enable_fp_fusion=False,
-            )  # fmt: skip
-            self.waiting, pairs = self.waiting - 1, pairs // 2
-
-    def total(self) -> Tensor:
-        assert self.waiting == 1
-        self.waiting = self.done = 0
-        return self.sums[0]
 
 
 def linear_logp_bwd(
@@ -141,7 +121,7 @@ def linear_logp_bwd(
         place = out if out is not None and out.dtype == rows.dtype else None
         rows = pack(rows, slots.rows, launch, out=place)
     height = slots.capacity if over_tokens else block_slots(slots.capacity)
-    pending = _Pending(cut.count, height, D, rows.device) if want_hidden else None
+    pending = Pending(cut.count, height, D, rows.device) if want_hidden else None
     dweight = dbias = None
     if want_weight:
         dweight = torch.empty_like(weight, dtype=grad_dtype, memory_format=torch.contiguous_format)

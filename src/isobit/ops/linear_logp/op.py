@@ -345,10 +345,10 @@ def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
     tokens.ids_below(vocabulary(args), contract, args)
 
 
-_ROW_RULES = (_one_dtype, tokens.scalars, _scalars)
-forward.rule(*_ROW_RULES, _sizes)
+ROW_RULES = (_one_dtype, tokens.scalars, _scalars)
+forward.rule(*ROW_RULES, _sizes)
 forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
-backward.rule(*_ROW_RULES, _sizes_here, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
+backward.rule(*ROW_RULES, _sizes_here, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
 
 
 # Backends, fastest first
