@@ -32,9 +32,11 @@ def expected_unsupported() -> dict[tuple[str, str, str], str]:
                 "gradient": None if proof.op.differentiable else "no argument has a gradient",
                 "agree": "nothing else here keeps numerics class" if lone and proof.also is None else None,
                 "traceable": "a function over ops" if isinstance(proof.op, Composed) else None,
+                "parallel": None if proof.shards else "no group of ranks computes it together",
             }
             if numerics == NONE:
                 reasons |= dict.fromkeys(("invariant", "agree"), "it promises accuracy, not bits")
+                reasons["parallel"] = reasons["parallel"] or "it promises accuracy, not bits"
             if backend.name.startswith("hopper") and arch_key(DEVICE) != "sm_90":
                 reasons = dict.fromkeys(whole_check.HERE, "need an NVIDIA Hopper GPU")
             found |= {(proof.op.name, backend.name, law): why for law, why in reasons.items() if why}

@@ -54,19 +54,7 @@ class Composed(PublicOp):
         """Mark the public function, as for an op; and exclude it from `torch.compile`: a compiled caller has
         a graph break there, or an error with the reason if it allows no breaks."""
         super().public(function)
-        uncompiled: list[Callable[..., Any]] = []  # created when needed
-
-        @wraps(function)
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            if "torch._dynamo" not in sys.modules:  # nobody compiles; importing it takes seconds
-                return function(*args, **kwargs)
-            if not uncompiled:
-                uncompiled.append(torch.compiler.disable(function, reason=self.untraceable))
-            return uncompiled[0](*args, **kwargs)
-
-        made: Any = outside
-        made._torchdynamo_disable, made._torchdynamo_disable_msg = True, self.untraceable
-        self.function = made
+        self.function = made = outside_graphs(function, self.untraceable)
         return made
 
     def like(self, op: Op, more: Args) -> None:
@@ -98,6 +86,24 @@ class Composed(PublicOp):
         if validate:
             self._check_values(values)
         return Served(args, backend.name, validate)
+
+
+def outside_graphs(function: F, why: str) -> F:
+    """The function, excluded from `torch.compile`: a compiled caller has a graph break there, or an error
+    with the reason if it allows no breaks."""
+    uncompiled: list[Callable[..., Any]] = []  # created when needed
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nobody compiles; importing it takes seconds
+            return function(*args, **kwargs)
+        if not uncompiled:
+            uncompiled.append(torch.compiler.disable(function, reason=why))
+        return uncompiled[0](*args, **kwargs)
+
+    made: Any = outside
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, why
+    return made
 
 
 def composed(name: str) -> Callable[[Callable[..., Any]], Composed]:

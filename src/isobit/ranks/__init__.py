@@ -11,11 +11,11 @@ order is fixed.
 
 from isobit.ranks.agreement import agree
 from isobit.ranks.fold import fold
-from isobit.ranks.group import SIZES, Group, Processes, RanksError, as_group
+from isobit.ranks.group import ALONE, SIZES, Group, Processes, RanksError, as_group
 from isobit.ranks.in_turn import in_turn
 from isobit.ranks.ordered import gather_rows, ordered_scatter, ordered_sum
 
 __all__ = [
-    "SIZES", "Group", "Processes", "RanksError", "agree", "as_group", "fold", "gather_rows", "in_turn",
-    "ordered_scatter", "ordered_sum",
+    "ALONE", "SIZES", "Group", "Processes", "RanksError", "agree", "as_group", "fold", "gather_rows",
+    "in_turn", "ordered_scatter", "ordered_sum",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ class. So before a call exchanges anything, ranks exchange a hash of what they a
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +16,6 @@ from isobit.frame.call_plan import validates
 from isobit.frame.contract import ContractError
 from isobit.ranks.group import Group
 
-T = TypeVar("T")
-
 #: Bytes of a description that others are shown.
 _SHOWN = 512
 
@@ -26,45 +24,45 @@ _agreed: "WeakKeyDictionary[Any, set[bytes]]" = WeakKeyDictionary()
 
 
 def agree(
-    group: Group, what: str, call: Callable[[], T], describe: Callable[[T], str], device: torch.device,
-    validate: bool | None = None,
-) -> T:  # fmt: skip
-    """What `call` returns: it checks the arguments of this rank and exchanges nothing. If it raises a
-    ContractError, or if what it returns is described otherwise on another rank, every rank raises an error.
+    group: Group, call: str, check: Callable[[], None], device: torch.device, validate: bool | None = None
+) -> None:
+    """Every rank raises a ContractError if `check` raises one on any of them, or if `call`, the description
+    of what a rank is about to compute, is not the same on all. `check` exchanges nothing.
 
     With validate=None that is done in every call on CPU tensors and with ISOBIT_VALIDATE=1, elsewhere at the
     first call of its kind: reading the answer is a host sync. validate=True does it in every call, and
     validate=False in none. In a CUDA graph that is being captured nothing is exchanged.
     """
-    error, made = None, None
+    if not _asks(group, call, device, validate):
+        return
+    error = None
     try:
-        made = call()
-        text = describe(made)
+        check()
     except ContractError as raised:
-        error, text = raised, f"error: {raised}"
-    if group.size > 1 and _asks(group, text, device, validate):
-        _exchange(group, what, text, device, error)
+        error, call = raised, f"refused: {raised}"
+    if group.size > 1:
+        _exchange(group, call, device, error)
     if error is not None:
         raise error
-    assert made is not None
-    return made
+    _agreed_of(group).add(_hash(call))
 
 
-def _asks(group: Group, text: str, device: torch.device, validate: bool | None) -> bool:
+def _asks(group: Group, call: str, device: torch.device, validate: bool | None) -> bool:
     if validate is False or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return False
     if validate or device.type == "cpu" or validates(None):
         return True
-    owner = getattr(group, "group", group)
-    return _hash(text) not in _agreed.setdefault(owner, set())
+    return _hash(call) not in _agreed_of(group)
 
 
-def _exchange(group: Group, what: str, text: str, device: torch.device, error: ContractError | None) -> None:
+def _agreed_of(group: Group) -> set[bytes]:
+    return _agreed.setdefault(getattr(group, "group", group), set())
+
+
+def _exchange(group: Group, text: str, device: torch.device, error: ContractError | None) -> None:
     own = torch.frombuffer(bytearray(_hash(text)), dtype=torch.uint8).to(device)
     hashes = group.all_gather(own).cpu()
     if bool((hashes == hashes[0]).all()):
-        if error is None:
-            _agreed.setdefault(getattr(group, "group", group), set()).add(_hash(text))
         return
     data = bytearray(text.encode()[:_SHOWN].ljust(_SHOWN))
     texts = group.all_gather(torch.frombuffer(data, dtype=torch.uint8).to(device)).cpu()
@@ -72,7 +70,7 @@ def _exchange(group: Group, what: str, text: str, device: torch.device, error: C
         raise error
     said = [_read(row) for row in texts]
     calls = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(said) if each not in said[:rank])
-    raise ContractError(f"{what}: the ranks of the group do not make the same call: {calls}")
+    raise ContractError(f"the ranks of the group do not make the same call: {calls}")
 
 
 def _hash(text: str) -> bytes:

@@ -93,6 +93,28 @@ class Processes(Group):
         return f"Processes(rank {self.rank} of {self.size})"
 
 
+class Alone(Group):
+    """A single rank, without any others."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        return t[None]
+
+    def all_to_all(self, t: Tensor) -> Tensor:
+        return t
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alone)
+
+
+#: The group of a call without one.
+ALONE = Alone()
+
+
 def _backend_of(group: Any) -> Any:
     try:
         return group._get_backend(torch.device("cpu"))
@@ -101,8 +123,11 @@ def _backend_of(group: Any) -> Any:
 
 
 def as_group(what: str, group: Any) -> Group:
-    """The group that a user gives: a ProcessGroup, a one-dimensional DeviceMesh, or a `Group`. `what` begins
-    the message if it is none of them, or has a number of ranks that the trees cannot be cut into."""
+    """The group that a user gives: a ProcessGroup, a one-dimensional DeviceMesh, a `Group`, or None for a
+    single rank. `what` begins the message if it is none of them, or has a number of ranks that the trees
+    cannot be cut into."""
+    if group is None:
+        return ALONE
     if not isinstance(group, Group):
         from torch.distributed import ProcessGroup
         from torch.distributed.device_mesh import DeviceMesh

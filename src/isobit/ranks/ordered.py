@@ -46,14 +46,13 @@ def ordered_sum(
 def ordered_scatter(
     group: Group, partial: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """This rank's rows of the sum of `partial` [rows, N] fp32, plus bias [N], rounded once to out_dtype.
+    """This rank's rows of the sum of `partial` [rows, *, N] fp32, plus bias [N], rounded once to out_dtype.
     `rows` is a multiple of the number of ranks."""
-    rows, N = partial.shape
-    own = rows // group.size
+    own = (partial.shape[0] // group.size, *partial.shape[1:])
     if partial.numel() == 0:
-        return partial[:own].to(out_dtype)
-    mine = group.all_to_all(partial.reshape(group.size, own * N))
-    return fold(mine, bias, 0, N, out_dtype).view(own, N)
+        return partial.new_empty(own, dtype=out_dtype)
+    mine = group.all_to_all(partial.reshape(group.size, -1))
+    return fold(mine, bias, 0, partial.shape[-1], out_dtype).view(own)
 
 
 def gather_rows(group: Group, t: Tensor, dim: int = 0) -> Tensor:

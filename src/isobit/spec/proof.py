@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isobit.frame.contract import DTYPE_NAMES, dtype_name
 from isobit.frame.op import Op
+from isobit.ranks import Group
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 
@@ -142,6 +143,24 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """A way in which the ranks of a group compute a call together. Results are tensors by name."""
+
+    what: str
+    #: On one rank: (group, trial, the arguments of the whole call, cotangents) -> the results of this rank.
+    run: Callable[[Group, Any, Args, Sequence[Tensor]], dict[str, Tensor]]
+    #: The same without a group: (trial, arguments, cotangents) -> results.
+    whole: Callable[[Any, Args, Sequence[Tensor]], dict[str, Tensor]]
+    #: By name, the dimension along which ranks have parts of a result; None if every rank has all of it.
+    spread: Mapping[str, int | None]
+    #: Sums over ranks that are made otherwise, and must have other bits: (trial, arguments, cotangents) ->
+    #: (what, ours, theirs).
+    controls: Callable[[Any, Args, Sequence[Tensor]], Sequence[tuple[str, list[Tensor], list[Tensor]]]]
+    #: (trial) -> None, or why this backend or case has no such way.
+    why_not: Callable[[Any], str | None] = lambda trial: None
+
+
+@dataclass(frozen=True)
 class Kernels:
     """Kernels of a backend that compile without a GPU: `record` calls their launchers with a recorder, on
     meta tensors; `targets` are the targets that must compile on any machine, the main one first.
@@ -238,6 +257,9 @@ class Proof:
     #: Other calls that must have the same bits, specific to the op: (trial) -> checks, none if they do not
     #: apply. Part of the agree law.
     also: Callable[[Any], list[Any]] | None = None
+    #: How ranks compute it together, and the cases on which that is shown. None if no group can.
+    shards: Sequence[Shards] = ()
+    shard_cases: Sequence[Case] = ()
     #: Fields that are different for some backends, by their names: for those of another numerics class.
     differs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

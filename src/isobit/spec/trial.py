@@ -172,7 +172,7 @@ class Trial:
             return passed("control", f"{what} changes bits, as it must: {changed} elements")
         # The changes are those that show in isobit's orders of sums, and in the cases that were declared for
         # it. What the command line asks for may have too few terms, or be rounded too far.
-        declared = [(c.dims, c.dtype) for c in (*self.proof.bit_cases, *self.proof.agree_cases)]
+        declared = [(c.dims, c.dtype) for c in _cases_of_bits(self.proof)]
         if is_candidate(self.op) or (self.case.dims, self.case.dtype) not in declared:
             return passed("control", f"{what} {SILENT}")
         return failure("control", f"{what} changed no bit: these inputs cannot show a wrong order")
@@ -209,6 +209,10 @@ class Trial:
         for name, value in args.items():
             if isinstance(value, Tensor) and bool(differing(value, used[name].detach()).any()):
                 raise LawBroken(f"wrote into its input {name}")
+
+
+def _cases_of_bits(proof: Proof) -> list[Case]:
+    return [*proof.bit_cases, *proof.agree_cases, *proof.shard_cases]
 
 
 def with_gradient(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from isobit.check.laws import accuracy, bits, system
+from isobit.check.laws import accuracy, bits, parallel, system
 from isobit.spec.compare import OutputCheck
 from isobit.spec.proof import Case, Proof
 from isobit.spec.trial import Trial
@@ -61,6 +61,8 @@ LAWS: dict[str, Law] = {
         Law("invariant", bits.invariant, lambda proof: proof.bit_cases, reads=_BACKWARD),
         Law("agree", bits.agree, lambda proof: proof.agree_cases or proof.bit_cases[:1],
             reads=_BACKWARD),
+        Law("parallel", parallel.parallel, lambda proof: proof.shard_cases or [small_case(proof)],
+            reads=_BACKWARD),
         Law("contract", system.contract, lambda proof: [small_case(proof)], once=True, reads=_BACKWARD),
         Law("traceable", system.traceable, lambda proof: [small_case(proof)], once=True,
             reads=_BACKWARD),
@@ -70,4 +72,4 @@ LAWS: dict[str, Law] = {
 }  # fmt: skip
 
 #: Laws whose cases promise bits.
-OF_BITS = ("invariant", "agree")
+OF_BITS = ("invariant", "agree", "parallel")

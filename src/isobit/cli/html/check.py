@@ -10,7 +10,7 @@ from isobit.check.report import memory_beyond, verdict
 from isobit.check.torch_state import in_words
 
 #: Laws that compare bits.
-BITS = ("repeatable", "written", "invariant", "agree")
+BITS = ("repeatable", "written", "invariant", "agree", "parallel")
 
 #: Totals of a report, their names on a page, and their style if they are not 0.
 COUNTS = (("ok", "ok", "ok"), ("fail", "failed", "fail"), ("unsupported", "unsupported", ""))

@@ -33,12 +33,13 @@ def rows(t: Tensor) -> Tensor:
 
 
 def _product(
-    kernels: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **launch: Any
+    kernels: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **rest: Any
 ) -> Tensor:
+    """`rest` is `launch`, and `leaves` for a subtree of class tree8."""
     if 0 in a.shape or 0 in b.shape:
         out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float32, device=a.device)
         return (out if bias is None else out + bias).to(out_dtype)
-    return resolve(f"{kernels}:product")(a, b, bias, out_dtype, **launch)
+    return resolve(f"{kernels}:product")(a, b, bias, out_dtype, **rest)
 
 
 def _token_product(
@@ -104,6 +105,15 @@ def _as_rounded(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 def run_gemm(kernels: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, **launch: Any) -> Tensor:
     out = _product(kernels, matrices(a), matrices(b), None, out_dtype or a.dtype, **launch)
     return out if a.ndim in (2, 3) else out.view(*a.shape[:-1], b.shape[-1])
+
+
+def why_not_subtree(kernels: str, args: dict[str, Any]) -> str | None:
+    a, b = args["a"], args["b"]
+    return None if 0 in (*a.shape, *b.shape) else resolve(f"{kernels}:why_not_product")(a, b, args["leaves"])
+
+
+def run_subtree(kernels: str, a: Tensor, b: Tensor, leaves: int, **launch: Any) -> Tensor:
+    return _product(kernels, a, b, None, torch.float32, leaves=leaves, **launch)
 
 
 def run_gemm_bwd(

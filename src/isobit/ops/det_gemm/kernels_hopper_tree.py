@@ -52,6 +52,7 @@ from isobit.ops.det_gemm.kernels_hopper import (
     why_not_tma,
     why_not_token_product,
 )
+from isobit.ops.det_gemm.kernels_hopper import product as chain_product
 from isobit.ops.det_gemm.leaves import why_not_leaves
 from isobit.ops.det_gemm.plans_hopper_tree import Plan, fitting, plan_of, planned
 
@@ -174,7 +175,7 @@ def _put_part(output, total, at):
 @gluon.jit
 def _consume(
     WHICH: gl.constexpr, pipe, output, output_rest, waiting, parts, first,
-    WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr,
+    WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr, TOTAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: the first tiles whole, the others in parts."""
     stage = gl.to_tensor(0)
@@ -186,7 +187,7 @@ def _consume(
     if WHOLE:
         for t in range(gl.program_id(0), first, gl.num_programs(0)):
             acc, rest, two, two_rest, stage, phase = _subtree(
-                pipe, output, output_rest, waiting, acc, rest, two, two_rest, stage, phase, WHICH, 8
+                pipe, output, output_rest, waiting, acc, rest, two, two_rest, stage, phase, WHICH, TOTAL
             )
             m, n, _, _ = pipe.item(t)
             finish(output, acc, pipe, m, n, WHICH)
@@ -225,13 +226,15 @@ def _load_leaves(pipe, t, begin, stage, phase, LEAVES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(pipe, first, WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr):
+def _produce(
+    pipe, first, WHOLE: gl.constexpr, PARTS: gl.constexpr, LEAVES: gl.constexpr, TOTAL: gl.constexpr
+):  # fmt: skip
     """The producer."""
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     if WHOLE:
         for t in range(gl.program_id(0), first, gl.num_programs(0)):
-            stage, phase = _load_leaves(pipe, t, 0, stage, phase, 8)
+            stage, phase = _load_leaves(pipe, t, 0, stage, phase, TOTAL)
     if PARTS > 1:
         others = pipe.items() - first
         for t in range(gl.program_id(0), others * PARTS, gl.num_programs(0)):
@@ -245,11 +248,12 @@ def tree_kernel(
     A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
     STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REST: gl.constexpr,
     LAYOUT: gl.constexpr, LAYOUT_REST: gl.constexpr, WHOLE: gl.constexpr, PARTS: gl.constexpr,
-    LEAVES: gl.constexpr, SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    LEAVES: gl.constexpr, TOTAL: gl.constexpr, SWAPPED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    STAGED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = a b + bias for the `first` tiles; of the others fp32 sums of LEAVES leaves, PARTS of them,
-    in `parts`. `steps` are those of a leaf. If SWAPPED, M is the N of the weight."""
+    in `parts`. `steps` are those of a leaf, and TOTAL is how many leaves k has. If SWAPPED, M is the N of
+    the weight."""
     pipe = Pipe.create(
         a_desc, b_desc, M, N, steps, SPANS=0, A_BY_K=A_BY_K, B_BY_K=B_BY_K, CONSUMERS=CONSUMERS,
         COLUMNS=COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP, rest_desc=b_rest_desc, REST=REST,
@@ -266,19 +270,19 @@ def tree_kernel(
             pipe, out, ld, M, N, bias, out_rest_desc, OFFSET=WIDE, COLUMNS=REST, LAYOUT=LAYOUT_REST,
             SWAPPED=SWAPPED, HAS_EXTRA=HAS_BIAS, STAGED=STAGED,
         )  # fmt: skip
-    waiting = Waiting.create(pipe, output, output_rest, WHOLE)
+    waiting = Waiting.create(pipe, output, output_rest, WHOLE and TOTAL == 8)
     gdc_wait()  # before anything is read or written: see `product_kernel`
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
-             (_produce, (pipe, first, WHOLE, PARTS, LEAVES))],
+            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES, TOTAL)),
+             (_produce, (pipe, first, WHOLE, PARTS, LEAVES, TOTAL))],
             [1], [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
-             (_consume, (1, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES)),
-             (_produce, (pipe, first, WHOLE, PARTS, LEAVES))],
+            [(_consume, (0, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES, TOTAL)),
+             (_consume, (1, pipe, output, output_rest, waiting, parts, first, WHOLE, PARTS, LEAVES, TOTAL)),
+             (_produce, (pipe, first, WHOLE, PARTS, LEAVES, TOTAL))],
             [4, 1], [REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
 
@@ -337,30 +341,34 @@ def _folded(parts, at, size, FIRST: gl.constexpr, COUNT: gl.constexpr):
 # Launchers
 
 
-def why_not_product(a: Tensor, b: Tensor) -> str | None:
-    reason = why_not_leaves(a) or why_not_tma(a=a, b=b)
-    if reason is not None:
+def why_not_product(a: Tensor, b: Tensor, leaves: int = LEAVES) -> str | None:
+    reason = why_not_leaves(a, leaves) or why_not_tma(a=a, b=b)
+    if reason is not None or leaves == 1:
         return reason
-    leaf = a.shape[-1] // LEAVES
+    leaf = a.shape[-1] // leaves
     if leaf * a.element_size() % 16 and (matrix(a).is_row_major() or matrix(b).transposed().is_row_major()):
         return (
             f"TMA reads leaves of k that begin at multiples of 16 bytes: with k contiguous it must be a "
-            f"multiple of {16 // a.element_size() * LEAVES}, and is {a.shape[-1]}"
+            f"multiple of {16 // a.element_size() * leaves}, and is {a.shape[-1]}"
         )
     return None
 
 
 def product(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
-) -> Tensor:
-    """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z."""
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, leaves: int = LEAVES,
+    launch: Launch = run,
+) -> Tensor:  # fmt: skip
+    """a [Z, M, K] times b [Z, K, N], plus bias [N]; or without a Z. K is that of some `leaves` of the tree: a
+    single one is a chain."""
+    if leaves == 1:
+        return chain_product(a, b, bias, out_dtype, launch=launch)
     (*lead, M, K), N = a.shape, b.shape[-1]
     out = a.new_empty((*lead, M, N), dtype=out_dtype)
-    plan = plan_of(M, N, K, sm_count(a.device), out_dtype.itemsize)
+    plan = plan_of(M, N, K, sm_count(a.device), out_dtype.itemsize, leaves)
     if 8 in plan.tile.parts and not matrix(a).is_row_major():
         wider = planned(
             plan.tile.consumers, plan.tile.columns + 8, plan.tile.swapped, out_dtype.itemsize, plan.parts,
-            plan.whole and plan.parts == 1,
+            plan.whole and plan.parts == 1, leaves,
         )  # fmt: skip
         assert wider is not None
         plan = wider
@@ -372,13 +380,13 @@ def product(
 
 def _multiply(out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan, launch: Launch) -> None:
     """out = a b + bias."""
-    leaf, ld, sms = a.columns // LEAVES, b.columns, sm_count(out.device)
+    leaf, ld, sms = a.columns // plan.total, b.columns, sm_count(out.device)
     tile = fitting(plan.tile, leaf)
     if tile.swapped:
         a, b = b.transposed(), a.transposed()
     M, N = a.rows, b.columns
     staged = plan.whole and ld * out.element_size() % 16 == 0
-    given, constants = operands(out, a, b, bias, tile, staged, partial(leaf_descriptor, leaves=LEAVES))
+    given, constants = operands(out, a, b, bias, tile, staged, partial(leaf_descriptor, leaves=plan.total))
     tiles_m, tiles_n = -(-M // tile.rows), -(-N // tile.columns)
     first = plan.first(tiles_m * tiles_n, sms)
     others, area = tiles_m * tiles_n - first, tile.rows * tile.columns
@@ -386,7 +394,7 @@ def _multiply(out: Tensor, a: Matrix, b: Matrix, bias: Tensor | None, plan: Plan
     launch(
         tree_kernel, (min(first + others * plan.parts, sms),),
         out, ld, M, N, -(-leaf // tile.step), *given, parts, first,
-        WHOLE=plan.whole, PARTS=plan.parts, LEAVES=plan.leaves, **constants,
+        WHOLE=plan.whole, PARTS=plan.parts, LEAVES=plan.leaves, TOTAL=plan.total, **constants,
     )  # fmt: skip
     if plan.parts == 1:
         return

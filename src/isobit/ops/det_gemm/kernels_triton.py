@@ -26,9 +26,6 @@ from isobit.numerics import classes
 #: Rows of the stream that are loaded at once: a block of its tables.
 BLOCK_T = tl.constexpr(token_stream.BLOCK)
 
-#: Parts of k in class tree8.
-LEAVES = tl.constexpr(classes.LEAVES)
-
 #: Decode, a few rows or columns, and everything else. The last is the largest that fits an A100's shared
 #: memory three times. Untuned: on Hopper another backend is the fast one.
 TILES = {
@@ -93,9 +90,10 @@ def product_tile(
 @triton.jit(do_not_specialize=["blocks", "M"])
 def tree_tile(
     a, b, bias, out, M, N, leaf, blocks, a_sz, a_sm, a_sk, b_sz, b_sk, b_sn,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_K: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    """The same in class tree8: K is eight times `leaf`, which has `blocks` blocks of k."""
+    """The same in class tree8: K is LEAVES times `leaf`, which has `blocks` blocks of k. LEAVES is 8, or
+    fewer if this is the subtree of a rank."""
     z, row0, col0 = corner(M, N, ROWS, COLS)
     row = row0 + tl.arange(0, ROWS).to(tl.int64)
     col = col0 + tl.arange(0, COLS).to(tl.int64)
@@ -123,6 +121,12 @@ def tree_tile(
             four = two + (one + acc)
         else:
             total = four + (two + (one + acc))
+    if LEAVES == 1:
+        total = one
+    elif LEAVES == 2:
+        total = two
+    elif LEAVES == 4:
+        total = four
     if bias is not None:
         total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     at = out + (z * M + row)[:, None] * N + col[None, :]
@@ -192,17 +196,19 @@ def product(
 
 
 def tree_product(
-    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, launch: Launch = run
-) -> Tensor:
-    """The same in class tree8."""
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, leaves: int = classes.LEAVES,
+    launch: Launch = run,
+) -> Tensor:  # fmt: skip
+    """The same in class tree8; K is that of some `leaves` of the tree."""
     (*lead, M, K), N = a.shape, b.shape[-1]
     Z = lead[0] if lead else 1
     out = torch.empty(*lead, M, N, dtype=out_dtype, device=a.device)
     tile = tile_for(M, N, sums=4)
-    leaf = K // classes.LEAVES
+    leaf = K // leaves
     launch(
         tree_tile, _grid(Z, M, N, tile), a, b, bias, out, M, N, leaf, triton.cdiv(leaf, tile.k),
-        *_strides(a), *_strides(b), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, **compile_options(tile),
+        *_strides(a), *_strides(b), ROWS=tile.rows, COLS=tile.cols, BLOCK_K=tile.k, LEAVES=leaves,
+        **compile_options(tile),
     )  # fmt: skip
     return out
 

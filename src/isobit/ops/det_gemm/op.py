@@ -190,6 +190,14 @@ def linear_bwd(
     that is followed by a conversion to a wider dtype."""
 
 
+@op("det_gemm_subtree", flops=_flops("a", "b"))
+def subtree(
+    a: Half[Tensor, "M K; any strides"], b: Half[Tensor, "K N; any strides"], leaves: int
+) -> F32[Tensor, "M N"]:
+    """The fp32 sum over k of some consecutive leaves of class tree8, 1, 2, 4 or 8 of them: what one rank
+    contributes to a product whose k is shared by several. Bits are those of that node of the tree."""
+
+
 @public_op("det_gemm_dw", flops=_flops("x", "dy"))
 def gemm_dw() -> F32[Tensor, "N K"]:
     """init + dy^T x over the token stream."""
@@ -313,6 +321,7 @@ def _sequences_ascend(contract: Contract, args: dict[str, Any]) -> None:
 
 
 gemm.rule(one_dtype("a", "b"), _out_dtype)
+subtree.rule(one_dtype("a", "b"))
 gemm_bwd.rule(_needs("b", "want_a"), _needs("a", "want_b"))
 linear.rule(_operand_dtypes, _out_dtype)
 linear_bwd.rule(_needs("x", "want_weight"))
@@ -364,6 +373,11 @@ def _add_backend(
         target.backend(
             name, run=partial(run, kernels), numerics=numerics,
             cannot_run=cannot_run, when=when, **options,
+        )  # fmt: skip
+    if of_sums is None:  # of class tree8: it has subtrees
+        subtree.backend(
+            name, run=partial(calls.run_subtree, kernels), numerics=of_products, cannot_run=cannot_run,
+            when=partial(calls.why_not_subtree, kernels), **options,
         )  # fmt: skip
 
 
@@ -434,6 +448,7 @@ linear.derivative(
 )
 gemm_bwd.not_differentiable(_WHY.format("det_gemm"))
 linear_bwd.not_differentiable(_WHY.format("det_linear"))
+subtree.not_differentiable("a part of a sum has no gradient of its own: isobit.parallel has that of the sum")
 gemm_dw.not_differentiable(
     "isobit.det_gemm_dw is a gradient and has none of its own: call it under torch.no_grad(), or on "
     "detached tensors."

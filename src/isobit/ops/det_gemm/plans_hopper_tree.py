@@ -15,16 +15,18 @@ from isobit.ops.det_gemm.kernels_hopper import TABLE_ROWS
 
 
 class Plan(NamedTuple):
-    """Tiles are computed in `parts`. WHOLE: only those that are left over after full rounds are."""
+    """Tiles are computed in `parts`. WHOLE: only those that are left over after full rounds are. `total`: how
+    many leaves the product has, eight, or those of a rank that has some of them."""
 
     tile: Tile
     parts: int
     whole: bool
+    total: int = LEAVES
 
     @property
     def leaves(self) -> int:
         """Of a part."""
-        return LEAVES // self.parts
+        return self.total // self.parts
 
     def first(self, tiles: int, sms: int) -> int:
         """How many tiles are computed whole."""
@@ -45,10 +47,10 @@ _LEAST_LEFT_OVER = 64
 
 
 def planned(
-    consumers: int, columns: int, swapped: bool, itemsize: int, parts: int, whole: bool
+    consumers: int, columns: int, swapped: bool, itemsize: int, parts: int, whole: bool, total: int = LEAVES
 ) -> Plan | None:
     """With as many stages as fit; None if there are too few, or too few registers."""
-    leaves, rows = LEAVES if whole else LEAVES // parts, 64 * consumers
+    leaves, rows = total if whole else total // parts, 64 * consumers
     accumulators = min(leaves, 3)
     if columns * accumulators // 2 > _MOST_SUMS:
         return None
@@ -57,20 +59,24 @@ def planned(
     stages = min(12, (SHARED_BYTES - taken) // ((rows + columns) * step * 2))
     if stages < 3:
         return None
-    return Plan(Tile(consumers, columns, step, stages, swapped, accumulators=accumulators), parts, whole)
+    return Plan(
+        Tile(consumers, columns, step, stages, swapped, accumulators=accumulators), parts, whole, total
+    )
 
 
 @cache
-def tree_plans(itemsize: int) -> tuple[Plan, ...]:
-    """Every plan for outputs with this many bytes per element."""
+def tree_plans(itemsize: int, total: int = LEAVES) -> tuple[Plan, ...]:
+    """Every plan for outputs with this many bytes per element, of which `total` leaves are summed."""
     made = [
-        planned(consumers, columns, swapped, itemsize, parts, whole)
+        planned(consumers, columns, swapped, itemsize, parts, whole, total)
         for swapped, sizes in ((False, _DIRECT), (True, _SWAPPED))
         for consumers in sizes
         for columns in sizes[consumers]
         for parts in (1, 2, 4, 8)
         for whole in (True, False)
-        if (whole or parts > 1) and (parts == 1 or not whole or columns >= _LEAST_LEFT_OVER)
+        if parts <= total
+        and (whole or parts > 1)
+        and (parts == 1 or not whole or columns >= _LEAST_LEFT_OVER)
     ]
     return tuple(plan for plan in made if plan is not None)
 
@@ -93,22 +99,24 @@ FOLD_BYTES_PER_US = 2.282e6
 PAIR_US = 0.4767
 
 
-def choose_plan(M: int, N: int, K: int, sms: int, itemsize: int = 2) -> tuple[Plan, float]:
+def choose_plan(
+    M: int, N: int, K: int, sms: int, itemsize: int = 2, total: int = LEAVES
+) -> tuple[Plan, float]:
     """The plan for an M x N output over K, and the expected time in microseconds."""
     eights = max(-(-M // 8), 1)
     if eights <= TABLE_ROWS // 8:
-        return _table(N, K, sms, itemsize)[eights - 1]
-    return _chosen((8 * eights,), N, K, sms, itemsize)[0]
+        return _table(N, K, sms, itemsize, total)[eights - 1]
+    return _chosen((8 * eights,), N, K, sms, itemsize, total)[0]
 
 
 @decides
-def plan_of(M: int, N: int, K: int, sms: int, itemsize: int) -> Plan:
-    return choose_plan(M, N, K, sms, itemsize)[0]
+def plan_of(M: int, N: int, K: int, sms: int, itemsize: int, total: int = LEAVES) -> Plan:
+    return choose_plan(M, N, K, sms, itemsize, total)[0]
 
 
 @lru_cache(maxsize=256)
-def _table(N: int, K: int, sms: int, itemsize: int) -> list[tuple[Plan, float]]:
-    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize)
+def _table(N: int, K: int, sms: int, itemsize: int, total: int) -> list[tuple[Plan, float]]:
+    return _chosen(range(8, TABLE_ROWS + 1, 8), N, K, sms, itemsize, total)
 
 
 def plan_microseconds(
@@ -116,11 +124,12 @@ def plan_microseconds(
 ) -> np.ndarray:
     """Modelled times: a row for each M, a column for each plan. Infinite for a plan that differs from another
     one only in tiles that are left over, if none are, or in full rounds, if there are none."""
-    tiles, leaf = tuple(plan.tile for plan in plans), -(-K // LEAVES)
+    tiles, total = tuple(plan.tile for plan in plans), plans[0].total
+    leaf = -(-K // total)
     parts, whole = (np.array([getattr(plan, name) for plan in plans]) for name in ("parts", "whole"))
     area = np.array([tile.rows * tile.columns for tile in tiles])
     steps = np.array([-(-leaf // fitting(tile, leaf).step) * tile.step // 64 for tile in tiles])
-    leaves = LEAVES // parts
+    leaves = total // parts
 
     def divided(count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How many tiles are computed whole, and how many in parts."""
@@ -129,20 +138,22 @@ def plan_microseconds(
 
     def work(count: np.ndarray) -> Sequence[tuple[np.ndarray, np.ndarray]]:
         first, others = divided(count)
-        return (first, LEAVES * steps), (others * parts, leaves * steps)
+        return (first, total * steps), (others * parts, leaves * steps)
 
     times = microseconds(tiles, M, N, K, sms, itemsize, work)
     tiles_m, tiles_n = tiles_of(tiles, M, N)
     first, others = divided(tiles_m * tiles_n)
     rounds = np.ceil(first / sms), np.ceil(others * parts / sms)
-    times += PAIR_US * (rounds[0] * (LEAVES // 2 - 1) + rounds[1] * np.maximum(leaves // 2 - 1, 0))
+    times += PAIR_US * (rounds[0] * (total // 2 - 1) + rounds[1] * np.maximum(leaves // 2 - 1, 0))
     times += (others > 0) * (FOLD_US + (4 * parts + itemsize) * others * area / FOLD_BYTES_PER_US)
     return np.where((parts > 1) & ((others == 0) | (whole & (first == 0))), np.inf, times)
 
 
-def _chosen(M: Sequence[int], N: int, K: int, sms: int, itemsize: int) -> list[tuple[Plan, float]]:
+def _chosen(
+    M: Sequence[int], N: int, K: int, sms: int, itemsize: int, total: int
+) -> list[tuple[Plan, float]]:
     """The plan and the time for each M. If two times are equal to 10 ns, the plan with fewer programs."""
-    plans = tree_plans(itemsize)
+    plans = tree_plans(itemsize, total)
     times = np.round(plan_microseconds(plans, M, N, K, sms, itemsize), 2)
     tiles_m, tiles_n = tiles_of(tuple(plan.tile for plan in plans), M, N)
     best = np.lexsort((tiles_m * tiles_n * np.array([plan.parts for plan in plans]), times))[:, 0]

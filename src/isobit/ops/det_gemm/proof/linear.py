@@ -11,6 +11,7 @@ from isobit.ops.det_gemm.proof import inputs, truth
 from isobit.ops.det_gemm.proof.cublas import BATCH_SIZES
 from isobit.ops.det_gemm.proof.gemm import Error, in_trees, memory_product, record_product
 from isobit.ops.det_gemm.proof.merged import merged_layers
+from isobit.ops.det_gemm.proof.ranks import SHARDS
 from isobit.spec import error_bounds as errors
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Mutant, Proof, Sample
@@ -213,4 +214,13 @@ LINEAR = Proof(
     slow=("model", "model-tree8"),
     differs=in_trees(scale_linear, exact_linear),
     parts=merged_layers,
+    shards=SHARDS,
+    shard_cases=[
+        Case({"M": 24, "K": 192, "N": 64}, BF16, options={"bias": F32}),
+        Case({"B": 8, "T": 2, "K": 64, "N": 32}, F32, options={"bias": "own", "operand": F16, "out": F32}),
+        Case({"M": 24, "K": 192, "N": 64}, BF16, data="special", options={"out": F32}),
+        Case({"M": 8, "K": 4096, "N": 4096}, BF16, data="random", heavy=True),
+        Case({"M": 264, "K": 14336, "N": 1536}, BF16, data="random", heavy=True, options={"bias": F32}),
+        Case({"B": 8, "T": 130, "K": 4096, "N": 6144}, F16, data="random", heavy=True),
+    ],
 )  # fmt: skip
