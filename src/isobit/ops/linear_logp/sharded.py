@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isobit.frame.call_plan import validates
+from isobit.frame.composed import outside_graphs
 from isobit.frame.contract import ContractError, describe, dtype_name
 from isobit.kernels.host.vocab_shards import SHARDS, padded
 from isobit.ops.linear_logp import shard_op
@@ -33,7 +34,6 @@ class Call:
     group: Group
     args: dict[str, Any]  # of `linear_logp`, with the vocabulary of all ranks
     backend: str
-    numerics: str | None
 
     @property
     def here(self) -> dict[str, int]:
@@ -45,16 +45,14 @@ class Call:
     def heads(self) -> dict[str, Any]:
         return {name: self.args[name] for name in ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)}
 
-    def said(self) -> str:
-        """What must be the same on all ranks."""
-        args = self.args
-        shown = {name: describe(args[name]) for name in ("hidden", "token_ids")}
-        shown |= {name: _short(args[name]) for name in ("vocab_size", "padded_vocab", *_OPTIONS)}
-        flags = ("return_entropy", "return_lse")
-        shown |= {name: str(args[name]) for name in flags}
-        shown |= {f"{name}?": str(args[name] is not None) for name in ("bias", "mask")}
-        needs = args["hidden"].requires_grad and torch.is_grad_enabled()
-        return ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}, {self.numerics}"
+
+def _said(args: dict[str, Any]) -> str:
+    """What must be the same on all ranks."""
+    names = ("hidden", "token_ids", "vocab_size", "padded_vocab", *_OPTIONS, "return_entropy", "return_lse")
+    shown = {name: _short(args[name]) for name in (*names, "numerics", "backend")}
+    shown |= {f"with {name}": str(args[name] is not None) for name in ("bias", "mask")}
+    needs = getattr(args["hidden"], "requires_grad", False) and torch.is_grad_enabled()
+    return "linear_logp: " + ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}"
 
 
 def _short(value: Any) -> str:
@@ -109,43 +107,48 @@ class _Sharded(torch.autograd.Function):
         return (None, *(grad if want else None for grad, want in found))
 
 
-def linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
+def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
     """`linear_logp` of a rank: `given` are its arguments."""
     given = given | _local(given, group)
     own = as_group("linear_logp", given.pop("group"))
     hidden, validate = given["hidden"], given.pop("validate")
-
-    def check() -> Call:
-        args = given | _vocabulary(given, own.size)
-        call = Call(own, args, "", None)
-        controls = {name: args.pop(name) for name in ("numerics", "backend")}
-        rows = {name: args[name] for name in ("hidden", "weight", "token_ids", "bias", "mask")}
-        more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
-        served = shard_op.states.explain(**rows, **more)
-        assert served.backend is not None
-        for t in (args["temperature"], args["token_ids"], args["mask"]):
-            if isinstance(t, Tensor) and t.requires_grad:
-                raise forward.contract.error("temperature", t, "no gradient goes to it; detach() it")
-        if validate or (validate is None and (hidden.device.type == "cpu" or validates(None))):
-            for rule in forward.value_rules:
-                rule(forward.contract, args)
-        return Call(own, args, served.backend, served.numerics)
-
+    given |= _vocabulary(given, own.size)
+    checked: list[Call] = []
     device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
-    call = agree(own, "linear_logp", check, Call.said, device, validate)
+    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
+    call = checked[0] if checked else _check(own, given, validate)
     logp, entropy, lse = _Sharded.apply(call, call.args["hidden"], call.args["weight"], call.args["bias"])
     wanted = [x for x, name in ((entropy, "entropy"), (lse, "lse")) if call.args[f"return_{name}"]]
     return (logp, *wanted) if wanted else logp
 
 
-linear_logp_sharded._torchdynamo_disable = True  # type: ignore[attr-defined]
+linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside of this call")
+
+
+def _check(group: Group, given: dict[str, Any], validate: bool | None) -> Call:
+    """The call, if it satisfies the contract on this rank. Exchanges nothing."""
+    args = dict(given)
+    controls = {name: args.pop(name) for name in ("numerics", "backend")}
+    call = Call(group, args, "")
+    rows = {name: args[name] for name in ("hidden", "weight", "token_ids", "bias", "mask")}
+    more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
+    served = shard_op.states.explain(**rows, **more)
+    if served.backend is None:
+        raise ContractError(f"linear_logp: no backend can serve this call with a group: {served}")
+    each = args["temperature"]
+    if isinstance(each, Tensor) and each.requires_grad:
+        raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
+    if validate or (validate is None and (args["hidden"].device.type == "cpu" or validates(None))):
+        for rule in forward.value_rules:
+            rule(forward.contract, args)
+    return Call(group, args, served.backend)
 
 
 def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
     """The tokens of all ranks, and the padded vocabulary."""
     V, P = given["vocab_size"], given["padded_vocab"]
     if V is None:
-        V = ranks * len(given["weight"])
+        V = ranks * getattr(given["weight"], "shape", (1,))[0]
     return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
 
 
