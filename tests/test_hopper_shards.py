@@ -1,5 +1,6 @@
-"""Class lse/8x4 on Hopper, run on a CPU: the forward's own code with the arithmetic of the model must have its
-bits, on all shards and on those of a rank, and the backward's host code must put things where they belong."""
+"""Class lse/8x4 on Hopper, run on a CPU: the forward's own code with the arithmetic of the model must have
+its bits, on all shards and on those of a rank, and the backward's host code must put things where they
+belong."""
 
 import math
 from types import SimpleNamespace
@@ -194,8 +195,7 @@ def gradients(args: dict[str, Any], launch: Any, run: Any, **wanted: bool) -> An
 
 
 @pytest.mark.parametrize("workspace", [None, 1])
-@pytest.mark.parametrize("name", ["tiles that end inside a shard", "a shard of one tile, and one without tokens",
-                                  "rounded, packed"])  # fmt: skip
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "more tiles than splits"])
 def test_gradients_are_near_the_model(
     name: str, workspace: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def _numbers(words, bias):
 
 @gluon.jit
 def multiply_add(pipe, acc, bias, first, V, stage, phase, WHICH: gl.constexpr):
-    """`Pipe.multiply` for all steps, then the biases of a tile, from the even column `first` of V on, added in
+    """`Pipe.multiply` for all steps, then the biases of a tile from the even column `first` of V on added in
     fp32; by (row, i, lane, parity). The bias must be one that `in_words` has returned, from an even column
     on."""
     acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)

@@ -32,8 +32,8 @@ def fold_kernel(
     partial, picked_out, logits, ids, scales, N, V, stride, capacity, shard_columns, ENTROPY: gl.constexpr,
     SHARDED: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Sums of one split of 64 rows, and the logits of their tokens if they are in it. SHARDED: columns are cut
-    into shards of `shard_columns`, each with SPLITS splits."""
+    """Sums of one split of 64 rows, and the logits of their tokens if they are in it. SHARDED: columns are
+    cut into shards of `shard_columns`, each with SPLITS splits."""
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, OF_ROWS)
     split = gl.program_id(1)
     if SHARDED:
@@ -95,9 +95,9 @@ def splits_in(
     logits: Tensor, slots: Slots, ids: Tensor, partial: Tensor, picked: Tensor, entropy: bool,
     launch: Launch, cut: Shards | None = None,
 ) -> None:  # fmt: skip
-    """Write (m, s, t) of the splits of rows to `partial` [splits, 3, capacity], and the logits of their tokens
-    to `picked`. The tokens `ids` count from the first column here. Splits are those of lse/1, or those of
-    some shards of lse/8x4."""
+    """Write (m, s, t) of the splits of rows to `partial` [splits, 3, capacity], and the logits of their
+    tokens to `picked`. The tokens `ids` count from the first column here. Splits are those of lse/1, or those
+    of some shards of lse/8x4."""
     z = _rows(logits)
     assert z is not None
     launch(

@@ -426,8 +426,8 @@ class Slots:
         self, partial: Tensor, picked: Tensor, shape: torch.Size, V: int, factor: float,
         entropy: bool, lse: bool, stats: bool, launch: Launch, splits: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits: those
-        of class lse/1, unless another number is given."""
+        """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits:
+        those of class lse/1, unless another number is given."""
 
         def new(wanted: bool, *lead: int) -> Tensor | None:
             return partial.new_empty((*lead, *shape)) if wanted else None

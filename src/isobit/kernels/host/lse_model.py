@@ -72,7 +72,8 @@ def _split(z: Array, c: Array, do: Arithmetic) -> Array:
 
 
 def split_states(z: Array, c: Array, cut: Shards, do: Arithmetic = CPU) -> Array:
-    """[splits, 3, N]: (m, s, t) of the splits that are here, of fp32 logits z [N, columns] of these shards."""
+    """[splits, 3, N]: (m, s, t) of the splits that are here, of fp32 logits z [N, columns] of their
+    shards."""
     out = np.zeros((cut.splits, 3, len(z)), F32)
     out[:, 0] = -INF
     with np.errstate(all="ignore"):  # infinities and NaN are valid

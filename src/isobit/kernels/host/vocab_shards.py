@@ -6,6 +6,7 @@ from V on take no part. A shard is cut into tiles of 256 columns from its own st
 one or more whole shards, in order.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 SHARDS, SPLITS_PER_SHARD, TILE = 8, 4, 256
@@ -55,7 +56,7 @@ class Shards(NamedTuple):
     def bounds(self) -> list[tuple[int, int]]:
         """(first column, end) of every shard here, counted from the first column here, without padding."""
         cuts = [min(i * self.width, self.columns) for i in range(self.count + 1)]
-        return list(zip(cuts, cuts[1:], strict=False))
+        return list(pairwise(cuts))
 
     def split_bounds(self) -> list[tuple[int, int]]:
         """The same of every split."""
@@ -63,7 +64,7 @@ class Shards(NamedTuple):
         for shard, (start, end) in enumerate(self.bounds()):
             cuts = [k * self.tiles // SPLITS_PER_SHARD * TILE for k in range(SPLITS_PER_SHARD + 1)]
             cuts = [min(shard * self.width + cut, end) for cut in cuts]
-            made += [(max(a, start), max(b, start)) for a, b in zip(cuts, cuts[1:], strict=False)]
+            made += [(max(a, start), max(b, start)) for a, b in pairwise(cuts)]
         return made
 
     @property

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from isobit.kernels.host import lse_model
 from isobit.kernels.host.logprob import Rows
+from isobit.kernels.host.lse_model import CPU, Arithmetic
 from isobit.kernels.host.token_stream import SEGMENT
-from isobit.kernels.host.vocab_shards import Shards, shards_of
+from isobit.kernels.host.vocab_shards import SHARDS, SPLITS_PER_SHARD, Shards, shards_of
 from isobit.numerics import canonical, chain, cut, segments
 from isobit.ops.linear_logp.shard_calls import Scaled, scaled, vocabulary_of
 
@@ -66,22 +67,22 @@ class _Call:
         return None if t is None else t.cpu().reshape(-1)[self.rows.good].numpy()
 
 
-def linear_logp_states(**args: Any) -> Tensor:
+def linear_logp_states(do: Arithmetic = CPU, **args: Any) -> Tensor:
     """[12 shards + 1, capacity]: (m, s, t) of every split that is here, and the logit of the row's token."""
     call = _Call(args)
     N = args["token_ids"].numel()
     out = np.zeros((3 * call.cut.splits + 1, -(-N // 128) * 128), np.float32)
     good, z = call.rows.good.numpy(), call.logits()
-    states = lse_model.split_states(z, call.c, call.cut)
+    states = lse_model.split_states(z, call.c, call.cut, do)
     inside = (call.tokens >= 0) & (call.tokens < z.shape[1])
     picked = np.zeros(len(z), np.float32)
     picked[inside] = z[inside, call.tokens[inside]]
-    out[:-1, :N][:, good] = states.reshape(-1, len(z))
+    out[:-1, :N][:, good] = states.reshape(3 * call.cut.splits, len(z))
     out[-1, :N][good] = picked
     return torch.from_numpy(out).to(args["hidden"].device)
 
 
-def linear_logp_merged(**args: Any) -> tuple[Tensor | None, ...]:
+def linear_logp_merged(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats) from the states [ranks, 12 shards + 1, capacity] of all shards."""
     ids, states, V = args["token_ids"].cpu(), args["states"].cpu(), args["vocab"]
     shape, N, device = ids.shape, ids.numel(), args["states"].device
@@ -92,9 +93,9 @@ def linear_logp_merged(**args: Any) -> tuple[Tensor | None, ...]:
     here = states[:, :, :N][:, :, rows.good]
     owner = rows.ids[rows.good].long() // (args["padded_vocab"] // len(states))
     picked = here[owner, -1, torch.arange(here.shape[2])].numpy()
-    parts = here[:, :-1].reshape(-1, 3, here.shape[2]).numpy()
+    parts = here[:, :-1].reshape(SHARDS * SPLITS_PER_SHARD, 3, here.shape[2]).numpy()
     with np.errstate(all="ignore"):
-        sums = lse_model.merge(parts, own.scales.numpy())
+        sums = lse_model.merge(parts, own.scales.numpy(), do)
         results = (sums.logp(picked), sums.entropy(), sums.lse(), sums.stats(own.factor))
     fill = rows.fill(torch.float32)
     blank = (fill, fill, fill, torch.stack((fill, torch.ones_like(fill))))
@@ -109,11 +110,13 @@ def linear_logp_merged(**args: Any) -> tuple[Tensor | None, ...]:
     return tuple(out if want else None for out, want in zip(of_all, wanted, strict=True))
 
 
-def linear_logp(**args: Any) -> tuple[Tensor | None, ...]:
+def linear_logp(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor | None, ...]:
     """(logp, entropy, lse, stats) with all shards here."""
-    states = linear_logp_states(**args)[None]
+    states = linear_logp_states(do, **args)[None]
     V = vocabulary_of(args)
-    return linear_logp_merged(**args | {"states": states, "vocab": V, "padded_vocab": shards_of(args, V).P})
+    return linear_logp_merged(
+        do, **args | {"states": states, "vocab": V, "padded_vocab": shards_of(args, V).P}
+    )
 
 
 def linear_logp_bwd(grad_dtype: torch.dtype | None = None, **args: Any) -> tuple[Tensor | None, ...]:

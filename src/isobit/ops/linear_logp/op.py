@@ -205,8 +205,8 @@ def linear_logp(  # overloads take any options
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
         numerics: the numerics class that the result must have, "lse/1" or "lse/8x4" on a Hopper GPU,
-            "linear-lse/triton-1" or "linear-lse/triton-8x4"; None takes that of the backend that serves, which `isobit.explain` reports.
-            It is an error if no backend can keep it.
+            "linear-lse/triton-1" or "linear-lse/triton-8x4"; None takes that of the backend that serves,
+            which `isobit.explain` reports. It is an error if no backend can keep it.
         backend: force "hopper", "triton" or "reference", or in the classes with shards "hopper-8x4",
             "triton-8x4" or "model-8x4"; None takes the first that can serve.
 

@@ -2,7 +2,6 @@
 
 import torch
 import triton
-
 from torch import Tensor
 
 from isobit.frame.launch import Launch

@@ -1,9 +1,8 @@
-"""The parts of `linear_logp` between which ranks that share a vocabulary exchange something: the states of the
-splits that are here, and results from the states of all ranks. The third part is the op's backward."""
+"""The parts of `linear_logp` between which ranks that share a vocabulary exchange something: the states of
+the splits that are here, and results from the states of all ranks. The third part is the op's backward."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isobit.frame.contract import F32, Contract

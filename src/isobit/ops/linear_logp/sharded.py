@@ -43,7 +43,9 @@ class Call:
 
     @property
     def heads(self) -> dict[str, Any]:
-        return {name: self.args[name] for name in ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)}
+        return {
+            name: self.args[name] for name in ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)
+        }
 
 
 def _said(args: dict[str, Any]) -> str:
@@ -75,7 +77,9 @@ class _Sharded(torch.autograd.Function):
             return_entropy=args["return_entropy"], backend=call.backend, validate=False,
         )  # fmt: skip
         every = call.group.all_gather(own)
-        options = {name: args[name] for name in ("ignore_index", "temperature", "logit_scale", "padded_vocab")}
+        options = {
+            name: args[name] for name in ("ignore_index", "temperature", "logit_scale", "padded_vocab")
+        }
         logp, entropy, lse, stats = shard_op.merged(
             states=every, **rows, **options, vocab=args["vocab_size"], **flags, return_stats=True,
             backend=call.backend, validate=False,

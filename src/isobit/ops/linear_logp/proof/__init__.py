@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import forward, linear_logp, vocabulary
-from isobit.ops.linear_logp.proof import inputs, truth
+from isobit.ops.linear_logp.proof import inputs, shards, truth
 from isobit.ops.linear_logp.proof.bits import fused
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
@@ -67,7 +67,7 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    optional = ("bias", "mask", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+    optional = ("bias", "mask", "softcap", "logit_scale", "logits_dtype", "vocab_size", "padded_vocab")
     given = dict.fromkeys((*optional, "workspace_bytes"))
     args: Args = {"hidden": empty(N, D, dtype=dtype), "weight": empty(V, D, dtype=dtype), **given}
     args |= {"token_ids": empty(N, dtype=torch.int64), "ignore_index": inputs.IGNORE, "temperature": 1.0}
@@ -77,6 +77,7 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
     ours = args | {"return_entropy": full, "return_lse": full, "return_stats": True, "keep": False}
     theirs = args | {"stats": empty(2, N), "kept": None, "kept_base": None, "dlogp": empty(N)}
     theirs |= {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
+    theirs |= {"dhidden_dtype": None, "shard": 0, "shards": 8}
     return ours, theirs | {"want_hidden": True, "want_weight": True, "want_bias": full}
 
 
@@ -117,6 +118,29 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_base": kept_base})
     ours, theirs = _meta(narrow, 2 * N, 2048, 8192, False)
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
+
+
+def record_hopper_shards(launch: Any, dtype: torch.dtype) -> None:
+    """What classes with shards compile in addition: the forward with whole splits and with shared ones, and
+    the sums of shards. Of a rank that has some of them, and whose tokens are counted anew."""
+    from isobit.ops.linear_logp import kernels_hopper_shards as kernels
+
+    if dtype == F32:
+        return
+    ours, theirs = _meta(dtype, 4096, 2048, 131072, True)
+    kernels.linear_logp(launch=launch, **ours)
+    rank = {"vocab_size": 4 * 131072, "padded_vocab": 4 * 131072, "shard": 2, "shards": 2}
+    kernels.linear_logp_bwd(launch=launch, **theirs | rank)
+    ours, _ = _meta(dtype, 64, 2048, 1024, False)
+    kernels.linear_logp(launch=launch, sms=132, **ours)
+
+
+def record_triton_shards(launch: Any, dtype: torch.dtype) -> None:
+    from isobit.ops.linear_logp import kernels_triton_shards as kernels
+
+    ours, theirs = _meta(dtype, 4096, 1024, 8192, dtype != F32)
+    kernels.linear_logp(**ours, launch=launch)
+    kernels.linear_logp_bwd(**theirs, launch=launch)
 
 
 # Observations for the report of a check
@@ -228,6 +252,8 @@ PROOF = Proof(
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),
+        "hopper-8x4": Kernels(record_hopper_shards, targets=(("cuda", 90, 32),)),
+        "triton-8x4": Kernels(record_triton_shards),
     },
     batch_sizes=(1, 2, 7, 63, 64, 65, 127, 128, 129, 256, 257),
     agree_cases=_AGREE,
@@ -236,6 +262,10 @@ PROOF = Proof(
     judged=judged,
     shared=Shared("mask", _live, inputs.maskable, inputs.schedules),
     also=fused,
+    shards=[shards.VOCABULARY],
+    shard_cases=shards.CASES,
+    slow=("model-8x4",),
+    differs=shards.differs(memory),
 )
 
 PROOFS = [PROOF]
