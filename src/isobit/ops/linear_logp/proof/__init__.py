@@ -120,27 +120,40 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
 
 
-def record_hopper_shards(launch: Any, dtype: torch.dtype) -> None:
-    """What classes with shards compile in addition: the forward with whole splits and with shared ones, and
-    the sums of shards. Of a rank that has some of them, and whose tokens are counted anew."""
-    from isobit.ops.linear_logp import kernels_hopper_shards as kernels
+def _only(launch: Any, *kernels: Any) -> Any:
+    """A launch that records these kernels. The others are recorded for the class without shards."""
 
-    if dtype == F32:
-        return
-    ours, theirs = _meta(dtype, 4096, 2048, 131072, True)
-    kernels.linear_logp(launch=launch, **ours)
-    rank = {"vocab_size": 4 * 131072, "padded_vocab": 4 * 131072, "shard": 2, "shards": 2}
-    kernels.linear_logp_bwd(launch=launch, **theirs | rank)
-    ours, _ = _meta(dtype, 64, 2048, 1024, False)
-    kernels.linear_logp(launch=launch, sms=132, **ours)
+    def some(kernel: Any, *given: Any, **options: Any) -> None:
+        if kernel in kernels:
+            launch(kernel, *given, **options)
+
+    return some
+
+
+def record_hopper_shards(launch: Any, dtype: torch.dtype) -> None:
+    """The forward with splits that programs share, of a rank whose tokens are counted anew, and the sum of
+    shards. For the second dtype, which differs only in conversions, the sum alone."""
+    from isobit.kernels.hopper import shards as small
+    from isobit.kernels.triton.tree_fold import fold_slice
+    from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_shards
+
+    if dtype == BF16:
+        ours, _ = _meta(dtype, 64, 2048, 131072, True)
+        rank = {"vocab_size": 4 * 131072, "padded_vocab": 4 * 131072, "shard": 2, "shards": 2}
+        new = (kernels_hopper.forward_kernel, small.here_kernel, small.empty_kernel)
+        kernels_hopper_shards.linear_logp(launch=_only(launch, *new), sms=132, **ours | rank)
+    _, theirs = _meta(dtype, 4096, 2048, 8192, False)
+    kernels_hopper_shards.linear_logp_bwd(launch=_only(launch, fold_slice), **theirs)
 
 
 def record_triton_shards(launch: Any, dtype: torch.dtype) -> None:
+    """What is not there without shards. For the second dtype the forward alone."""
     from isobit.ops.linear_logp import kernels_triton_shards as kernels
 
-    ours, theirs = _meta(dtype, 4096, 1024, 8192, dtype != F32)
-    kernels.linear_logp(**ours, launch=launch)
-    kernels.linear_logp_bwd(**theirs, launch=launch)
+    ours, theirs = _meta(dtype, 4096, 1024, 8192, True)
+    kernels.linear_logp(**ours, launch=_only(launch, kernels.shard_splits, kernels.merge_states))
+    if dtype == BF16:
+        kernels.linear_logp_bwd(**theirs, launch=_only(launch, kernels.dhidden_tile, kernels.place_rows))
 
 
 # Observations for the report of a check
@@ -253,7 +266,7 @@ PROOF = Proof(
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),
         "hopper-8x4": Kernels(record_hopper_shards, targets=(("cuda", 90, 32),)),
-        "triton-8x4": Kernels(record_triton_shards),
+        "triton-8x4": Kernels(record_triton_shards, targets=(("cuda", 90, 32), ("hip", "gfx942", 64))),
     },
     batch_sizes=(1, 2, 7, 63, 64, 65, 127, 128, 129, 256, 257),
     agree_cases=_AGREE,
@@ -262,8 +275,6 @@ PROOF = Proof(
     judged=judged,
     shared=Shared("mask", _live, inputs.maskable, inputs.schedules),
     also=fused,
-    shards=[shards.VOCABULARY],
-    shard_cases=shards.CASES,
     slow=("model-8x4",),
     differs=shards.differs(memory),
 )

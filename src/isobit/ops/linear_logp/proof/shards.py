@@ -98,8 +98,9 @@ def differs(memory: Callable[[Case, str, str], int]) -> dict[str, dict[str, Any]
         "memory": partial(_memory, memory), "also": None, "batch_sizes": (1, 7, 64, 65),
         "memory_cases": [Case({"N": 64, "D": 64, "V": 300}, BF16, data="random"),
                          _heavy(4096, 2048, 50257, BF16)],
+        "shards": [VOCABULARY], "shard_cases": CASES,
     }  # fmt: skip
-    portable = fields | {"cases": _SMALL + _PORTABLE + _HEAVY}
+    portable = fields | {"cases": _SMALL[::4] + _SMALL[1:2] + _PORTABLE + _HEAVY}
     return dict.fromkeys(("hopper-8x4", "model-8x4"), fields | {"exact": exact}) | {"triton-8x4": portable}
 
 
@@ -133,12 +134,6 @@ def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
 
 
 # Ranks
-
-
-def _why_not(trial: Trial) -> str | None:
-    if trial.backend in BACKENDS:
-        return None
-    return f"{trial.backend} has no class with shards: a group of ranks gets one that has"
 
 
 def _whole_rows(args: Args) -> Args:
@@ -237,5 +232,5 @@ _OF_ALL = ("logp", "entropy", "lse", "gradient:hidden")
 VOCABULARY = Shards(
     "a vocabulary cut into shards", _on_a_rank, _alone,
     spread=dict.fromkeys(_OF_ALL) | {"gradient:weight": 0, "gradient:bias": 0},
-    controls=_other_sums, why_not=_why_not,
+    controls=_other_sums,
 )  # fmt: skip
