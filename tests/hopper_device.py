@@ -17,6 +17,7 @@ from gluon_on_a_cpu import in_order
 from isobit.kernels.hopper.lse import COLUMNS
 from isobit.kernels.hopper.pipeline import TensorDescriptor, gl
 from isobit.kernels.host.token_stream import SEGMENT
+from isobit.kernels.host.vocab_shards import Shards
 
 LN2 = math.log(2)
 NAN = math.nan
@@ -179,6 +180,10 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
     count, K = int(k.count), k.steps * k.STEP
     tiles = whole(k.V, COLUMNS) // COLUMNS
     splits = min(k.SPLITS, tiles)
+    bounds = [(i * tiles // splits * COLUMNS, (i + 1) * tiles // splits * COLUMNS) for i in range(splits)]
+    if k.SHARDED:
+        cut = Shards(k.V, 8 * k.shard_columns, 0, k.shards)
+        splits, bounds = cut.splits, cut.split_bounds()
     # Every tile has as many parts of 64 rows as consumers: the last may have one too many.
     tall = whole(64 * int(k.listed[0]) if k.LISTED else count, 64 * k.CONSUMERS) // 64
     parts = k.listed[1 : tall + 1].tolist() if k.LISTED else range(tall)
@@ -195,9 +200,13 @@ def forward_kernel(grid: tuple[int, ...], k: Any) -> None:
         token, scale = k.ids[own, None], k.scales[own, None]
         if k.STORE_PROBS:
             store_probs(k, z, scale, part * 64, tiles)
-        for split in range(splits):
-            columns = slice(split * tiles // splits * COLUMNS, (split + 1) * tiles // splits * COLUMNS)
+        for split, (first, end) in enumerate(bounds):
+            columns = slice(first, end)
             part = z[:, columns]
+            if part.shape[1] == 0:
+                if not k.SHARE_SPLITS:
+                    k.partial[split, :, own] = torch.tensor([-math.inf, 0.0, 0.0])[:, None]
+                continue
             m = part.amax(1, keepdim=True)
             u = (part - m) * scale
             for i, sums in enumerate((m, u.exp2().sum(1), (u.exp2() * u.clamp(min=-1000)).sum(1))):
@@ -435,6 +444,25 @@ def zero_kernel(grid: tuple[int, ...], k: Any) -> None:
     k.out.view(-1)[: k.size] = 0
 
 
+def here_kernel(grid: tuple[int, ...], k: Any) -> None:
+    assert grid[0] * k.BLOCK >= k.size
+    assert_apart(k.out, k.ids)
+    here = (k.ids >= k.first) & (k.ids < k.first + k.columns)
+    k.out[:] = torch.where(here, k.ids - k.first, k.ids.clamp(-2, -1))
+
+
+def empty_kernel(grid: tuple[int, ...], k: Any) -> None:
+    assert grid[0] * k.BLOCK >= k.size == k.states.numel() and k.states.is_contiguous()
+    k.states.view(-1, 3, k.capacity)[:] = torch.tensor([-math.inf, 0.0, 0.0])[None, :, None]
+
+
+def fold_slice(grid: tuple[int, ...], k: Any) -> None:
+    """In place, if the first part is the result: an element is read before it is written."""
+    assert grid[0] * k.BLOCK >= k.count and k.PARTS == 2 and k.bias is None
+    one, other = strided(k.parts, 2, k.count, k.stride)
+    k.out.view(-1)[:] = one + other
+
+
 def ones_kernel(grid: tuple[int, ...], k: Any) -> None:
     assert grid[0] * k.BLOCK >= k.count
     strided(k.out, k.count, 1, k.STEP).fill_(1.0)
@@ -445,7 +473,7 @@ MEANINGS: dict[str, Callable[[tuple[int, ...], Any], None]] = {
     for meaning in (
         compact_kernel, pack_kernel, forward_kernel, merge_kernel, weigh_kernel, slab_kernel,
         from_probs_kernel, sum_kernel, bias_kernel, unpack_kernel, blank_kernel, zero_kernel, ones_kernel,
-        take_kernel, move_kernel, clear_kernel, round_kernel,
+        take_kernel, move_kernel, clear_kernel, round_kernel, here_kernel, empty_kernel, fold_slice,
     )
 }  # fmt: skip
 

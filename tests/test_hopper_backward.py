@@ -428,7 +428,7 @@ def test_tma_needs_alignment(offset: int, stride: int) -> None:
 def test_processing_blocks_in_ascending_order_would_overwrite_unread_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    in_order = backward._blocks
+    in_order = backward.blocks_of
     monkeypatch.setattr(backward, "_blocks", lambda *args: in_order(*args)[::-1])
     check(CASES["blocks"], monkeypatch)  # not packed: in any order
     with pytest.raises(AssertionError, match="off by more than rounding"):
@@ -436,7 +436,7 @@ def test_processing_blocks_in_ascending_order_would_overwrite_unread_rows(
 
 
 def test_kept_values_of_another_block_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = backward._blocks
+    right = backward.blocks_of
 
     def wrong(*args: Any) -> list[backward.Block]:
         blocks = right(*args)

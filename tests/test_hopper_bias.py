@@ -25,10 +25,10 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = {gl.bfloat16: BF16, gl.float16: F16}
 
 
-def one_by_one(pipe, acc, bias, n, V, stage, phase, WHICH):  # type: ignore[no-untyped-def]
+def one_by_one(pipe, acc, bias, first, V, stage, phase, WHICH):  # type: ignore[no-untyped-def]
     """What `multiply_add` should give."""
     acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
-    column = columns_of(n)  # type: ignore[name-defined]  # noqa: F821
+    column = columns_from(first)  # type: ignore[name-defined]  # noqa: F821
     number = gl.load(bias + column, mask=column < V, other=0.0)
     return as_lanes(acc) + number.to(gl.float32), stage, phase  # type: ignore[name-defined]  # noqa: F821
 

@@ -242,7 +242,7 @@ def test_blocks_are_equally_tall() -> None:
 def test_blocks_share_the_slots_that_are_taken() -> None:
     slots = Slots(torch.zeros(300, dtype=torch.int64), None, None, -100, 1.0, 7, True, lambda *a, **k: None)
     counts = torch.tensor([128, 2, 0])
-    blocks = backward._blocks(torch.empty(300, 8), slots, torch.empty(4, 384), counts, None, None, 128)
+    blocks = backward.blocks_of(torch.empty(300, 8), slots, torch.empty(4, 384), counts, None, None, 128)
     assert [b.count.item() for b in blocks] == [128, 2, 0]
     assert [len(b.hidden) for b in blocks] == [128, 128, 44]
     assert [b.rows.data_ptr() - slots.rows.data_ptr() for b in blocks] == [0, 512, 1024]

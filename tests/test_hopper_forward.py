@@ -144,6 +144,7 @@ def test_the_producer_takes_the_rows_that_are_listed(listed: list[int] | None, c
         ready=ring, empty=ring, a_ring=ring, b_ring=ring,
         a_desc=SimpleNamespace(name="a", block_type=box), b_desc=SimpleNamespace(name="b", block_type=box),
         rest_desc=SimpleNamespace(name="rest", block_type=box), REST=0, OVERLAP=False, BY_LEAF=False,
+        SHARDED=False,
     )  # fmt: skip
     numbers["_load"] = FunctionType(hopper_pipe._load.fn.__code__, numbers)
     for name in ("row", "column", "rows", "load"):

@@ -121,7 +121,7 @@ def interpreted() -> dict[str, Any]:
     probs[:, 1], base[:, 0, 0] = 1.0, -150.0
     probs[2:] = float("inf")  # gaps may hold anything
     dz = torch.full((slots.capacity, V), NAN, dtype=torch.bfloat16)
-    (block,) = backward._blocks(dz, slots, weights, counts, probs, base, slots.capacity)
+    (block,) = backward.blocks_of(dz, slots, weights, counts, probs, base, slots.capacity)
     backward.from_probs(dz, block, 0, run)
     results["dz"] = [dz.isnan().sum().item(), dz[:2, [1, 5, 7]].tolist(), dz[2:].abs().max().item()]
 

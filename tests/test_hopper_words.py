@@ -34,7 +34,7 @@ def compiled() -> dict[str, str]:
     pack(empty(N, D), slots.rows, recorder)
     slots.blank(empty(N, D), recorder)
     dz, base = empty(slots.capacity, 1024), empty(slots.capacity, 4, 4, dtype=torch.float32)
-    (block,) = backward._blocks(dz, slots, weights, counts, dz, base, slots.capacity)
+    (block,) = backward.blocks_of(dz, slots, weights, counts, dz, base, slots.capacity)
     backward.from_probs(dz[:, :1000], block, 0, recorder)
     backward.sum_bias(empty(1000, dtype=torch.float32), dz, block.count, True, recorder)
     dh = empty(slots.capacity, D, dtype=torch.float32)

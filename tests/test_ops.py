@@ -27,12 +27,13 @@ def expected_unsupported() -> dict[tuple[str, str, str], str]:
     for proof in proofs().values():
         classes = [b.numerics_on(DEVICE) for b in proof.op.backends]
         for backend, numerics in zip(proof.op.backends, classes, strict=True):
-            lone = proof.exact is None and classes.count(numerics) == 1
+            own = proof.of(backend.name)
+            lone = own.exact is None and classes.count(numerics) == 1
             reasons = {
                 "gradient": None if proof.op.differentiable else "no argument has a gradient",
-                "agree": "nothing else here keeps numerics class" if lone and proof.also is None else None,
+                "agree": "nothing else here keeps numerics class" if lone and own.also is None else None,
                 "traceable": "a function over ops" if isinstance(proof.op, Composed) else None,
-                "parallel": None if proof.shards else "no group of ranks computes it together",
+                "parallel": None if own.shards else "no group of ranks computes it together",
             }
             if numerics == NONE:
                 reasons |= dict.fromkeys(("invariant", "agree"), "it promises accuracy, not bits")

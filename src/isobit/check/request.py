@@ -240,7 +240,13 @@ def check_case(ops: Sequence[Op], request: Request, laws: Sequence[str]) -> None
     if request.case is None or request.dims is not None:
         return
     free = replace(request, case=None)
-    known = {c.name for op in ops for law in laws for c in cases_of(op, law, free)}
+    known = {
+        c.name
+        for op in ops
+        for law in laws
+        for backend in (None, *(b.name for b in op.backends))  # a backend may have cases of its own
+        for c in cases_of(op, law, free, backend)
+    }
     if request.case not in known:
         names = ", ".join(op.name for op in ops)
         raise ContractError(f"{names}: unknown case {request.case!r}; known: {'; '.join(sorted(known))}")

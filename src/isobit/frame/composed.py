@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isobit.frame.backend import Args, Backend, choose
+from isobit.frame.backend import Args, choose
 from isobit.frame.call_plan import validates
 from isobit.frame.contract import Contract, ContractError
 from isobit.frame.op import CONTROLS, OPS, Op
@@ -61,13 +61,14 @@ class Composed(PublicOp):
         """Take over the backends of an op: a backend can serve this if it can serve the op with these
         additional arguments."""
 
-        def when_with_more(backend: Backend) -> Callable[[Args], str | None]:
-            return lambda args: backend.when(args | more)
+        def with_more(reason: Callable[[Args], str | None]) -> Callable[[Args], str | None]:
+            return lambda args: reason(args | more)
 
         for each in op.backends:
             self.backend(
-                each.name, run=self, numerics=each.numerics, when=when_with_more(each),
-                interpreted=each.interpreted,
+                each.name, run=self, numerics=each.numerics, when=with_more(each.when),
+                interpreted=each.interpreted, not_by_default=with_more(each.not_by_default),
+                other_class_by_default=with_more(each.other_class_by_default),
             )  # fmt: skip
 
     def serve(self, given: Args) -> Served:

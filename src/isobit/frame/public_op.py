@@ -19,6 +19,8 @@ class PublicOp(Op):
 
     declared: Callable[..., Any] | None = None  # declares the outputs, and arguments that people do not give
     before: str | None = None  # the public argument that these stand before; else they come last
+    #: Arguments of the public function that are not of the op: it does something else if they are given.
+    aside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.forget()
@@ -30,7 +32,7 @@ class PublicOp(Op):
         missing = _PUBLIC_CONTROLS - {p.name for p in params if p.default is None}
         if missing:
             raise TypeError(f"{self.name}: {function.__name__} has no {', '.join(sorted(missing))} = None")
-        params = [p for p in params if p.name not in _PUBLIC_CONTROLS]
+        params = [p for p in params if p.name not in _PUBLIC_CONTROLS and p.name not in self.aside]
         own, names = params_of(self.declared), [p.name for p in params]
         if twice := {p.name for p in own} & {*names}:
             raise TypeError(f"{self.name}: {', '.join(sorted(twice))} is declared twice")
@@ -45,14 +47,17 @@ def public_op(
     name: str,
     *,
     before: str | None = None,
+    aside: tuple[str, ...] = (),
     sizes: Callable[[Args], dict[str, int]] | None = None,
     flops: Callable[[Args], int] | None = None,
 ) -> Callable[[Callable[..., Any]], PublicOp]:
     """Declare what the public function of an op does not say: the outputs of the op, and its arguments that
-    only our own code gives, which stand before the public argument `before`, or last."""
+    only our own code gives, which stand before the public argument `before`, or last. Public arguments named
+    in `aside` are not of the op."""
 
     def declare(fn: Callable[..., Any]) -> PublicOp:
         package = fn.__module__.rpartition(".")[0]
-        return PublicOp(Contract(name, fn, CONTROLS), package, sizes, flops, declared=fn, before=before)
+        contract = Contract(name, fn, CONTROLS)
+        return PublicOp(contract, package, sizes, flops, declared=fn, before=before, aside=aside)
 
     return declare

@@ -55,12 +55,35 @@ LSE_1 = Numerics(
     "NVIDIA Hopper (sm_90), each Triton version for itself",
 )
 
+LSE_8X4 = Numerics(
+    "lse/8x4",
+    "lse/1 with other splits: the vocabulary, padded to P columns, is cut into eight shards of P / 8, each"
+    " shard into tiles of 256 columns from its own start, and these into four splits whose bounds are a"
+    " function of P alone; the 32 splits are folded in ascending order. dhidden of a shard is of seg16/512,"
+    " and the eight shards are added as in tree8. So a shard's sums do not depend on who has the others.",
+    "NVIDIA Hopper (sm_90), each Triton version for itself",
+)
+
+LSE_8X4_CPU = Numerics(
+    "lse/8x4/cpu",
+    "The order of lse/8x4 on a CPU: products are those of a Hopper GPU bit for bit, `exp2` and `log2` are"
+    " numpy's.",
+    "any CPU, each numpy version for itself",
+)
+
 LINEAR_LSE_TRITON_1 = Numerics(
     "linear-lse/triton-1",
     "A product and a log-sum-exp over it: one chain of the hardware's matrix steps over ascending features,"
     " tiles of 128 columns (64 for fp32 inputs) added by trees of halves with one rescaling a tile, splits of"
     " 2048 columns folded in ascending order, no contraction of products and sums; `exp2` and `log2` as"
     " Triton emits them for the device.",
+    "GPUs through Triton, each architecture and Triton version for itself",
+)
+
+LINEAR_LSE_TRITON_8X4 = Numerics(
+    "linear-lse/triton-8x4",
+    "linear-lse/triton-1 with the splits of lse/8x4; dhidden is a chain for each of the eight shards of the"
+    " vocabulary, and these are added as in tree8.",
     "GPUs through Triton, each architecture and Triton version for itself",
 )
 

@@ -7,14 +7,15 @@ Until the product is complete they stay words: two 16-bit numbers take one regis
 
 from torch import Tensor
 
-from isobit.kernels.hopper.lse import TILE, as_lanes, pairs_of
+from isobit.kernels.hopper.lse import TILE, as_lanes, pairs_from
 from isobit.kernels.hopper.pipeline import gl, gluon
 
 
 @gluon.jit
-def _words(bias, n, V):
-    """The biases of tile n of V columns, by (row, i, lane): two in a word, the even column's below."""
-    word = pairs_of(n)
+def _words(bias, first, V):
+    """The biases of a tile that begins at column `first` of V, by (row, i, lane): two in a word, the even
+    column's below."""
+    word = pairs_from(first)
     if bias.dtype.element_ty == gl.float32:
         words = bias.to(gl.pointer_type(gl.int64))
     else:
@@ -38,11 +39,12 @@ def _numbers(words, bias):
 
 
 @gluon.jit
-def multiply_add(pipe, acc, bias, n, V, stage, phase, WHICH: gl.constexpr):
-    """`Pipe.multiply` for all steps, then the biases of tile n of V columns added in fp32; by (row, i, lane,
-    parity). The bias must be one that `in_words` has returned, from an even column on."""
+def multiply_add(pipe, acc, bias, first, V, stage, phase, WHICH: gl.constexpr):
+    """`Pipe.multiply` for all steps, then the biases of a tile from the even column `first` of V on added in
+    fp32; by (row, i, lane, parity). The bias must be one that `in_words` has returned, from an even column
+    on."""
     acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
-    words = _words(bias, n, V)
+    words = _words(bias, first, V)
     acc, stage, phase = pipe.finish_chain(acc, pipe.steps - 1, stage, phase, WHICH)
     return as_lanes(acc) + _numbers(words, bias), stage, phase
 

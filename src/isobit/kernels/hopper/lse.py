@@ -1,4 +1,4 @@
-"""Sums over the vocabulary in the registers of a `wgmma` accumulator: class lse/1.
+"""Sums over the vocabulary in the registers of a `wgmma` accumulator: classes lse/1 and lse/8x4.
 
 In an accumulator of 64 x 256 a thread holds, of a row, the columns 8i + 2q and 8i + 2q + 1 for one q of 4: a
 *lane*. Each lane keeps its own maximum m and sum s over one *split* of the vocabulary, so that folding a tile
@@ -10,7 +10,8 @@ and for the entropy t, the sum of u 2^u. The rounded M is subtracted everywhere,
 logits adds no error. The kernels are compiled without contraction, or M would not be rounded.
 
 At the end of a split the four lanes are rescaled to their common maximum and added. A split is one of 33
-ranges of tiles, which depend on V alone; 33 of them keep 132 SMs busy for any multiple of 512 rows.
+ranges of tiles, which depend on V alone; 33 of them keep 132 SMs busy for any multiple of 512 rows. In
+lse/8x4 there are 32 others (`isobit.kernels.host.vocab_shards`), and tiles begin where its shards do.
 `merge_kernel` folds a row's splits in ascending order. So a row's bits depend on its own logits and on V, and
 the same fp32 logits give the same bits, from a fused product or from a kernel that reads them.
 """
@@ -69,19 +70,20 @@ def _i_and_lane():
 
 
 @gluon.jit
-def pairs_of(n):
-    """Numbers of the pairs of columns of tile n, by (row, i, lane): pair p has the columns 2p and 2p + 1."""
+def pairs_from(first):
+    """Numbers of the pairs of columns of a tile that begins at an even column, by (row, i, lane): pair p has
+    the columns 2p and 2p + 1."""
     i, q = _i_and_lane()
-    return n * (_COLUMNS // 2) + 4 * i + q
+    return first // 2 + 4 * i + q
 
 
 @gluon.jit
-def columns_of(n):
-    """Column numbers of tile n, by (row, i, lane, parity)."""
+def columns_from(first):
+    """Column numbers of a tile that begins at column `first`, by (row, i, lane, parity)."""
     i, q = _i_and_lane()
     b = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, TILE))))
     b = gl.expand_dims(gl.expand_dims(gl.expand_dims(b, 0), 1), 2)
-    return n * _COLUMNS + 8 * gl.expand_dims(i, 3) + 2 * gl.expand_dims(q, 3) + b
+    return first + 8 * gl.expand_dims(i, 3) + 2 * gl.expand_dims(q, 3) + b
 
 
 @gluon.jit
@@ -146,10 +148,10 @@ def fold_tile(z, m, s, t, scale, ENTROPY: gl.constexpr):
 
 
 @gluon.jit
-def pick(z, column, token, n, picked):
+def pick(z, column, token, first, picked):
     """Add the logit of each row's token, in the one tile that has it. Most tiles have none. All other terms
     of the sum are 0, so its order does not matter."""
-    if gl.max(((token >= n * _COLUMNS) & (token < (n + 1) * _COLUMNS)).to(gl.int32), 0) > 0:
+    if gl.max(((token >= first) & (token < first + _COLUMNS)).to(gl.int32), 0) > 0:
         picked += _sum(gl.where(column == spread(gl.expand_dims(token, 1)), z, 0.0))
     return picked
 
@@ -175,8 +177,8 @@ def join_lanes(m, s, t, scale, ENTROPY: gl.constexpr):
 
 @gluon.jit
 def store_picked(picked_out, picked, token, row, inside, first, end):
-    """Store the token's logit, if it was in the tiles from `first` on and before `end`."""
-    in_tiles = inside & (token >= first * _COLUMNS) & (token < end * _COLUMNS)
+    """Store the token's logit, if it was in the columns from `first` on and before `end`."""
+    in_tiles = inside & (token >= first) & (token < end)
     gl.store(picked_out + row, _join(picked), mask=in_tiles)
 
 
@@ -422,9 +424,10 @@ class Slots:
 
     def merge(
         self, partial: Tensor, picked: Tensor, shape: torch.Size, V: int, factor: float,
-        entropy: bool, lse: bool, stats: bool, launch: Launch,
+        entropy: bool, lse: bool, stats: bool, launch: Launch, splits: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-        """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits."""
+        """(logp, entropy, lse, stats) of rows of the given leading shape, from the sums of their splits:
+        those of class lse/1, unless another number is given."""
 
         def new(wanted: bool, *lead: int) -> Tensor | None:
             return partial.new_empty((*lead, *shape)) if wanted else None
@@ -434,7 +437,9 @@ class Slots:
             merge_kernel, (self.capacity // 128,),
             *(unused(partial) if o is None else o for o in out),
             partial, picked, self.rows, self.ids, self.scales, self.count, self._tokens, self._mask,
-            self.ignore_index, shape.numel(), self.capacity // 128, V, splits_of(V), factor,
+            self.ignore_index, shape.numel(), self.capacity // 128, V,
+            splits_of(V) if splits is None else splits,
+            factor,
             ENTROPY=entropy,
             LSE=lse,
             STATS=stats,

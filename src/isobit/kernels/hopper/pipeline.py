@@ -187,7 +187,11 @@ class Pipe:
     again. Otherwise TMA fills it with zeros, which takes longer: on an H200 2 ns for a row of 128 bytes.
 
     BY_LEAF: k is cut into leaves, the first dimension of the descriptors, and `steps` are those of a leaf.
-    TMA then fills with zeros beyond the end of a leaf too, wherever in a step that is."""
+    TMA then fills with zeros beyond the end of a leaf too, wherever in a step that is.
+
+    SHARDED: columns are cut into shards of `shard_columns`. Tiles begin anew in each of them, and so do its
+    SPANS spans, some of which may be empty; bounds of spans do not depend on N, and tiles that would begin
+    behind its end are left out. Columns beyond `limit` belong to the next shard."""
 
     a_desc: tma.tensor_descriptor
     b_desc: tma.tensor_descriptor
@@ -203,6 +207,8 @@ class Pipe:
     tiles_n: gl.tensor
     spans: gl.tensor
     steps: gl.tensor
+    shard_columns: gl.tensor
+    shard_tiles: gl.tensor
     SPANS: gl.constexpr
     A_BY_K: gl.constexpr  # k is contiguous in a
     B_BY_K: gl.constexpr
@@ -215,6 +221,7 @@ class Pipe:
     BY_COLUMNS: gl.constexpr
     OVERLAP: gl.constexpr
     BY_LEAF: gl.constexpr
+    SHARDED: gl.constexpr
 
     @gluon.jit
     def create(
@@ -222,6 +229,7 @@ class Pipe:
         A_BY_K: gl.constexpr, B_BY_K: gl.constexpr, CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr,
         STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, rest_desc=None, REST: gl.constexpr = 0,
         BY_COLUMNS: gl.constexpr = False, OVERLAP: gl.constexpr = False, BY_LEAF: gl.constexpr = False,
+        shards=0, shard_columns=0, SHARDED: gl.constexpr = False,
     ):  # fmt: skip
         """The ring of an M x N output, all stages empty. COLUMNS include the REST."""
         a_ring = _ring(a_desc, STAGES * CONSUMERS, BY_LEAF)
@@ -241,11 +249,18 @@ class Pipe:
         spans = tiles_n
         if SPANS:
             spans = gl.minimum(tiles_n, SPANS)
+        shard_tiles = tiles_n
+        if SHARDED:
+            shard_tiles = gl.cdiv(shard_columns, COLUMNS)
+            tiles_n = shards * shard_tiles
+            spans = shards * SPANS
+        else:
+            shard_columns = tiles_n
         return Pipe(
             a_desc, b_desc, rest_desc, a_ring, b_ring, rest_ring, ready, empty,
-            M, N, gl.cdiv(M, CONSUMERS * ROWS), tiles_n, spans, steps,
+            M, N, gl.cdiv(M, CONSUMERS * ROWS), tiles_n, spans, steps, shard_columns, shard_tiles,
             SPANS, A_BY_K, B_BY_K, CONSUMERS, COLUMNS, STEP, STAGES, GROUP, REST,
-            BY_COLUMNS, OVERLAP, BY_LEAF,
+            BY_COLUMNS, OVERLAP, BY_LEAF, SHARDED,
         )  # fmt: skip
 
     @gluon.jit
@@ -264,7 +279,13 @@ class Pipe:
         else:
             m, span = _item(t, self.tiles_m, self.spans, self.GROUP)
         first, end = span, span + 1  # for SPANS = 0, where span * tiles_n might overflow 32 bits
-        if self.SPANS:
+        if self.SHARDED:
+            shard, at = span // self.SPANS, span % self.SPANS
+            here = gl.minimum(gl.maximum(self.N - shard * self.shard_columns, 0), self.shard_columns)
+            before, here = shard * self.shard_tiles, gl.cdiv(here, self.COLUMNS)
+            first = before + gl.minimum(at * self.shard_tiles // self.SPANS, here)
+            end = before + gl.minimum((at + 1) * self.shard_tiles // self.SPANS, here)
+        elif self.SPANS:
             if m // self.GROUP % 2 == 1:
                 span = self.spans - 1 - span
             span = _by_length(span, self.spans, self.tiles_n)
@@ -379,9 +400,20 @@ class Pipe:
     def column(self, n):
         """The first column of the n-th tile of a row."""
         column = n * self.COLUMNS
+        if self.SHARDED:
+            shard = n // self.shard_tiles
+            column = shard * self.shard_columns + (n - shard * self.shard_tiles) * self.COLUMNS
         if self.OVERLAP:
             column = gl.minimum(column, _last_start(self.N, self.COLUMNS, self.B_BY_K))
         return column
+
+    @gluon.jit
+    def limit(self, n):
+        """Where the columns end that a tile may hold: those of the output, or of its shard."""
+        limit = self.N
+        if self.SHARDED:
+            limit = gl.minimum(self.N, (n // self.shard_tiles + 1) * self.shard_columns)
+        return limit
 
     @gluon.jit
     def rows(self, m, listed, LISTED: gl.constexpr):

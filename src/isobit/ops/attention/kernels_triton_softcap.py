@@ -9,8 +9,8 @@ import triton.language as tl
 
 from isobit.frame.backend import resolve
 from isobit.kernels.triton.interpreter import INTERPRETED
+from isobit.numerics.fma import fused
 from isobit.ops.attention import softcap
-from isobit.ops.attention.model import fused
 
 _S2, _S1, _S0 = tl.constexpr(softcap.S2), tl.constexpr(softcap.S1), tl.constexpr(softcap.S0)
 _A3, _A2 = tl.constexpr(softcap.A3), tl.constexpr(softcap.A2)

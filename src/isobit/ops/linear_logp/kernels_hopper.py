@@ -1,4 +1,5 @@
-"""`linear_logp` on Hopper: one matrix product forward, no logits stored; class lse/1.
+"""`linear_logp` on Hopper: one matrix product forward, no logits stored; class lse/1, and the main kernel of
+lse/8x4 (`kernels_hopper_shards`).
 
 A persistent kernel multiplies hidden rows with the vocabulary in tiles of 128 x 256 and folds each tile's
 logits, which stay in registers, into running sums (`isobit.kernels.hopper.lse`). With a mask the live rows
@@ -31,7 +32,7 @@ from isobit.kernels.hopper.lse import (
     SPLITS,
     Slots,
     as_lanes,
-    columns_of,
+    columns_from,
     finite,
     fold_tile,
     pick,
@@ -57,6 +58,7 @@ from isobit.kernels.hopper.pipeline import (
 from isobit.kernels.hopper.product import pack
 from isobit.kernels.hopper.tiles import Tile
 from isobit.kernels.host.temperature import LOG2E
+from isobit.kernels.host.vocab_shards import SPLITS_PER_SHARD, Shards
 
 # Tiles
 
@@ -131,7 +133,8 @@ class Fold:
 
     @gluon.jit
     def store(self, m, s, t, picked, scale, token, row, inside, split, first, end):
-        """The sums of a split, and the token's logit if it was in the tiles from `first` on, before `end`."""
+        """The sums of a split, and the token's logit if it was in the columns from `first` on, before
+        `end`."""
         store_split(
             self.partial, self.picked, m, s, t, picked, scale, token, row, inside, split, first, end,
             self.capacity, self.ENTROPY,
@@ -168,34 +171,41 @@ def _fold_items(WHICH: gl.constexpr, pipe, fold, stage, phase, begin, items, str
         t = gl.zeros((ROWS, 4), gl.float32, LANES)
         picked = gl.zeros((ROWS, 4), gl.float32, LANES)
         for n in range(first, end):
+            begin_column, limit = pipe.column(n), pipe.limit(n)
             acc = gl.zeros((ROWS, _COLUMNS), gl.float32, fold.LAYOUT)
             if fold.HAS_BIAS:
-                z, stage, phase = multiply_add(pipe, acc, fold.bias, n, fold.V, stage, phase, WHICH)
+                z, stage, phase = multiply_add(
+                    pipe, acc, fold.bias, begin_column, fold.V, stage, phase, WHICH
+                )
             else:
                 # The first step overwrites the registers, so the compiler does not set them to zero.
                 acc, stage, phase = pipe.begin_chain(acc, stage, phase, WHICH)
                 acc, stage, phase = pipe.finish_chain(acc, pipe.steps - 1, stage, phase, WHICH)
                 z = as_lanes(acc)
-            column = columns_of(n)
+            column = columns_from(begin_column)
             if fold.ROUND is not None:
                 z = z.to(fold.ROUND).to(gl.float32)
-            if (n + 1) * _COLUMNS > fold.V:
-                z = gl.where(column < fold.V, z, float("-inf"))
-            picked = pick(z, column, token, n, picked)
+            if begin_column + _COLUMNS > limit:
+                z = gl.where(column < limit, z, float("-inf"))
+            picked = pick(z, column, token, begin_column, picked)
             if fold.SHARE_SPLITS:
                 if (n == first) & (first > split_first):
                     m, s, t = fold.pieces.take_over(place, split, first - split_first, t)
             m, s, t, e = fold_tile(z, m, s, t, scale, fold.ENTROPY)
             if fold.STORE_PROBS:
                 fold.store_probs(e, m, part, n, row, inside, pipe.tiles_n, WHICH)
+        low = pipe.column(first)
+        high = low + (end - first) * _COLUMNS
+        if pipe.SHARDED:
+            high = gl.minimum(high, pipe.limit(first))
         if fold.SHARE_SPLITS:
             if end < split_end:
                 fold.pieces.hand_over(place, split, end - split_first, m, s, t)
-                store_picked(fold.picked, picked, token, row, inside, first, end)
+                store_picked(fold.picked, picked, token, row, inside, low, high)
             else:
-                fold.store(m, s, t, picked, scale, token, row, inside, split, first, end)
+                fold.store(m, s, t, picked, scale, token, row, inside, split, low, high)
         else:
-            fold.store(m, s, t, picked, scale, token, row, inside, split, first, end)
+            fold.store(m, s, t, picked, scale, token, row, inside, split, low, high)
     return stage, phase
 
 
@@ -227,17 +237,18 @@ def _produce(pipe, fold):
 @kernel
 def forward_kernel(
     partial, picked, ids, scales, bias, probs_base, count, queued, listed, capacity, V, steps, pieces,
-    counters, sums, a_desc, b_desc, probs_desc,
+    counters, sums, shards, shard_columns, a_desc, b_desc, probs_desc,
     CONSUMERS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SPLITS: gl.constexpr, LAYOUT: gl.constexpr, ROUND: gl.constexpr, HAS_BIAS: gl.constexpr,
     ENTROPY: gl.constexpr, STORE_PROBS: gl.constexpr, QUEUED: gl.constexpr, LISTED: gl.constexpr,
-    SHARE_SPLITS: gl.constexpr, REGISTERS: gl.constexpr,
+    SHARE_SPLITS: gl.constexpr, SHARDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sums of every split of every row, and the logit of its token.
 
     LISTED: only for the listed parts of 64 rows. STORE_PROBS: also store e, and the maxima it is relative to.
     QUEUED: the memory of e begins with `queued` rows of the queue. SHARE_SPLITS: programs share splits,
-    each of which is cut into `pieces` pieces, or into its tiles."""
+    each of which is cut into `pieces` pieces, or into its tiles. SHARDED: the columns are `shards` shards of
+    `shard_columns`, each with SPLITS splits."""
     rows = gl.load(count)
     shift = gl.to_tensor(0)
     if QUEUED:
@@ -248,6 +259,7 @@ def forward_kernel(
     pipe = Pipe.create(
         a_desc, b_desc, height, V, steps, SPANS=SPLITS, A_BY_K=True, B_BY_K=True,
         CONSUMERS=CONSUMERS, COLUMNS=_COLUMNS, STEP=STEP, STAGES=STAGES, GROUP=GROUP,
+        shards=shards, shard_columns=shard_columns, SHARDED=SHARDED,
     )  # fmt: skip
     staging = pipe.a_ring  # unused unless STORE_PROBS
     if STORE_PROBS:
@@ -330,16 +342,17 @@ class Schedule(NamedTuple):
     tile: Tile
     pieces: int = 0  # of each split; 0 if programs take whole splits
 
-    def items(self, N: int, V: int) -> int:
-        """Work items of the programs: the splits, or the pieces, of every row of tiles."""
-        return -(-N // self.tile.rows) * splits_of(V) * (self.pieces or 1)
+    def items(self, N: int, V: int, splits: int = 0) -> int:
+        """Work items of the programs: the splits, or the pieces, of every row of tiles. The splits are those
+        of lse/1, or as many as are given."""
+        return -(-N // self.tile.rows) * (splits or splits_of(V)) * (self.pieces or 1)
 
-    def us(self, N: int, D: int, V: int, sms: int) -> float:
+    def us(self, N: int, D: int, V: int, sms: int, splits: int = 0) -> float:
         """Microseconds of the kernel by a model. The constants are from the times of 128 schedules of 18
         calls on an H200 (tests/golden/schedules_h200.json), where what `schedule_for` chooses took 1 % longer
         than the fastest schedule in geometric mean, and 8 % at worst."""
-        items = self.items(N, V)
-        busy, longest = min(items, sms), -(-V // COLUMNS) / splits_of(V)
+        items = self.items(N, V, splits)
+        busy, longest = min(items, sms), -(-V // COLUMNS) / (splits or splits_of(V))
         flops = self.tile.rows * self.tile.columns * 64 * 2
         bytes_ = (self.tile.rows + self.tile.columns) * 64 * 2
         step_us = max(flops / FLOPS_PER_US, bytes_ / SM_BYTES_PER_US, bytes_ * busy / L2_BYTES_PER_US)
@@ -355,30 +368,31 @@ class Schedule(NamedTuple):
         return max(-(-tiles // sms) * (tile_us + HANDOVER_US), chain_us, weight_us)
 
 
-def whole_splits(N: int, V: int, sms: int) -> Schedule:
+def whole_splits(N: int, V: int, sms: int, splits: int = 0) -> Schedule:
     """The tile of 64 rows if there are no more, or if items of 128 rows would leave half of the SMs idle:
     twice as many SMs work, and the weight is read from L2 twice as often."""
     few, many = Schedule(_TILE_FEW_ROWS), Schedule(_TILE)
-    return few if _TILE_FEW_ROWS.rows >= N or 2 * many.items(N, V) <= sms else many
+    return few if _TILE_FEW_ROWS.rows >= N or 2 * many.items(N, V, splits) <= sms else many
 
 
 @decides
 @lru_cache(maxsize=4096)
-def schedule_for(N: int, D: int, V: int, sms: int) -> Schedule:
+def schedule_for(N: int, D: int, V: int, sms: int, splits: int = 0) -> Schedule:
     """Pieces, if the model predicts that they save at least MIN_SAVING of the time: for each split as many as
     divide best over the SMs, or one per tile if there are fewer splits than SMs."""
-    whole = whole_splits(N, V, sms)
+    whole = whole_splits(N, V, sms, splits)
     longest = -(-V // COLUMNS)
-    longest = -(-longest // splits_of(V))
+    longest = -(-longest // (splits or splits_of(V)))
     if N > MAX_SHARED_ROWS or longest == 1:
         return whole
     shared = []
     for tile in (_TILE_FEW_ROWS, _TILE):
-        enough = Schedule(tile).items(N, V) >= sms
+        enough = Schedule(tile).items(N, V, splits) >= sms
         cuts = range(2, min(longest, MAX_PIECES + 1)) if enough else (longest,)
         shared += [Schedule(tile, pieces) for pieces in cuts]
-    best = min(shared, key=lambda s: s.us(N, D, V, sms), default=whole)
-    return best if best.us(N, D, V, sms) <= (1 - MIN_SAVING) * whole.us(N, D, V, sms) else whole
+    best = min(shared, key=lambda s: s.us(N, D, V, sms, splits), default=whole)
+    saves = best.us(N, D, V, sms, splits) <= (1 - MIN_SAVING) * whole.us(N, D, V, sms, splits)
+    return best if saves else whole
 
 
 def linear_logp(
@@ -394,7 +408,6 @@ def linear_logp(
     packed = args["mask"] is not None or keep
     sms = sms or sm_count(hidden.device)
     schedule = Schedule(TILE_STAGED) if keep else schedule_for(N, D, V, sms)
-    tile, shared = schedule.tile, schedule.pieces > 0
     slots, factor = packed_slots(args, packed, launch, list_parts=not packed)
     flags = (args["return_entropy"], args["return_lse"], args["return_stats"])
     if slots.capacity == 0:  # TMA does not take an empty matrix
@@ -403,11 +416,8 @@ def linear_logp(
     rows = rows_for_tma(hidden)
     if packed:
         rows = pack(rows, slots.rows, launch)
-    entropy, bias = args["return_entropy"], args["bias"]
     probs = probs_base = queued = None
     tiles = -(-V // COLUMNS)
-    if bias is not None:
-        bias = in_words(bias, V)
     if into is not None:
         probs, probs_base, queued = into
     elif keep:
@@ -415,6 +425,24 @@ def linear_logp(
         probs_base = rows.new_empty(slots.capacity, tiles, 4, dtype=torch.float32)
     partial = torch.empty((splits_of(V), 3, slots.capacity), dtype=torch.float32, device=rows.device)
     picked = torch.empty(slots.capacity, dtype=torch.float32, device=rows.device)
+    stored = None if probs is None else (probs, probs_base, queued)
+    fold_splits(partial, picked, rows, slots, slots.ids, V, schedule, sms, args, launch, stored=stored)
+    return *slots.merge(partial, picked, shape, V, factor, *flags, launch), probs, probs_base
+
+
+def fold_splits(
+    partial: Tensor, picked: Tensor, rows: Tensor, slots: Slots, ids: Tensor, V: int, schedule: Schedule,
+    sms: int, args: dict[str, Any], launch: Launch, *,
+    stored: tuple[Tensor, Tensor | None, Tensor | None] | None = None, cut: Shards | None = None,
+) -> None:  # fmt: skip
+    """Write (m, s, t) of the splits of the rows' logits to `partial` [splits, 3, capacity], and the logits of
+    their tokens to `picked`. There are V columns here, and the tokens `ids` count from the first of them.
+    Splits are those of lse/1, or those of some shards of lse/8x4."""
+    weight, bias = args["weight"], args["bias"]
+    tile, shared, N, D = schedule.tile, schedule.pieces > 0, args["token_ids"].numel(), rows.shape[1]
+    probs, probs_base, queued = (None, None, None) if stored is None else stored
+    if bias is not None:
+        bias = in_words(bias, V)
     counters, sums = unused(slots.count), unused(partial)
     if shared:
         counters = zero(torch.empty(counters_of(N), dtype=torch.int32, device=rows.device), launch)
@@ -423,30 +451,33 @@ def linear_logp(
     b_desc, _ = operand_descriptor(matrix(weight)._replace(rows=V), tile.columns, tile.step)
     at_launch, registers = tile.registers
     launch(
-        forward_kernel, (min(schedule.items(N, V), sms),),
-        partial, picked, slots.ids, slots.scales,
+        forward_kernel, (min(schedule.items(N, V, len(partial)), sms),),
+        partial, picked, ids, slots.scales,
         unused(weight) if bias is None else bias,
         unused(partial) if probs_base is None else probs_base,
         slots.count,
         unused(slots.count) if queued is None else queued,
-        slots.listed, slots.capacity, V, -(-D // tile.step), schedule.pieces, counters, sums, a_desc, b_desc,
+        slots.listed, slots.capacity, V, -(-D // tile.step), schedule.pieces, counters, sums,
+        0 if cut is None else cut.count,
+        0 if cut is None else cut.width,
+        a_desc, b_desc,
         unused(a_desc) if probs is None else descriptor(matrix(probs), 64, tile.columns),
         CONSUMERS=tile.consumers,
         STEP=tile.step,
         STAGES=tile.stages,
         GROUP=tile.group,
-        SPLITS=SPLITS,
+        SPLITS=SPLITS if cut is None else SPLITS_PER_SHARD,
         LAYOUT=accumulator_layout(tile.columns),
         ROUND=ROUND[args["logits_dtype"]],
         HAS_BIAS=bias is not None,
-        ENTROPY=entropy,
-        STORE_PROBS=keep,
+        ENTROPY=args["return_entropy"],
+        STORE_PROBS=probs is not None,
         QUEUED=queued is not None,
-        LISTED=not packed,
+        LISTED=not slots.packed,
         SHARE_SPLITS=shared,
+        SHARDED=cut is not None,
         REGISTERS=registers,
         num_warps=4,
         maxnreg=at_launch,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return *slots.merge(partial, picked, shape, V, factor, *flags, launch), probs, probs_base

@@ -134,7 +134,7 @@ def _differentiate(WHICH: gl.constexpr, pipe, slab):
         acc = gl.zeros((ROWS, _COLUMNS), gl.float32, slab.LAYOUT)
         if slab.HAS_BIAS:
             bias = slab.bias + slab.first
-            z, stage, phase = multiply_add(pipe, acc, bias, n, slab.V, stage, phase, WHICH)
+            z, stage, phase = multiply_add(pipe, acc, bias, n * _COLUMNS, slab.V, stage, phase, WHICH)
             acc = gl.convert_layout(gl.reshape(z, (ROWS, _COLUMNS)), slab.LAYOUT, assert_trivial=True)
         else:
             acc, stage, phase = pipe.multiply(acc, pipe.steps, stage, phase, WHICH)
@@ -316,7 +316,7 @@ def linear_logp_bwd(
     own = rows.new_empty(height * max((slab.stride for slab in plan if not slab.lent), default=0))
     # A packed row is at its own index or before it. So, going from the last block to the first, a block's
     # rows of dhidden overwrite no row that is still to be read.
-    for block in reversed(_blocks(rows, slots, weights, counts, probs, probs_base, height)):
+    for block in reversed(blocks_of(rows, slots, weights, counts, probs, probs_base, height)):
         for slab in plan:
             columns = slice(slab.first, slab.end)
             memory = lent.view(-1) if slab.lent else own
@@ -360,7 +360,7 @@ class Block(NamedTuple):
     probs_base: Tensor | None  # [slots, G, 4]: the maxima that e is relative to
 
 
-def _blocks(
+def blocks_of(
     hidden: Tensor, slots: Slots, weights: Tensor, counts: Tensor, probs: Tensor | None,
     probs_base: Tensor | None, height: int,
 ) -> list[Block]:  # fmt: skip

@@ -27,6 +27,7 @@ vocabulary at a time; or, where `workspace_bytes` allows it, probabilities are s
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -39,8 +40,16 @@ from isobit.frame.device import hopper_cannot_run, triton_cannot_run
 from isobit.frame.op import op
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import tokens
+from isobit.kernels.host.vocab_shards import PADDED_TO, SHARDS, padded
 from isobit.numerics import Numerics
+from isobit.numerics.classes import LINEAR_LSE_TRITON_8X4, LSE_8X4, LSE_8X4_CPU
 from isobit.ops.linear_logp.slabs import SLAB_BYTES
+
+
+def is_sharded(weight: Any) -> bool:
+    """Whether a weight is a DTensor. Where nobody has imported DTensor, nothing is one."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(weight, distributed.DTensor)
 
 
 def vocabulary(args: dict[str, Any]) -> int:
@@ -86,7 +95,7 @@ def kept_sizes(args: dict[str, Any]) -> dict[str, int]:
 # The contract
 
 
-@public_op("linear_logp", before="workspace_bytes", sizes=kept_sizes, flops=_product_flops)
+@public_op("linear_logp", before="workspace_bytes", aside=("group",), sizes=kept_sizes, flops=_product_flops)
 def forward(return_stats: bool = False, keep: bool = False) -> tuple[
     F32[Tensor, "*"],
     F32[Tensor, "* if return_entropy"],
@@ -104,11 +113,12 @@ def forward(return_stats: bool = False, keep: bool = False) -> tuple[
 
 def _can_keep(
     workspace_bytes: int, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab_size: int | None,
-    numerics: str | Numerics | None, backend: str | None, **others: Any,
+    padded_vocab: int | None, numerics: str | Numerics | None, backend: str | None,
+    **others: Any,
 ) -> bool:  # fmt: skip
     """Whether a backward may follow for which all probabilities can be stored. The contract has not been
     checked yet: an invalid call stores none here, and raises its error later."""
-    if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1"):
+    if backend not in (None, "hopper") or str(numerics) not in ("None", "lse/1") or padded_vocab is not None:
         return False
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight) + (() if bias is None else (bias,)))
     numbers = isinstance(workspace_bytes, int) and isinstance(vocab_size, int | None)
@@ -145,9 +155,11 @@ def linear_logp(  # overloads take any options
     logit_scale: float | None = None,
     logits_dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    padded_vocab: int | None = None,
     return_entropy: bool = False,
     return_lse: bool = False,
     workspace_bytes: int | None = None,
+    group: Any = None,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
     backend: str | None = None,
@@ -172,6 +184,9 @@ def linear_logp(  # overloads take any options
         logits_dtype: bf16 or fp16 rounds the logits to it, before all of the above, as an engine with logits
             in that dtype does. None keeps them in fp32.
         vocab_size: rows of the weight from here on are padding: they are ignored, and get zero gradients.
+        padded_vocab: the padded vocabulary P of class lse/8x4, a multiple of 64 that is at least the
+            vocabulary: its eight shards have P / 8 columns each, so it must be the same wherever bits are
+            compared. Giving it selects that class. None is the vocabulary rounded up to a multiple of 64.
         return_entropy, return_lse: also return the entropy of the distribution and the log-sum-exp, both
             differentiable.
         workspace_bytes: memory for gradients of logits in the backward. None is 64 MB; on the hopper backend
@@ -180,13 +195,20 @@ def linear_logp(  # overloads take any options
             vocabulary, fp32 sums of dhidden [N, D] are stored in addition. The size changes no bits, with
             one exception: if it holds all probabilities and 64 MB, the hopper backend keeps them from the
             forward, in 16 bits, and does not recompute logits. That changes bits of gradients, so make it
-            large enough for every batch, or for none.
+            large enough for every batch, or for none. In class lse/8x4 nothing is kept.
+        group: a process group of torch.distributed, or a DeviceMesh of one dimension, with 1, 2, 4 or 8 ranks
+            that share the vocabulary: weight and bias are this rank's rows, [r P / R, (r + 1) P / R) of the
+            padded vocabulary, and vocab_size counts the tokens of all ranks (by default R times the rows
+            here). Everything else is the same on every rank, and so are the results and dhidden, with the
+            bits of one GPU in class lse/8x4; dweight and dbias are those of the rank's rows. A DTensor weight
+            with Shard(0) has its group with it.
         validate: check ids and temperatures on a GPU too (a host sync). None checks on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
-        numerics: the numerics class that the result must have, "lse/1" on a Hopper GPU or
-            "linear-lse/triton-1"; None takes that of the backend that serves, which `isobit.explain` reports.
-            It is an error if no backend can keep it.
-        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+        numerics: the numerics class that the result must have, "lse/1" or "lse/8x4" on a Hopper GPU,
+            "linear-lse/triton-1" or "linear-lse/triton-8x4"; None takes that of the backend that serves,
+            which `isobit.explain` reports. It is an error if no backend can keep it.
+        backend: force "hopper", "triton" or "reference", or in the classes with shards "hopper-8x4",
+            "triton-8x4" or "model-8x4"; None takes the first that can serve.
 
     Returns:
         logp [*], or (logp, entropy), (logp, lse), (logp, entropy, lse) as requested.
@@ -209,9 +231,13 @@ def linear_logp(  # overloads take any options
         "hidden": hidden, "weight": weight, "token_ids": token_ids, "bias": bias, "mask": mask,
         "ignore_index": ignore_index, "temperature": temperature, "softcap": softcap,
         "logit_scale": logit_scale, "logits_dtype": logits_dtype, "vocab_size": vocab_size,
-        "return_entropy": return_entropy, "return_lse": return_lse, "workspace_bytes": workspace_bytes,
-        "validate": validate, "numerics": numerics, "backend": backend,
+        "padded_vocab": padded_vocab, "return_entropy": return_entropy, "return_lse": return_lse,
+        "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
+    if group is not None or is_sharded(weight):
+        from isobit.ops.linear_logp.sharded import linear_logp_sharded
+
+        return linear_logp_sharded(given, group)
     if workspace_bytes is not None:
         given = {**given, "keep": _can_keep(**given)}
     out, entropy, lse, *_ = forward(**given)
@@ -228,7 +254,7 @@ def _backward_flops(args: dict[str, Any]) -> int:
 
 _SHARED = forward.params(
     "hidden", "weight", "token_ids", "bias", "mask", ..., "ignore_index", "temperature", "softcap",
-    "logit_scale", "logits_dtype", "vocab_size", "workspace_bytes",
+    "logit_scale", "logits_dtype", "vocab_size", "padded_vocab", "workspace_bytes",
 )  # fmt: skip
 
 
@@ -246,13 +272,17 @@ def backward(
     want_weight: bool,
     want_bias: bool,
     grad_dtype: torch.dtype | None,
+    dhidden_dtype: torch.dtype | None,
+    shard: int,
+    shards: int,
 ) -> tuple[
-    Float[Tensor, "* D in grad_dtype or hidden if want_hidden"],
+    Float[Tensor, "* D in dhidden_dtype or grad_dtype or hidden if want_hidden"],
     Float[Tensor, "V D in grad_dtype or weight if want_weight"],
     Float[Tensor, "V in grad_dtype or bias or hidden if want_bias"],
 ]:
     """(dhidden, dweight, dbias), from the gradients of any of the outputs; in grad_dtype, or in the dtypes of
-    their parameters."""
+    their parameters. dhidden may have its own dtype. The weight holds `shards` shards of a padded vocabulary
+    from `shard` on; with fewer than all, dhidden is their part of the sum."""
 
 
 # Rules that annotations cannot express
@@ -284,6 +314,20 @@ def _sizes(contract: Contract, args: dict[str, Any]) -> None:
         raise contract.error("weight", args["weight"], f"{'V' if V == 0 else 'D'} must be at least 1")
     if args["vocab_size"] is not None and not 1 <= args["vocab_size"] <= V:
         raise contract.error("vocab_size", args["vocab_size"], f"must be 1 to V={V}, the rows of weight")
+    padding(contract, args, vocabulary(args))
+
+
+def padding(contract: Contract, args: dict[str, Any], V: int) -> None:
+    """A padded vocabulary has room for all tokens, and eight shards of whole words."""
+    P = args["padded_vocab"]
+    if P is not None and (P < V or P % PADDED_TO):
+        rule = f"must be a multiple of {PADDED_TO} and at least the vocabulary, {V}: {padded(V)}, say"
+        raise contract.error("padded_vocab", P, rule)
+
+
+def _sizes_here(contract: Contract, args: dict[str, Any]) -> None:
+    if args["shards"] == SHARDS:
+        _sizes(contract, args)
 
 
 def _grad_dtype(contract: Contract, args: dict[str, Any]) -> None:
@@ -301,10 +345,10 @@ def _ids_in_range(contract: Contract, args: dict[str, Any]) -> None:
     tokens.ids_below(vocabulary(args), contract, args)
 
 
-_SHARED_RULES = (_one_dtype, tokens.scalars, _scalars, _sizes)
-forward.rule(*_SHARED_RULES)
+ROW_RULES = (_one_dtype, tokens.scalars, _scalars)
+forward.rule(*ROW_RULES, _sizes)
 forward.value_rule(_ids_in_range, tokens.temperatures_are_positive)
-backward.rule(*_SHARED_RULES, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
+backward.rule(*ROW_RULES, _sizes_here, tokens.entropy_is_there, _bias_is_there, _grad_dtype)
 
 
 # Backends, fastest first
@@ -324,52 +368,90 @@ def _without_probs(args: dict[str, Any], outputs: tuple[Tensor | None, ...]) -> 
     )
 
 
-forward.backend(
-    "hopper",
-    run="kernels_hopper:linear_logp",
-    numerics="lse/1",
-    cannot_run=hopper_cannot_run,
-    when="kernels_hopper:why_not",
-    launches=True,
-)
+def is_padded(args: dict[str, Any]) -> str | None:
+    """Why a call does not get a class without shards."""
+    if args["padded_vocab"] is None:
+        return None
+    return "padded_vocab belongs to class lse/8x4, or linear-lse/triton-8x4"
 
 
-backward.backend(
-    "hopper",
-    run="kernels_hopper_bwd:linear_logp_bwd",
-    numerics="lse/1",
-    cannot_run=hopper_cannot_run,
-    when="kernels_hopper:why_not",
-    launches=True,
-)
+def is_not_padded(args: dict[str, Any]) -> str | None:
+    """Why a call that names no class does not get one with shards."""
+    if args["padded_vocab"] is not None:
+        return None
+    return "classes with shards serve calls with padded_vocab or with their name"
 
 
-def _triton_cannot_serve(args: dict[str, Any]) -> str | None:
+def _hopper_cannot_serve(args: dict[str, Any]) -> str | None:
+    return is_padded(args) or resolve("isobit.ops.linear_logp.kernels_hopper:why_not")(args)
+
+
+_ON_HOPPER: dict[str, Any] = {
+    "numerics": "lse/1", "cannot_run": hopper_cannot_run, "when": _hopper_cannot_serve, "launches": True
+}  # fmt: skip
+forward.backend("hopper", run="kernels_hopper:linear_logp", **_ON_HOPPER)
+backward.backend("hopper", run="kernels_hopper_bwd:linear_logp_bwd", **_ON_HOPPER)
+
+
+def not_on_the_cpu(args: dict[str, Any]) -> str | None:
+    if args["hidden"].device.type == "cpu":
+        return None
+    return "it computes on the CPU, thousands of times slower: select it by name to compare"
+
+
+def triton_cannot_serve(args: dict[str, Any]) -> str | None:
     if args["hidden"].dtype == torch.float64:
         return "inputs are fp64; the kernels compute in fp32"
     return triton_cannot_run(args["hidden"].device)
 
 
-def _triton_numerics(device: torch.device) -> str:
+def _triton_cannot_serve_unpadded(args: dict[str, Any]) -> str | None:
+    return is_padded(args) or triton_cannot_serve(args)
+
+
+def numerics_in_triton(name: str) -> Callable[[torch.device], str]:
     """The interpreter multiplies with numpy and promises no bits."""
-    return NONE if device.type in ("cpu", "meta") else "linear-lse/triton-1"
+    return lambda device: NONE if device.type in ("cpu", "meta") else name
 
 
-def _by_triton(**args: Any) -> tuple[Tensor | None, ...]:
-    return _without_probs(args, resolve("isobit.ops.linear_logp.kernels_triton:linear_logp")(**args))
+def _by(module: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The forward of a module that never stores probabilities."""
 
+    def run(**args: Any) -> tuple[Tensor | None, ...]:
+        return _without_probs(args, resolve(f"isobit.ops.linear_logp.{module}:linear_logp")(**args))
 
-def _by_reference(**args: Any) -> tuple[Tensor | None, ...]:
-    return _without_probs(args, resolve("isobit.ops.linear_logp.reference:linear_logp")(**args))
+    return run
 
 
 _ON_TRITON: dict[str, Any] = {
-    "numerics": _triton_numerics, "when": _triton_cannot_serve, "interpreted": True, "launches": True
+    "numerics": numerics_in_triton("linear-lse/triton-1"), "when": _triton_cannot_serve_unpadded,
+    "interpreted": True, "launches": True,
 }  # fmt: skip
-forward.backend("triton", run=_by_triton, **_ON_TRITON)
+forward.backend("triton", run=_by("kernels_triton"), **_ON_TRITON)
 backward.backend("triton", run="kernels_triton_bwd:linear_logp_bwd", **_ON_TRITON)
 
-forward.backend("reference", run=_by_reference, numerics=NONE)
+# Classes with shards: a call that names neither such a class nor a padded vocabulary gets none of them.
+
+#: Of every op here, by backend.
+SHARDED: dict[str, dict[str, Any]] = {
+    "hopper-8x4": {"numerics": str(LSE_8X4), "cannot_run": hopper_cannot_run,
+                   "when": "isobit.ops.linear_logp.kernels_hopper:why_not"},
+    "triton-8x4": {"numerics": numerics_in_triton(str(LINEAR_LSE_TRITON_8X4)), "when": triton_cannot_serve,
+                   "interpreted": True},
+    "model-8x4": {"numerics": str(LSE_8X4_CPU), "when": "isobit.ops.linear_logp.model:why_not",
+                  "not_by_default": not_on_the_cpu},
+}  # fmt: skip
+_RUN = {
+    "hopper-8x4": ("kernels_hopper_shards", "kernels_hopper_shards", True),
+    "triton-8x4": ("kernels_triton_shards", "kernels_triton_shards", True),
+    "model-8x4": ("model", "model", False),
+}
+for _name, (_ahead, _back, _launches) in _RUN.items():
+    _options = SHARDED[_name] | {"other_class_by_default": is_not_padded, "launches": _launches}
+    forward.backend(_name, run=_by(_ahead), **_options)
+    backward.backend(_name, run=f"{_back}:linear_logp_bwd", **_options)
+
+forward.backend("reference", run=_by("reference"), numerics=NONE)
 backward.backend("reference", run="reference:linear_logp_bwd", numerics=NONE)
 
 
@@ -380,7 +462,7 @@ def _save(call: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Without probabilities that no backend could store."""
     if saved["kept"] is not None and len(saved["kept"]) == 0:
         saved |= {"kept": None, "kept_base": None}
-    return saved | {"grad_dtype": None}
+    return saved | {"grad_dtype": None, "dhidden_dtype": None, "shard": 0, "shards": SHARDS}
 
 
 forward.derivative(

@@ -48,8 +48,8 @@ class _PolicyLoss(torch.autograd.Function):
         result = differentiate(call, wanted)
         ctx.save_for_backward(root, *result.gradients, *(result.postponed or ()))
         ctx.like = [(None, None) if t is None else (t.shape, t.dtype) for t in tensors]
-        # `triton` has no chunks, and comes here only without rows: zeros are rounded by any backend.
-        ctx.controls = {} if call.backend == "triton" else call.controls
+        # Backends without chunks come here only without rows: zeros are rounded by any backend.
+        ctx.controls = call.controls if call.backend in ("hopper", "reference") else {}
         made.append(result.sums)
         return result.sums.loss
 

@@ -100,8 +100,9 @@ def _forward(
     """(logp, entropy, stats) of rows, without storing probabilities. `workspace_bytes` are those of a later
     backward."""
     logp, entropy, _, row_stats, *_ = forward(
-        **call.of_rows(chunk), **PLAIN, return_entropy=call.args["entropy"], return_stats=stats,
-        workspace_bytes=workspace_bytes, **call.controls,
+        **call.of_rows(chunk), **PLAIN, padded_vocab=call.args["padded_vocab"],
+        return_entropy=call.args["entropy"], return_stats=stats, workspace_bytes=workspace_bytes,
+        **call.controls,
     )  # fmt: skip
     return logp, entropy if call.args["entropy"] else None, row_stats
 

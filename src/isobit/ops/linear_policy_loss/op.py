@@ -55,6 +55,7 @@ def linear_policy_loss(
     temperature: float | F32[Tensor, "*"] = 1.0,
     entropy: bool = False,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    padded_vocab: int | None = None,
     workspace_bytes: int | None = None,
     validate: bool | None = None,
     numerics: str | Numerics | None = None,
@@ -90,6 +91,8 @@ def linear_policy_loss(
         cu_seqlens: where packed sequences begin, [S + 1] from 0 to N: chunks then hold whole sequences, or a
             part of one as above. A list, a numpy array or a tensor; one on a GPU is read by the host, which
             waits once. Not needed for rows [B, T].
+        padded_vocab: the padded vocabulary of class lse/8x4, as in `linear_logp`. In that class nothing is
+            kept: logits are computed twice.
         workspace_bytes: memory for the probabilities of a chunk and its other buffers; None is 1.3 GiB. Fewer
             rows take less. Larger chunks are faster, since fp32 sums of dweight are read and written once per
             chunk. Logits are computed twice for a sequence that does not fit, unless the loss is declared by
@@ -99,7 +102,7 @@ def linear_policy_loss(
             on two chunks as one, to see whether shares add up (host syncs). None does it on CPU tensors, and
             everywhere with ISOBIT_VALIDATE=1.
         numerics: the numerics class that the result must have, as in `linear_logp`.
-        backend: force "hopper", "triton" or "reference"; None takes the first that can serve.
+        backend: force one of `linear_logp`; None takes the first that can serve.
 
     Returns:
         (loss, stats): the sum of all shares, in their order, and the sums over chunks of what else loss_fn
@@ -130,8 +133,8 @@ def linear_policy_loss(
     given: dict[str, Any] = {
         "hidden": hidden, "weight": weight, "token_ids": token_ids, "loss_fn": loss_fn, "inputs": inputs,
         "bias": bias, "mask": mask, "ignore_index": ignore_index, "temperature": temperature,
-        "entropy": entropy, "cu_seqlens": cu_seqlens, "workspace_bytes": workspace_bytes,
-        "validate": validate, "numerics": numerics, "backend": backend,
+        "entropy": entropy, "cu_seqlens": cu_seqlens, "padded_vocab": padded_vocab,
+        "workspace_bytes": workspace_bytes, "validate": validate, "numerics": numerics, "backend": backend,
     }  # fmt: skip
     served = declared.serve(given)
     args = served.args

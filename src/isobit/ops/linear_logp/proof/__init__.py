@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.kernels.host.tokens import live_rows
 from isobit.ops.linear_logp import reference
 from isobit.ops.linear_logp.op import forward, linear_logp, vocabulary
-from isobit.ops.linear_logp.proof import inputs, truth
+from isobit.ops.linear_logp.proof import inputs, shards, truth
 from isobit.ops.linear_logp.proof.bits import fused
 from isobit.spec import inputs as alter
 from isobit.spec.proof import Args, Case, Control, InputOptions, Kernels, Proof, Shared
@@ -67,7 +67,7 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
     def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    optional = ("bias", "mask", "softcap", "logit_scale", "logits_dtype", "vocab_size")
+    optional = ("bias", "mask", "softcap", "logit_scale", "logits_dtype", "vocab_size", "padded_vocab")
     given = dict.fromkeys((*optional, "workspace_bytes"))
     args: Args = {"hidden": empty(N, D, dtype=dtype), "weight": empty(V, D, dtype=dtype), **given}
     args |= {"token_ids": empty(N, dtype=torch.int64), "ignore_index": inputs.IGNORE, "temperature": 1.0}
@@ -77,6 +77,7 @@ def _meta(dtype: torch.dtype, N: int, D: int, V: int, full: bool) -> tuple[Args,
     ours = args | {"return_entropy": full, "return_lse": full, "return_stats": True, "keep": False}
     theirs = args | {"stats": empty(2, N), "kept": None, "kept_base": None, "dlogp": empty(N)}
     theirs |= {name: empty(N) if full else None for name in ("entropy", "dentropy", "dlse")}
+    theirs |= {"dhidden_dtype": None, "shard": 0, "shards": 8}
     return ours, theirs | {"want_hidden": True, "want_weight": True, "want_bias": full}
 
 
@@ -117,6 +118,42 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"kept": kept, "kept_base": kept_base})
     ours, theirs = _meta(narrow, 2 * N, 2048, 8192, False)
     kernels_hopper_bwd.linear_logp_bwd(launch=launch, **theirs | {"want_weight": False})
+
+
+def _only(launch: Any, *kernels: Any) -> Any:
+    """A launch that records these kernels. The others are recorded for the class without shards."""
+
+    def some(kernel: Any, *given: Any, **options: Any) -> None:
+        if kernel in kernels:
+            launch(kernel, *given, **options)
+
+    return some
+
+
+def record_hopper_shards(launch: Any, dtype: torch.dtype) -> None:
+    """The forward with splits that programs share, of a rank whose tokens are counted anew, and the sum of
+    shards. For the second dtype, which differs only in conversions, the sum alone."""
+    from isobit.kernels.hopper import shards as small
+    from isobit.kernels.triton.tree_fold import fold_slice
+    from isobit.ops.linear_logp import kernels_hopper, kernels_hopper_shards
+
+    if dtype == BF16:
+        ours, _ = _meta(dtype, 64, 2048, 131072, True)
+        rank = {"vocab_size": 4 * 131072, "padded_vocab": 4 * 131072, "shard": 2, "shards": 2}
+        new = (kernels_hopper.forward_kernel, small.here_kernel, small.empty_kernel)
+        kernels_hopper_shards.linear_logp(launch=_only(launch, *new), sms=132, **ours | rank)
+    _, theirs = _meta(dtype, 4096, 2048, 8192, False)
+    kernels_hopper_shards.linear_logp_bwd(launch=_only(launch, fold_slice), **theirs)
+
+
+def record_triton_shards(launch: Any, dtype: torch.dtype) -> None:
+    """What is not there without shards. For the second dtype the forward alone."""
+    from isobit.ops.linear_logp import kernels_triton_shards as kernels
+
+    ours, theirs = _meta(dtype, 4096, 1024, 8192, True)
+    kernels.linear_logp(**ours, launch=_only(launch, kernels.shard_splits, kernels.merge_states))
+    if dtype == BF16:
+        kernels.linear_logp_bwd(**theirs, launch=_only(launch, kernels.dhidden_tile, kernels.place_rows))
 
 
 # Observations for the report of a check
@@ -228,6 +265,8 @@ PROOF = Proof(
     kernels={
         "hopper": Kernels(record_hopper, targets=(("cuda", 90, 32),)),
         "triton": Kernels(record_triton),
+        "hopper-8x4": Kernels(record_hopper_shards, targets=(("cuda", 90, 32),)),
+        "triton-8x4": Kernels(record_triton_shards, targets=(("cuda", 90, 32), ("hip", "gfx942", 64))),
     },
     batch_sizes=(1, 2, 7, 63, 64, 65, 127, 128, 129, 256, 257),
     agree_cases=_AGREE,
@@ -236,6 +275,8 @@ PROOF = Proof(
     judged=judged,
     shared=Shared("mask", _live, inputs.maskable, inputs.schedules),
     also=fused,
+    slow=("model-8x4",),
+    differs=shards.differs(memory),
 )
 
 PROOFS = [PROOF]

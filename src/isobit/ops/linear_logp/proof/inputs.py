@@ -59,6 +59,7 @@ def make(case: Case, device: torch.device, options: InputOptions) -> Args:
     names = ("softcap", "logit_scale", "logits_dtype", "workspace_bytes")
     args |= {"weight": weight, "ignore_index": IGNORE}
     args |= {name: chosen.get(name) for name in names} | {"vocab_size": chosen.get("vocab")}
+    args["padded_vocab"] = chosen.get("padded")
     return lay_out(args, case.layout)
 
 
@@ -184,6 +185,8 @@ MUTANTS = [
     _with("logits in fp64", "logits_dtype", torch.float64),
     _with("no vocabulary", "vocab_size", 0),
     _with("a vocabulary larger than the weight", "vocab_size", lambda a: len(a["weight"]) + 1),
+    _with("a padded vocabulary that is too small", "padded_vocab", lambda a: vocabulary(a) // 64 * 64 - 64),
+    _with("a padded vocabulary of odd words", "padded_vocab", lambda a: 64 * vocabulary(a) + 8),
     _with("a negative workspace", "workspace_bytes", -1),
     _with("a float mask", "mask", lambda a: torch.ones_like(a["token_ids"], dtype=torch.float32)),
     _with("a mask that is too short", "mask", lambda a: a["token_ids"][1:] > 0),

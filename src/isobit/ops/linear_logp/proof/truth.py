@@ -38,7 +38,8 @@ FP32 = torch.finfo(torch.float32)
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
-    logp, entropy, lse = reference.formula(**{k: v for k, v in args.items() if k != "workspace_bytes"})
+    left = ("workspace_bytes", "padded_vocab")
+    logp, entropy, lse = reference.formula(**{k: v for k, v in args.items() if k not in left})
     return logp, constant(entropy, logp) if keeps(args) else entropy, lse
 
 

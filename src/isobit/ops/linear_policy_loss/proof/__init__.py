@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.ops.linear_logp.proof import PROOF as OF_ROWS
 from isobit.ops.linear_logp.proof import memory as memory_of_rows
 from isobit.ops.linear_logp.proof import record_triton
+from isobit.ops.linear_logp.proof.shards import BACKENDS as WITH_SHARDS
 from isobit.ops.linear_policy_loss import chunk_buffers
 from isobit.ops.linear_policy_loss.op import declared
 from isobit.ops.linear_policy_loss.proof import bits, inputs, truth
@@ -93,6 +95,11 @@ def record_hopper(launch: Any, dtype: torch.dtype) -> None:
     kernels_hopper_chunk.linear_logp_chunk_bwd(launch, **own | {"kept": False, "last": False})
 
 
+def memory_with_shards(case: Case, backend: str, direction: str) -> int:
+    """That of `linear_logp`, and of the loss."""
+    return OF_ROWS.of(backend).memory(case, backend, direction) + 128 * case.dims["N"] + MB
+
+
 # Cases
 
 
@@ -138,6 +145,18 @@ _BITS = [
     _heavy({"N": 6000, "D": 256, "V": 9000}, BF16, 1280, sequences=7, entropy=True),
 ]
 
+#: For the classes with shards, which have one chunk, and the kernels of `linear_logp`.
+_OF_SHARDS: dict[str, Any] = {
+    "cases": [_SMALL[0], _SMALL[4]] + _HEAVY[:1],
+    "bit_cases": [
+        Case({"N": 200, "D": 40, "V": 300}, BF16, "random", options={"bias": "own", "mask": 0.9}),
+        *_BITS[1:2],
+    ],
+    "agree_cases": [Case({"N": 40, "D": 24, "V": 300}, BF16, "random", options={"bias": "own"}), *_BITS[1:2]],
+    "memory": memory_with_shards,
+    "memory_cases": [Case({"N": 64, "D": 64, "V": 120}, BF16, data="random")],
+}
+
 PROOF = Proof(
     op=declared,
     op_class="logprob",
@@ -170,6 +189,8 @@ PROOF = Proof(
     judged=judged,
     invariant=bits.invariant,
     also=bits.equal_to_linear_logp,
+    slow=("model-8x4",),
+    differs=dict.fromkeys(WITH_SHARDS, _OF_SHARDS),
 )
 
 PROOFS = [PROOF]

@@ -13,7 +13,7 @@ from isobit.ops.linear_policy_loss import reference
 from isobit.ops.linear_policy_loss.proof.inputs import as_linear_logp
 from isobit.spec.proof import Args
 
-_BESIDE = ("cu_seqlens", "workspace_bytes")
+_BESIDE = ("cu_seqlens", "workspace_bytes", "padded_vocab")
 
 
 def formula(args: Args) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ def sent_back(args: Args, outputs: Sequence[Tensor], dloss: Tensor | float) -> t
 def scale(args: Args, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
     """Bounds on the errors of the loss and of gradients, in units of 2^-23."""
     call = as_linear_logp(args)
-    logps = rows.formula(**{k: v for k, v in call.items() if k != "workspace_bytes"})
+    logps = rows.formula(**{k: v for k, v in call.items() if k not in _BESIDE})
     if not cotangents:
         errors = of_rows.scale(call, logps, ())
         dlogp, dentropy = sent_back(args, logps, 1.0)

@@ -1,0 +1,182 @@
+"""`linear_logp` with a vocabulary that several ranks share, in the classes of eight shards.
+
+    forward    the states of the rank's own splits, 12 numbers a row and shard; one all-gather; every rank
+               merges all 32 splits in ascending order, and takes a token's logit from the rank that has it
+    backward   d-logits of the rank's columns need lse alone: dweight and dbias stay where they are. dhidden
+               is a sum over the vocabulary: the rank's part of the tree in fp32, then the tree over ranks
+               (`isobit.ranks.ordered_sum`), rounded once
+
+So the bits do not depend on the number of ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from isobit.frame.call_plan import validates
+from isobit.frame.composed import outside_graphs
+from isobit.frame.contract import ContractError, describe, dtype_name
+from isobit.kernels.host.vocab_shards import SHARDS, padded
+from isobit.ops.linear_logp import shard_op
+from isobit.ops.linear_logp.op import backward, forward, is_sharded
+from isobit.ranks import Group, agree, as_group, ordered_sum
+
+_OPTIONS = ("ignore_index", "temperature", "softcap", "logit_scale", "logits_dtype")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a rank that satisfies the contract."""
+
+    group: Group
+    args: dict[str, Any]  # of `linear_logp`, with the vocabulary of all ranks
+    backend: str
+
+    @property
+    def here(self) -> dict[str, int]:
+        """Which shards this rank has."""
+        count = SHARDS // self.group.size
+        return {"shard": self.group.rank * count, "shards": count}
+
+    @property
+    def heads(self) -> dict[str, Any]:
+        return {
+            name: self.args[name] for name in ("vocab_size", "padded_vocab", "workspace_bytes", *_OPTIONS)
+        }
+
+
+def _said(args: dict[str, Any]) -> str:
+    """What must be the same on all ranks."""
+    names = ("hidden", "token_ids", "vocab_size", "padded_vocab", *_OPTIONS, "return_entropy", "return_lse")
+    shown = {name: _short(args[name]) for name in (*names, "numerics", "backend")}
+    shown |= {f"with {name}": str(args[name] is not None) for name in ("bias", "mask")}
+    needs = getattr(args["hidden"], "requires_grad", False) and torch.is_grad_enabled()
+    return "linear_logp: " + ", ".join(f"{k}={v}" for k, v in shown.items()) + f", gradient={needs}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return describe(value) if isinstance(value, Tensor) else str(value)
+
+
+class _Sharded(torch.autograd.Function):
+    """logp, entropy and lse of rows; (0,) for what is not wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        args, rows = call.args, {name: call.args[name] for name in ("token_ids", "mask")}
+        flags = {name: args[name] for name in ("return_entropy", "return_lse")}
+        own = shard_op.states(
+            hidden=hidden, weight=weight, bias=bias, **rows, **call.heads, **call.here,
+            return_entropy=args["return_entropy"], backend=call.backend, validate=False,
+        )  # fmt: skip
+        every = call.group.all_gather(own)
+        options = {
+            name: args[name] for name in ("ignore_index", "temperature", "logit_scale", "padded_vocab")
+        }
+        logp, entropy, lse, stats = shard_op.merged(
+            states=every, **rows, **options, vocab=args["vocab_size"], **flags, return_stats=True,
+            backend=call.backend, validate=False,
+        )  # fmt: skip
+        ctx.call = call
+        ctx.save_for_backward(hidden, weight, bias, stats, entropy if args["return_entropy"] else None)
+        ctx.set_materialize_grads(False)
+        return logp, entropy, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        hidden, weight, bias, stats, entropy = ctx.saved_tensors
+        _, want_hidden, want_weight, want_bias = ctx.needs_input_grad
+        given = {name: call.args[name] for name in ("token_ids", "mask")}
+        of_outputs = dict(zip(("dlogp", "dentropy", "dlse"), grads, strict=True))
+        dhidden, dweight, dbias = backward(
+            hidden=hidden, weight=weight, bias=bias, **given, **call.heads, **call.here, stats=stats,
+            entropy=entropy, kept=None, kept_base=None, **of_outputs, want_hidden=want_hidden,
+            want_weight=want_weight, want_bias=want_bias, grad_dtype=None, dhidden_dtype=torch.float32,
+            backend=call.backend, validate=False,
+        )  # fmt: skip
+        if want_hidden:
+            flat = dhidden.reshape(-1, hidden.shape[-1])
+            dhidden = ordered_sum(call.group, flat, out_dtype=hidden.dtype).view(hidden.shape)
+        wanted = (want_hidden, want_weight, want_bias)
+        found = zip((dhidden, dweight, dbias), wanted, strict=True)
+        return (None, *(grad if want else None for grad, want in found))
+
+
+def _linear_logp_sharded(given: dict[str, Any], group: Any) -> Tensor | tuple[Tensor, ...]:
+    """`linear_logp` of a rank: `given` are its arguments."""
+    given = given | _local(given, group)
+    own = as_group("linear_logp", given.pop("group"))
+    hidden, validate = given["hidden"], given.pop("validate")
+    given |= _vocabulary(given, own.size)
+    checked: list[Call] = []
+    device = hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
+    agree(own, _said(given), lambda: checked.append(_check(own, given, validate)), device, validate)
+    call = checked[0] if checked else _check(own, given, validate)
+    logp, entropy, lse = _Sharded.apply(call, call.args["hidden"], call.args["weight"], call.args["bias"])
+    wanted = [x for x, name in ((entropy, "entropy"), (lse, "lse")) if call.args[f"return_{name}"]]
+    return (logp, *wanted) if wanted else logp
+
+
+linear_logp_sharded = outside_graphs(_linear_logp_sharded, "ranks exchange tensors inside of this call")
+
+
+def _check(group: Group, given: dict[str, Any], validate: bool | None) -> Call:
+    """The call, if it satisfies the contract on this rank. Exchanges nothing."""
+    args = dict(given)
+    controls = {name: args.pop(name) for name in ("numerics", "backend")}
+    call = Call(group, args, "")
+    rows = {name: args[name] for name in ("hidden", "weight", "token_ids", "bias", "mask")}
+    more = {"return_entropy": args["return_entropy"], **call.heads, **call.here, **controls}
+    served = shard_op.states.explain(**rows, **more)
+    if served.backend is None:
+        raise ContractError(f"linear_logp: no backend can serve this call with a group: {served}")
+    each = args["temperature"]
+    if isinstance(each, Tensor) and each.requires_grad:
+        raise forward.contract.error("temperature", each, "no gradient goes to it; detach() it")
+    if validate or (validate is None and (args["hidden"].device.type == "cpu" or validates(None))):
+        for rule in forward.value_rules:
+            rule(forward.contract, args)
+    return Call(group, args, served.backend)
+
+
+def _vocabulary(given: dict[str, Any], ranks: int) -> dict[str, int]:
+    """The tokens of all ranks, and the padded vocabulary."""
+    V, P = given["vocab_size"], given["padded_vocab"]
+    if V is None:
+        V = ranks * getattr(given["weight"], "shape", (1,))[0]
+    return {"vocab_size": V, "padded_vocab": padded(V) if P is None else P}
+
+
+def _local(given: dict[str, Any], group: Any) -> dict[str, Any]:
+    """The rank's own rows, the group, and the vocabulary, of a DTensor weight; or what was given."""
+    weight, bias, V = given["weight"], given["bias"], given["vocab_size"]
+    if not is_sharded(weight):
+        if is_sharded(bias):
+            raise _error("bias", "a DTensor", "must be the rank's own part, as weight is")
+        return {"group": group}
+    mesh = weight.device_mesh
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        if not is_sharded(t) or t.device_mesh != mesh:
+            raise _error(name, type(t).__name__, "must be a DTensor on the mesh of weight")
+        if mesh.ndim != 1 or not t.placements[0].is_shard(0):
+            rule = "must be cut by rows on a mesh of one dimension: (Shard(0),)"
+            raise _error(name, f"placements {t.placements} on a mesh of {mesh.ndim} dimensions", rule)
+    if group is not None and as_group("linear_logp", group) != as_group("linear_logp", mesh):
+        raise _error("group", "another than that of the DTensor weight", "leave it out")
+    local = {"weight": weight.to_local(), "bias": None if bias is None else bias.to_local()}
+    return local | {"group": mesh, "vocab_size": weight.shape[0] if V is None else V}
+
+
+def _error(name: str, given: str, rule: str) -> ContractError:
+    return ContractError(f"linear_logp({name}: {given}): {rule}")

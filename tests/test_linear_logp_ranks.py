@@ -1,0 +1,221 @@
+"""`linear_logp` with a vocabulary that ranks share: the model against the page, real processes over gloo,
+DTensor weights, and calls that must be refused on every rank."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import isobit
+from interpreted import in_interpreter
+from isobit import ContractError
+from isobit.kernels.host import lse_model
+from isobit.kernels.host.vocab_shards import Shards
+from isobit.ranks import in_turn
+
+PAGE = Path(__file__).parents[1] / "docs" / "numerics" / "lse_8x4.md"
+N, D, V, P = 12, 24, 1150, 1152
+
+
+def tensors() -> dict[str, Any]:
+    gen = torch.Generator().manual_seed(3)
+    weight, bias = torch.full((P, D), torch.nan), torch.full((P,), torch.nan)
+    weight[:V], bias[:V] = torch.randn(V, D, generator=gen) / 5, torch.randn(V, generator=gen)
+    ids = torch.randint(0, V, (N,), generator=gen)
+    ids[4] = -100
+    hidden = torch.randn(N, D, generator=gen).bfloat16()
+    return {"hidden": hidden, "weight": weight.bfloat16(), "token_ids": ids, "bias": bias}
+
+
+def results(rank: int, ranks: int, **options: Any) -> list[torch.Tensor]:
+    """logp, entropy, dhidden, and the rank's rows of dweight and dbias."""
+    args = tensors()
+    rows = slice(rank * P // ranks, (rank + 1) * P // ranks)
+    args |= {name: args[name][rows] for name in ("weight", "bias")}
+    leaves = [args[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    given = {"vocab_size": V, "padded_vocab": P, "return_entropy": True} | options
+    logp, entropy = isobit.linear_logp(**args, **given)
+    grads = torch.autograd.grad(logp.sum() * 0.3 + (entropy * torch.arange(N)).sum(), leaves)
+    return [logp.detach(), entropy.detach(), *grads]
+
+
+def assert_same(found: list[list[torch.Tensor]], whole: list[torch.Tensor]) -> None:
+    for i, expected in enumerate(whole):
+        each = [rank[i] for rank in found] if i < 3 else [torch.cat([rank[i] for rank in found])]
+        assert all(torch.equal(ours.view(torch.uint8), expected.view(torch.uint8)) for ours in each)
+
+
+# The class
+
+
+def test_the_model_has_the_bits_that_the_page_prints() -> None:
+    (text,) = (
+        b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "def split_bounds" in b
+    )
+    page: dict[str, Any] = {}
+    exec(text, page)
+    z = torch.randn(3, V, generator=torch.Generator().manual_seed(0)).numpy() * 4
+    c = np.full(3, 1.25, np.float32)
+    sums = lse_model.merge(lse_model.split_states(z, c, Shards(V, P)), c)
+    with np.errstate(all="ignore"):
+        exact = np.array([page["row_sums"](row, c[0], P, lse_model.CPU.fma, np.exp2) for row in z])
+    for ours, theirs in zip((sums.m, sums.s, sums.t), exact.T, strict=True):
+        assert (ours.view(np.int32) == theirs.astype(np.float32).view(np.int32)).all()
+    other = lse_model.merge(lse_model.split_states(z, c, Shards(V, P + 256)), c)
+    assert (sums.s != other.s).any()
+
+
+def test_bounds_of_splits_cover_the_tokens_once() -> None:
+    for size, padded in ((1, 64), (500, 640), (2304, 2304), (50257, 50304), (151936, 152576)):
+        whole = Shards(size, padded)
+        columns = [c for first, end in whole.split_bounds() for c in (first, end) if first < end]
+        assert columns[0] == 0 and columns[-1] == size and columns[1:-1:2] == columns[2:-1:2]
+        assert len(whole.split_bounds()) == 32
+        for ranks in (2, 4, 8):
+            own = [Shards(size, padded, r * 8 // ranks, 8 // ranks) for r in range(ranks)]
+            moved = [(a + o.column, b + o.column) for o in own for a, b in o.split_bounds() if a < b]
+            assert moved == [(a, b) for a, b in whole.split_bounds() if a < b]
+
+
+# Ranks
+
+
+IN_TURN = """
+import sys; import torch
+from isobit.ranks import in_turn
+from test_linear_logp_ranks import assert_same, results
+torch.set_num_threads(1)
+whole = results(0, 1, backend="triton-8x4")
+assert_same(in_turn(4, lambda g: results(g.rank, 4, group=g, backend="triton-8x4")), whole)
+print("equal")
+"""
+
+
+def test_portable_kernels_have_the_same_bits_on_ranks() -> None:
+    """In the interpreter, whose products are numpy's: of equal tiles, in an equal order."""
+    assert in_interpreter(IN_TURN).strip() == "equal"
+
+
+def _process(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    found = results(rank, ranks, group=dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (ranks,))
+    args = tensors()
+    own = {
+        n: DTensor.from_local(args[n].tensor_split(ranks)[rank], mesh, [Shard(0)]) for n in ("weight", "bias")
+    }
+    leaf = own["weight"].requires_grad_()
+    logp = isobit.linear_logp(**args | own, vocab_size=V)
+    logp.sum().backward()
+    found.append(logp.detach())
+    assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == (Shard(0),)
+    found.append(leaf.grad.to_local())
+    options = {"temperature": 1.0 + rank}
+    with pytest.raises(ContractError, match="do not make the same call"):
+        results(rank, ranks, group=dist.group.WORLD, **options)
+    torch.save(found, os.path.join(folder, str(rank)))
+    dist.destroy_process_group()
+
+
+def test_processes_have_the_bits_of_one(tmp_path: Path) -> None:
+    whole = results(0, 1)
+    mp.spawn(_process, (2, str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    assert_same([each[:5] for each in found], whole)
+    args = tensors()
+    weight = args["weight"].requires_grad_()
+    logp = isobit.linear_logp(**args, vocab_size=V, padded_vocab=P)
+    logp.sum().backward()
+    assert weight.grad is not None
+    for each in found:
+        assert torch.equal(each[5], logp)
+    assert torch.equal(torch.cat([each[6] for each in found]), weight.grad)
+
+
+# Refused
+
+
+def refused(message: str, ranks: int = 2, **options: Any) -> None:
+    def call(group: Any) -> None:
+        args = tensors()
+        rows = slice(group.rank * P // ranks, (group.rank + 1) * P // ranks)
+        args |= {name: args[name][rows] for name in ("weight", "bias")}
+        given = {"vocab_size": V, "padded_vocab": P, "group": group}
+        changed = {name: change(args) if callable(change) else change for name, change in options.items()}
+        isobit.linear_logp(**args | given | changed)
+
+    with pytest.raises(ContractError, match=message):
+        in_turn(ranks, call)
+
+
+def test_rows_that_are_not_whole_shards_are_refused() -> None:
+    def fewer(name: str) -> Any:
+        return lambda args: args[name][:-3]
+
+    refused(
+        "a rank of 2 has 576 rows of a vocabulary padded to 1152", weight=fewer("weight"), bias=fewer("bias")
+    )
+    # As DTensor cuts a vocabulary of 50257 among two ranks.
+    part = torch.zeros(25129, 4).bfloat16()
+    ids = torch.zeros(2, dtype=torch.long)
+
+    def uneven(group: Any) -> None:
+        given = {"vocab_size": 50257, "group": group}
+        isobit.linear_logp(torch.zeros(2, 4).bfloat16(), part[: 25129 - group.rank], ids, **given)
+
+    with pytest.raises(ContractError, match="padded to 50304"):
+        in_turn(2, uneven)
+
+
+def test_other_calls_that_are_refused() -> None:
+    refused("multiple of 64", padded_vocab=1160)
+    refused("outside", token_ids=lambda args: args["token_ids"] + V)
+    refused("numerics class", numerics="lse/1")
+    refused("its own part|must be", weight=lambda args: args["weight"].float())
+    with pytest.raises(ContractError, match="1, 2, 4 or 8 ranks"):
+        in_turn(3, lambda group: isobit.linear_logp(**tensors(), group=group))
+    with pytest.raises(ContractError, match="must be a ProcessGroup"):
+        isobit.linear_logp(**tensors(), group="tp")
+
+
+def test_without_a_class_nothing_changes() -> None:
+    """Neither the padded vocabulary nor the class was named: the class is that of before."""
+    args = tensors() | {"vocab_size": V}
+    assert isobit.explain("linear_logp", **args).numerics == "none"
+    assert isobit.explain("linear_logp", **args, padded_vocab=P).numerics == "lse/8x4/cpu"
+    assert isobit.explain("linear_logp", **args, numerics="lse/8x4/cpu").backend == "model-8x4"
+    of_loss = {name: args[name] for name in ("hidden", "weight", "token_ids")} | {"loss_fn": len}
+    assert isobit.explain("linear_policy_loss", **of_loss).numerics == "none"
+    assert isobit.explain("linear_policy_loss", **of_loss, padded_vocab=P).numerics == "lse/8x4/cpu"
+
+
+# Wrong sums over ranks: the law must notice them
+
+
+def test_a_ring_over_ranks_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    from isobit.check.runner import FAIL, Request, run
+    from isobit.ops.linear_logp import sharded
+
+    def ring(group: Any, partial: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        total, *rest = group.all_gather(partial).to(out_dtype)
+        for each in rest:
+            total = total + each
+        return total
+
+    monkeypatch.setattr(sharded, "ordered_sum", ring)
+    case = "N=24 D=40 V=2300 bf16 random bias=own mask=bool"
+    device = torch.device("cpu")
+    (cell,) = run(
+        Request(ops=("linear_logp",), backends=("model-8x4",), laws=("parallel",), device=device, case=case)
+    )
+    assert cell.status == FAIL and "gradient:hidden" in cell.reason
