@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isobit.kernels.host.vocab_shards import TILE, Shards
-from isobit.numerics.fma import fused
+from isobit.numerics.cpu_steps import fused
 
 Array = np.ndarray
 

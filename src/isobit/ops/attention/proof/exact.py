@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isobit.numerics import chain
-from isobit.numerics.fma import fused
+from isobit.numerics.cpu_steps import fused
 from isobit.ops.attention import model
 from isobit.ops.attention.op import backward, forward
 from isobit.spec.proof import Args, Sample
