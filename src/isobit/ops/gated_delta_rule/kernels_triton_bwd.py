@@ -22,8 +22,8 @@ Since r = (I + A) vn, neither the gradient of T nor those of w and u are needed:
 two tensors that there are anyway.
 
 Roundings to the dtype of q, x16: P, dvn, dr (as an operand; dv and dbeta take it in fp32), dS, M, every
-result once. Products are chains of 16 over ascending k; dq continues that of e^G do S^T with dS k, and M^T k
-continues M k. All other arithmetic is fp32 without contraction. Sums over K and V go by tiles of 64 columns
+result once. Products are chains of 16 over ascending k; dq continues e^G do S^T with dS k, and -beta e^G dr S^T
+is continued by M k and then by M^T k. All other arithmetic is fp32 without contraction. Sums over K and V go by tiles of 64 columns
 in ascending order and halve a tile, second half to first; sums over rows and columns of a chunk halve too.
 Sums over the value heads of a key head are fp32 additions in ascending order. dg is summed row by row.
 
@@ -205,14 +205,14 @@ def inner_kernel(
     solve = tile(t, row, HV, hv, C, 0, live)
     scores = tl.zeros([C, C], tl.float32)  # dS [i, j], before the gate
     change = tl.zeros([C, C], tl.float32)  # -dA [j, i]
-    by_v = tl.zeros([C, C], tl.float32)  # [column, row]
+    db = tl.zeros([C], tl.float32)
     for column in range(0, V, C):
         vn_c = tile(vn, row, HV, hv, V, column, live)
         scores = product(tile(do, row, HV, hv, V, column, live), tl.trans(vn_c), scores)
         dvn_t = tl.trans(tile(dvn, row, HV, hv, V, column, live))
         x = product(dvn_t, solve, tl.zeros([C, C], tl.float32))  # dr [column, row]
         at, inside = transposed(v, row, HV, hv, V, column, live)
-        by_v += x * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        db += sums_of_columns(x * tl.load(at, mask=inside, other=0.0).to(tl.float32))
         at, inside = transposed(dv, row, HV, hv, V, column, live)
         tl.store(at, narrow(x * b[None, :], dv), mask=inside)
         x = rounded(x, dr.dtype.element_ty)
@@ -231,7 +231,7 @@ def inner_kernel(
     n = tl.where(sees, -change * tl.exp2(gate[None, :] - gate[:, None]), 0.0)  # [j, i]
     both = rounded(n * b[None, :], m.dtype.element_ty)
     tl.store(m + at, both)
-    tl.store(dbeta + row * HV + hv, sums_of_columns(n * kk) + sums_of_columns(by_v), mask=live)
+    tl.store(dbeta + row * HV + hv, db + sums_of_columns(n * kk), mask=live)
     if dgate is not None:
         x = both.to(tl.float32) * kk
         tl.store(dgate + row * HV + hv, sums_of_columns(x) - sums_of_rows(x), mask=live)
@@ -263,38 +263,45 @@ def outer_kernel(
         end = last_gate(g, first, left, HV, hv)
         b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
         state = (chunk * HV + hv) * (K * V)
-        x = tl.zeros([C, C], tl.float32)  # do S^T
-        y = tl.zeros([C, C], tl.float32)  # vn D^T
-        z = tl.zeros([C, C], tl.float32)  # dr S^T
-        both = tl.zeros([C, C], tl.float32)  # S D
-        for column in range(0, V, C):
-            at, inside = state_tile(K, V, part * C, column, V_FIRST)
-            h_c = tl.load(h + state + at, mask=inside, other=0.0)
-            dh_c = tl.load(dh + state + at, mask=inside, other=0.0)
-            both += h_c.to(tl.float32) * dh_c.to(tl.float32)
-            x = product(tile(do, row, HV, hv, V, column, live), tl.trans(h_c), x)
-            y = product(tile(vn, row, HV, hv, V, column, live), tl.trans(dh_c), y)
-            z = product(tile(dr, row, HV, hv, V, column, live), tl.trans(h_c), z)
         at = (chunk * HV + hv) * (C * C) + i[:, None] * C + i[None, :]
-        ds_c, m_c = tl.load(ds + at), tl.load(m + at)
+        # Two passes over V: the accumulators of one would not fit into registers.
+        x = tl.zeros([C, C], tl.float32)  # do S^T
+        z = tl.zeros([C, C], tl.float32)  # dr S^T
+        for column in range(0, V, C):
+            cells, inside = state_tile(K, V, part * C, column, V_FIRST)
+            h_t = tl.trans(tl.load(h + state + cells, mask=inside, other=0.0))
+            x = product(tile(do, row, HV, hv, V, column, live), h_t, x)
+            z = product(tile(dr, row, HV, hv, V, column, live), h_t, z)
+        ds_c = tl.load(ds + at)
         x = product(ds_c, k_c, x * tl.exp2(gate)[:, None]) * scale
         dq_c += x
-        y = y * tl.where(live, tl.exp2(end - gate), 0.0)[:, None]
-        first_term = y
-        y = y + product(tl.trans(ds_c), q_c, tl.zeros([C, C], tl.float32)) * scale
-        mk = product(tl.trans(m_c), k_c, tl.zeros([C, C], tl.float32))
-        mk = product(m_c, k_c, mk)
-        dk_c += y + mk - z * (b * tl.exp2(gate))[:, None]
-        k_f = k_c.to(tl.float32)
-        from_state = sums_of_rows(k_f * z)
+        change = sums_of_rows(q_c.to(tl.float32) * x)
+        from_state = tl.exp2(gate) * sums_of_rows(k_c.to(tl.float32) * z)
         to = ((part + 1).to(tl.int64) * rows + row) * HV + hv
-        tl.store(dbeta + to, -(tl.exp2(gate) * from_state), mask=live)
+        tl.store(dbeta + to, -from_state, mask=live)
+        m_c = tl.load(m + at)
+        z = product(tl.trans(m_c), k_c, -(z * (b * tl.exp2(gate))[:, None]))
+        dk_c += product(m_c, k_c, z)
+        y = tl.zeros([C, C], tl.float32)  # vn D^T
+        of_states = tl.zeros([C], tl.float32)  # S D
+        for column in range(0, V, C):
+            cells, inside = state_tile(K, V, part * C, column, V_FIRST)
+            dh_c = tl.load(dh + state + cells, mask=inside, other=0.0)
+            y = product(tile(vn, row, HV, hv, V, column, live), tl.trans(dh_c), y)
+            if dgate is not None:
+                h_c = tl.load(h + state + cells, mask=inside, other=0.0)
+                of_states += sums_of_rows(h_c.to(tl.float32) * dh_c.to(tl.float32))
+        y = y * tl.where(live, tl.exp2(end - gate), 0.0)[:, None]
         if dgate is not None:
-            change = sums_of_rows(q_c.to(tl.float32) * x - k_f * y) - b * tl.exp2(gate) * from_state
-            tl.store(dgate + to, change, mask=live)
-            whole = whole_sum(sums_of_rows(k_f * first_term))
-            whole += tl.exp2(end) * whole_sum(sums_of_rows(both))
+            whole = whole_sum(sums_of_rows(k_c.to(tl.float32) * y))
+            whole += tl.exp2(end) * whole_sum(of_states)
             tl.store(dlast + (chunk * HV + hv) * parts + part, whole)
+        ds_c = tl.load(ds + at)
+        y = y + product(tl.trans(ds_c), q_c, tl.zeros([C, C], tl.float32)) * scale
+        dk_c += y
+        if dgate is not None:
+            change = change - sums_of_rows(k_c.to(tl.float32) * y) - b * from_state
+            tl.store(dgate + to, change, mask=live)
     where = (row * H + key_head)[:, None] * K + part * C + i[None, :]
     inside = live[:, None] & (part * C + i < K)[None, :]
     tl.store(dq + where, narrow(dq_c, dq), mask=inside)
@@ -401,7 +408,7 @@ def chunk_offsets(shape: Shape, launch: Launch) -> Tensor | None:
 
 
 #: Compile options of the kernels with products.
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 class Saved(NamedTuple):
