@@ -34,50 +34,30 @@ registers before it is read. Where another form is needed, the matrix goes throu
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.frame.device import hopper_cannot_run
 from isobit.frame.launch import Launch, run
 from isobit.kernels.triton.chain import product
 from isobit.kernels.triton.interpreter import narrow, rounded
+from isobit.ops.attention.kernels_triton import row_sums
+from isobit.ops.delta_rule import kernels_triton as portable_states
+from isobit.ops.gated_delta_rule.kernels_triton import chunk_of, gates, l2norm, states, tiles_of, why_not
+from isobit.ops.gated_delta_rule.model import CHUNK, EPS
+
+__all__ = ["gated_delta_rule_bwd", "why_not"]
 
 #: Rows of a chunk, and columns of every tile.
-C = tl.constexpr(64)
-_SIZES = ["T", "S", "NT"]
+C = tl.constexpr(CHUNK)
+_SIZES = ["T", "S"]
 
 
-# Where a chunk is
-
-
-@triton.jit
-def place_of(chunk, cu_seqlens, T, S, NT):
-    """(first row, rows) of a chunk; no rows if there is no such chunk. Packed sequence n has the chunks from
-    cu_seqlens[n] // 64 + n on: that leaves enough for all sequences before it, some without rows. So the host
-    need not know where sequences begin. Any bounds give rows within T."""
-    if cu_seqlens is None:
-        n = chunk // NT
-        start = (chunk - n * NT) * C
-        first = n.to(tl.int64) * T + start
-        left = T - start
-    else:
-        n = tl.zeros([], tl.int32)
-        after = n + S
-        while after - n > 1:
-            middle = (n + after) // 2
-            begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle), 0), T).to(tl.int32)
-            begun = begin // C + middle <= chunk
-            n = tl.where(begun, middle, n)
-            after = tl.where(begun, after, middle)
-        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), T).to(tl.int32)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), begin), T).to(tl.int32)
-        start = tl.maximum(chunk - (begin // C + n), 0) * C
-        first = (begin + start).to(tl.int64)
-        left = end - begin - start
-    return first, tl.minimum(left, C)
+# Tiles of 64 rows and columns
 
 
 @triton.jit
@@ -89,6 +69,14 @@ def tile(at, row, heads, head, SIZE: tl.constexpr, column, live):
     if SIZE % 64:
         inside = inside & (col < SIZE)[None, :]
     return tl.load(at + (row * heads + head)[:, None] * SIZE + col[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store(at, x, row, heads, head, SIZE: tl.constexpr, column, live):
+    """x where `tile` reads."""
+    col = column + tl.arange(0, C)
+    inside = live[:, None] & (col < SIZE)[None, :]
+    tl.store(at + (row * heads + head)[:, None] * SIZE + col[None, :], x, mask=inside)
 
 
 @triton.jit
@@ -113,7 +101,7 @@ def state_tile(K: tl.constexpr, V: tl.constexpr, first, column, V_FIRST: tl.cons
 
 
 @triton.jit
-def gates(g, row, heads, head, live):
+def gates_of(g, row, heads, head, live):
     """The chunk's cumulated gate in log2; zeros without one, and where a row is not live."""
     if g is None:
         value = tl.zeros([C], tl.float32)
@@ -131,19 +119,11 @@ def last_gate(g, first, left, heads, head):
     return value
 
 
-# Sums in a stated order: repeatedly the second half is added to the first
+# Sums in a stated order, as `row_sums`: repeatedly the second half is added to the first
 
 
 @triton.jit
-def sums_of_rows(x):
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def sums_of_columns(x):
+def column_sums(x):
     for _ in tl.static_range(6):
         x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, C]), 0)
     return tl.reshape(x, [C])
@@ -160,23 +140,46 @@ def whole_sum(x):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def local_kernel(
-    q, k, g, do, dv, scale, cu_seqlens, T, S, NT, H, HV, K: tl.constexpr, V: tl.constexpr,
+def rebuild_kernel(
+    k, v, g, beta, t, u, w, cu_seqlens, T, S, H, HV, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """dv = scale P^T do of one chunk and value head: the part of dvn from inside the chunk."""
+    """u and w of one chunk and value head from the inverse that the forward kept: step 4 of the class."""
     chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
     h = hv // (HV // H)
-    first, left = place_of(chunk, cu_seqlens, T, S, NT)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
     if left <= 0:
         return
     i = tl.arange(0, C)
     live, row = i < left, first + i
-    gate = gates(g, row, HV, hv, live)
+    b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+    on_k = b * tl.exp2(gates_of(g, row, HV, hv, live))
+    solve = tile(t, row, HV, hv, C, 0, live)
+    for column in range(0, V, C):
+        x = rounded(b[:, None] * tile(v, row, HV, hv, V, column, live).to(tl.float32), u.dtype.element_ty)
+        x = product(solve, x, tl.zeros([C, C], tl.float32))
+        store(u, narrow(x, u), row, HV, hv, V, column, live)
+    for column in range(0, K, C):
+        x = rounded(tile(k, row, H, h, K, column, live).to(tl.float32) * on_k[:, None], w.dtype.element_ty)
+        x = product(solve, x, tl.zeros([C, C], tl.float32))
+        store(w, narrow(x, w), row, HV, hv, K, column, live)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def local_kernel(
+    q, k, g, do, dv, scale, cu_seqlens, T, S, H, HV, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """dv = scale P^T do of one chunk and value head: the part of dvn from inside the chunk."""
+    chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
+    h = hv // (HV // H)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
+    if left <= 0:
+        return
+    i = tl.arange(0, C)
+    live, row = i < left, first + i
+    gate = gates_of(g, row, HV, hv, live)
     s = tl.zeros([C, C], tl.float32)
     for column in range(0, K, C):
-        s = product(
-            tile(q, row, H, h, K, column, live), tl.trans(tile(k, row, H, h, K, column, live)), s
-        )
+        s = product(tile(q, row, H, h, K, column, live), tl.trans(tile(k, row, H, h, K, column, live)), s)
     # Selected, not multiplied: above the diagonal the factor may be infinite, and so may that of a dead row.
     sees = (i[:, None] >= i[None, :]) & live[:, None]
     p = rounded(tl.where(sees, s * tl.exp2(gate[:, None] - gate[None, :]), 0.0), q.dtype.element_ty)
@@ -189,18 +192,18 @@ def local_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def inner_kernel(
-    k, v, g, beta, t, do, vn, dvn, dr, dv, ds, m, dbeta, dgate, cu_seqlens, T, S, NT, H, HV,
+    k, v, g, beta, t, do, vn, dvn, dr, dv, ds, m, dbeta, dgate, cu_seqlens, T, S, H, HV,
     K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """dr, dv, dS, M^T and what they add to dbeta and dG, of one chunk and value head."""
     chunk, hv = tl.program_id(0) // HV, (tl.program_id(0) % HV).to(tl.int64)
     h = hv // (HV // H)
-    first, left = place_of(chunk, cu_seqlens, T, S, NT)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
     if left <= 0:
         return
     i = tl.arange(0, C)
     live, row = i < left, first + i
-    gate = gates(g, row, HV, hv, live)
+    gate = gates_of(g, row, HV, hv, live)
     b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
     solve = tile(t, row, HV, hv, C, 0, live)
     scores = tl.zeros([C, C], tl.float32)  # dS [i, j], before the gate
@@ -212,7 +215,7 @@ def inner_kernel(
         dvn_t = tl.trans(tile(dvn, row, HV, hv, V, column, live))
         x = product(dvn_t, solve, tl.zeros([C, C], tl.float32))  # dr [column, row]
         at, inside = transposed(v, row, HV, hv, V, column, live)
-        db += sums_of_columns(x * tl.load(at, mask=inside, other=0.0).to(tl.float32))
+        db += column_sums(x * tl.load(at, mask=inside, other=0.0).to(tl.float32))
         at, inside = transposed(dv, row, HV, hv, V, column, live)
         tl.store(at, narrow(x * b[None, :], dv), mask=inside)
         x = rounded(x, dr.dtype.element_ty)
@@ -231,93 +234,114 @@ def inner_kernel(
     n = tl.where(sees, -change * tl.exp2(gate[None, :] - gate[:, None]), 0.0)  # [j, i]
     both = rounded(n * b[None, :], m.dtype.element_ty)
     tl.store(m + at, both)
-    tl.store(dbeta + row * HV + hv, db + sums_of_columns(n * kk), mask=live)
+    tl.store(dbeta + row * HV + hv, db + column_sums(n * kk), mask=live)
     if dgate is not None:
         x = both.to(tl.float32) * kk
-        tl.store(dgate + row * HV + hv, sums_of_columns(x) - sums_of_rows(x), mask=live)
+        tl.store(dgate + row * HV + hv, column_sums(x) - row_sums(x), mask=live)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "rows"])
-def outer_kernel(
-    q, k, g, beta, h, dh, do, vn, dr, ds, m, dq, dk, dbeta, dgate, dlast, scale, cu_seqlens, T, S,
-    NT, rows, H, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+def dq_kernel(
+    q, k, g, h, do, ds, dq, dgate, scale, cu_seqlens, T, S, rows, H, HV, K: tl.constexpr,
+    V: tl.constexpr, V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """64 columns of dq and dk of one chunk and key head, the sum over its value heads; and what these columns
-    add to dbeta and dG of each. `rows` are those of a part of dbeta and dG."""
+    """64 columns of dq of one chunk and key head, the sum over its value heads; and what these columns add to
+    dG of each. `rows` are those of a part of dG."""
     parts: tl.constexpr = (K + 63) // 64
     part, item = tl.program_id(0) % parts, tl.program_id(0) // parts
-    chunk, key_head = (item // H).to(tl.int64), (item % H).to(tl.int64)
-    group = HV // H
-    first, left = place_of(item // H, cu_seqlens, T, S, NT)
+    chunk, key_head = item // H, (item % H).to(tl.int64)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
     if left <= 0:
         return
     i = tl.arange(0, C)
     live, row = i < left, first + i
     q_c = tile(q, row, H, key_head, K, part * C, live)
     k_c = tile(k, row, H, key_head, K, part * C, live)
-    dq_c = tl.zeros([C, C], tl.float32)
-    dk_c = tl.zeros([C, C], tl.float32)
+    total = tl.zeros([C, C], tl.float32)
+    group = HV // H
     for each in range(group):
         hv = key_head * group + each
-        gate = gates(g, row, HV, hv, live)
-        end = last_gate(g, first, left, HV, hv)
-        b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
-        state = (chunk * HV + hv) * (K * V)
-        at = (chunk * HV + hv) * (C * C) + i[:, None] * C + i[None, :]
-        # Two passes over V: the accumulators of one would not fit into registers.
+        gate = gates_of(g, row, HV, hv, live)
+        own = chunk.to(tl.int64) * HV + hv
         x = tl.zeros([C, C], tl.float32)  # do S^T
-        z = tl.zeros([C, C], tl.float32)  # dr S^T
         for column in range(0, V, C):
             cells, inside = state_tile(K, V, part * C, column, V_FIRST)
-            h_t = tl.trans(tl.load(h + state + cells, mask=inside, other=0.0))
-            x = product(tile(do, row, HV, hv, V, column, live), h_t, x)
-            z = product(tile(dr, row, HV, hv, V, column, live), h_t, z)
-        ds_c = tl.load(ds + at)
+            h_c = tl.load(h + own * (K * V) + cells, mask=inside, other=0.0)
+            x = product(tile(do, row, HV, hv, V, column, live), tl.trans(h_c), x)
+        ds_c = tl.load(ds + own * (C * C) + i[:, None] * C + i[None, :])
         x = product(ds_c, k_c, x * tl.exp2(gate)[:, None]) * scale
-        dq_c += x
-        change = sums_of_rows(q_c.to(tl.float32) * x)
-        from_state = tl.exp2(gate) * sums_of_rows(k_c.to(tl.float32) * z)
-        to = ((part + 1).to(tl.int64) * rows + row) * HV + hv
-        tl.store(dbeta + to, -from_state, mask=live)
-        m_c = tl.load(m + at)
-        z = product(tl.trans(m_c), k_c, -(z * (b * tl.exp2(gate))[:, None]))
-        dk_c += product(m_c, k_c, z)
+        total += x
+        if dgate is not None:
+            to = ((part + 1).to(tl.int64) * rows + row) * HV + hv
+            tl.store(dgate + to, row_sums(q_c.to(tl.float32) * x), mask=live)
+    store(dq, narrow(total, dq), row, H, key_head, K, part * C, live)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "rows"])
+def dk_kernel(
+    q, k, g, beta, h, dh, vn, dr, ds, m, dk, dbeta, dgate, dlast, scale, cu_seqlens, T, S, rows, H, HV,
+    K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """64 columns of dk of one chunk and key head, the sum over its value heads; and what these columns add to
+    dbeta and dG of each. `rows` are those of a part of dbeta and dG."""
+    parts: tl.constexpr = (K + 63) // 64
+    part, item = tl.program_id(0) % parts, tl.program_id(0) // parts
+    chunk, key_head = item // H, (item % H).to(tl.int64)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
+    if left <= 0:
+        return
+    i = tl.arange(0, C)
+    live, row = i < left, first + i
+    q_c = tile(q, row, H, key_head, K, part * C, live)
+    k_c = tile(k, row, H, key_head, K, part * C, live)
+    total = tl.zeros([C, C], tl.float32)
+    group = HV // H
+    for each in range(group):
+        hv = key_head * group + each
+        gate = gates_of(g, row, HV, hv, live)
+        end = last_gate(g, first, left, HV, hv)
+        own = chunk.to(tl.int64) * HV + hv
         y = tl.zeros([C, C], tl.float32)  # vn D^T
+        z = tl.zeros([C, C], tl.float32)  # dr S^T
         of_states = tl.zeros([C], tl.float32)  # S D
         for column in range(0, V, C):
             cells, inside = state_tile(K, V, part * C, column, V_FIRST)
-            dh_c = tl.load(dh + state + cells, mask=inside, other=0.0)
+            h_c = tl.load(h + own * (K * V) + cells, mask=inside, other=0.0)
+            dh_c = tl.load(dh + own * (K * V) + cells, mask=inside, other=0.0)
             y = product(tile(vn, row, HV, hv, V, column, live), tl.trans(dh_c), y)
+            z = product(tile(dr, row, HV, hv, V, column, live), tl.trans(h_c), z)
             if dgate is not None:
-                h_c = tl.load(h + state + cells, mask=inside, other=0.0)
-                of_states += sums_of_rows(h_c.to(tl.float32) * dh_c.to(tl.float32))
+                of_states += row_sums(h_c.to(tl.float32) * dh_c.to(tl.float32))
+        b = tl.load(beta + row * HV + hv, mask=live, other=0.0).to(tl.float32)
+        k_f, to = k_c.to(tl.float32), ((part + 1).to(tl.int64) * rows + row) * HV + hv
+        from_state = tl.exp2(gate) * row_sums(k_f * z)
+        tl.store(dbeta + to, -from_state, mask=live)
+        at = own * (C * C) + i[:, None] * C + i[None, :]
+        m_c = tl.load(m + at)
+        z = product(tl.trans(m_c), k_c, -(z * (b * tl.exp2(gate))[:, None]))
+        total += product(m_c, k_c, z)
         y = y * tl.where(live, tl.exp2(end - gate), 0.0)[:, None]
         if dgate is not None:
-            whole = whole_sum(sums_of_rows(k_c.to(tl.float32) * y))
-            whole += tl.exp2(end) * whole_sum(of_states)
-            tl.store(dlast + (chunk * HV + hv) * parts + part, whole)
-        ds_c = tl.load(ds + at)
-        y = y + product(tl.trans(ds_c), q_c, tl.zeros([C, C], tl.float32)) * scale
-        dk_c += y
+            whole = whole_sum(row_sums(k_f * y)) + tl.exp2(end) * whole_sum(of_states)
+            tl.store(dlast + own * parts + part, whole)
+        y = y + product(tl.trans(tl.load(ds + at)), q_c, tl.zeros([C, C], tl.float32)) * scale
+        total += y
         if dgate is not None:
-            change = change - sums_of_rows(k_c.to(tl.float32) * y) - b * from_state
-            tl.store(dgate + to, change, mask=live)
-    where = (row * H + key_head)[:, None] * K + part * C + i[None, :]
-    inside = live[:, None] & (part * C + i < K)[None, :]
-    tl.store(dq + where, narrow(dq_c, dq), mask=inside)
-    tl.store(dk + where, narrow(dk_c, dk), mask=inside)
+            change = tl.load(dgate + to, mask=live, other=0.0)
+            tl.store(dgate + to, change - row_sums(k_f * y) - b * from_state, mask=live)
+    store(dk, narrow(total, dk), row, H, key_head, K, part * C, live)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "rows"])
 def finish_kernel(
-    dbeta, dgate, dlast, out_beta, out_g, cu_seqlens, T, S, NT, rows, HV, PARTS: tl.constexpr,
+    dbeta, dgate, dlast, out_beta, out_g, cu_seqlens, T, S, rows, HV, PARTS: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """dbeta and dg of one chunk and HEADS value heads: parts in ascending order, rows from the last one back.
     Part 0 is that of `inner_kernel`."""
     blocks = tl.cdiv(HV, HEADS)
     chunk, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    first, left = place_of(chunk, cu_seqlens, T, S, NT)
+    first, left = chunk_of(chunk, cu_seqlens, T, S)
     if left <= 0:
         return
     head = block * HEADS + tl.arange(0, HEADS)
@@ -342,7 +366,9 @@ def finish_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_kernel(x, dy, dx, rows, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr):
+def norm_gradient_kernel(
+    x, dy, dx, rows, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
     """dx of y = x r, r = 1 / sqrt(sum of squares + EPS), from dy in fp32: r (dy - x r sum(x r dy))."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, WIDTH)
@@ -350,14 +376,15 @@ def norm_kernel(x, dy, dx, rows, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.
     at = row[:, None] * K + col[None, :]
     x_c = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     dy_c = tl.load(dy + at, mask=inside, other=0.0)
-    r = tl.div_rn(1.0, tl.sqrt_rn(sums_of_rows(x_c * x_c) + EPS))
+    r = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(row_sums(x_c * x_c) + EPS))
     y = x_c * r[:, None]
-    tl.store(dx + at, narrow((dy_c - y * sums_of_rows(y * dy_c)[:, None]) * r[:, None], dx), mask=inside)
+    own = (dy_c - y * row_sums(y * dy_c)[:, None]) * r[:, None]
+    tl.store(dx + at, narrow(own, dx), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def offsets_kernel(offsets, cu_seqlens, T, S, BLOCK: tl.constexpr):
-    """The first chunk of packed sequences, as `place_of` counts them."""
+    """The first chunk of packed sequences, as `chunk_of` counts them."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + n, mask=n < S, other=0), 0), T).to(tl.int32)
     tl.store(offsets + n, begin // C + n, mask=n < S)
@@ -365,125 +392,117 @@ def offsets_kernel(offsets, cu_seqlens, T, S, BLOCK: tl.constexpr):
 
 # Launchers
 
+#: Compile options of the kernels with products.
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
-class Shape(NamedTuple):
-    """Sizes of a call, and where its sequences are."""
-
-    B: int
-    T: int
-    H: int
-    HV: int
-    K: int
-    V: int
-    bounds: Tensor | None
-    S: int  # sequences
-    NT: int  # chunks per batch element; packed: of all, some of them without rows
-
-    @property
-    def chunks(self) -> int:
-        return self.B * self.NT
-
-    @property
-    def place(self) -> tuple[Tensor | None, int, int, int]:
-        """The arguments of `place_of`."""
-        return self.bounds, self.T, self.S, self.NT
+#: Value heads that one program of `finish_kernel` sums.
+HEADS = 32
 
 
-def shape_of(args: dict[str, Any]) -> Shape:
-    (B, T, H, K), (HV, V), bounds = args["q"].shape, args["v"].shape[2:], args["cu_seqlens"]
-    if bounds is None:
-        return Shape(B, T, H, HV, K, V, None, B, -(-T // 64))
-    S = len(bounds) - 1
-    return Shape(B, T, H, HV, K, V, bounds.contiguous(), S, T // 64 + S if S else 0)
-
-
-def chunk_offsets(shape: Shape, launch: Launch) -> Tensor | None:
+def chunk_offsets(bounds: Tensor | None, T: int, launch: Launch) -> Tensor | None:
     """[S] if sequences are packed."""
-    if shape.bounds is None:
+    if bounds is None:
         return None
-    offsets = torch.empty(max(shape.S, 1), dtype=torch.int32, device=shape.bounds.device)
-    grid = (-(-shape.S // 128),)
-    launch(offsets_kernel, grid, offsets, shape.bounds, shape.T, shape.S, BLOCK=128, num_warps=4)
+    S = len(bounds) - 1
+    offsets = torch.empty(max(S, 1), dtype=torch.int32, device=bounds.device)
+    launch(offsets_kernel, (-(-S // 128),), offsets, bounds, T, S, BLOCK=128, num_warps=4)
     return offsets
 
 
-#: Compile options of the kernels with products.
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+def dhu_of(q: Tensor, v: Tensor) -> Callable[..., Any]:
+    """The kernel for the gradients of states: that of Hopper where it serves these sizes. Device and sizes
+    decide, so the class has one set of bits."""
+    from isobit.ops.delta_rule import kernels_hopper  # loaded where there is a GPU for it
+
+    if kernels_hopper.why_not({"q": q, "dv": v, "chunk_size": CHUNK}) is None:
+        return kernels_hopper.dhu
+    return portable_states.dhu
 
 
-class Saved(NamedTuple):
-    """What the forward computed: gates in log2, the inverse, w, states at the chunks' starts, new values."""
-
-    g2: Tensor | None
-    t: Tensor
-    w: Tensor
-    h: Tensor
-    vn: Tensor
-
-
-def gradients(
-    launch: Launch, args: dict[str, Any], saved: Saved, dhu: Callable[..., Any]
+def gated_delta_rule_bwd(
+    launch: Launch = run, dhu: Callable[..., Any] | None = None, **args: Any
 ) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dg, dbeta, dinitial_state), where q and k of the arguments are those that the forward
-    multiplied; dq and dk in fp32 if these were normalized. `dhu` computes the gradients of states."""
-    q, k, v, beta, do = (args[name].contiguous() for name in ("q", "k", "v", "beta", "do"))
-    shape, g, scale = shape_of(args), saved.g2, float(args["scale"])
-    B, T, H, HV, K, V = shape[:6]
-    sizes, narrow_dtype = {"K": K, "V": V}, q.dtype
-    wide = args["use_qk_l2norm_in_kernel"]
+    """(dq, dk, dv, dg, dbeta, dinitial_state), those that are wanted."""
+    names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens", "inverse", "do", "dfinal_state")
+    given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
+    raw_q, raw_k, v, g, beta, initial, bounds, inverse, do, dht = given
+    scale, v_first, normed = float(args["scale"]), args["state_v_first"], args["use_qk_l2norm_in_kernel"]
+    B, T, HV, V = v.shape
+    H, K = raw_q.shape[2:]
+    S = B if bounds is None else len(bounds) - 1
+    tiles = tiles_of(T, S, bounds)
+    chunks = -(-T // CHUNK) if bounds is None else tiles
+    if dhu is None:
+        on_hopper = v.device.type != "cpu" and hopper_cannot_run(v.device) is None
+        dhu = dhu_of(raw_q, v) if on_hopper else portable_states.dhu
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=q.device)
+        return torch.empty(size, dtype=dtype, device=v.device)
 
-    local = empty(*v.shape, dtype=narrow_dtype)
-    grid = (shape.chunks * HV,)
-    launch(local_kernel, grid, q, k, g, do, local, scale, *shape.place, H, HV, **sizes, **_OPTIONS)
-    dht = args["dfinal_state"]
+    # What the forward had
+    q, k = (l2norm(raw_q, launch), l2norm(raw_k, launch)) if normed else (raw_q, raw_k)
+    g2 = None if g is None else gates(g, bounds, launch)
+    u, w = torch.empty_like(v), empty(B, T, HV, K, dtype=k.dtype)
+    place, sizes = (bounds, T, S), {"H": H, "HV": HV, "K": K, "V": V, **_OPTIONS}
+    by_value_head = (tiles * HV,)
+    launch(rebuild_kernel, by_value_head, k, v, g2, beta, inverse, u, w, *place, **sizes)
+    h, vn, _ = states(k, w, u, g2, None, initial, bounds, None, chunks, v_first, True, False, launch)
+
+    # From the last chunk to the first
+    local = u  # of the same shape, and no longer needed
+    launch(local_kernel, by_value_head, q, k, g2, do, local, scale, *place, **sizes)
+    # dhu reads nothing of chunk_indices but their number.
+    indices = None if bounds is None else empty(chunks, 2, dtype=torch.int32)
     dh, dh0, dvn = dhu(
-        launch=launch, q=q, k=k, w=saved.w, do=do, dv=local, g=g, gk=None, h0=args["initial_state"],
-        dht=None if dht is None else dht.contiguous(), scale=scale, state_v_first=args["state_v_first"],
-        cu_seqlens=shape.bounds, chunk_size=64, chunk_indices=_as_many(shape), use_exp2=True,
-        chunk_offsets=chunk_offsets(shape, launch),
+        launch=launch, q=q, k=k, w=w, do=do, dv=local, g=g2, gk=None,
+        h0=initial if args["want_initial_state"] else None, dht=dht, scale=scale, state_v_first=v_first,
+        cu_seqlens=bounds, chunk_size=CHUNK, chunk_indices=indices, use_exp2=True,
+        chunk_offsets=chunk_offsets(bounds, T, launch),
     )  # fmt: skip
-    dr, dv = local, empty(*v.shape, dtype=narrow_dtype)  # `local` is no longer needed
-    ds, m = (empty(shape.chunks, HV, 64, 64, dtype=narrow_dtype) for _ in range(2))
-    # Part 0 of dbeta and dG is that of `inner_kernel`, then one for every 64 columns of k.
-    parts = 1 + -(-K // 64)
-    dbeta, dgate, dlast = empty(parts, B * T, HV), None, None
-    if g is not None:
-        dgate, dlast = empty(parts, B * T, HV), empty(shape.chunks, HV, parts - 1)
+
+    # Each chunk by itself
+    dr, dv = local, empty(*v.shape, dtype=v.dtype)  # `local` is in dvn now
+    ds, m = (empty(tiles, HV, CHUNK, CHUNK, dtype=v.dtype) for _ in range(2))
+    # Part 0 of dbeta and dG is that of `inner_kernel`, then there is one for every 64 columns of k.
+    parts, rows = 1 + -(-K // CHUNK), B * T
+    dbeta, dgate, dlast = empty(parts, rows, HV), None, None
+    if g2 is not None:
+        dgate, dlast = empty(parts, rows, HV), empty(tiles, HV, parts - 1)
     launch(
-        inner_kernel, grid, k, v, g, beta, saved.t, do, saved.vn, dvn, dr, dv, ds, m, dbeta, dgate,
-        *shape.place, H, HV, **sizes, **_OPTIONS,
+        inner_kernel, by_value_head,
+        k, v, g2, beta, inverse, do, vn, dvn, dr, dv, ds, m, dbeta, dgate, *place, **sizes,
     )  # fmt: skip
-    dq, dk = (empty(*q.shape, dtype=torch.float32 if wide else narrow_dtype) for _ in range(2))
+    dq, dk = (empty(*q.shape, dtype=torch.float32 if normed else q.dtype) for _ in range(2))
+    by_part = (tiles * H * (parts - 1),)
     launch(
-        outer_kernel, (shape.chunks * H * (parts - 1),), q, k, g, beta, saved.h, dh, do, saved.vn, dr, ds, m,
-        dq, dk, dbeta, dgate, dlast, scale, *shape.place, B * T, H, HV,
-        **sizes, V_FIRST=args["state_v_first"], **_OPTIONS,
+        dq_kernel, by_part,
+        q, k, g2, h, do, ds, dq, dgate, scale, *place, rows, V_FIRST=v_first, **sizes,
+    )  # fmt: skip
+    launch(
+        dk_kernel, by_part,
+        q, k, g2, beta, h, dh, vn, dr, ds, m, dk, dbeta, dgate, dlast, scale, *place, rows,
+        V_FIRST=v_first, **sizes,
     )  # fmt: skip
     out_beta = empty(*beta.shape, dtype=beta.dtype)
-    out_g = None if args["g"] is None else empty(*args["g"].shape, dtype=args["g"].dtype)
+    out_g = None if g is None else empty(*g.shape, dtype=g.dtype)
     launch(
-        finish_kernel, (shape.chunks * -(-HV // 32),), dbeta, dgate, dlast, out_beta, out_g, *shape.place,
-        B * T, HV, PARTS=parts, HEADS=32, num_warps=1, num_stages=1, enable_fp_fusion=False,
+        finish_kernel, (tiles * -(-HV // HEADS),),
+        dbeta, dgate, dlast, out_beta, out_g, *place, rows, HV,
+        PARTS=parts, HEADS=HEADS, num_warps=1, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return dq, dk, dv, out_g, out_beta, dh0
+    if normed:
+        dq, dk = norm_gradient(raw_q, dq, launch), norm_gradient(raw_k, dk, launch)
+    all_of = {"q": dq, "k": dk, "v": dv, "g": out_g, "beta": out_beta}
+    results = [gradient if args[f"want_{name}"] else None for name, gradient in all_of.items()]
+    return *results, None if dh0 is None else dh0.to(initial.dtype)
 
 
-def _as_many(shape: Shape) -> Tensor | None:
-    """Of packed sequences: a tensor as long as there are chunks, which is all that dhu reads of it."""
-    if shape.bounds is None:
-        return None
-    return torch.empty((shape.NT, 2), dtype=torch.int32, device=shape.bounds.device)
-
-
-def norm_gradient(launch: Launch, x: Tensor, dy: Tensor) -> Tensor:
-    """That of a normalized row, from dy in fp32."""
+def norm_gradient(x: Tensor, dy: Tensor, launch: Launch) -> Tensor:
+    """That of normalized rows, from dy in fp32."""
     dx, K = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
     rows, width = x.numel() // K, max(16, triton.next_power_of_2(K))
     launch(
-        norm_kernel, (-(-rows // 16),), x.contiguous(), dy, dx, rows,
-        K=K, WIDTH=width, ROWS=16, EPS=1e-6, num_warps=4, enable_fp_fusion=False,
+        norm_gradient_kernel, (-(-rows // 16),), x, dy, dx, rows,
+        K=K, WIDTH=width, ROWS=16, EPS=float(EPS), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return dx
