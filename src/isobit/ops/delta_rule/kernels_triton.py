@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isobit.frame.launch import Launch, run
 from isobit.kernels.host.temperature import LOG2E
-from isobit.kernels.triton.interpreter import narrow, rounded
 from isobit.kernels.triton.chain import product
+from isobit.kernels.triton.interpreter import narrow, rounded
 
 
 @triton.jit

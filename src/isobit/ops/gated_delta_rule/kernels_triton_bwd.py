@@ -21,11 +21,15 @@ gradient of the state at its end, T = (I + A)^-1 and vn = T (beta v - beta e^G k
 Since r = (I + A) vn, neither the gradient of T nor those of w and u are needed: A's gradient is a product of
 two tensors that there are anyway.
 
-Roundings to the dtype of q, x16: P, dvn, dr (as an operand; dv and dbeta take it in fp32), dS, M, every
-result once. Products are chains of 16 over ascending k; dq continues e^G do S^T with dS k, and -beta e^G dr S^T
-is continued by M k and then by M^T k. All other arithmetic is fp32 without contraction. Sums over K and V go by tiles of 64 columns
-in ascending order and halve a tile, second half to first; sums over rows and columns of a chunk halve too.
-Sums over the value heads of a key head are fp32 additions in ascending order. dg is summed row by row.
+The forward keeps T. u and w (step 4 of the class), S and vn (steps 5 and 7) are computed again from it.
+
+Roundings to the dtype of q: P, scale P^T do, dvn, dr (as an operand; dv and dbeta take it in fp32), dS, M, D
+as an operand, and every result once. Products are chains of 16 over ascending k from zero, but dq continues
+e^G do S^T with dS k, and -beta e^G dr S^T is continued by M k and then by M^T k. All other arithmetic is fp32
+without contraction, from left to right as written above. A sum over K or V takes tiles of 64 columns in
+ascending order, and within a tile repeatedly adds the second half to the first, as do sums over rows and
+columns of a chunk. For every value head of a key head in ascending order dq takes one addition, and dk two:
+the chain with M, then dk1. dg begins with what the last row has in addition, and takes row after row.
 
 A result of a product is an operand of another one only on its right side and as it is, never transposed: on
 Hopper, Triton 3.4 to 3.7.0 miscompiles a product whose left operand is the transposed accumulator of another

@@ -176,9 +176,7 @@ def of_chunk(c: Chunk, dvn: Array, D: Array, call: Call) -> Gradients:
     dbeta = [added(tile_sums(dr * c.v)) + halved(N * kk, -1), *(np.negative(x) for x in from_state)]
     x = M * kk
     dgate = [halved(x, -1) - halved(x, -2)]
-    for of_q, of_k, from_s in zip(
-        tile_sums(c.q * dq), tile_sums(c.k * by_output), from_state, strict=True
-    ):
+    for of_q, of_k, from_s in zip(tile_sums(c.q * dq), tile_sums(c.k * by_output), from_state, strict=True):
         dgate.append(of_q - of_k - c.beta * from_s)
     dlast = []
     for part, of_k in zip(tiles(c.k.shape[-1]), tile_sums(c.k * ahead), strict=True):
@@ -235,12 +233,12 @@ def chunks_of(
         v_new = new_values(ready.u, ready.w, S, call.do, call.dtype)
         T = np.zeros((*ready.T.shape[:-1], CHUNK), F32)
         T[..., : ready.T.shape[-1]] = call.rounded(ready.T)
-        result.append(
-            Chunk(
-                own_v.shape[1], *map(filled, (own_q, own_k, own_v, own_beta, ready.g2, T, ready.w)),
-                call.rounded(S), filled(v_new), filled(own_dout),
-            )
-        )  # fmt: skip
+        parts = {
+            "q": own_q, "k": own_k, "v": own_v, "beta": own_beta, "g2": ready.g2, "T": T, "w": ready.w,
+            "v_new": v_new, "dout": own_dout,
+        }  # fmt: skip
+        full = {name: filled(x) for name, x in parts.items()}
+        result.append(Chunk(rows=own_v.shape[1], S=call.rounded(S), **full))
         S = closed(own_k, v_new, ready.g2, S, call.do, call.dtype)
     return result
 
@@ -293,7 +291,8 @@ def gated_delta_rule_bwd(arithmetic: Arithmetic = CPU, **args: Any) -> tuple[Ten
     for name in ("q", "k", "v", "g", "beta", "initial_state"):
         given = args[name]
         results[name] = torch.zeros(given.shape, dtype=given.dtype) if args[f"want_{name}"] else None
-    for place in places(*args["v"].shape[:2], args["cu_seqlens"]):
+    B, T = args["v"].shape[:2]
+    for place in places(B, T, args["cu_seqlens"]):
         for name, gradient in of_sequence(args, place, arithmetic).items():
             result = results[name]
             if result is None:
