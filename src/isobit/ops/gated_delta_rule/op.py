@@ -20,6 +20,10 @@ With G the sum of g within the chunk, and S the state at its start:
 Row i of each depends on rows 0 to i of its chunk and on S, never on later rows. Sums have a fixed order, and
 zeros leave them unchanged. So a chunk of which only the first rows exist gives these the bits of the whole
 chunk.
+
+Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So
+dr = T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a sequence are
+its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a fixed order.
 """
 
 from functools import partial
@@ -43,7 +47,8 @@ GDR_1 = Numerics(
     "The gated delta rule in chunks of 64 tokens from the sequence's own first. Gates are summed token by"
     " token in fp32, the triangular system is inverted by forward substitution in fp32 with fused"
     " multiply-adds, all products are chains of 16 of 16-bit factors, and the state is carried in fp32. A row"
-    " is a function of its chunk's rows up to itself and of the state at the chunk's start. `exp2` as Triton"
+    " is a function of its chunk's rows up to itself and of the state at the chunk's start. Gradients take"
+    " those of states from dhu/1, or from dhu/triton-1 where that does not serve the sizes. `exp2` as Triton"
     " emits it.",
     "NVIDIA Hopper (sm_90), each Triton version for itself",
 )
