@@ -16,7 +16,7 @@ from isobit import ContractError
 from isobit.check.runner import FAIL, OK, Cell, Request, run
 from isobit.frame.backend import Backend
 from isobit.frame.op import OPS
-from isobit.ops.gated_delta_rule import model, reference
+from isobit.ops.gated_delta_rule import model, model_bwd, reference
 from isobit.ops.gated_delta_rule.op import GDR_1_CPU
 
 NAME = "gated_delta_rule"
@@ -190,17 +190,25 @@ PACKED = "B=1 T=71 H=1 HV=1 K=48 V=16 fp16 mode=gh lengths=5+0+66"
 
 @contextmanager
 def candidate(function: Callable[..., Any]) -> Iterator[None]:
-    """A backend named "candidate" that claims the class, so that bit laws apply to it."""
+    """A backend named "candidate" that claims the class, so that bit laws apply to it. What it keeps for the
+    backward, and the backward, are the class's."""
 
     def never(args: dict[str, Any]) -> None:
         """No reason not to serve."""
 
-    backend = Backend("candidate", function, str(GDR_1_CPU), never, False, never)
-    OPS[NAME].backends.append(backend)
+    def served(**args: Any) -> tuple[Tensor | None, ...]:
+        o, final, *_ = function(**args)
+        return o, final, model.inverses(args, model.CPU) if args["return_inverse"] else None
+
+    added = {NAME: served, f"{NAME}_bwd": model_bwd.gated_delta_rule_bwd}
+    backends = {n: Backend("candidate", f, str(GDR_1_CPU), never, False, never) for n, f in added.items()}
+    for name, backend in backends.items():
+        OPS[name].backends.append(backend)
     try:
         yield
     finally:
-        OPS[NAME].backends.remove(backend)
+        for name, backend in backends.items():
+            OPS[name].backends.remove(backend)
 
 
 def only(function: Callable[..., Any], law: str, case: str) -> Cell:
@@ -225,7 +233,7 @@ def low_states(**args: Any) -> tuple[Tensor, Tensor | None]:
     for first in range(0, args["q"].shape[1], CHUNK):
         names = [n for n in ("q", "k", "v", "g", "beta") if args[n] is not None]
         part = args | {n: args[n][:, first : first + CHUNK] for n in names}
-        o, state = model.gated_delta_rule(**part | {"initial_state": state, "output_final_state": True})
+        o, state, _ = model.gated_delta_rule(**part | {"initial_state": state, "output_final_state": True})
         assert state is not None
         state = state.to(args["q"].dtype).float()
         parts.append(o)
@@ -235,7 +243,7 @@ def low_states(**args: Any) -> tuple[Tensor, Tensor | None]:
 def from_the_first_token_of_the_call(**args: Any) -> tuple[Tensor, Tensor | None]:
     """Packed sequences whose chunks begin at multiples of 64 of the call."""
     if args["cu_seqlens"] is None:
-        return model.gated_delta_rule(**args)
+        return model.gated_delta_rule(**args)[:2]
     bounds, parts, finals = args["cu_seqlens"].tolist(), [], []
     for s in range(len(bounds) - 1):
         state, at = args["initial_state"][s : s + 1], bounds[s]
@@ -243,7 +251,7 @@ def from_the_first_token_of_the_call(**args: Any) -> tuple[Tensor, Tensor | None
             end = min((at // CHUNK + 1) * CHUNK, bounds[s + 1])
             one = args | {n: args[n][:, at:end] for n in ("q", "k", "v", "g", "beta")}
             one |= {"cu_seqlens": None, "initial_state": state, "output_final_state": True}
-            o, state = model.gated_delta_rule(**one)
+            o, state, _ = model.gated_delta_rule(**one)
             parts.append(o)
             at = end
         finals.append(state)
@@ -256,7 +264,7 @@ def spills_later_rows(**args: Any) -> tuple[Tensor, Tensor | None]:
     kept = model.triangular
     model.triangular = lambda left, right, acc, do, dtype: do.product(left, right, acc, dtype)
     try:
-        return model.gated_delta_rule(do=plain, **args)
+        return model.gated_delta_rule(do=plain, **args)[:2]
     finally:
         model.triangular = kept
 

@@ -379,8 +379,8 @@ def fwd_h(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Ten
     )  # fmt: skip
 
 
-def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state)."""
+def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final_state, inverse)."""
     names = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
     given: Any = (None if args[name] is None else args[name].contiguous() for name in names)
     q, k, v, g, beta, initial, bounds = given
@@ -390,7 +390,7 @@ def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor 
     if args["use_qk_l2norm_in_kernel"]:
         q, k = l2norm(q, launch), l2norm(k, launch)
     g2 = None if g is None else gates(g, bounds, launch)
-    u, w, _ = prepare(k, v, beta, g2, bounds, launch=launch)
+    u, w, inverse = prepare(k, v, beta, g2, bounds, args["return_inverse"], launch)
     tiles, v_first = tiles_of(T, S, bounds), args["state_v_first"]
     chunks = -(-T // CHUNK) if bounds is None else tiles
     h, v_new, final = states(
@@ -403,4 +403,4 @@ def gated_delta_rule(launch: Launch = run, **args: Any) -> tuple[Tensor, Tensor 
         q, k, v_new, g2, h, bounds, o, float(args["scale"]), T, S, H, HV, K, V,
         BK=_rows_of(K), BV=BV, V_FIRST=v_first, **_OPTIONS,
     )  # fmt: skip
-    return o, final
+    return o, final, inverse

@@ -296,8 +296,8 @@ def _state(given: Tensor | None, place: Place, shape: tuple[int, ...], v_first: 
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
-def gated_delta_rule(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state)."""
+def gated_delta_rule(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final_state, inverse)."""
     q, k, v, beta, g = (args[n] for n in ("q", "k", "v", "beta", "g"))
     B, T, HV, V = v.shape
     K, dtype = q.shape[-1], q.dtype
@@ -316,9 +316,26 @@ def gated_delta_rule(do: Arithmetic = CPU, **args: Any) -> tuple[Tensor, Tensor 
         )  # fmt: skip
         o[place.batch, place.tokens] = torch.from_numpy(result).to(dtype).transpose(0, 1)
         final[place.number] = torch.from_numpy(np.ascontiguousarray(end))
-    if not args["output_final_state"]:
-        return o.to(v.device), None
-    return o.to(v.device), (final.mT.contiguous() if v_first else final).to(v.device)
+    last = (final.mT.contiguous() if v_first else final).to(v.device)
+    inverse = inverses(args, do) if args["return_inverse"] else None
+    return o.to(v.device), last if args["output_final_state"] else None, inverse
+
+
+def inverses(args: dict[str, Any], do: Arithmetic) -> Tensor:
+    """T of every chunk, rounded: [B, T, HV, 64], zeros after the diagonal."""
+    k, beta, g = (args[n] for n in ("k", "beta", "g"))
+    B, T, HV = beta.shape
+    result = torch.zeros(B, T, HV, CHUNK, dtype=k.dtype)
+    for n, b, tokens in places(B, T, args["cu_seqlens"]):
+        for first in range(tokens.start, tokens.stop, CHUNK):
+            here = Place(n, b, slice(first, min(first + CHUNK, tokens.stop)))
+            own_k, own_beta = by_heads(k, here, HV), by_heads(beta, here, HV)
+            if args["use_qk_l2norm_in_kernel"]:
+                own_k = l2norm(own_k, k.dtype)
+            g2 = np.zeros_like(own_beta) if g is None else gates(by_heads(g, here, HV))
+            own = inverse(system(own_k, own_beta, g2, do, k.dtype), do)
+            result[b, here.tokens, :, : own.shape[-1]] = torch.from_numpy(own).to(k.dtype).transpose(0, 1)
+    return result.to(k.device)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")

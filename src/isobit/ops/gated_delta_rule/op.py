@@ -20,6 +20,10 @@ With G the sum of g within the chunk, and S the state at its start:
 Row i of each depends on rows 0 to i of its chunk and on S, never on later rows. Sums have a fixed order, and
 zeros leave them unchanged. So a chunk of which only the first rows exist gives these the bits of the whole
 chunk.
+
+Backward, with dv_new the gradient of v_new: r = beta v - beta exp(G) k S is (I + A) v_new. So
+dr = T^T dv_new, and the gradient of A is -dr v_new^T (`kernels_triton_bwd` has every step). The gradients of a sequence are
+its own: sums run within a chunk, along the sequence, and over value heads of a key head, in a fixed order.
 """
 
 from functools import partial
@@ -31,6 +35,7 @@ from torch import Tensor
 from isobit.frame.backend import NONE
 from isobit.frame.contract import F32, Contract, Float, Int, dtype_name
 from isobit.frame.device import arch_key, triton_cannot_run
+from isobit.frame.op import op
 from isobit.frame.public_op import public_op
 from isobit.kernels.host import bounds
 from isobit.numerics import Numerics
@@ -42,7 +47,8 @@ GDR_1 = Numerics(
     "The gated delta rule in chunks of 64 tokens from the sequence's own first. Gates are summed token by"
     " token in fp32, the triangular system is inverted by forward substitution in fp32 with fused"
     " multiply-adds, all products are chains of 16 of 16-bit factors, and the state is carried in fp32. A row"
-    " is a function of its chunk's rows up to itself and of the state at the chunk's start. `exp2` as Triton"
+    " is a function of its chunk's rows up to itself and of the state at the chunk's start. Gradients take"
+    " those of states from dhu/1, or from dhu/triton-1 where that does not serve the sizes. `exp2` as Triton"
     " emits it.",
     "NVIDIA Hopper (sm_90), each Triton version for itself",
 )
@@ -59,7 +65,7 @@ def _sizes(args: dict[str, Any]) -> dict[str, int]:
     """Sizes of outputs that do not occur in an input."""
     packed, K, V = args["cu_seqlens"], args["q"].shape[-1], args["v"].shape[-1]
     X, Y = (V, K) if args["state_v_first"] else (K, V)
-    return {"S": args["q"].shape[0] if packed is None else len(packed) - 1, "X": X, "Y": Y}
+    return {"S": args["q"].shape[0] if packed is None else len(packed) - 1, "X": X, "Y": Y, "C": CHUNK}
 
 
 def _flops(args: dict[str, Any]) -> int:
@@ -70,8 +76,13 @@ def _flops(args: dict[str, Any]) -> int:
 
 
 @public_op("gated_delta_rule", sizes=_sizes, flops=_flops)
-def forward() -> tuple[Float[Tensor, "B T HV V in q"], F32[Tensor, "S HV X Y if output_final_state"]]:
-    """(o, final_state)."""
+def forward(return_inverse: bool = False) -> tuple[
+    Float[Tensor, "B T HV V in q"],
+    F32[Tensor, "S HV X Y if output_final_state"],
+    Float[Tensor, "B T HV C in q if return_inverse"],
+]:  # fmt: skip
+    """(o, final_state, inverse): inverse has the rows of T, in the dtype of q. Autograd asks for it where a
+    backward may follow: T is what takes the forward longest, and small."""
 
 
 @forward.public
@@ -146,7 +157,7 @@ def gated_delta_rule(
         "use_gate_in_kernel": use_gate_in_kernel, "validate": validate, "numerics": numerics,
         "backend": backend,
     }  # fmt: skip
-    o, final_state = forward(**_adapt(given))
+    o, final_state, _ = forward(**_adapt(given))
     return o, final_state if output_final_state else None
 
 
@@ -162,6 +173,37 @@ def _adapt(given: dict[str, Any]) -> dict[str, Any]:
 
 
 forward.adapt = _adapt
+
+
+@op(
+    "gated_delta_rule_bwd",
+    like=forward.params(
+        "q", "k", "v", "g", "beta", "scale", "initial_state", "use_qk_l2norm_in_kernel", "state_v_first",
+        "cu_seqlens",
+    ),
+    sizes=_sizes,
+    flops=lambda args: 3 * _flops(args),
+)  # fmt: skip
+def backward(
+    inverse: Float[Tensor, "B T HV C"],
+    do: Float[Tensor, "B T HV V"],
+    dfinal_state: F32[Tensor, "S HV X Y; any strides"] | None,
+    *,
+    want_q: bool,
+    want_k: bool,
+    want_v: bool,
+    want_g: bool,
+    want_beta: bool,
+    want_initial_state: bool,
+) -> tuple[
+    Float[Tensor, "B T H K in q if want_q"],
+    Float[Tensor, "B T H K in k if want_k"],
+    Float[Tensor, "B T HV V in v if want_v"],
+    Float[Tensor, "B T HV in g if want_g"],
+    Float[Tensor, "B T HV in beta if want_beta"],
+    Float[Tensor, "S HV X Y in initial_state if want_initial_state"],
+]:
+    """(dq, dk, dv, dg, dbeta, dinitial_state); the ones not wanted are None."""
 
 
 # Rules that annotations cannot express
@@ -228,6 +270,7 @@ def _sequences(contract: Contract, args: dict[str, Any]) -> None:
 
 
 forward.rule(_options, _one_dtype, _heads, _states)
+backward.rule(_one_dtype, _heads, _states)
 forward.value_rule(_sequences)
 
 
@@ -251,19 +294,33 @@ def not_on_the_cpu(args: dict[str, Any]) -> str | None:
 
 CLASS = partial(of_this_hardware, GDR_1, GDR_1_CPU)
 
-forward.backend(
-    "triton", run="kernels_triton:gated_delta_rule", numerics=CLASS, cannot_run=triton_cannot_run,
-    when="kernels_triton:why_not", interpreted=True, launches=True,
-)  # fmt: skip
-forward.backend(
-    "model", run="model:gated_delta_rule", numerics=str(GDR_1_CPU), when="model:why_not",
-    not_by_default=not_on_the_cpu,
-)  # fmt: skip
+_TRITON: dict[str, Any] = {
+    "numerics": CLASS,
+    "cannot_run": triton_cannot_run,
+    "when": "kernels_triton:why_not",
+    "interpreted": True,
+    "launches": True,
+}
+_MODEL: dict[str, Any] = {
+    "numerics": str(GDR_1_CPU),
+    "when": "model:why_not",
+    "not_by_default": not_on_the_cpu,
+}
+forward.backend("triton", run="kernels_triton:gated_delta_rule", **_TRITON)
+backward.backend("triton", run="kernels_triton_bwd:gated_delta_rule_bwd", **_TRITON)
+forward.backend("model", run="model:gated_delta_rule", **_MODEL)
+backward.backend("model", run="model_bwd:gated_delta_rule_bwd", **_MODEL)
 forward.backend("reference", run="reference:gated_delta_rule", numerics=NONE)
+backward.backend("reference", run="reference_bwd:gated_delta_rule_bwd", numerics=NONE)
 
 
-# Autograd
+# Autograd, once for all backends
 
-forward.not_differentiable(
-    "isobit.gated_delta_rule has no gradient yet: call it under torch.no_grad(), or on detached tensors."
+forward.derivative(
+    "q", "k", "v", "g", "beta", "initial_state",
+    by=backward, outputs=("o", "final_state", "inverse"), constant=("inverse",), flags=("return_inverse",),
+)  # fmt: skip
+backward.not_differentiable(
+    "isobit.gated_delta_rule has no second derivative: its backward is made of kernels without a gradient of "
+    "their own."
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.gated_delta_rule.model import EPS, places
+from isobit.ops.gated_delta_rule.model import CHUNK, EPS, places
 
 
 def formula(
@@ -59,16 +59,44 @@ def recurrence(
         new = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
         S = S + k[:, t, :, :, None] * new[:, :, None, :]
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
-    return torch.stack(rows, 1) if rows else torch.zeros_like(v), S
+    if not rows:  # empty, but a function of all inputs, as its gradient is
+        return v * (q.sum() + k.sum() + decay.sum() + beta.sum()), S
+    return torch.stack(rows, 1), S
 
 
-def gated_delta_rule(**args: Any) -> tuple[Tensor, Tensor | None]:
-    """(o, final_state)."""
+def gated_delta_rule(**args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(o, final_state, inverse)."""
     o, states = formula(**args)
     final = states.contiguous() if args["output_final_state"] else None
     if final is not None and final is args["initial_state"]:
         final = final.clone()  # no token: a result must not be an argument
-    return o.to(args["q"].dtype), final
+    return o.to(args["q"].dtype), final, inverses(**args) if args["return_inverse"] else None
+
+
+def inverses(
+    k: Tensor, g: Tensor | None, beta: Tensor, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor | None,
+    **unread: Any,
+) -> Tensor:  # fmt: skip
+    """T = (I + A)^-1 of every chunk, [B, T, HV, 64]. Only backwards that compute in chunks read it."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    B, T, HV = beta.shape
+    result = torch.zeros(B, T, HV, CHUNK, dtype=k.dtype, device=k.device)
+    own_k = k.to(wide).repeat_interleave(HV // k.shape[2], 2)
+    if use_qk_l2norm_in_kernel:
+        own_k = own_k * ((own_k * own_k).sum(-1, keepdim=True) + float(EPS)).rsqrt()
+    for _, b, tokens in places(B, T, cu_seqlens):
+        for first in range(tokens.start, tokens.stop, CHUNK):
+            here = slice(first, min(first + CHUNK, tokens.stop))
+            keys, rows = own_k[b, here].transpose(0, 1), here.stop - here.start
+            decay = torch.zeros(HV, rows, dtype=wide, device=k.device)
+            if g is not None:
+                decay = g[b, here].to(wide).T.cumsum(1)
+            decay = (decay[:, :, None] - decay[:, None, :]).tril().exp()
+            A = (beta[b, here].to(wide).T[..., None] * (keys @ keys.mT) * decay).tril(-1)
+            eye = torch.eye(rows, dtype=wide, device=k.device)
+            own = torch.linalg.solve_triangular(A + eye, eye.expand_as(A), upper=False, unitriangular=True)
+            result[b, here, :, :rows] = own.transpose(0, 1).to(k.dtype)
+    return result
 
 
 # The states of chunks

@@ -12,6 +12,7 @@ from isobit.ops.gated_delta_rule.op import forward
 from isobit.ops.gated_delta_rule.proof import inputs
 from isobit.ops.gated_delta_rule.proof.bits import rows_so_far, same_elsewhere, states_alone
 from isobit.ops.gated_delta_rule.proof.bounds import error_bounds, state_bounds
+from isobit.ops.gated_delta_rule.proof.bounds_bwd import gradient_bounds
 from isobit.ops.gated_delta_rule.proof.exact import exact, exact_states
 from isobit.ops.gated_delta_rule.states_op import states
 from isobit.spec import inputs as alter
@@ -46,7 +47,10 @@ def _narrowest(args: Args, names: tuple[str, ...]) -> torch.dtype:
 
 
 def scale(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
-    return error_bounds(args, _narrowest(args, ("q", "k", "v")))
+    narrow = _narrowest(args, ("q", "k", "v"))
+    if cotangents:
+        return gradient_bounds(args, *cotangents, narrow)
+    return error_bounds(args, narrow)
 
 
 def scale_of_states(args: Args, outputs: Any, cotangents: Any) -> dict[str, Tensor]:
@@ -126,6 +130,9 @@ def memory(case: Case, backend: str, direction: str) -> int:
     if backend != "triton":
         return 256 * tokens * (d["K"] + d["V"] + CHUNK) + 64 * chunks * d["K"] * d["V"] + (1 << 21)
     rows = tokens * (2 * d["V"] + d["K"]) * 2 + tokens * 8
+    if direction != "fwd":  # the inverse, dvn; parts of dbeta and dG; rows of q and k in fp32
+        rows += tokens * (2 * CHUNK + 2 * d["V"] + 8 * (2 + d["K"] // CHUNK)) + 12 * tokens * d["K"]
+        rows += chunks * (2 * d["K"] * d["V"] + 4 * CHUNK * CHUNK)  # dh, dS and M
     return rows + chunks * (4 * CHUNK * CHUNK + 2 * d["K"] * d["V"]) + (1 << 20)
 
 
@@ -147,7 +154,7 @@ Call = tuple[int, int, str, bool, bool]
 def record(launch: Any, dtype: torch.dtype) -> None:
     """With and without gates, both layouts, packed or not, every K. For the second dtype, which differs only
     in conversions, one call."""
-    from isobit.ops.gated_delta_rule import kernels_triton
+    from isobit.ops.gated_delta_rule import kernels_triton, kernels_triton_bwd
 
     empty, dtype = _empty(F16 if dtype == F32 else dtype), F16 if dtype == F32 else dtype
     calls: list[Call] = [(128, 128, "gh", False, False), (64, 64, "n", True, True)]
@@ -155,13 +162,28 @@ def record(launch: Any, dtype: torch.dtype) -> None:
     for K, V, mode, v_first, packed in calls if dtype == BF16 else calls[1:]:
         S = 3 if packed else 1
         state = empty(*((S, HV, V, K) if v_first else (S, HV, K, V)), dtype=F32)
+        args: Args = {
+            "q": empty(1, T, H, K), "k": empty(1, T, H, K), "v": empty(1, T, HV, V),
+            "g": empty(1, T, HV, dtype=F32) if "g" in mode else None, "beta": empty(1, T, HV, dtype=F32),
+            "scale": 0.1, "initial_state": state if "h" in mode else None, "state_v_first": v_first,
+            "use_qk_l2norm_in_kernel": "n" in mode,
+            "cu_seqlens": empty(S + 1, dtype=torch.int32) if packed else None,
+        }  # fmt: skip
         kernels_triton.gated_delta_rule(
-            launch, q=empty(1, T, H, K), k=empty(1, T, H, K), v=empty(1, T, HV, V),
-            g=empty(1, T, HV, dtype=F32) if "g" in mode else None, beta=empty(1, T, HV, dtype=F32),
-            scale=0.1, initial_state=state if "h" in mode else None, output_final_state="h" in mode,
-            use_qk_l2norm_in_kernel="n" in mode, state_v_first=v_first,
-            cu_seqlens=empty(S + 1, dtype=torch.int32) if packed else None,
+            launch, **args, output_final_state="h" in mode, return_inverse="h" in mode
+        )
+        if dtype != BF16 or packed:
+            continue
+        wanted = {f"want_{name}": args[name] is not None for name in forward.differentiable}
+        kernels_triton_bwd.gated_delta_rule_bwd(
+            launch, _not_recorded, **args, inverse=empty(1, T, HV, CHUNK), do=args["v"],
+            dfinal_state=state if "h" in mode else None, **wanted,
         )  # fmt: skip
+
+
+def _not_recorded(launch: Any, **args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    """In place of dhu, whose own proof compiles it."""
+    return args["dv"], args["h0"], args["dv"]
 
 
 def record_states(launch: Any, dtype: torch.dtype) -> None:

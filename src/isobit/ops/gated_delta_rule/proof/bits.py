@@ -1,14 +1,22 @@
 """Bit laws specific to the gated delta rule. Each changes something that must not affect bits. The controls
 prove that another computation would have been noticed."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from isobit.ops.gated_delta_rule.model import CHUNK
-from isobit.ops.gated_delta_rule.proof.inputs import BY_TOKEN, OF_STATES, one_of_packed, part
+from isobit.ops.gated_delta_rule.proof.inputs import (
+    BY_TOKEN,
+    OF_STATES,
+    features_regrouped,
+    one_of_packed,
+    part,
+)
 from isobit.spec.compare import OutputCheck, same_bits
+from isobit.spec.inputs import in_other_groups
 from isobit.spec.proof import Args
 from isobit.spec.trial import Trial
 
@@ -51,7 +59,7 @@ def same_elsewhere(trial: Trial) -> list[OutputCheck]:
     recurrence, token by token."""
     args = trial.args()
     if args["cu_seqlens"] is not None:
-        return _packed_alone(trial, args, BY_TOKEN)
+        return _packed_alone(trial, args, BY_TOKEN) + gradients_alone(trial, args)
     T = args["v"].shape[1]
     if T <= CHUNK:
         return []
@@ -83,6 +91,46 @@ def _control(
     trial: Trial, what: str, whole: tuple[Tensor, ...], rows: tuple[Tensor, Tensor], last: Tensor
 ) -> OutputCheck:
     return trial.control(what, whole, (torch.cat(rows, 1), last))
+
+
+def gradients_alone(trial: Trial, args: Args) -> list[OutputCheck]:
+    """The gradients of packed sequences are those of each alone, whatever the others hold. Control: groups of
+    16 features in another order, where other gradients than those of q, k and the state stay in place."""
+    if not trial.leaves(args):
+        return []
+    outputs, whole = trial.backward(args)
+    do, dfinal = given = trial.cotangents(outputs)
+    bounds, checks = args["cu_seqlens"].tolist(), []
+    longest = max(range(len(bounds) - 1), key=lambda s: bounds[s + 1] - bounds[s])
+    others = _with_others(args, bounds[longest], bounds[longest + 1])
+    for s, (first, end) in enumerate(pairwise(bounds)):
+        one = one_of_packed(args, s, first, end, BY_TOKEN)
+        own = replace(trial, given=(do[:, first:end], dfinal[s : s + 1]))
+        for name, gradient in own.backward(one)[1].items():
+            mine = whole[name][s : s + 1] if name == "initial_state" else whole[name][:, first:end]
+            checks.append(same_bits(f"gradient:{name}", gradient, mine, f"sequence {s} alone"))
+    _, beside = replace(trial, given=tuple(given)).backward(others)
+    here = slice(bounds[longest], bounds[longest + 1])
+    for name in BY_TOKEN:
+        if name in whole:
+            what = "other sequences full of NaN"
+            checks.append(same_bits(f"gradient:{name}", beside[name][:, here], whole[name][:, here], what))
+    axis = -1 if args["state_v_first"] else -2
+    moved = (do, in_other_groups(dfinal, axis))
+    _, after = replace(trial, given=moved).backward(features_regrouped(args))
+    stay = [name for name in ("v", "g", "beta") if name in whole]
+    what = "gradients with groups of 16 features in another order"
+    return [*checks, trial.control(what, [whole[n] for n in stay], [after[n] for n in stay])]
+
+
+def _with_others(args: Args, first: int, end: int) -> Args:
+    """NaN in all tokens but these."""
+    changed = dict(args)
+    for name in BY_TOKEN:
+        if args[name] is not None:
+            changed[name] = torch.full_like(args[name], float("nan"))
+            changed[name][:, first:end] = args[name][:, first:end]
+    return changed
 
 
 def states_alone(trial: Trial) -> list[OutputCheck]:

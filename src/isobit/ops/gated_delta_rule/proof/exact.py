@@ -56,8 +56,9 @@ def _sample(args: Args, heads: dict[str, int], by_sequence: tuple[str, ...]) -> 
 
 def exact(args: Args, cotangents: Sequence[Tensor]) -> dict[str, Sample]:
     known = {p.name: args.get(p.name) for p in forward.contract.params} | {"output_final_state": True}
+    known["return_inverse"] = False
     one, last, head = _sample(known, dict.fromkeys(("q", "k", "v", "g", "beta"), 1), ("initial_state",))
-    o, final = model.gated_delta_rule(do=arithmetic(args["q"].device), **one)
+    o, final, _ = model.gated_delta_rule(do=arithmetic(args["q"].device), **one)
     assert final is not None
     where = last if args["cu_seqlens"] is None else slice(None)
     return {"o": ((last, slice(None), head), o), "final_state": ((where, head), final)}
